@@ -1,0 +1,76 @@
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV ?= .venv
+CACHE := .cache
+TORCH ?= torch==2.13.0
+# Kernels run through Triton's interpreter on a CPU. A CUDA build of torch brings its own Triton.
+TRITON ?= triton==3.9.0
+
+BIN := $(VENV)/bin
+PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
+FAMILIES := $(patsubst %/__init__.py,%,$(wildcard plugins/*/engine_core_*/__init__.py))
+PROJECTS := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+EDITABLE := -e . $(PLUGINS:%=-e %)
+empty :=
+space := $(empty) $(empty)
+
+SMOLLM2 := $(CACHE)/models/SmolLM2-135M-Instruct.Q4_1.gguf
+PROMPT ?= What is an inference engine? Answer in two sentences.
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_RETRIES ?= 5
+export PIP_DEFAULT_TIMEOUT ?= 60
+
+.PHONY: help demo models test lint types imports unit test-gpu clean
+help: ## Show the targets.
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+
+demo: $(VENV)/.runtime $(SMOLLM2) ## Chat with a small model on this machine's CPU or GPU.
+	@$(BIN)/engine-core generate $(SMOLLM2) --chat --max-tokens 200 "$(PROMPT)"
+
+models: $(VENV)/.created ## Fetch the models and tokenizers that the tests use.
+	@$(BIN)/python scripts/fetch_models.py --cache $(CACHE)
+
+test: lint types imports unit ## Run every check; CI runs this.
+
+lint: $(VENV)/.test ## Check style and formatting.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test ## Check types.
+	MYPYPATH=$(subst $(space),:,$(PLUGINS)) $(BIN)/mypy -p engine_core $(patsubst %,-p %,$(notdir $(FAMILIES)))
+
+imports: $(VENV)/.test ## Check which package may import which.
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.test models ## Run the tests; ARGS goes to pytest.
+	$(BIN)/pytest $(ARGS)
+
+test-gpu: $(VENV)/.test models ## Run the tests that need a CUDA GPU.
+	$(BIN)/pytest -m gpu $(ARGS)
+
+clean: ## Remove the virtual environments, the fetched models and every cache.
+	rm -rf $(VENV) .venv-ci $(CACHE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, and $(PYTHON) is " + sys.version.split()[0] + "; name another with: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.created $(PROJECTS)
+	@echo "installing torch, engine-core and its plugins into $(VENV); this takes a minute"
+	$(BIN)/pip install --quiet $(TORCH) $(EDITABLE)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.runtime
+	triton=$$($(BIN)/python -c 'from importlib.util import find_spec; print("" if find_spec("triton") else "$(TRITON)")'); \
+	$(BIN)/pip install --quiet $(TORCH) $$triton -e '.[test]' $(PLUGINS:%=-e %)
+	@touch $@
+
+$(SMOLLM2): | $(VENV)/.created
+	@$(BIN)/python scripts/fetch_models.py --cache $(CACHE) smollm2

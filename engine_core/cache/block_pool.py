@@ -1,0 +1,116 @@
+"""Block ids, who holds them, and in which order free ones are used again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+
+NULL_BLOCK = 0
+"""Takes the writes of rows that have ended; stands in tables for blocks no query sees any more."""
+
+
+class BlockPool:
+    """Reference-counted block ids ``1..num_blocks - 1`` of one cache group.
+
+    The life of a block: ``allocate`` gives it one reference, ``acquire`` one more for each request
+    that shares it, ``release`` takes one away. At zero it goes to the end of the free list, which
+    is used from its front: the least recently freed block first. A block that was given a key by
+    ``register`` is found by it, free or not, until ``allocate`` hands it to a new owner.
+
+    Every operation takes constant time a block. The null block 0 is never handed out.
+
+    Args:
+        num_blocks: blocks in all, the null block included; at least 2.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._keys: list[Hashable | None] = [None] * num_blocks
+        self._index: dict[Hashable, int] = {}
+        # An OrderedDict is a linked list in C: a plain dict is slow to find its first item after
+        # many removals at the front.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that ``allocate`` can hand out now; keyed ones are among them."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - 1 - len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """The ``count`` least recently freed blocks, each with one reference and no key."""
+        assert count <= len(self._free), f"asked for {count} blocks, {len(self._free)} are free"
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            key = self._keys[block]
+            if key is not None:
+                del self._index[key]
+                self._keys[block] = None
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def acquire(self, block: int) -> None:
+        """One more reference to a block that ``find`` gave."""
+        if self._refs[block] == 0:
+            del self._free[block]
+        self._refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One reference less to each block, in this order; null blocks are passed over."""
+        refs, free = self._refs, self._free
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            assert refs[block] > 0, f"block {block} is released but nobody holds it"
+            refs[block] -= 1
+            if refs[block] == 0:
+                free[block] = None
+
+    def register(self, block: int, key: Hashable) -> None:
+        """Make a block findable. If another one has the key already, that one keeps it."""
+        assert self._refs[block] > 0, f"block {block} gets a key but nobody holds it"
+        assert self._keys[block] is None, f"block {block} gets a second key"
+        if key not in self._index:
+            self._index[key] = block
+            self._keys[block] = key
+
+    def find(self, key: Hashable) -> int | None:
+        """The block with this key, free or not, or None."""
+        return self._index.get(key)
+
+    def is_free(self, block: int) -> bool:
+        """Whether nobody holds the block."""
+        return self._refs[block] == 0
+
+    def refs(self, block: int) -> int:
+        """How many hold the block."""
+        return self._refs[block]
+
+    def check(self) -> None:
+        """Verify the invariants, in time linear in ``num_blocks``.
+
+        Raises:
+            AssertionError: one is broken; the message gives the numbers.
+        """
+        assert self._refs[NULL_BLOCK] == 0, f"null block has {self._refs[NULL_BLOCK]} references"
+        assert NULL_BLOCK not in self._free, "null block is in the free list"
+        held = sum(1 for count in self._refs if count > 0)
+        assert min(self._refs) >= 0, f"reference count {min(self._refs)} below zero"
+        assert held + len(self._free) == self.num_blocks - 1, (
+            f"{held} held + {len(self._free)} free != {self.num_blocks - 1} blocks"
+        )
+        for block in self._free:
+            assert self._refs[block] == 0, f"block {block} is free with {self._refs[block]} refs"
+        keyed = sum(1 for key in self._keys if key is not None)
+        assert keyed == len(self._index), f"{keyed} keyed blocks, {len(self._index)} index entries"
+        for key, block in self._index.items():
+            assert self._keys[block] == key, f"key of block {block} is not the one in the index"

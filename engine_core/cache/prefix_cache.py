@@ -1,0 +1,137 @@
+"""Finding blocks that already hold the beginning of a prompt.
+
+A full block is known by a key that stands for everything its keys and values depend on: every
+token up to its end, the atomic spans it overlaps, and the prompt's salts. Token chains are
+BLAKE2b digests of 256 bits (RFC 7693), as collision resistant as SHA-256; salts are compared by
+value, so equal keys mean equal content.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from hashlib import blake2b
+
+from engine_core.cache.block_pool import NULL_BLOCK, BlockPool
+
+BlockKey = tuple[bytes, tuple[Hashable, ...]]
+"""Digest of the token chain, and the salts."""
+
+Spans = Sequence[tuple[int, int]]
+"""Half-open position ranges, sorted and disjoint."""
+
+
+_ROOT = bytes(32)
+
+
+def cut_before_span(end: int, spans: Spans) -> int:
+    """The largest boundary at or before ``end`` that lies inside no span."""
+    index = bisect_left(spans, (end,)) - 1  # the last span that starts before end
+    if index >= 0 and end < spans[index][1]:
+        return spans[index][0]
+    return end
+
+
+def extend_block_keys(
+    keys: list[BlockKey],
+    token_ids: Sequence[int],
+    block_size: int,
+    *,
+    spans: Spans = (),
+    salts: tuple[Hashable, ...] = (),
+) -> None:
+    """Append to ``keys`` those of the full blocks of ``token_ids`` that it does not have yet.
+
+    A block that overlaps a span is hashed with the bounds and all the tokens of the span, also
+    those outside the block: in a bidirectional span they all enter the block's keys and values.
+
+    Args:
+        keys: keys of the first blocks of the same tokens, spans and salts; may be empty.
+        token_ids: at least as many tokens as ``keys`` stands for; each fits 64 bits.
+        block_size: tokens a block.
+        spans: the prompt's atomic spans.
+        salts: the prompt's cache salts.
+
+    Raises:
+        TypeError: a token is not an integer.
+        OverflowError: a token does not fit 64 bits.
+    """
+    parent = keys[-1][0] if keys else _ROOT
+    for start in range(len(keys) * block_size, len(token_ids) - block_size + 1, block_size):
+        end = start + block_size
+        content = array("q", token_ids[start:end])
+        for span_start, span_end in spans:
+            if span_start < end and start < span_end:
+                content.extend((span_start, span_end))
+                content.extend(token_ids[span_start:span_end])
+        parent = blake2b(parent + content.tobytes(), digest_size=32).digest()
+        keys.append((parent, salts))
+
+
+class PrefixCache:
+    """The findable blocks of one group.
+
+    Args:
+        pool: whose blocks they are; it keeps the index, because it knows when a block is reused.
+        block_size: tokens a block.
+        window: number of keys a query sees, itself included, or None for all.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, window: int | None) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._window = window
+
+    def first_visible_block(self, position: int) -> int:
+        """Index of the first block that a query at ``position`` or later sees any token of."""
+        if self._window is None:
+            return 0
+        return max(0, position - self._window + 1) // self._block_size
+
+    def longest(self, keys: Sequence[BlockKey], limit: int) -> int:
+        """The largest ``n <= limit`` such that a request can go on after ``n`` cached blocks.
+
+        That is, every block is cached that a query at the first token after them sees.
+        """
+        find = self._pool.find
+        if self._window is None:
+            for index in range(limit):
+                if find(keys[index]) is None:
+                    return index
+            return limit
+        # From the right: the run of cached blocks [index, count) grows until it covers what is
+        # seen from count, or breaks, and then no count down to the gap can do.
+        count = index = limit
+        while index > self.first_visible_block(count * self._block_size):
+            index -= 1
+            if find(keys[index]) is None:
+                count = index
+        return count
+
+    def acquire(self, keys: Sequence[BlockKey], count: int) -> list[int]:
+        """A block table of the first ``count`` blocks, with a reference to each visible one.
+
+        Blocks that no later query sees are the null block. ``count`` comes from ``longest``.
+        """
+        first = self.first_visible_block(count * self._block_size)
+        table = [NULL_BLOCK] * first
+        for index in range(first, count):
+            block = self._pool.find(keys[index])
+            assert block is not None, f"block {index} of a cached prefix of {count} is not cached"
+            self._pool.acquire(block)
+            table.append(block)
+        return table
+
+    def num_free_taken(self, keys: Sequence[BlockKey], count: int) -> int:
+        """How many blocks ``acquire`` would take out of the free list."""
+        taken = 0
+        for index in range(self.first_visible_block(count * self._block_size), count):
+            block = self._pool.find(keys[index])
+            assert block is not None, f"block {index} of a cached prefix of {count} is not cached"
+            taken += self._pool.is_free(block)
+        return taken
+
+    def register(self, block: int, key: BlockKey) -> None:
+        """Make a full block findable; every token in it is computed and accepted."""
+        self._pool.register(block, key)

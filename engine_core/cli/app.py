@@ -1,0 +1,52 @@
+"""The command and its subcommands."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from engine_core import __version__
+from engine_core.cli.env import env
+from engine_core.cli.generate import generate
+from engine_core.cli.plugins import plugins
+
+app = typer.Typer(
+    name="engine-core",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Run transformer language models whose families are plugins."""
+
+
+for _command in (generate, plugins, env):
+    app.command()(_command)
+
+
+def main() -> None:
+    """Entry point of ``engine-core``: exits 0, 1 on an error, 2 on wrong usage, 130 on Ctrl-C."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A model may write what the terminal cannot show; that must not end the stream.
+        sys.stdout.reconfigure(errors="replace")
+    app()

@@ -1,0 +1,178 @@
+"""Commands whose options are made from the fields of config models."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from engine_core.configs.base import FrozenConfig
+from engine_core.configs.engine import Bytes
+from engine_core.errors import ConfigError, EngineError
+
+Config = TypeVar("Config", bound=FrozenConfig)
+
+_METAVARS = {int: "INTEGER", float: "FLOAT", str: "TEXT", Bytes: "SIZE"}
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _metavar(annotation: Any) -> str:
+    if annotation in _METAVARS:
+        return _METAVARS[annotation]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "|".join(arguments)
+    if origin is tuple:
+        return _metavar(arguments[0])
+    if origin is dict:
+        return "JSON"
+    return "|".join(_metavar(item) for item in _members(annotation) if item is not types.NoneType)
+
+
+def _takes_none(field: FieldInfo) -> bool:
+    """Whether None is a value that someone must be able to ask for."""
+    return field.default is not None and types.NoneType in _members(field.annotation)
+
+
+def _help(field: FieldInfo) -> str:
+    text = (field.description or "").partition("\n")[0]
+    if get_origin(field.annotation) is tuple:
+        text += " May be given again."
+    default = field.get_default(call_default_factory=True)
+    if default is None or default == () or default == {}:
+        return text
+    shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+    return f"{text} (default: {shown})"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+class OptionGroup(Generic[Config]):
+    """The fields of a config model as command-line options.
+
+    Values are passed to the model as they were written, so that it alone parses and checks them. An
+    option that was not given is None and leaves the field to whoever builds the config.
+
+    Args:
+        model: the config model; each field's description is its help.
+        only: the fields taken; all if None.
+        skip: fields left out.
+    """
+
+    def __init__(
+        self,
+        model: type[Config],
+        *,
+        only: Collection[str] | None = None,
+        skip: Collection[str] = (),
+    ) -> None:
+        self._model = model
+        self._fields = {
+            name: field
+            for name, field in model.model_fields.items()
+            if (only is None or name in only) and name not in skip
+        }
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """One keyword parameter a field, annotated as typer wants it."""
+        return [self._parameter(name, field) for name, field in self._fields.items()]
+
+    def _parameter(self, name: str, field: FieldInfo) -> inspect.Parameter:
+        kind: Any = str
+        flags, metavar = _flag(name), None
+        if field.annotation is bool:
+            kind, flags = bool, f"{flags}/--no-{flags[2:]}"
+        else:
+            kind = list[str] if get_origin(field.annotation) is tuple else str
+            metavar = _metavar(field.annotation) + ("|none" if _takes_none(field) else "")
+        option = typer.Option(
+            flags,
+            metavar=metavar,
+            help=_help(field),
+            show_default=False,
+        )
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, option],
+        )
+
+    def given(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What of this group was written on the command line, field -> value.
+
+        Raises:
+            typer.BadParameter: a value of a JSON option is not JSON.
+        """
+        values = {name: options[name] for name in self._fields if options[name] not in (None, [])}
+        for name, value in values.items():
+            field = self._fields[name]
+            if get_origin(field.annotation) is dict:
+                try:
+                    values[name] = json.loads(value)
+                except ValueError as error:
+                    raise typer.BadParameter(f"{_flag(name)}: not JSON: {error}") from None
+            elif value == "none" and _takes_none(field):
+                values[name] = None
+        return values
+
+    def build(self, options: Mapping[str, Any]) -> Config:
+        """The config model with what was given on the command line.
+
+        Raises:
+            typer.BadParameter: a value is out of range; names the option.
+        """
+        try:
+            return self._model(**self.given(options))
+        except ConfigError as error:
+            message = re.sub(
+                rf"\b{self._model.__name__}\.(\w+)", lambda match: _flag(match[1]), str(error)
+            )
+            raise typer.BadParameter(message) from None
+
+
+def command(*groups: OptionGroup[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command: add the groups' options, and turn errors into exit codes.
+
+    The function takes the added options as ``**options``. An :class:`EngineError` becomes one line
+    on stderr and exit code 1, Ctrl-C exit code 130.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except EngineError as error:
+                typer.echo(f"engine-core: error: {error}", err=True)
+                raise typer.Exit(1) from None
+            except KeyboardInterrupt:
+                raise typer.Exit(130) from None
+
+        signature = inspect.signature(function, eval_str=True)
+        parameters = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        for group in groups:
+            parameters += group.parameters()
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {item.name: item.annotation for item in parameters}
+        return run
+
+    return decorate

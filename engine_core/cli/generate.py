@@ -1,0 +1,235 @@
+"""``engine-core generate``: run prompts on this machine, without a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine_core.cli.command import OptionGroup, command
+from engine_core.configs import EngineConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from engine_core import LLM, CompletionOutput, RequestOutput
+
+ENGINE_OPTIONS = OptionGroup(EngineConfig)
+SAMPLING_OPTIONS = OptionGroup(
+    SamplingParams,
+    # The engine's seed is also that of requests without one, and there is but one --seed.
+    skip=("seed",),
+)
+
+Prompt = str | list[int]
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--prompt-file: {path} cannot be read: {error}") from None
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _parse_token_ids(text: str) -> list[int]:
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--token-ids: wants numbers like 1,2,3, got {text!r}") from None
+
+
+def _collect_prompts(
+    arguments: Sequence[str], file: Path | None, token_ids: Sequence[str]
+) -> list[Prompt]:
+    prompts: list[Prompt] = [sys.stdin.read() if item == "-" else item for item in arguments]
+    if file is not None:
+        prompts += _read_lines(file)
+    prompts += [_parse_token_ids(item) for item in token_ids]
+    if not prompts:
+        raise typer.BadParameter("no prompt; give a PROMPT, --prompt-file or --token-ids")
+    return prompts
+
+
+def _conversation(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
+    if not isinstance(prompt, str):
+        raise typer.BadParameter("--chat applies a template to text; leave --token-ids out")
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": prompt}]
+
+
+def _shown(completion: CompletionOutput, as_ids: bool) -> str:
+    return " ".join(map(str, completion.token_ids)) if as_ids else completion.text
+
+
+def _stream(outputs: Iterator[RequestOutput], as_ids: bool) -> RequestOutput:
+    written = 0
+    for output in outputs:
+        text = _shown(output.outputs[0], as_ids)
+        print(text[written:], end="", flush=True)
+        written = len(text)
+    print("\n", flush=True)
+    return output
+
+
+def _print_all(results: Sequence[RequestOutput], as_ids: bool) -> None:
+    for number, result in enumerate(results, 1):
+        for completion in result.outputs:
+            label = f"{number}" if len(result.outputs) == 1 else f"{number}.{completion.index + 1}"
+            print(f"[{label}] {_shown(completion, as_ids)}\n")
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with what JSON has no number for as null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _as_json(result: RequestOutput) -> str:
+    values = dataclasses.asdict(result)
+    metrics = result.metrics
+    values["metrics"] = {
+        "time_to_first_token": _since(metrics.first_token_time, metrics.arrival_time),
+        "time": _since(metrics.finished_time, metrics.arrival_time),
+        "num_cached_tokens": metrics.num_cached_tokens,
+        "num_preemptions": metrics.num_preemptions,
+    }
+    return json.dumps(_finite(values), ensure_ascii=False)
+
+
+def _since(end: float | None, start: float | None) -> float | None:
+    return None if end is None or start is None else end - start
+
+
+def _generated(result: RequestOutput) -> int:
+    return sum(len(completion.token_ids) for completion in result.outputs)
+
+
+def _statistics(results: Sequence[RequestOutput]) -> str:
+    prompt_tokens = sum(len(result.prompt_token_ids) for result in results)
+    generated = sum(map(_generated, results))
+    parts = [f"{prompt_tokens} prompt tokens", f"{generated} generated"]
+    times = [result.metrics for result in results]
+    waits = [
+        item.first_token_time - item.arrival_time
+        for item in times
+        if item.first_token_time is not None
+    ]
+    if waits:
+        which = "" if len(waits) == 1 else " (median)"
+        parts.append(f"time to first token {statistics.median(waits):.3f} s{which}")
+    end = max((item.finished_time for item in times if item.finished_time is not None), default=0)
+    if len(results) == 1:
+        # The first token is the prompt's; the rate is that of decoding.
+        seconds = _since(end, times[0].first_token_time) or 0
+        count = generated - len(results[0].outputs)
+    else:
+        seconds = end - min(item.arrival_time for item in times)
+        count = generated
+    if seconds > 0 and count > 0:
+        parts.append(f"{count / seconds:.1f} tokens/s")
+    return ", ".join(parts)
+
+
+def _startup(phases: Mapping[str, float]) -> str:
+    each = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
+    return f"start-up {sum(phases.values()):.2f} s ({each})"
+
+
+def _run(
+    llm: LLM,
+    prompts: list[Prompt],
+    conversations: list[list[dict[str, str]]],
+    sampling: SamplingParams,
+    *,
+    as_json: bool,
+    as_ids: bool,
+) -> list[RequestOutput]:
+    if len(prompts) == 1 and sampling.n == 1 and not as_json:
+        if conversations:
+            return [_stream(llm.stream_chat(conversations[0], sampling), as_ids)]
+        return [_stream(llm.stream(prompts[0], sampling), as_ids)]
+    progress = len(prompts) > 1 and sys.stderr.isatty()
+    if conversations:
+        results = llm.chat(conversations, sampling, progress=progress)
+    else:
+        results = llm.generate(prompts, sampling, progress=progress)
+    if as_json:
+        for result in results:
+            print(_as_json(result), flush=True)
+    else:
+        _print_all(results, as_ids)
+    return results
+
+
+@command(SAMPLING_OPTIONS, ENGINE_OPTIONS)
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file or hub id.")
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="Prompts; - is all of standard input."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with one prompt a line; - is standard input."),
+    ] = None,
+    token_ids: Annotated[
+        list[str] | None,
+        typer.Option(metavar="1,2,3", help="A prompt as token ids; may be given again."),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send each prompt as a user's message.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message; needs --chat.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object for each prompt.")
+    ] = False,
+    **options: Any,
+) -> None:
+    """Generate text: one prompt is streamed, several run as a batch.
+
+    Text goes to stdout, statistics to stderr. A sampling option that is not given comes from the
+    checkpoint's generation_config.json, or else is the default shown.
+    """
+    prompts = _collect_prompts(arguments or (), prompt_file, token_ids or ())
+    if system is not None and not chat:
+        raise typer.BadParameter("--system needs --chat")
+    conversations = [_conversation(prompt, system) for prompt in prompts] if chat else []
+    config = ENGINE_OPTIONS.build(options)
+    SAMPLING_OPTIONS.build(options)  # a wrong value is found before the model is loaded
+
+    from engine_core import LLM
+
+    with LLM(model, config) as llm:
+        sampling = llm.default_sampling_params().replace(**SAMPLING_OPTIONS.given(options))
+        results = _run(
+            llm,
+            prompts,
+            conversations,
+            sampling,
+            as_json=as_json,
+            as_ids=config.skip_tokenizer_init,
+        )
+        typer.echo(f"{_statistics(results)}\n{_startup(llm.startup)}", err=True)
+    failed = False
+    for number, result in enumerate(results, 1):
+        for completion in result.outputs:
+            if completion.finish_reason == "error":
+                typer.echo(f"engine-core: error: prompt {number}: {completion.error}", err=True)
+                failed = True
+    if failed:
+        raise typer.Exit(1)

@@ -1,0 +1,115 @@
+"""From a checkpoint's config to a :class:`ModelConfig`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from engine_core.configs.dtypes import DTYPES
+from engine_core.configs.hf_config import HFConfig
+from engine_core.configs.model import ModelConfig
+from engine_core.errors import ConfigError
+
+
+@runtime_checkable
+class ConfigBuilder(Protocol):
+    """Reads one family's configs. Exactly one builder may match a checkpoint."""
+
+    @classmethod
+    def condition(cls, hf_config: HFConfig) -> bool:
+        """Whether this builder is the one for ``hf_config``."""
+
+    @classmethod
+    def build(
+        cls, hf_config: HFConfig, model_path: Path | None = None, **kwargs: Any
+    ) -> ModelConfig:
+        """The model config; ``hf_config`` is copied, never changed.
+
+        Raises:
+            ConfigError: a key is missing or senseless; names it.
+        """
+
+
+def token_ids(value: Any, key: str) -> tuple[int, ...]:
+    """``eos_token_id`` as checkpoints write it (absent, one id or a list) as a tuple."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+        raise ConfigError(f"config.json: {key} must be a token id or a list of them, got {value!r}")
+    return tuple(ids)
+
+
+def checkpoint_dtype(hf_config: HFConfig) -> str | None:
+    """The element type that a config names under ``dtype`` or the older ``torch_dtype``."""
+    value = hf_config.get("dtype", hf_config.get("torch_dtype"))
+    if value is None:
+        return None
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"config.json: dtype {value!r} is not one of {', '.join(DTYPES)}")
+    return name
+
+
+class DefaultConfigBuilder:
+    """Reads configs that use the names most decoder-only families share.
+
+    A family's builder may call :meth:`build` after putting missing keys into a copy of the config.
+    """
+
+    @classmethod
+    def condition(cls, hf_config: HFConfig) -> bool:
+        """Always true: it is asked only when no plugin's builder matches."""
+        return True
+
+    @classmethod
+    def build(
+        cls, hf_config: HFConfig, model_path: Path | None = None, **kwargs: Any
+    ) -> ModelConfig:
+        """The model config of ``hf_config``.
+
+        Raises:
+            ConfigError: a key is missing or has a value of the wrong kind.
+        """
+        del model_path
+        values: dict[str, Any] = {"hf_config": hf_config, **kwargs}
+        if "architecture" not in values:
+            names = hf_config.get("architectures", [])
+            if not isinstance(names, list) or not names or not isinstance(names[0], str):
+                raise ConfigError(
+                    "config.json: 'architectures' must be a list that names the model class, got "
+                    f"{names!r}"
+                )
+            values["architecture"] = names[0]
+        for key in ("vocab_size", "hidden_size", "num_attention_heads"):
+            values.setdefault(key, _integer(hf_config, key))
+        values.setdefault("num_layers", _integer(hf_config, "num_hidden_layers"))
+        heads = values["num_attention_heads"]
+        values.setdefault("num_key_value_heads", hf_config.get("num_key_value_heads", heads))
+        if "head_dim" not in values:
+            head_dim = hf_config.get("head_dim")
+            if head_dim is None and values["hidden_size"] % heads:
+                raise ConfigError(
+                    f"config.json: hidden_size ({values['hidden_size']}) is not divisible by "
+                    f"num_attention_heads ({heads}) and there is no head_dim"
+                )
+            values["head_dim"] = head_dim or values["hidden_size"] // heads
+        if heads % values["num_key_value_heads"]:
+            raise ConfigError(
+                f"config.json: num_attention_heads ({heads}) is not divisible by "
+                f"num_key_value_heads ({values['num_key_value_heads']})"
+            )
+        if "max_position_embeddings" not in values:
+            values["max_position_embeddings"] = _integer(hf_config, "max_position_embeddings")
+        values.setdefault("dtype", checkpoint_dtype(hf_config))
+        bos = token_ids(hf_config.get("bos_token_id"), "bos_token_id")
+        values.setdefault("bos_token_id", bos[0] if bos else None)
+        values.setdefault("eos_token_ids", token_ids(hf_config.get("eos_token_id"), "eos_token_id"))
+        return ModelConfig(**values)
+
+
+def _integer(hf_config: HFConfig, key: str) -> int:
+    value = hf_config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"config.json: {key!r} must be a positive integer, got {value!r}")
+    return value

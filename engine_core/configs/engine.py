@@ -1,0 +1,103 @@
+"""What a user may set about an engine."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from engine_core.configs.base import FrozenConfig
+from engine_core.configs.dtypes import DType
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_bytes(value: Any) -> Any:
+    """``"4GiB"``, ``"500MB"`` or a plain number as bytes.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", value.lower())
+    if match is None:
+        raise ValueError("a size is a number of bytes or like '500MB' or '4GiB'")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _paths(value: Any) -> Any:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
+
+
+class EngineConfig(FrozenConfig):
+    """What a user may set about an engine; the command line's options are made from it.
+
+    The first line of each field's description is its help text.
+    """
+
+    dtype: Literal["auto"] | DType = Field(
+        default="auto",
+        description="Element type of weights and activations; auto is the checkpoint's own, or "
+        "float32 on a CPU without bfloat16 instructions.",
+    )
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.",
+    )
+    load_format: Literal["auto", "safetensors", "bin", "gguf", "dummy"] = Field(
+        default="auto",
+        description="Which weight files to read; dummy makes random weights and reads none.",
+    )
+    revision: str | None = Field(
+        default=None, description="Branch, tag or commit of a hub id; the hub's default if not set."
+    )
+    hf_overrides: dict[str, Any] = Field(
+        default_factory=dict, description="Keys of config.json to replace, as JSON."
+    )
+    tokenizer: str | None = Field(
+        default=None, description="Folder with another tokenizer than the model's."
+    )
+    skip_tokenizer_init: bool = Field(
+        default=False, description="Read no tokenizer: prompts and results are token ids."
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        gt=0,
+        description="Longest sequence, prompt and output together; the model's own if not set.",
+    )
+    max_num_seqs: int = Field(default=256, gt=0, description="Sequences that run at once.")
+    max_num_batched_tokens: int = Field(
+        default=2048, gt=0, description="Tokens computed in one step; longer prompts are chunked."
+    )
+    block_size: int | None = Field(
+        default=None,
+        gt=0,
+        description="Tokens in a block of the KV cache; 16 on a CPU and 64 on a GPU if not set.",
+    )
+    kv_cache_memory: Bytes | None = Field(
+        default=None,
+        gt=0,
+        description="Bytes for the KV cache, like 4GiB; a share of what is free if not set.",
+    )
+    enable_prefix_caching: bool = Field(
+        default=True, description="Share the cached blocks of equal prompt beginnings."
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="Seed of dummy weights and of requests without one."
+    )
+    custom_module_map: Paths = Field(
+        default=(),
+        description="Python files with MODULE_MAP and CONFIG_BUILDERS; run with your rights.",
+    )
+    plugin_errors: Literal["report", "strict"] = Field(
+        default="report", description="A broken plugin is reported and skipped, or raises."
+    )

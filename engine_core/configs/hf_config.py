@@ -1,0 +1,97 @@
+"""A checkpoint's own config, as it stands in ``config.json``."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from engine_core.errors import CheckpointNotFoundError, CorruptCheckpointError
+
+
+class HFConfig:
+    """The keys of a ``config.json`` as attributes; nothing added, nothing renamed.
+
+    It stands where other engines put a ``transformers.PretrainedConfig``, because importing that
+    class takes 1.8 seconds (3.2 with a model's own) against 1.2 for torch: defaults that a family's
+    older checkpoints leave out are the business of its config builder. Nested objects stay plain
+    dictionaries.
+
+    Raises:
+        AttributeError: on reading a key that the checkpoint does not have.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
+        self.__dict__.update(copy.deepcopy(dict(values or {})))
+        self.__dict__.update(more)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self:
+        """Read ``config.json`` of a checkpoint folder.
+
+        Raises:
+            CheckpointNotFoundError: there is no ``config.json``.
+            CorruptCheckpointError: it is not a JSON object.
+        """
+        path = folder / "config.json"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(
+                f"{folder} has no config.json; give a folder that holds a checkpoint, a .gguf file "
+                "or a hub id"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{path} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise CorruptCheckpointError(
+                f"{path} holds a JSON {type(values).__name__}, not an object"
+            )
+        return cls(values)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"this checkpoint's config has no {name!r}; it has: {', '.join(sorted(self.__dict__))}"
+        )
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of ``name``; ``default`` if it is absent or null."""
+        value = self.__dict__.get(name)
+        return default if value is None else value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.__dict__
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__dict__)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HFConfig) and self.__dict__ == other.__dict__
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(self.__dict__)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.to_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"HFConfig({self.__dict__!r})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """A deep copy of all keys."""
+        return copy.deepcopy(self.__dict__)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some keys set."""
+        return type(self)(self.__dict__, **changes)

@@ -1,0 +1,47 @@
+"""What the engine knows about a model, whatever its family."""
+
+from __future__ import annotations
+
+from pydantic import ConfigDict, Field
+
+from engine_core.configs.base import FrozenConfig
+from engine_core.configs.dtypes import DType
+from engine_core.configs.hf_config import HFConfig
+
+
+class ModelConfig(FrozenConfig):
+    """A checkpoint's config, read by its family's builder into the names that the core uses.
+
+    Attributes:
+        architecture: key into the module map; the checkpoint's ``architectures[0]`` or a finer
+            name that the builder chose.
+        hf_config: the normalised config that the model's constructor receives.
+        vocab_size: rows of the logits.
+        hidden_size: width of the residual stream.
+        num_layers: decoder layers.
+        num_attention_heads: query heads.
+        num_key_value_heads: key and value heads.
+        head_dim: size of a query and key head.
+        max_position_embeddings: longest sequence that the model is made for.
+        may_exceed_length: whether a user may ask for longer ones (dynamic rope scaling: there is
+            no length at which it ends).
+        dtype: element type of the weights in the checkpoint, or None if the config does not say.
+        bos_token_id: begin-of-sequence token, or None.
+        eos_token_ids: tokens that end a sequence.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    architecture: str = Field(min_length=1)
+    hf_config: HFConfig
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    max_position_embeddings: int = Field(gt=0)
+    may_exceed_length: bool = False
+    dtype: DType | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()

@@ -1,0 +1,392 @@
+"""The step loop, and what belongs to a request between its steps."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict
+
+from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
+from engine_core.engine.startup import load
+from engine_core.errors import EngineDeadError, RequestError
+from engine_core.inputs import ProcessedPrompt
+from engine_core.runtime.runner import PendingStep
+from engine_core.scheduler import Request, RequestUpdate
+from engine_core.steps import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
+from engine_core.text import TextStream, Tokenizer
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt
+
+# Steps submitted before the first result is read. A CPU computes a step while it is submitted.
+_DEPTH = {"cpu": 0, "cuda": 1}
+
+
+@dataclass(slots=True)
+class _Completion:
+    """One of a request's ``n`` sequences."""
+
+    request: Request
+    stream: TextStream | None
+    text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+
+    def output(self, index: int) -> CompletionOutput:
+        request = self.request
+        return CompletionOutput(
+            index=index,
+            text=self.text,
+            token_ids=list(request.output_token_ids),
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            error=request.error,
+        )
+
+
+@dataclass(slots=True)
+class _State:
+    """A request as the user gave it, with its completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    streaming: bool
+    arrival_time: float
+    completions: list[_Completion] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    first_token_time: float | None = None
+
+
+class Engine:
+    """Runs one model. ``add_request`` takes work, ``step`` advances all of it.
+
+    It is not thread-safe: one thread owns it.
+
+    Attributes:
+        model_config: the model's.
+        tokenizer: None with ``skip_tokenizer_init``.
+        startup: seconds that each phase of loading took.
+    """
+
+    def __init__(self, model: str, config: EngineConfig | None = None) -> None:
+        """Load ``model``: a checkpoint folder, a GGUF file or a hub id.
+
+        Raises:
+            EngineError: it cannot run.
+        """
+        self.config = config or EngineConfig()
+        loaded = load(model, self.config)
+        self.model_config: ModelConfig = loaded.model_config
+        self.tokenizer: Tokenizer | None = loaded.tokenizer
+        self.startup: Mapping[str, float] = loaded.phases
+        self.max_model_len = loaded.cache_plan.max_model_len
+        self.cache_plan = loaded.cache_plan
+        self.scheduler = loaded.scheduler
+        self._generation_config = loaded.generation_config
+        self._eos_token_ids = loaded.eos_token_ids
+        self._input_processor = loaded.input_processor
+        self._runner = loaded.runner
+        self._depth = _DEPTH[self._runner.device.type]
+        self._flight: deque[PendingStep] = deque()
+        self._states: dict[str, _State] = {}
+        self._owners: dict[str, tuple[_State, int]] = {}
+        self._drawn_seeds = 0
+        self._dead: BaseException | None = None
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's ``generation_config.json`` recommends, over our own defaults."""
+        given = self._generation_config
+        names = {
+            "temperature": "temperature",
+            "top_k": "top_k",
+            "top_p": "top_p",
+            "min_p": "min_p",
+            "max_new_tokens": "max_tokens",
+        }
+        values = {ours: given[name] for name, ours in names.items() if given.get(name) is not None}
+        if given.get("do_sample") is False:
+            values["temperature"] = 0.0
+        return SamplingParams(**values)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a call of :meth:`step` can still bring something."""
+        return bool(self._states) or bool(self._flight)
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        streaming: bool = True,
+    ) -> str:
+        """Queue a request.
+
+        Args:
+            prompt: text or token ids.
+            sampling_params: the checkpoint's defaults if None.
+            request_id: a name of the caller's choice.
+            streaming: whether :meth:`step` returns an output for each new token, or only the
+                last one.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            RequestError: it cannot be served; nothing of it is kept.
+            EngineDeadError: the engine has stopped.
+        """
+        self._check_alive()
+        params = sampling_params or self.default_sampling_params()
+        text, token_ids = self._tokenize(prompt)
+        if self.tokenizer is None and params.stop:
+            raise RequestError(
+                "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
+            )
+        outside = [token for token in params.stop_token_ids if not self._in_vocabulary(token)]
+        if outside:
+            raise RequestError(
+                f"stop_token_ids {outside} are outside the vocabulary of "
+                f"{self.model_config.vocab_size}"
+            )
+        if request_id is None:
+            request_id = f"request-{len(self._owners)}-{self._drawn_seeds}"
+        if request_id in self._states:
+            raise RequestError(f"there is already a request {request_id!r}; choose another id")
+        processed = (
+            ProcessedPrompt(token_ids=tuple(token_ids))
+            if self._input_processor is None
+            else self._input_processor.process(token_ids)
+        )
+        now = time.monotonic()
+        state = _State(request_id, text, token_ids, streaming, now)
+        seed = self._draw_seed() if params.seed is None else params.seed
+        added: list[str] = []
+        try:
+            for index in range(params.n):
+                own = params.replace(n=1, seed=(seed + index) % 2**63)
+                child = request_id if params.n == 1 else f"{request_id}#{index}"
+                request = Request(
+                    child,
+                    processed,
+                    own,
+                    eos_token_ids=self._eos_token_ids,
+                    arrival_time=now,
+                    max_model_len=self.max_model_len,
+                )
+                self.scheduler.add(request)
+                added.append(child)
+                stream = None
+                if self.tokenizer is not None:
+                    stream = TextStream(self.tokenizer, own, token_ids)
+                completion = _Completion(request, stream)
+                if own.logprobs is not None:
+                    completion.logprobs, completion.cumulative_logprob = [], 0.0
+                state.completions.append(completion)
+        except RequestError:
+            for child in added:
+                self.scheduler.abort(child)
+            raise
+        for index, child in enumerate(added):
+            self._owners[child] = (state, index)
+        self._states[request_id] = state
+        return request_id
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; None if it is not running (any more)."""
+        state = self._states.pop(request_id, None)
+        if state is None:
+            return None
+        for completion in state.completions:
+            del self._owners[completion.request.request_id]
+            if completion.request.finish_reason is None:
+                self.scheduler.abort(completion.request.request_id)
+        return self._output(state, finished=True)
+
+    def step(self) -> list[RequestOutput]:
+        """Submit a step if there is one, and take the results of the oldest in flight if due.
+
+        Returns:
+            One output a request that has something new: each new token for a streaming request,
+            the last one for every request.
+
+        Raises:
+            EngineDeadError: the model failed; every request is lost.
+        """
+        self._check_alive()
+        try:
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                self._flight.append(self._runner.submit(plan))
+            if not self._flight or (plan is not None and len(self._flight) <= self._depth):
+                return []
+            return self._apply(self.scheduler.update(self._flight.popleft().result()))
+        except Exception as error:
+            self._dead = error
+            raise EngineDeadError(
+                f"the engine stopped in a step: {type(error).__name__}: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Drop the model and its cache; the engine cannot be used after."""
+        while self._flight:
+            self._flight.popleft()
+        self._states.clear()
+        self._owners.clear()
+        if self._dead is None:
+            self._dead = RuntimeError("the engine was closed")
+            device = self._runner.device
+            del self._runner
+            if device.type == "cuda":
+                import torch
+
+                torch.cuda.empty_cache()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._dead}") from self._dead
+
+    def _in_vocabulary(self, token: Any) -> bool:
+        return (
+            isinstance(token, int)
+            and not isinstance(token, bool)
+            and 0 <= token < self.model_config.vocab_size
+        )
+
+    def _draw_seed(self) -> int:
+        self._drawn_seeds += 1
+        text = f"{self.config.seed}:{self._drawn_seeds}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+    def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
+        given = prompt
+        if isinstance(prompt, Mapping):
+            keys = set(prompt)
+            if keys not in ({"prompt"}, {"prompt_token_ids"}):
+                raise RequestError(
+                    "a prompt given as a dictionary has exactly one key, 'prompt' or "
+                    f"'prompt_token_ids'; got {sorted(map(str, keys))}"
+                )
+            given = next(iter(prompt.values()))
+        if isinstance(given, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "this engine has no tokenizer, so prompts must be token ids; got text"
+                )
+            return given, self.tokenizer.encode(given)
+        if not isinstance(given, Sequence):
+            raise RequestError(
+                f"a prompt is text or a list of token ids, got {type(given).__name__}"
+            )
+        for position, token in enumerate(given):
+            if not self._in_vocabulary(token):
+                raise RequestError(
+                    f"token {token!r} at position {position} of the prompt is not a token id of "
+                    f"the vocabulary of {self.model_config.vocab_size}"
+                )
+        return None, list(given)
+
+    def _apply(self, updates: Sequence[RequestUpdate]) -> list[RequestOutput]:
+        now = time.monotonic()
+        changed: dict[str, _State] = {}
+        for update in updates:
+            owner = self._owners.get(update.request.request_id)
+            if owner is None:
+                continue
+            state, index = owner
+            self._take(state, state.completions[index], update, now)
+            changed[state.request_id] = state
+        outputs = []
+        for state in changed.values():
+            finished = all(c.request.finish_reason is not None for c in state.completions)
+            if finished:
+                del self._states[state.request_id]
+                for completion in state.completions:
+                    del self._owners[completion.request.request_id]
+            if finished or state.streaming:
+                outputs.append(self._output(state, finished))
+        return outputs
+
+    def _take(
+        self, state: _State, completion: _Completion, update: RequestUpdate, now: float
+    ) -> None:
+        """Add what a step brought to one completion."""
+        if update.prompt_logprobs is not None and state.prompt_logprobs is None:
+            state.prompt_logprobs = [None, *map(self._decoded, update.prompt_logprobs)]
+        if update.new_token_ids and state.first_token_time is None:
+            state.first_token_time = now
+        if completion.logprobs is not None and update.logprobs is not None:
+            for token, entry in zip(update.new_token_ids, update.logprobs, strict=True):
+                completion.logprobs.append(self._decoded(entry))
+                assert completion.cumulative_logprob is not None, "it starts with logprobs"
+                completion.cumulative_logprob += entry[token].logprob
+        stream = completion.stream
+        if stream is None:
+            return
+        request = completion.request
+        new = update.new_token_ids
+        if request.finish_reason == "stop" and new:
+            # The token that ended it (end of sequence or a stop token) is not part of the text.
+            new = new[:-1]
+        if new:
+            text = stream.append(new)
+            completion.text += text.delta
+            if text.stopped_by is not None:
+                self.scheduler.finish(request.request_id, "stop", text.stopped_by)
+                return
+        if request.finish_reason is not None:
+            completion.text += stream.finish()
+
+    def _decoded(self, entry: TokenLogprobs) -> TokenLogprobs:
+        if self.tokenizer is None:
+            return entry
+        decode = self.tokenizer.decode
+        return {
+            token: replace(value, decoded_token=decode([token], skip_special_tokens=False))
+            for token, value in entry.items()
+        }
+
+    def _output(self, state: _State, finished: bool) -> RequestOutput:
+        requests = [completion.request for completion in state.completions]
+        return RequestOutput(
+            request_id=state.request_id,
+            prompt=state.prompt,
+            prompt_token_ids=state.prompt_token_ids,
+            outputs=[c.output(index) for index, c in enumerate(state.completions)],
+            finished=finished,
+            prompt_logprobs=state.prompt_logprobs,
+            metrics=RequestMetrics(
+                arrival_time=state.arrival_time,
+                first_token_time=state.first_token_time,
+                finished_time=time.monotonic() if finished else None,
+                num_cached_tokens=requests[0].num_cached_tokens,
+                num_preemptions=sum(request.num_preemptions for request in requests),
+            ),
+        )
+
+
+__all__ = ["Engine", "Prompt"]

@@ -1,0 +1,261 @@
+"""Offline use: prompts in, texts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
+from engine_core.engine.engine import Engine, Prompt
+from engine_core.errors import RequestError
+from engine_core.steps import RequestOutput
+from engine_core.text import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model for offline use, in the manner of vLLM's class of this name.
+
+    ::
+
+        with LLM("path/to/checkpoint") as llm:
+            for output in llm.generate(["Hello", "Bonjour"], SamplingParams(max_tokens=20)):
+                print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str, config: EngineConfig | None = None, **overrides: Any) -> None:
+        """Load ``model``.
+
+        Args:
+            model: a checkpoint folder, a GGUF file or a hub id.
+            config: the engine's settings.
+            **overrides: single fields of :class:`EngineConfig`, over those of ``config``.
+
+        Raises:
+            EngineError: it cannot run.
+        """
+        config = config or EngineConfig()
+        self.engine = Engine(model, config.replace(**overrides) if overrides else config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the model's memory."""
+        self.engine.close()
+
+    @property
+    def startup(self) -> Mapping[str, float]:
+        """Seconds that each phase of loading took."""
+        return self.engine.startup
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """What the family's builder read from the checkpoint."""
+        return self.engine.model_config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, or None with ``skip_tokenizer_init``."""
+        return self.engine.tokenizer
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint recommends; copy it with ``replace`` to change a field."""
+        return self.engine.default_sampling_params()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete one or many prompts.
+
+        Args:
+            prompts: ``str``, ``list[int]``, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``,
+                or a list of these.
+            sampling_params: for all prompts, or one a prompt; the checkpoint's defaults if None.
+            progress: show a progress bar on standard error.
+
+        Returns:
+            One finished output a prompt, in their order.
+
+        Raises:
+            RequestError: a prompt cannot be served; names which. Nothing is run then.
+            EngineDeadError: the model failed.
+        """
+        every = _as_prompts(prompts)
+        params = _one_each(sampling_params, len(every))
+        ids: list[str] = []
+        try:
+            for index, (prompt, param) in enumerate(zip(every, params, strict=True)):
+                try:
+                    ids.append(self.engine.add_request(prompt, param, streaming=False))
+                except RequestError as error:
+                    raise RequestError(f"prompt {index}: {error}") from error
+            return self._run(ids, progress)
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt; yields its whole output so far after each step that adds to it.
+
+        Raises:
+            RequestError: the prompt cannot be served.
+            EngineDeadError: the model failed.
+        """
+        request_id = self.engine.add_request(prompt, sampling_params)
+        return self._stream(request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, through the model's chat template.
+
+        Args:
+            messages: ``[{"role": ..., "content": ...}, ...]``, or a list of such lists.
+            sampling_params: as in :meth:`generate`.
+            progress: as in :meth:`generate`.
+            add_generation_prompt: end the prompt with the beginning of the model's turn.
+            chat_template: a Jinja template in place of the model's own.
+            tools: descriptions passed to the template.
+
+        Raises:
+            RequestError: the messages do not fit the template, or there is none.
+        """
+        conversations = _as_conversations(messages)
+        prompts = [
+            self._render(conversation, add_generation_prompt, chat_template, tools)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation as :meth:`stream` completes a prompt."""
+        prompt = self._render(messages, add_generation_prompt, chat_template, tools)
+        return self.stream(prompt, sampling_params)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        chat_template: str | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> Prompt:
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise RequestError("this engine has no tokenizer, so it cannot chat")
+        text = tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            chat_template=chat_template,
+        )
+        # The template writes the special tokens itself.
+        return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def _run(self, ids: Sequence[str], progress: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        wanted = set(ids)
+        with _progress(progress) as bar:
+            task = bar.add_task("generating", total=len(ids), speed="")
+            tokens = 0
+            while len(done) < len(wanted):
+                for output in self.engine.step():
+                    if output.request_id in wanted and output.finished:
+                        done[output.request_id] = output
+                        tokens += sum(len(c.token_ids) for c in output.outputs)
+                        elapsed = bar.tasks[task].elapsed or 0.0
+                        speed = f"{tokens / elapsed:.0f} tokens/s" if elapsed else ""
+                        bar.update(task, advance=1, speed=speed)
+        return [done[request_id] for request_id in ids]
+
+    def _stream(self, request_id: str) -> Iterator[RequestOutput]:
+        try:
+            while True:
+                for output in self.engine.step():
+                    if output.request_id == request_id:
+                        yield output
+                        if output.finished:
+                            return
+        finally:
+            self.engine.abort(request_id)
+
+
+def _progress(show: bool) -> Progress:
+    from rich.console import Console
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}"),
+        console=Console(stderr=True),
+        disable=not show,
+        transient=True,
+    )
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]  # type: ignore[list-item]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be text, token ids or a list, got {prompts!r}")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _as_conversations(messages: Any) -> list[Sequence[Message]]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(
+            "messages must be a list of {'role': ..., 'content': ...} dictionaries, or a list of "
+            f"such lists; got {messages!r}"
+        )
+    if isinstance(messages[0], Mapping):
+        return [messages]
+    return list(messages)
+
+
+def _one_each(params: Any, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    every = list(params)
+    if len(every) != count:
+        raise RequestError(
+            f"{count} prompts, but {len(every)} sampling_params: give one for all or one for each"
+        )
+    return every

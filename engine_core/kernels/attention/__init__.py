@@ -1,0 +1,158 @@
+"""Attention of packed queries over a paged KV cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine_core.kernels.attention import cpu
+
+__all__ = ["paged_attention"]
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    block_tables: Tensor,
+    query_start: Tensor,
+    kv_lens: Tensor,
+    max_query_len: int,
+    max_kv_len: int,
+    num_decode_rows: int = 0,
+    scale: float,
+    alibi_slopes: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    prefix_lens: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention of each row's new tokens over all the tokens that its blocks hold.
+
+    Row ``r`` owns queries ``query_start[r] : query_start[r + 1]``. They are the last of its
+    ``kv_lens[r]`` tokens, whose keys and values are already stored; token ``j`` of the row lies in
+    slot ``j % block_size`` of block ``block_tables[r, j // block_size]``. Key ``j`` is visible to
+    the query at position ``i`` if ``j <= i`` (and ``j > i - window`` with a window), or if
+    ``j < prefix_lens[r]``. The logit is ``scale * (q . k)``, then ``softcap * tanh(logit /
+    softcap)`` with a softcap, then plus ``slope * (j - i)`` with ALiBi.
+
+    Slots beyond a row's length and table entries beyond its blocks are never read as data: they
+    may hold anything, NaN included. On a CPU the lengths are read by the host. On a GPU nothing
+    is: the decode grid depends on shapes, ``num_decode_rows`` and ``max_kv_len`` only, so a CUDA
+    graph captured with the largest ``max_kv_len`` replays with any lengths.
+
+    Args:
+        q: ``[T, Hq, D]``, last dimension contiguous, float32, bfloat16 or float16.
+        k_cache: ``[num_blocks, block_size, Hk, D]``, q's dtype, last dimension contiguous.
+            ``Hq`` is a multiple of ``Hk``; query head ``h`` reads KV head ``h // (Hq // Hk)``.
+        v_cache: ``[num_blocks, block_size, Hk, Dv]``, likewise.
+        block_tables: ``[R, max_blocks]`` int32, last dimension contiguous.
+        query_start: ``[R + 1]`` int32, ascending from 0.
+        kv_lens: ``[R]`` int32. A row of length 0 is padding: its outputs are zeros.
+        max_query_len: at least the longest row's number of queries.
+        max_kv_len: at least the longest row's length.
+        num_decode_rows: rows ``[0, num_decode_rows)`` have exactly one query each.
+        scale: factor of the dot products.
+        alibi_slopes: ``[Hq]`` float32 (Press et al. 2022).
+        window: sliding window in tokens, the query's own included.
+        softcap: bound of the logits.
+        prefix_lens: ``[R]`` int32, leading tokens that every query of the row sees.
+        out: ``[T, Hq, Dv]`` contiguous, written in place; made if None.
+
+    Returns:
+        ``[T, Hq, Dv]``. Tokens at ``query_start[R]`` and beyond are not written.
+
+    Raises:
+        ValueError: a shape, dtype or stride is not as above.
+    """
+    if q.dim() != 3 or k_cache.dim() != 4 or v_cache.dim() != 4:
+        raise ValueError(
+            "paged_attention: q must be [T, Hq, D], the caches [num_blocks, block_size, Hk, D], "
+            f"got q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, "
+            f"v_cache {tuple(v_cache.shape)}"
+        )
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, v_head_dim = v_cache.shape[2:]
+    if (
+        k_cache.shape[:3] != v_cache.shape[:3]
+        or k_cache.shape[3] != head_dim
+        or num_heads % num_kv_heads
+    ):
+        raise ValueError(
+            "paged_attention: the caches must agree in blocks, block size and heads, k_cache's "
+            "head dimension must be q's, and q's heads a multiple of theirs, got "
+            f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}"
+        )
+    if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype:
+        raise ValueError(
+            f"paged_attention: q is {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}; "
+            "they must have one dtype"
+        )
+    if q.stride(2) != 1 or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+        raise ValueError(
+            "paged_attention: the last dimension of q and the caches must have stride 1, got "
+            f"{q.stride()}, {k_cache.stride()}, {v_cache.stride()}"
+        )
+    num_rows = kv_lens.shape[0]
+    if block_tables.shape[0] != num_rows or query_start.shape[0] != num_rows + 1:
+        raise ValueError(
+            f"paged_attention: kv_lens has {num_rows} rows, block_tables "
+            f"{tuple(block_tables.shape)} and query_start {tuple(query_start.shape)}; expected "
+            f"[{num_rows}, max_blocks] and [{num_rows + 1}]"
+        )
+    if not 0 <= num_decode_rows <= num_rows:
+        raise ValueError(f"paged_attention: {num_decode_rows} decode rows of {num_rows} rows")
+    if window is not None and window < 1:
+        raise ValueError(f"paged_attention: window must be at least 1, got {window}")
+    if alibi_slopes is not None and alibi_slopes.shape != (num_heads,):
+        raise ValueError(
+            f"paged_attention: alibi_slopes must be [{num_heads}], got {tuple(alibi_slopes.shape)}"
+        )
+    if prefix_lens is not None and prefix_lens.shape != (num_rows,):
+        raise ValueError(
+            f"paged_attention: prefix_lens must be [{num_rows}], got {tuple(prefix_lens.shape)}"
+        )
+    if out is None:
+        out = q.new_empty((num_tokens, num_heads, v_head_dim))
+    elif out.shape != (num_tokens, num_heads, v_head_dim) or not out.is_contiguous():
+        raise ValueError(
+            f"paged_attention: out must be contiguous [{num_tokens}, {num_heads}, {v_head_dim}], "
+            f"got {tuple(out.shape)} with strides {out.stride()}"
+        )
+    if q.is_cuda:
+        from engine_core.kernels.attention import triton
+
+        triton.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            out,
+            block_tables=block_tables,
+            query_start=query_start,
+            kv_lens=kv_lens,
+            max_query_len=max_query_len,
+            max_kv_len=max_kv_len,
+            num_decode_rows=num_decode_rows,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            window=window,
+            softcap=softcap,
+            prefix_lens=prefix_lens,
+        )
+    else:
+        cpu.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            out,
+            block_tables=block_tables,
+            query_start=query_start,
+            kv_lens=kv_lens,
+            num_decode_rows=num_decode_rows,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            window=window,
+            softcap=softcap,
+            prefix_lens=prefix_lens,
+        )
+    return out

@@ -1,0 +1,584 @@
+"""Paged attention on a GPU.
+
+Decode rows go through a split-KV kernel (flash-decoding, Dao et al. 2023) and a kernel that merges
+the splits, all other rows through a tiled kernel with an online softmax (Dao 2023). Both pack the
+query heads of one KV head into the rows of one ``tl.dot``, so a key is read once for all of them.
+Logits are kept in units of log 2, since a GPU has an exp2 instruction.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2E = 1.4426950408889634
+
+# 32 partial results of 128 values are merged by one program in registers, and 32 splits of 8 KV
+# heads put two programs on each of an H200's 132 multiprocessors for a single row.
+_MAX_SPLITS = 32
+
+
+@triton.jit
+def _load_tokens(
+    cache_ptr,
+    table_ptr,
+    positions,
+    in_range,
+    block_stride,
+    slot_stride,
+    BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys or values ``[BLOCK_N, BLOCK_D]`` of the tokens at ``positions``, zeros elsewhere.
+
+    Without MASKED all positions are in range.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    if MASKED:
+        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=in_range, other=0)
+    else:
+        blocks = tl.load(table_ptr + positions // BLOCK_SIZE)
+    rows = blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE).to(tl.int64) * slot_stride
+    ptrs = cache_ptr + rows[:, None] + dims[None, :]
+    if MASKED:
+        if BLOCK_D == D:
+            values = tl.load(ptrs, mask=in_range[:, None], other=0.0)
+        else:
+            values = tl.load(ptrs, mask=in_range[:, None] & (dims < D)[None, :], other=0.0)
+    else:
+        if BLOCK_D == D:
+            values = tl.load(ptrs)
+        else:
+            values = tl.load(ptrs, mask=(dims < D)[None, :], other=0.0)
+    return values
+
+
+@triton.jit
+def _attend_tiles(
+    acc,
+    denominator,
+    maximum,
+    q,
+    query_pos,
+    slopes,
+    low,
+    high,
+    k_cache_ptr,
+    v_cache_ptr,
+    table_ptr,
+    k_block_stride,
+    k_slot_stride,
+    v_block_stride,
+    v_slot_stride,
+    logit_scale,
+    cap_scale,
+    window,
+    prefix_len,
+    BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Fold the tokens in ``[low, high)`` into the running softmax of every query row.
+
+    Without MASKED the range is a multiple of BLOCK_N and visible to every query. A dot product
+    becomes a logit by ``scale * log2(e)`` in ``logit_scale``; or with a softcap by
+    ``softcap * log2(e)`` there, around the tanh of half of it times ``cap_scale``.
+    """
+    for start in range(low, high, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)
+        in_range = positions < high
+        k = _load_tokens(
+            k_cache_ptr, table_ptr, positions, in_range, k_block_stride, k_slot_stride,
+            BLOCK_SIZE, D, BLOCK_D, MASKED,
+        )  # fmt: skip
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if HAS_SOFTCAP:
+            # tanh(x) = 2 * sigmoid(2 * x) - 1
+            logits = logit_scale * (2.0 * tl.sigmoid(logits * cap_scale) - 1.0)
+        else:
+            logits = logits * logit_scale
+        if HAS_ALIBI:
+            distance = (positions[None, :] - query_pos[:, None]).to(tl.float32)
+            logits += slopes[:, None] * distance
+        if MASKED:
+            visible = positions[None, :] <= query_pos[:, None]
+            if HAS_WINDOW:
+                visible = visible & (positions[None, :] > query_pos[:, None] - window)
+            if HAS_PREFIX:
+                visible = visible | (positions < prefix_len)[None, :]
+            visible = visible & in_range[None, :]
+            logits = tl.where(visible, logits, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
+        if MASKED:
+            # A query that has seen nothing yet: -inf - -inf would be NaN.
+            subtrahend = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        else:
+            subtrahend = new_maximum
+        weights = tl.exp2(logits - subtrahend[:, None])
+        rescale = tl.exp2(maximum - subtrahend)
+        denominator = denominator * rescale + tl.sum(weights, axis=1)
+        v = _load_tokens(
+            v_cache_ptr, table_ptr, positions, in_range, v_block_stride, v_slot_stride,
+            BLOCK_SIZE, DV, BLOCK_DV, MASKED,
+        )  # fmt: skip
+        acc = acc * rescale[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        maximum = new_maximum
+    return acc, denominator, maximum
+
+
+@triton.jit
+def _split_range(kv_len, window, num_splits, BLOCK_N: tl.constexpr, CROP: tl.constexpr):
+    """First visible token of a decode row, and tokens a split: a multiple of BLOCK_N."""
+    first = 0
+    if CROP:
+        first = tl.maximum(kv_len - window, 0)
+    per_split = tl.cdiv(tl.cdiv(kv_len - first, num_splits), BLOCK_N) * BLOCK_N
+    return first, per_split
+
+
+@triton.jit(do_not_specialize=["window", "num_splits"])
+def _decode_kernel(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    kv_lens_ptr,
+    prefix_lens_ptr,
+    slopes_ptr,
+    logit_scale,
+    cap_scale,
+    window,
+    num_splits,
+    q_token_stride,
+    q_head_stride,
+    k_block_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_block_stride,
+    v_slot_stride,
+    v_head_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    HAS_SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Up to BLOCK_G query heads of one KV head of one row over one split of its tokens.
+
+    With HAS_SPLITS ``out`` is ``[R, num_splits, Hq, Dv]`` float32 and ``lse`` its logarithmic
+    denominators; splits without tokens are not written. Without, ``out`` is ``[R, Hq, Dv]``.
+    """
+    G_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_G - 1) // BLOCK_G
+    kv_head = (tl.program_id(0) // G_TILES).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    kv_len = tl.load(kv_lens_ptr + row)
+    first, per_split = _split_range(
+        kv_len, window, num_splits, BLOCK_N, HAS_WINDOW and not HAS_PREFIX
+    )
+    low = first + split * per_split
+    high = tl.minimum(low + per_split, kv_len)
+    if HAS_SPLITS:
+        if low >= high:
+            return
+
+    in_group = tl.program_id(0) % G_TILES * BLOCK_G + tl.arange(0, BLOCK_G)
+    heads = kv_head * GROUP_SIZE + in_group
+    head_mask = in_group < GROUP_SIZE
+    dims = tl.arange(0, BLOCK_D)
+    q = tl.load(
+        q_ptr + row * q_token_stride + heads[:, None] * q_head_stride + dims[None, :],
+        mask=head_mask[:, None] & (dims < D)[None, :],
+        other=0.0,
+    )
+    slopes = tl.zeros([BLOCK_G], dtype=tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(slopes_ptr + heads, mask=head_mask, other=0.0) * 1.4426950408889634
+    prefix_len = 0
+    if HAS_PREFIX:
+        prefix_len = tl.load(prefix_lens_ptr + row)
+
+    acc, denominator, maximum = _attend_tiles(
+        tl.zeros([BLOCK_G, BLOCK_DV], dtype=tl.float32),
+        tl.zeros([BLOCK_G], dtype=tl.float32),
+        tl.full([BLOCK_G], float("-inf"), dtype=tl.float32),
+        q,
+        tl.zeros([BLOCK_G], dtype=tl.int32) + (kv_len - 1),
+        slopes,
+        low,
+        high,
+        k_cache_ptr + kv_head * k_head_stride,
+        v_cache_ptr + kv_head * v_head_stride,
+        block_tables_ptr + row * table_stride,
+        k_block_stride,
+        k_slot_stride,
+        v_block_stride,
+        v_slot_stride,
+        logit_scale,
+        cap_scale,
+        window,
+        prefix_len,
+        BLOCK_SIZE,
+        D,
+        DV,
+        BLOCK_D,
+        BLOCK_DV,
+        BLOCK_N,
+        HAS_ALIBI,
+        HAS_WINDOW,
+        HAS_SOFTCAP,
+        HAS_PREFIX,
+        True,
+        PRECISION,
+    )
+    # No tokens (padding), or with a prefix and a window none that is visible in this split.
+    safe = tl.where(denominator > 0.0, denominator, 1.0)
+    y = acc / safe[:, None]
+    dims_v = tl.arange(0, BLOCK_DV)
+    mask = head_mask[:, None] & (dims_v < DV)[None, :]
+    if HAS_SPLITS:
+        partial = (row * num_splits + split) * NUM_HEADS + heads
+        tl.store(out_ptr + partial[:, None] * DV + dims_v[None, :], y, mask=mask)
+        tl.store(lse_ptr + partial, maximum + tl.log2(safe), mask=head_mask)
+    else:
+        offsets = (row * NUM_HEADS + heads)[:, None] * DV + dims_v[None, :]
+        tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["window", "num_splits"])
+def _combine_kernel(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    kv_lens_ptr,
+    window,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    CROP: tl.constexpr,
+):
+    """Merge the splits of one head of one decode row."""
+    head = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    kv_len = tl.load(kv_lens_ptr + row)
+    first, per_split = _split_range(kv_len, window, num_splits, BLOCK_N, CROP)
+    splits = tl.arange(0, BLOCK_SPLITS)
+    written = (splits < num_splits) & (first + splits * per_split < kv_len)
+    partial = (row * num_splits + splits) * NUM_HEADS + head
+    lse = tl.load(lse_ptr + partial, mask=written, other=float("-inf"))
+    maximum = tl.max(lse, axis=0)
+    weights = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
+    dims = tl.arange(0, BLOCK_DV)
+    values = tl.load(
+        partial_ptr + partial[:, None] * DV + dims[None, :],
+        mask=written[:, None] & (dims < DV)[None, :],
+        other=0.0,
+    )
+    total = tl.sum(weights, axis=0)
+    y = tl.sum(weights[:, None] * values, axis=0) / tl.where(total > 0.0, total, 1.0)
+    offsets = (row * NUM_HEADS + head) * DV + dims
+    tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=dims < DV)
+
+
+@triton.jit(do_not_specialize=["window", "first_row"])
+def _prefill_kernel(
+    out_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    query_start_ptr,
+    kv_lens_ptr,
+    prefix_lens_ptr,
+    slopes_ptr,
+    logit_scale,
+    cap_scale,
+    window,
+    first_row,
+    q_token_stride,
+    q_head_stride,
+    k_block_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_block_stride,
+    v_slot_stride,
+    v_head_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """BLOCK_M (query, head) pairs of one KV head of one row, heads of a query adjacent."""
+    kv_head = tl.program_id(0).to(tl.int64)
+    # The last tiles see the most keys: they start first, so that short ones fill the end.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    row = first_row + tl.program_id(2).to(tl.int64)
+    query_begin = tl.load(query_start_ptr + row)
+    num_queries = tl.load(query_start_ptr + row + 1) - query_begin
+    first_pair = tile * BLOCK_M
+    if first_pair >= num_queries * GROUP_SIZE:
+        return
+    kv_len = tl.load(kv_lens_ptr + row)
+    start_pos = kv_len - num_queries
+
+    pairs = first_pair + tl.arange(0, BLOCK_M)
+    queries = pairs // GROUP_SIZE
+    pair_mask = queries < num_queries
+    query_pos = start_pos + queries
+    heads = kv_head * GROUP_SIZE + pairs % GROUP_SIZE
+    tokens = (query_begin + queries).to(tl.int64)
+    dims = tl.arange(0, BLOCK_D)
+    q = tl.load(
+        q_ptr + (tokens * q_token_stride + heads * q_head_stride)[:, None] + dims[None, :],
+        mask=pair_mask[:, None] & (dims < D)[None, :],
+        other=0.0,
+    )
+    slopes = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(slopes_ptr + heads, mask=pair_mask, other=0.0) * 1.4426950408889634
+
+    first_pos = start_pos + first_pair // GROUP_SIZE
+    last_query = (first_pair + BLOCK_M - 1) // GROUP_SIZE
+    last_pos = start_pos + tl.minimum(last_query, num_queries - 1)
+    # [low, high) holds every visible key, [full_low, full_high) those that all queries see.
+    low = 0
+    high = last_pos + 1
+    full_low = 0
+    full_high = tl.maximum(first_pos + 1, 0)
+    prefix_len = 0
+    if HAS_PREFIX:
+        prefix_len = tl.minimum(tl.load(prefix_lens_ptr + row), kv_len)
+        high = tl.maximum(high, prefix_len)
+        full_high = tl.maximum(full_high, prefix_len)
+    if HAS_WINDOW:
+        if HAS_PREFIX:
+            full_high = 0
+        else:
+            low = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N
+            full_low = tl.cdiv(tl.maximum(last_pos - window + 1, 0), BLOCK_N) * BLOCK_N
+    full_high = full_high // BLOCK_N * BLOCK_N
+    if HAS_WINDOW:
+        full_high = tl.maximum(full_high, low)
+        full_low = tl.minimum(full_low, full_high)
+
+    k_cache_ptr += kv_head * k_head_stride
+    v_cache_ptr += kv_head * v_head_stride
+    table_ptr = block_tables_ptr + row * table_stride
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+    denominator = tl.zeros([BLOCK_M], dtype=tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if HAS_WINDOW:
+        acc, denominator, maximum = _attend_tiles(
+            acc, denominator, maximum, q, query_pos, slopes, low, full_low, k_cache_ptr,
+            v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+            logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+            HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
+        )  # fmt: skip
+    acc, denominator, maximum = _attend_tiles(
+        acc, denominator, maximum, q, query_pos, slopes, full_low, full_high, k_cache_ptr,
+        v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+        HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, False, PRECISION,
+    )  # fmt: skip
+    acc, denominator, maximum = _attend_tiles(
+        acc, denominator, maximum, q, query_pos, slopes, full_high, high, k_cache_ptr,
+        v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+        HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
+    )  # fmt: skip
+    y = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
+    dims_v = tl.arange(0, BLOCK_DV)
+    tl.store(
+        out_ptr + (tokens * NUM_HEADS + heads)[:, None] * DV + dims_v[None, :],
+        y.to(out_ptr.dtype.element_ty),
+        mask=pair_mask[:, None] & (dims_v < DV)[None, :],
+    )
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":  # the interpreter: enough for a small case to be split
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _num_splits(num_programs: int, max_kv_len: int, block_n: int, device: torch.device) -> int:
+    """Splits that give every multiprocessor two programs, none shorter than a tile."""
+    wanted = triton.cdiv(2 * _num_multiprocessors(device), num_programs)
+    return max(1, min(wanted, triton.cdiv(max_kv_len, block_n), _MAX_SPLITS))
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    *,
+    block_tables: Tensor,
+    query_start: Tensor,
+    kv_lens: Tensor,
+    max_query_len: int,
+    max_kv_len: int,
+    num_decode_rows: int,
+    scale: float,
+    alibi_slopes: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    prefix_lens: Tensor | None = None,
+) -> None:
+    """Write attention into ``out``; arguments as in the public wrapper."""
+    num_rows = kv_lens.shape[0]
+    num_heads, head_dim = q.shape[1:]
+    block_size, num_kv_heads, v_head_dim = v_cache.shape[1:]
+    group_size = num_heads // num_kv_heads
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_dv = max(16, triton.next_power_of_2(v_head_dim))
+    wide = max(block_d, block_dv) > 128
+    float32 = q.dtype == torch.float32
+    if softcap is None:
+        scales = (scale * _LOG2E, 0.0)
+    else:
+        scales = (softcap * _LOG2E, 2.0 * scale / softcap)
+    strides = (
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_tables.stride(0),
+    )
+    constants = {
+        "NUM_HEADS": num_heads,
+        "GROUP_SIZE": group_size,
+        "BLOCK_SIZE": block_size,
+        "D": head_dim,
+        "DV": v_head_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "HAS_ALIBI": alibi_slopes is not None,
+        "HAS_WINDOW": window is not None,
+        "HAS_SOFTCAP": softcap is not None,
+        "HAS_PREFIX": prefix_lens is not None,
+        "PRECISION": "ieee" if float32 else "tf32",
+    }
+    if num_decode_rows:
+        block_g = min(64, max(16, triton.next_power_of_2(group_size)))
+        # A tile of keys of 16 KiB; three in flight leave room for two programs of 96 KiB each on a
+        # multiprocessor with 227 KiB of shared memory.
+        block_n = 32 if wide or float32 else 64
+        if wide and float32:
+            block_n = 16
+        programs = num_decode_rows * num_kv_heads * triton.cdiv(group_size, block_g)
+        num_splits = _num_splits(programs, max_kv_len, block_n, q.device)
+        if num_splits == 1:
+            target, lse = out, None
+        else:
+            shape = (num_decode_rows, num_splits, num_heads)
+            target = torch.empty((*shape, v_head_dim), dtype=torch.float32, device=q.device)
+            lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        grid = (num_kv_heads * triton.cdiv(group_size, block_g), num_decode_rows, num_splits)
+        _decode_kernel[grid](
+            target,
+            lse,
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            kv_lens,
+            prefix_lens,
+            alibi_slopes,
+            *scales,
+            window or 0,
+            num_splits,
+            *strides,
+            **constants,
+            BLOCK_G=block_g,
+            BLOCK_N=block_n,
+            HAS_SPLITS=num_splits > 1,
+            num_warps=4,
+            num_stages=3,
+        )
+        if num_splits > 1:
+            _combine_kernel[(num_heads, num_decode_rows)](
+                out,
+                target,
+                lse,
+                kv_lens,
+                window or 0,
+                num_splits,
+                NUM_HEADS=num_heads,
+                DV=v_head_dim,
+                BLOCK_DV=block_dv,
+                BLOCK_N=block_n,
+                BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+                CROP=window is not None and prefix_lens is None,
+                num_warps=4,
+            )
+    if num_rows > num_decode_rows and max_query_len:
+        pairs = max_query_len * group_size
+        block_m = min(32 if float32 else 128, max(16, triton.next_power_of_2(pairs)))
+        block_n = 32 if float32 else 64
+        if wide and float32:
+            block_n = 16
+        grid = (num_kv_heads, triton.cdiv(pairs, block_m), num_rows - num_decode_rows)
+        _prefill_kernel[grid](
+            out,
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            query_start,
+            kv_lens,
+            prefix_lens,
+            alibi_slopes,
+            *scales,
+            window or 0,
+            num_decode_rows,
+            *strides,
+            **constants,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=8 if block_m == 128 else 4,
+            num_stages=2 if wide else 3,
+        )

@@ -1,0 +1,66 @@
+"""Writing new keys and values into the paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine_core.kernels.kv_store import cpu
+
+__all__ = ["store_kv"]
+
+
+def store_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Copy each token's key and value into its slot; the caches are written in place.
+
+    Slot ``s`` is offset ``s % block_size`` of block ``s // block_size``. A token whose slot is
+    negative is skipped. If two tokens name one slot, either may win.
+
+    Args:
+        k: ``[T, Hk, D]``; may be a view into a fused qkv, last dimension contiguous.
+        v: ``[T, Hk, Dv]``, likewise.
+        k_cache: ``[num_blocks, block_size, Hk, D]``, k's dtype, last dimension contiguous.
+        v_cache: ``[num_blocks, block_size, Hk, Dv]``, likewise.
+        slot_mapping: ``[T]`` int64.
+
+    Raises:
+        ValueError: shapes, dtypes or strides are not as above.
+    """
+    if k.dim() != 3 or k_cache.dim() != 4 or k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            "store_kv: k must be [T, Hk, D], v [T, Hk, Dv] and the caches 4-dimensional, got "
+            f"{tuple(k.shape)}, {tuple(v.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
+        )
+    if (
+        k_cache.shape[2:] != k.shape[1:]
+        or v_cache.shape[2:] != v.shape[1:]
+        or k_cache.shape[:2] != v_cache.shape[:2]
+    ):
+        raise ValueError(
+            "store_kv: the caches must be [num_blocks, block_size, Hk, D], got k_cache "
+            f"{tuple(k_cache.shape)} for k {tuple(k.shape)}, v_cache {tuple(v_cache.shape)} for v "
+            f"{tuple(v.shape)}"
+        )
+    if not k.dtype == v.dtype == k_cache.dtype == v_cache.dtype:
+        raise ValueError(
+            f"store_kv: k is {k.dtype}, v {v.dtype}, k_cache {k_cache.dtype}, v_cache "
+            f"{v_cache.dtype}; they must have one dtype"
+        )
+    if k.stride(2) != 1 or v.stride(2) != 1 or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+        raise ValueError(
+            "store_kv: every last dimension must have stride 1, got "
+            f"{k.stride()}, {v.stride()}, {k_cache.stride()}, {v_cache.stride()}"
+        )
+    if slot_mapping.shape != k.shape[:1] or slot_mapping.dtype != torch.int64:
+        raise ValueError(
+            f"store_kv: slot_mapping must be [{k.shape[0]}] int64, got "
+            f"{tuple(slot_mapping.shape)} {slot_mapping.dtype}"
+        )
+    if k.is_cuda:
+        from engine_core.kernels.kv_store import triton
+
+        triton.store_kv(k, v, k_cache, v_cache, slot_mapping)
+    else:
+        cpu.store_kv(k, v, k_cache, v_cache, slot_mapping)

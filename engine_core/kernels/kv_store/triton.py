@@ -1,0 +1,111 @@
+"""Storing keys and values on a GPU."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _store_heads(
+    src_ptr,
+    cache_ptr,
+    src_rows,
+    cache_rows,
+    mask,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    dims = tl.arange(0, BLOCK_D)
+    mask = mask[:, None] & (dims < D)[None, :]
+    values = tl.load(src_ptr + src_rows[:, None] + dims[None, :], mask=mask, other=0.0)
+    tl.store(cache_ptr + cache_rows[:, None] + dims[None, :], values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _store_kv_kernel(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    num_tokens,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    k_cache_block_stride,
+    k_cache_slot_stride,
+    k_cache_head_stride,
+    v_cache_block_stride,
+    v_cache_slot_stride,
+    v_cache_head_stride,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    tokens, heads = rows // NUM_HEADS, rows % NUM_HEADS
+    slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)
+    mask = slots >= 0
+    slots = tl.where(mask, slots, 0)
+    blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    _store_heads(
+        k_ptr,
+        k_cache_ptr,
+        tokens * k_token_stride + heads * k_head_stride,
+        blocks * k_cache_block_stride
+        + offsets * k_cache_slot_stride
+        + heads * k_cache_head_stride,
+        mask,
+        D,
+        BLOCK_D,
+    )
+    _store_heads(
+        v_ptr,
+        v_cache_ptr,
+        tokens * v_token_stride + heads * v_head_stride,
+        blocks * v_cache_block_stride
+        + offsets * v_cache_slot_stride
+        + heads * v_cache_head_stride,
+        mask,
+        DV,
+        BLOCK_DV,
+    )
+
+
+def store_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` into the caches; negative slots are skipped."""
+    num_tokens, num_heads, head_dim = k.shape
+    if num_tokens == 0:
+        return
+    block_d = triton.next_power_of_2(head_dim)
+    # A program's 2048 keys are 16 values a thread in 4 warps: two 16-byte accesses in bfloat16.
+    block_rows = max(1, min(2048 // block_d, triton.next_power_of_2(num_tokens * num_heads)))
+    _store_kv_kernel[(triton.cdiv(num_tokens * num_heads, block_rows),)](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        num_tokens,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        BLOCK_SIZE=k_cache.shape[1],
+        NUM_HEADS=num_heads,
+        D=head_dim,
+        DV=v.shape[2],
+        BLOCK_D=block_d,
+        BLOCK_DV=triton.next_power_of_2(v.shape[2]),
+        BLOCK_ROWS=block_rows,
+        num_warps=4,
+    )

@@ -1,0 +1,111 @@
+"""RMSNorm and LayerNorm on a GPU: one kernel, each row read once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    total_ptr,
+    num_rows,
+    inner_rows,
+    x_outer_stride,
+    x_inner_stride,
+    residual_outer_stride,
+    residual_inner_stride,
+    eps,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_H)
+    mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
+    outer, inner = rows // inner_rows, rows % inner_rows
+    out_offsets = rows[:, None] * H + cols[None, :]
+
+    x_rows = outer * x_outer_stride + inner * x_inner_stride
+    x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_rows = outer * residual_outer_stride + inner * residual_inner_stride
+        residual = tl.load(
+            residual_ptr + residual_rows[:, None] + cols[None, :], mask=mask, other=0.0
+        )
+        total = (x + residual.to(tl.float32)).to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + out_offsets, total, mask=mask)
+        x = total.to(tl.float32)
+    if CENTRED:
+        x = tl.where(mask, x - (tl.sum(x, axis=1) / H)[:, None], 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / H + eps)
+    y = x * inverse[:, None]
+
+    weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    if not CENTRED:
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
+    y = y * weight[None, :]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+        y = y + bias[None, :]
+    tl.store(out_ptr + out_offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    residual: Tensor | None,
+    centred: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """LayerNorm if ``centred``, else RMSNorm; returns the result and the sum with the residual."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = None if residual is None else torch.empty_like(out)
+    num_rows = out.numel() // x.shape[-1]
+    if num_rows == 0:
+        return out, total
+    if x.dim() != 3:
+        x = x.reshape(1, num_rows, x.shape[-1])
+        residual = None if residual is None else residual.reshape(x.shape)
+    if residual is not None and residual.stride(-1) != 1:
+        residual = residual.contiguous()
+    hidden_size = x.shape[-1]
+    block_h = triton.next_power_of_2(hidden_size)
+    # 2048 values a program at least: 16 bytes a thread and load in 4 warps of bfloat16, so that
+    # per-head norms (H = 128) do not launch a program for every head.
+    block_rows = max(1, min(2048 // block_h, triton.next_power_of_2(num_rows)))
+    _norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+        x,
+        residual,
+        weight,
+        bias,
+        out,
+        total,
+        num_rows,
+        x.shape[1],
+        x.stride(0),
+        x.stride(1),
+        0 if residual is None else residual.stride(0),
+        0 if residual is None else residual.stride(1),
+        eps,
+        H=hidden_size,
+        BLOCK_H=block_h,
+        BLOCK_ROWS=block_rows,
+        CENTRED=centred,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=4 if block_h <= 2048 else 8 if block_h <= 8192 else 16,
+    )
+    return out, total

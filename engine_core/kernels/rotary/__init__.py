@@ -1,0 +1,63 @@
+"""Rotary position embedding of queries and keys."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine_core.kernels.rotary import cpu
+
+__all__ = ["apply_rotary"]
+
+
+def apply_rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate q and k in place (Su et al. 2021), in float32, rounding once.
+
+    Section ``s`` covers dimensions ``[2 * half * s, 2 * half * (s + 1))`` of each head, with the
+    angles ``cos[s]``, ``sin[s]``; dimensions beyond the last section stay as they are. Within a
+    section, dimension ``i`` turns with ``i + half`` (GPT-NeoX), or if ``interleaved`` ``2 * i``
+    with ``2 * i + 1`` (GPT-J).
+
+    Args:
+        q: ``[T, Hq, D]``, modified; may be a view into a fused qkv, last dimension contiguous.
+        k: ``[T, Hk, D]``, likewise, q's dtype; does not overlap q.
+        cos: ``[T, half]``, or ``[S, T, half]`` for S sections; float32.
+        sin: cos' shape; float32.
+        interleaved: how dimensions pair.
+
+    Returns:
+        ``(q, k)``, the tensors given.
+
+    Raises:
+        ValueError: shapes, dtypes or strides are not as above.
+    """
+    half = cos.shape[-1]
+    num_sections = cos.shape[0] if cos.dim() == 3 else 1
+    if q.dim() != 3 or k.dim() != 3 or q.shape[::2] != k.shape[::2] or q.dtype != k.dtype:
+        raise ValueError(
+            "apply_rotary: q must be [T, Hq, D] and k [T, Hk, D] of one dtype, got "
+            f"{tuple(q.shape)} {q.dtype} and {tuple(k.shape)} {k.dtype}"
+        )
+    if cos.shape != sin.shape or cos.dim() not in (2, 3) or cos.shape[-2] != q.shape[0]:
+        raise ValueError(
+            f"apply_rotary: cos and sin must be [{q.shape[0]}, half] or [S, {q.shape[0]}, half], "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if 2 * half * num_sections > q.shape[2]:
+        raise ValueError(
+            f"apply_rotary: {num_sections} section(s) of {2 * half} dimensions exceed the head "
+            f"dimension {q.shape[2]}"
+        )
+    if q.stride(2) != 1 or k.stride(2) != 1:
+        raise ValueError(
+            "apply_rotary: the last dimension of q and k must have stride 1, got "
+            f"{q.stride()} and {k.stride()}"
+        )
+    if q.is_cuda:
+        from engine_core.kernels.rotary import triton
+
+        triton.apply_rotary(q, k, cos, sin, interleaved=interleaved)
+    else:
+        cpu.apply_rotary(q, k, cos, sin, interleaved=interleaved)
+    return q, k

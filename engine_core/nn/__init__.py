@@ -1,0 +1,64 @@
+"""What a model author writes with: layers that know ranks, quantisation and the paged cache."""
+
+from engine_core.nn.activation import GeluAndMul, SiluAndMul, build_gated_activation
+from engine_core.nn.attention import Attention, KVCacheLayer, alibi_slopes
+from engine_core.nn.blocks import CosSin, DecoderLayer, GatedMLP, SelfAttention
+from engine_core.nn.embedding import Embedding, LMHead, build_embedding, build_lm_head
+from engine_core.nn.linear import (
+    Linear,
+    LinearMethod,
+    QKVLinear,
+    build_colwise_linear,
+    build_down_linear,
+    build_gateup_linear,
+    build_merged_colwise_linear,
+    build_o_proj,
+    build_qkv_proj,
+    build_rowwise_linear,
+)
+from engine_core.nn.loading import Weights, load_stacked_weights, load_weight
+from engine_core.nn.norm import LayerNorm, RMSNorm
+from engine_core.nn.rotary import (
+    ApplyRotaryEmb,
+    RotaryEmbedding,
+    build_rotary_embedding,
+    build_rotary_embedding_from_config,
+    rope_lengths,
+)
+
+__all__ = [
+    "ApplyRotaryEmb",
+    "Attention",
+    "CosSin",
+    "DecoderLayer",
+    "Embedding",
+    "GatedMLP",
+    "GeluAndMul",
+    "KVCacheLayer",
+    "LMHead",
+    "LayerNorm",
+    "Linear",
+    "LinearMethod",
+    "QKVLinear",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SelfAttention",
+    "SiluAndMul",
+    "Weights",
+    "alibi_slopes",
+    "build_colwise_linear",
+    "build_down_linear",
+    "build_embedding",
+    "build_gated_activation",
+    "build_gateup_linear",
+    "build_lm_head",
+    "build_merged_colwise_linear",
+    "build_o_proj",
+    "build_qkv_proj",
+    "build_rotary_embedding",
+    "build_rotary_embedding_from_config",
+    "build_rowwise_linear",
+    "load_stacked_weights",
+    "load_weight",
+    "rope_lengths",
+]

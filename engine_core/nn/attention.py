@@ -1,0 +1,123 @@
+"""Attention over the paged cache."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from engine_core.configs import KVCacheSpec
+from engine_core.configs.dtypes import dtype_name
+from engine_core.kernels import paged_attention, store_kv
+from engine_core.step_context import AttentionMetadata, current_build_context
+
+KVCacheLayer = tuple[Tensor, Tensor]
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """Slopes of ALiBi (Press et al., 2021), ``[num_heads]`` float32 on the CPU.
+
+    For a count that is no power of two: the slopes of the next lower power, then every other slope
+    of its double.
+    """
+
+    def powers(count: int, step: int, first: int) -> list[float]:
+        start = 2.0 ** (-8.0 / count)
+        return [start ** (first + step * i) for i in range(count // step)]
+
+    lower = 2 ** math.floor(math.log2(num_heads))
+    slopes = powers(lower, 1, 1)
+    if lower < num_heads:
+        slopes += powers(2 * lower, 2, 1)[: num_heads - lower]
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")
+
+
+class Attention(nn.Module):
+    """Stores this step's keys and values and attends over all of them.
+
+    Attributes:
+        group_id: index of its cache group in ``AttentionMetadata.groups``; set by the runner.
+    """
+
+    slopes: Tensor | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        *,
+        num_kv_heads: int | None = None,
+        v_head_size: int | None = None,
+        scale: float | None = None,
+        alibi: bool = False,
+        sliding_window: int | None = None,
+        logit_softcapping: float | None = None,
+    ) -> None:
+        """``num_heads`` and ``num_kv_heads`` are those of this rank.
+
+        Args:
+            num_heads: query heads.
+            head_size: size of a query and key head.
+            num_kv_heads: key and value heads; as many as ``num_heads`` if None.
+            v_head_size: size of a value head; ``head_size`` if None.
+            scale: of the scores; ``head_size ** -0.5`` if None.
+            alibi: add ALiBi's linear bias.
+            sliding_window: how many keys a query sees, itself included; None for all.
+            logit_softcapping: scores pass ``cap * tanh(score / cap)``; None for no cap.
+        """
+        super().__init__()
+        context = current_build_context()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_size = head_size
+        self.v_head_size = v_head_size or head_size
+        self.scale = head_size**-0.5 if scale is None else scale
+        self.window = sliding_window
+        self.softcap = logit_softcapping
+        self.dtype = context.dtype or torch.get_default_dtype()
+        self.group_id = 0
+        slopes = None
+        if alibi:
+            every = alibi_slopes(num_heads * context.tp_size)
+            slopes = every[context.tp_rank * num_heads :][:num_heads].clone()
+        self.register_buffer("slopes", slopes, persistent=False)
+
+    def cache_spec(self) -> KVCacheSpec:
+        """What this layer keeps of each token."""
+        return KVCacheSpec(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            v_head_dim=self.v_head_size,
+            dtype=dtype_name(str(self.dtype).removeprefix("torch.")),
+            window=self.window,
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        attn_metadata: AttentionMetadata,
+    ) -> Tensor:
+        """``q [T, heads, D]``, ``k [T, kv, D]``, ``v [T, kv, Dv]`` to ``[T, heads, Dv]``."""
+        group = attn_metadata.groups[self.group_id]
+        store_kv(k, v, k_cache, v_cache, group.slot_mapping)
+        return paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_tables=group.block_tables,
+            query_start=attn_metadata.query_start,
+            kv_lens=attn_metadata.kv_lens,
+            max_query_len=attn_metadata.max_query_len,
+            max_kv_len=attn_metadata.max_kv_len,
+            num_decode_rows=attn_metadata.num_decode_rows,
+            scale=self.scale,
+            alibi_slopes=self.slopes,
+            window=self.window,
+            softcap=self.softcap,
+            prefix_lens=attn_metadata.prefix_lens,
+        )

@@ -1,0 +1,126 @@
+"""The blocks that most decoders are made of; here is where their kernels can be fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from engine_core.nn.activation import build_gated_activation
+from engine_core.nn.attention import Attention, KVCacheLayer
+from engine_core.nn.linear import (
+    build_down_linear,
+    build_gateup_linear,
+    build_o_proj,
+    build_qkv_proj,
+)
+from engine_core.nn.norm import RMSNorm
+from engine_core.nn.rotary import ApplyRotaryEmb
+from engine_core.step_context import AttentionMetadata
+
+CosSin = tuple[Tensor, Tensor]
+
+
+class SelfAttention(nn.Module):
+    """Project to q, k, v; normalise q and k if wanted; rotate; store; attend; project back."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        interleaved_rope: bool = False,
+        sliding_window: int | None = None,
+        scale: float | None = None,
+    ) -> None:
+        """Head counts are the whole model's; ``qk_norm_eps`` adds an RMSNorm a head of q and k."""
+        super().__init__()
+        self.qkv_proj = build_qkv_proj(
+            hidden_size, num_heads, num_kv_heads, head_dim, bias=qkv_bias
+        )
+        self.o_proj = build_o_proj(num_heads * head_dim, hidden_size, bias=o_bias)
+        self.q_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+        self.rotate = ApplyRotaryEmb(interleaved_rope)
+        self.attend = Attention(
+            self.qkv_proj.num_q_heads,
+            head_dim,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            scale=scale,
+            sliding_window=sliding_window,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        cos_sin: CosSin | None,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+    ) -> Tensor:
+        """``x [1, T, H]`` to ``[1, T, H]``; ``cos_sin`` None for no rotation."""
+        q, k, v = self.qkv_proj.split_qkv(self.qkv_proj(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cos_sin is not None:
+            q, k = self.rotate(q, k, *cos_sin)
+        out = self.attend(q, k, v, *cache[:2], attn_metadata)
+        projected: Tensor = self.o_proj(out.flatten(1).unsqueeze(0))
+        return projected
+
+
+class GatedMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))``."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str = "silu",
+        *,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = build_gateup_linear(
+            hidden_size, [intermediate_size, intermediate_size], bias=bias
+        )
+        self.down_proj = build_down_linear(intermediate_size, hidden_size, bias=bias)
+        self.act = build_gated_activation(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[1, T, H]`` to ``[1, T, H]``."""
+        out: Tensor = self.down_proj(self.act(self.gate_up_proj(x)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm decoder layer: attention, then feed-forward, each added to the residual."""
+
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module]) -> None:
+        """``norm`` makes each of the two norms; it takes ``(x, residual)`` as RMSNorm does."""
+        super().__init__()
+        self.self_attn = self_attn
+        self.mlp = mlp
+        self.input_layernorm = norm()
+        self.post_attention_layernorm = norm()
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos_sin: CosSin | None,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """``(x, residual)`` to the next layer's; their sum is the residual stream."""
+        if residual is None:
+            residual, x = x, self.input_layernorm(x)
+        else:
+            x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, cos_sin, cache, attn_metadata)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual

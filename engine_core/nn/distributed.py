@@ -1,0 +1,36 @@
+"""How layers split over the ranks of a tensor-parallel group and join again."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from engine_core.step_context import BuildContext
+
+
+def divide(total: int, parts: int, what: str) -> int:
+    """``total / parts``.
+
+    Raises:
+        ValueError: it is not whole; names ``what``.
+    """
+    if total % parts:
+        raise ValueError(f"{what} ({total}) is not divisible by tensor_parallel_size ({parts})")
+    return total // parts
+
+
+def all_reduce(x: Tensor, context: BuildContext) -> Tensor:
+    """Sum ``x`` over the group, in place; the identity on one rank."""
+    if context.tp_size > 1:
+        torch.distributed.all_reduce(x, group=context.process_group)
+    return x
+
+
+def all_gather_last_dim(x: Tensor, context: BuildContext) -> Tensor:
+    """Join ``[..., N]`` of every rank to ``[..., N * tp_size]`` in rank order."""
+    if context.tp_size == 1:
+        return x
+    parts = [torch.empty_like(x) for _ in range(context.tp_size)]
+    torch.distributed.all_gather(parts, x.contiguous(), group=context.process_group)
+    return torch.cat(parts, dim=-1)

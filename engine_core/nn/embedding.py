@@ -1,0 +1,95 @@
+"""The token embedding and the output head, split over the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine_core.nn.distributed import all_gather_last_dim, all_reduce
+from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
+from engine_core.step_context import current_build_context
+
+
+class _VocabularySplit(nn.Module):
+    """A matrix ``[vocab, hidden]`` of which each rank keeps an equal run of rows, padded."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        self.context = current_build_context()
+        self.vocab_size = vocab_size
+        self.rows = -(-vocab_size // self.context.tp_size)
+        self.first = self.context.tp_rank * self.rows
+        self.weight = nn.Parameter(
+            torch.empty(
+                self.rows,
+                hidden_size,
+                dtype=dtype or self.context.dtype,
+                device=device or self.context.device,
+            ),
+            requires_grad=False,
+        )
+        set_weight_loader(self.weight, self._load)
+
+    def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: object = None) -> None:
+        wanted = [self.vocab_size, param.shape[1]]
+        if shard_id is not None or list(tensor.shape) != wanted:
+            raise ShapeMismatchError(f"has shape {list(tensor.shape)}, the model wants {wanted}")
+        mine = tensor[self.first : self.first + self.rows]
+        copy_checked(param[: mine.shape[0]], mine)
+        if not param.is_meta:
+            param[mine.shape[0] :].zero_()
+
+
+class Embedding(_VocabularySplit):
+    """Token ids to vectors."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """``[...]`` int64 to ``[..., hidden]``."""
+        if self.context.tp_size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.first
+        outside = (local < 0) | (local >= self.rows)
+        out = F.embedding(local.masked_fill(outside, 0), self.weight)
+        return all_reduce(out.masked_fill(outside.unsqueeze(-1), 0), self.context)
+
+
+class LMHead(_VocabularySplit):
+    """Hidden states to logits."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``[..., hidden]`` to ``[..., vocab]``, the same on every rank."""
+        logits = all_gather_last_dim(F.linear(hidden_states, self.weight), self.context)
+        return logits[..., : self.vocab_size]
+
+
+def build_embedding(
+    vocab_size: int,
+    hidden_size: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Embedding:
+    """The token embedding."""
+    return Embedding(vocab_size, hidden_size, dtype, device)
+
+
+def build_lm_head(
+    hidden_size: int,
+    vocab_size: int,
+    *,
+    tied_to: Embedding | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> LMHead:
+    """The output head; ``tied_to`` shares the embedding's matrix."""
+    head = LMHead(vocab_size, hidden_size, dtype, device)
+    if tied_to is not None:
+        head.weight = tied_to.weight
+    return head

@@ -1,0 +1,334 @@
+"""Linear layers, split over ranks, whose arithmetic is a :class:`LinearMethod`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine_core.nn.distributed import all_reduce, divide
+from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
+from engine_core.step_context import current_build_context
+
+
+class LinearMethod(Protocol):
+    """How a linear keeps its weight and multiplies by it; quantisation schemes are methods."""
+
+    def create_weights(
+        self,
+        layer: Linear,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+    ) -> None:
+        """Make the layer's weight parameters for this rank, with their loaders."""
+
+    def process_after_load(self, layer: Linear) -> None:
+        """Repack the loaded weights for :meth:`apply`, if that is worth it."""
+
+    def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x [..., in_features] @ weight.T + bias``."""
+
+
+class UnquantizedLinearMethod:
+    """A plain weight ``[out_features, in_features]``."""
+
+    def create_weights(
+        self,
+        layer: Linear,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+    ) -> None:
+        """Make ``layer.weight``."""
+        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        layer.add_parameter("weight", weight, input_dim=1)
+
+    def process_after_load(self, layer: Linear) -> None:
+        """Nothing to repack."""
+
+    def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``F.linear``."""
+        return F.linear(x, layer.weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One part of a linear's output rows, of the whole model and on this rank."""
+
+    total: int
+    start: int
+    size: int
+    offset: int
+
+
+class Linear(nn.Module):
+    """A linear layer as this rank keeps it. Use the ``build_*`` functions.
+
+    Its output rows are one or several parts (a merged layer); each part is split over the ranks, or
+    kept whole by all. ``rowwise`` splits the input instead and sums the results over the ranks.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Sequence[tuple[Hashable, int, int, int]],
+        *,
+        bias: bool,
+        rowwise: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        method: LinearMethod | None = None,
+    ) -> None:
+        """Build for the current context.
+
+        Args:
+            in_features: size of the input, of the whole model.
+            parts: ``(shard id, rows of the whole model, first row here, rows here)`` for each part.
+            bias: whether there is a bias.
+            rowwise: whether the input is split.
+            dtype: of the parameters; the context's if None.
+            device: of the parameters; the context's if None.
+            method: the arithmetic; plain if None.
+        """
+        super().__init__()
+        self.context = current_build_context()
+        dtype = dtype or self.context.dtype
+        device = device or self.context.device
+        self._parts: dict[Hashable, _Part] = {}
+        offset = 0
+        for shard_id, total, start, size in parts:
+            self._parts[shard_id] = _Part(total, start, size, offset)
+            offset += size
+        self.rowwise = rowwise
+        self.in_features = in_features
+        self.out_features = offset
+        if rowwise:
+            self.in_features = divide(in_features, self.context.tp_size, "in_features of a linear")
+        self.method: LinearMethod = method or UnquantizedLinearMethod()
+        self.method.create_weights(self, self.in_features, self.out_features, dtype, device)
+        if not bias:
+            self.register_parameter("bias", None)
+        else:
+            self.add_parameter("bias", torch.empty(self.out_features, dtype=dtype, device=device))
+
+    def add_parameter(self, name: str, data: Tensor, input_dim: int | None = None) -> None:
+        """Register a parameter whose dimension 0 is the output and which loads by parts."""
+        param = nn.Parameter(data, requires_grad=False)
+        param.input_dim = input_dim  # type: ignore[attr-defined]
+        row = data[0].numel() if data.dim() > 1 else 1
+        sizes = {shard_id: part.size * row for shard_id, part in self._parts.items()}
+        param.shard_sizes = sizes  # type: ignore[attr-defined]
+        set_weight_loader(param, self._load)
+        self.register_parameter(name, param)
+
+    def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
+        if shard_id is None and None not in self._parts:
+            rows = sum(part.total for part in self._parts.values())
+            if tensor.shape[:1] != (rows,):
+                raise ShapeMismatchError(
+                    f"has shape {list(tensor.shape)}, the model wants {rows} rows"
+                )
+            pieces = tensor.split([part.total for part in self._parts.values()])
+            for key, piece in zip(self._parts, pieces, strict=True):
+                self._load(param, piece, key)
+            param.shard_sizes[None] = param.numel()  # type: ignore[attr-defined]
+            return
+        part = self._parts.get(shard_id)
+        if part is None:
+            raise ValueError(f"shard_id {shard_id!r} is not one of {list(self._parts)}")
+        if tensor.dim() != param.dim() or tensor.shape[0] != part.total:
+            wanted = [part.total, *param.shape[1:]]
+            raise ShapeMismatchError(f"has shape {list(tensor.shape)}, the model wants {wanted}")
+        tensor = tensor.narrow(0, part.start, part.size)
+        input_dim: int | None = getattr(param, "input_dim", None)
+        if self.rowwise and input_dim is not None and self.context.tp_size > 1:
+            local = param.shape[input_dim]
+            if tensor.shape[input_dim] != local * self.context.tp_size:
+                raise ShapeMismatchError(
+                    f"has {tensor.shape[input_dim]} columns, the model wants "
+                    f"{local * self.context.tp_size}"
+                )
+            tensor = tensor.narrow(input_dim, self.context.tp_rank * local, local)
+        copy_checked(param.narrow(0, part.offset, part.size), tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [..., in_features of this rank]`` to ``[..., out_features of this rank]``."""
+        if not self.rowwise or self.context.tp_size == 1:
+            return self.method.apply(self, x, self.bias)
+        # The bias joins once, after the sum.
+        out = all_reduce(self.method.apply(self, x, None), self.context)
+        return out if self.bias is None else out + self.bias
+
+
+class QKVLinear(Linear):
+    """The merged projection to queries, keys and values."""
+
+    def __init__(
+        self,
+        in_features: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        head_size_v: int,
+        **kwargs: Any,
+    ) -> None:
+        context = current_build_context()
+        size, rank = context.tp_size, context.tp_rank
+        q_heads = divide(num_q_heads, size, "number of query heads")
+        if num_kv_heads >= size:
+            kv_heads = divide(num_kv_heads, size, "number of key and value heads")
+            kv_start = rank * kv_heads
+        else:
+            # Fewer heads than ranks: several ranks keep the same one.
+            kv_heads, kv_start = 1, rank // divide(size, num_kv_heads, "tensor_parallel_size")
+        self.split_sizes = (
+            q_heads * head_size,
+            kv_heads * head_size,
+            kv_heads * head_size_v,
+        )
+        parts = [
+            ("q", num_q_heads * head_size, rank * self.split_sizes[0], self.split_sizes[0]),
+            ("k", num_kv_heads * head_size, kv_start * head_size, self.split_sizes[1]),
+            ("v", num_kv_heads * head_size_v, kv_start * head_size_v, self.split_sizes[2]),
+        ]
+        super().__init__(in_features, parts, **kwargs)
+        self.head_size = head_size
+        self.head_size_v = head_size_v
+        self.num_q_heads = q_heads
+        self.num_kv_heads = kv_heads
+        self._group = num_q_heads // num_kv_heads
+        for param in (self.weight, self.bias):
+            if param is not None:
+                param.weight_spliter = self._split_interleaved  # type: ignore[attr-defined]
+
+    def split_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``[..., out]`` to views q ``[T, heads, D]``, k ``[T, kv, D]`` and v ``[T, kv, Dv]``."""
+        q, k, v = x.flatten(0, -2).split(self.split_sizes, dim=-1)
+        return (
+            q.unflatten(-1, (self.num_q_heads, self.head_size)),
+            k.unflatten(-1, (self.num_kv_heads, self.head_size)),
+            v.unflatten(-1, (self.num_kv_heads, self.head_size_v)),
+        )
+
+    def _split_interleaved(
+        self, tensor: Tensor, layout: str = "default"
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A checkpoint's fused qkv tensor as q, k and v.
+
+        Layout "default" is [all q | all k | all v]; "hgd" is, for each kv head, its query heads,
+        then k, then v (GPT-NeoX, BLOOM and ChatGLM without multi-query).
+        """
+        sizes = [part.total for part in self._parts.values()]
+        if tensor.shape[0] != sum(sizes):
+            raise ShapeMismatchError(
+                f"has shape {list(tensor.shape)}, the model wants {sum(sizes)} rows"
+            )
+        if layout == "default":
+            q, k, v = tensor.split(sizes)
+            return q, k, v
+        if layout != "hgd" or self.head_size != self.head_size_v:
+            raise ValueError(f"layout must be 'default' or 'hgd' with equal heads, got {layout!r}")
+        heads = tensor.unflatten(0, (-1, self._group + 2, self.head_size))
+        q, k, v = heads.split([self._group, 1, 1], dim=1)
+        return q.flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2)
+
+
+def _colwise_part(shard_id: Hashable, rows: int) -> tuple[Hashable, int, int, int]:
+    context = current_build_context()
+    size = divide(rows, context.tp_size, "out_features of a linear")
+    return shard_id, rows, context.tp_rank * size, size
+
+
+def build_qkv_proj(
+    in_features: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    head_size_v: int | None = None,
+    bias: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> QKVLinear:
+    """The merged query, key and value projection, split by heads; shard ids "q", "k", "v".
+
+    Raises:
+        ValueError: the heads cannot be shared evenly by the ranks.
+    """
+    return QKVLinear(
+        in_features,
+        num_q_heads,
+        num_kv_heads,
+        head_size,
+        head_size_v or head_size,
+        bias=bias,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def build_colwise_linear(
+    in_features: int,
+    out_features: int,
+    bias: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Linear:
+    """A linear whose output is split over the ranks."""
+    parts = [_colwise_part(None, out_features)]
+    return Linear(in_features, parts, bias=bias, dtype=dtype, device=device)
+
+
+def build_merged_colwise_linear(
+    in_features: int,
+    all_out_features: Sequence[int],
+    bias: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Linear:
+    """Several linears of one input as one; each output is split. Shard ids 0, 1, ..."""
+    parts = [_colwise_part(index, rows) for index, rows in enumerate(all_out_features)]
+    return Linear(in_features, parts, bias=bias, dtype=dtype, device=device)
+
+
+def build_gateup_linear(
+    in_features: int,
+    all_out_features: Sequence[int],
+    bias: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Linear:
+    """The merged gate and up projections of a gated MLP; shard ids 0 (gate) and 1 (up)."""
+    return build_merged_colwise_linear(
+        in_features, all_out_features, bias, dtype=dtype, device=device
+    )
+
+
+def build_rowwise_linear(
+    in_features: int,
+    out_features: int,
+    bias: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Linear:
+    """A linear whose input is split over the ranks and whose output is summed over them."""
+    parts = [(None, out_features, 0, out_features)]
+    return Linear(in_features, parts, bias=bias, rowwise=True, dtype=dtype, device=device)
+
+
+build_o_proj = build_rowwise_linear
+build_down_linear = build_rowwise_linear

@@ -1,0 +1,242 @@
+"""From a checkpoint's tensors to a model's parameters, with an account of both.
+
+A model's ``load_weights`` passes each tensor to :func:`load_weight`, usually through
+:func:`load_stacked_weights`. While a :class:`LoadAccount` is open it notes which parameters were
+filled and which tensors were taken. A model on the meta device can be loaded from tensors on the
+meta device: that checks every name and shape of a checkpoint without reading it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engine_core.errors import WeightsMismatchError
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+class WeightLoader(Protocol):
+    """Puts a checkpoint's tensor, or the shard of it that this rank keeps, into a parameter."""
+
+    def __call__(self, param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
+        """Load ``tensor``, or raise :class:`ShapeMismatchError`."""
+
+
+class ShapeMismatchError(ValueError):
+    """A tensor does not fit the parameter, or the part of it, that it was meant for."""
+
+
+class LoadAccount:
+    """Which parameters of a model were filled and which tensors were taken."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(param): name for name, param in model.named_parameters()}
+        self._sizes = {name: param.numel() for name, param in model.named_parameters()}
+        self._filled: dict[str, dict[Any, int]] = {name: {} for name in self._sizes}
+        self._offered: dict[str, int] = {}
+        self._taken: set[str] = set()
+        self._by_storage: dict[int, str] = {}
+        self._current: str | None = None
+        self._wrong: list[str] = []
+
+    def watch(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Pass the tensors on and remember their names."""
+        for name, tensor in weights:
+            self._offered[name] = len(self._offered)
+            self._by_storage[tensor.untyped_storage()._cdata] = name
+            self._current = name
+            yield name, tensor
+
+    def _source(self, tensor: Tensor) -> str | None:
+        # A view shares its tensor's storage; a computed copy came from the tensor handed out last.
+        return self._by_storage.get(tensor.untyped_storage()._cdata, self._current)
+
+    def note(self, param: nn.Parameter, tensor: Tensor, shard_id: Any, numel: int) -> None:
+        """A part of ``param`` with ``numel`` elements was filled from ``tensor``."""
+        name = self._names.get(id(param))
+        if name is not None:
+            self._filled[name][shard_id] = numel
+        self.ignore(self._source(tensor))
+
+    def ignore(self, name: str | None) -> None:
+        """The tensor ``name`` is known to the model, filled or not."""
+        if name is not None:
+            self._taken.add(name)
+
+    def wrong(self, tensor: Tensor, error: ShapeMismatchError) -> None:
+        """``tensor`` was refused."""
+        source = self._source(tensor)
+        self._wrong.append(f"{source}: {error}")
+        self.ignore(source)
+
+    def raise_mismatch(self, where: str) -> None:
+        """Say what did not match, if anything did not.
+
+        Raises:
+            WeightsMismatchError: a parameter was not or only partly filled, a tensor was not
+                taken, or one had a wrong shape.
+        """
+        missing = tuple(
+            name for name, parts in self._filled.items() if sum(parts.values()) < self._sizes[name]
+        )
+        unexpected = tuple(name for name in self._offered if name not in self._taken)
+        wrong = tuple(self._wrong)
+        if not (missing or unexpected or wrong):
+            return
+        parts = [
+            f"{title}: {_listing(names)}"
+            for title, names in (
+                ("of the wrong shape", wrong),
+                ("missing", missing),
+                ("unexpected", unexpected),
+            )
+            if names
+        ]
+        raise WeightsMismatchError(
+            f"the weights in {where} are not those of this model; {'; '.join(parts)}",
+            missing=missing,
+            unexpected=unexpected,
+            wrong=wrong,
+        )
+
+
+def _listing(names: tuple[str, ...], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+_ACCOUNT: ContextVar[LoadAccount | None] = ContextVar("engine_core_load_account", default=None)
+
+
+@contextmanager
+def load_account(model: nn.Module) -> Iterator[LoadAccount]:
+    """Open an account for the loads inside the ``with`` block."""
+    account = LoadAccount(model)
+    token = _ACCOUNT.set(account)
+    try:
+        yield account
+    finally:
+        _ACCOUNT.reset(token)
+
+
+def copy_checked(target: Tensor, tensor: Tensor) -> None:
+    """Copy ``tensor`` into ``target``; on the meta device only compare their shapes.
+
+    Raises:
+        ShapeMismatchError: the shapes differ.
+    """
+    if target.shape != tensor.shape:
+        raise ShapeMismatchError(
+            f"has shape {list(tensor.shape)}, the model wants {list(target.shape)}"
+        )
+    if not (target.is_meta or tensor.is_meta):
+        target.copy_(tensor)
+
+
+def set_weight_loader(param: nn.Parameter, loader: WeightLoader) -> None:
+    """Have :func:`load_weight` call ``loader`` for ``param``."""
+    param.weight_loader = loader  # type: ignore[attr-defined]
+
+
+def load_weight(param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
+    """Put a checkpoint's tensor into a parameter.
+
+    Args:
+        param: a parameter of the model.
+        tensor: the checkpoint's tensor, of the whole model's shape, whatever the ranks.
+        shard_id: which part of a merged parameter it is ("q", "k", "v"; 0, 1, ...).
+
+    Raises:
+        ShapeMismatchError: it does not fit, and no account is open to note it.
+    """
+    account = _ACCOUNT.get()
+    loader: WeightLoader = getattr(param, "weight_loader", _load_whole)
+    try:
+        with torch.no_grad():
+            loader(param, tensor, shard_id)
+    except ShapeMismatchError as error:
+        if account is None:
+            raise
+        account.wrong(tensor, error)
+        return
+    if account is not None:
+        sizes: Mapping[Any, int] = getattr(param, "shard_sizes", {})
+        account.note(param, tensor, shard_id, sizes.get(shard_id, param.numel()))
+
+
+def _load_whole(param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
+    if shard_id is not None:
+        raise ValueError(f"this parameter has no shards, got shard_id {shard_id!r}")
+    copy_checked(param, tensor)
+
+
+def load_stacked_weights(
+    model: nn.Module,
+    weights: Weights,
+    stacked: Mapping[str, tuple[str, Any]],
+    *,
+    rename: Callable[[str], str] | None = None,
+    ignore: Iterable[str] = (),
+) -> None:
+    """Load a checkpoint whose names are the model's, but for layers merged into one.
+
+    Args:
+        model: whose parameters are filled.
+        weights: the checkpoint's names and tensors.
+        stacked: checkpoint's layer name -> (model's layer name, shard id), such as
+            ``{"q_proj": ("qkv_proj", "q")}``; a layer name is one dotted part.
+        rename: applied to each checkpoint name first.
+        ignore: beginnings or ends of names that the model has no use for.
+    """
+    params = dict(model.named_parameters(remove_duplicate=False))
+    ignored = tuple(ignore)
+    account = _ACCOUNT.get()
+    for name, tensor in weights:
+        target = rename(name) if rename else name
+        if target.endswith(ignored) or target.startswith(ignored):
+            if account is not None:
+                account.ignore(name)
+            continue
+        shard_id = None
+        *path, layer, leaf = ("", *target.split("."))
+        if layer in stacked:
+            layer, shard_id = stacked[layer]
+            target = ".".join([*path, layer, leaf]).lstrip(".")
+        param = params.get(target)
+        if param is not None:
+            load_weight(param, tensor, shard_id)
+        elif account is None:
+            raise WeightsMismatchError(
+                f"the model has no parameter for the tensor {name!r}", unexpected=(name,)
+            )
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter on the meta device memory, and move constants to ``device``.
+
+    Parameters shared by two modules stay shared, and keep their attributes.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            if id(param) not in made:
+                data = torch.empty_like(param, device=device) if param.is_meta else param.to(device)
+                new = nn.Parameter(data, requires_grad=False)
+                new.__dict__.update(param.__dict__)
+                made[id(param)] = new
+            module._parameters[name] = made[id(param)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                assert not buffer.is_meta, (
+                    f"buffer {name!r} of {type(module).__name__} was built on the meta device; "
+                    "build constants with an explicit device='cpu'"
+                )
+                module._buffers[name] = buffer.to(device)

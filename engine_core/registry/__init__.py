@@ -1,0 +1,5 @@
+"""Which families are installed, and what each of them brings. Imports no torch."""
+
+from engine_core.registry.registry import PluginReport, Registry, build_registry
+
+__all__ = ["PluginReport", "Registry", "build_registry"]

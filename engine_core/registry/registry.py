@@ -1,0 +1,424 @@
+"""Discovery of plugins and module maps, and what is looked up in them."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import importlib_metadata
+import pluggy
+
+from engine_core.configs import ConfigBuilder, DefaultConfigBuilder, HFConfig, ModelConfig
+from engine_core.errors import (
+    DuplicateArchitectureError,
+    EngineError,
+    PluginLoadError,
+    UnknownArchitectureError,
+)
+from engine_core.registry.hookspecs import API_VERSION, HOOK_NAMES, NAMESPACE, HookSpecs
+
+if TYPE_CHECKING:
+    from engine_core.inputs import InputProcessor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PluginReport:
+    """What discovery found of one plugin or module-map file.
+
+    Attributes:
+        name: the entry point's name, or the path of a module-map file.
+        module: the module that the entry point names.
+        distribution: the package that brought it, or None for a file.
+        version: that package's version, or None.
+        architectures: what its module map claims.
+        error: why it was skipped, or None.
+    """
+
+    name: str
+    module: str
+    distribution: str | None = None
+    version: str | None = None
+    architectures: tuple[str, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What one plugin or module-map file offers, already checked."""
+
+    name: str
+    module_map: Mapping[str, str | type]
+    config_builders: tuple[type[ConfigBuilder], ...] = ()
+    input_processors: tuple[type[InputProcessor], ...] = ()
+    gguf_adapters: Mapping[str, str] | None = None
+
+
+class Registry:
+    """What the installed plugins and the given module maps know. Made by :func:`build_registry`.
+
+    Attributes:
+        reports: one for each plugin and module-map file, broken ones included.
+    """
+
+    def __init__(
+        self,
+        reports: Sequence[PluginReport],
+        plugins: Sequence[_Source],
+        custom: Sequence[_Source],
+    ) -> None:
+        self.reports = tuple(reports)
+        self._plugins = tuple(plugins)
+        self._custom = tuple(custom)
+
+    @property
+    def architectures(self) -> dict[str, str]:
+        """Every architecture known, with the plugin or file that brings it; a file wins."""
+        return {
+            architecture: source.name
+            for source in (*self._plugins, *reversed(self._custom))
+            for architecture in source.module_map
+        }
+
+    def model_class(self, architecture: str) -> type:
+        """Import and return the class that runs ``architecture``.
+
+        Raises:
+            UnknownArchitectureError: nobody claims it; lists the nearest names.
+            DuplicateArchitectureError: two plugins, or two files, claim it.
+            PluginLoadError: the class cannot be imported.
+        """
+        for sources in (self._custom, self._plugins):
+            claims = [source for source in sources if architecture in source.module_map]
+            if len(claims) > 1:
+                names = " and ".join(repr(source.name) for source in claims)
+                raise DuplicateArchitectureError(
+                    f"architecture {architecture!r} is claimed by {names}; uninstall one, or say "
+                    "which in a custom_module_map file"
+                )
+            if claims:
+                return _load_class(claims[0].module_map[architecture], claims[0].name)
+        raise UnknownArchitectureError(self._unknown(architecture))
+
+    def model_config(self, hf_config: HFConfig, model_path: Path | None = None) -> ModelConfig:
+        """The model config of a checkpoint, by the one builder that matches it.
+
+        Raises:
+            DuplicateArchitectureError: two builders match.
+            ConfigError: the checkpoint's config is wrong.
+        """
+        for sources in (self._custom, self._plugins):
+            matches = [
+                (source.name, builder)
+                for source in sources
+                for builder in source.config_builders
+                if builder.condition(hf_config)
+            ]
+            if len(matches) > 1:
+                names = " and ".join(f"{b.__name__} of {name!r}" for name, b in matches)
+                raise DuplicateArchitectureError(
+                    f"two config builders match this checkpoint: {names}; uninstall one, or say "
+                    "which in a custom_module_map file"
+                )
+            if matches:
+                return matches[0][1].build(hf_config, model_path)
+        names = hf_config.get("architectures", [])
+        known = self.architectures
+        if isinstance(names, list) and names and str(names[0]) not in known:
+            raise UnknownArchitectureError(
+                self._unknown(str(names[0]), hf_config.get("model_type"))
+            )
+        return DefaultConfigBuilder.build(hf_config, model_path)
+
+    def input_processor(self, model_config: ModelConfig) -> InputProcessor | None:
+        """The one processor whose condition holds for the model, or None.
+
+        Raises:
+            DuplicateArchitectureError: two processors match.
+        """
+        matches = [
+            (source.name, processor)
+            for source in self._plugins
+            for processor in source.input_processors
+            if processor.condition(model_config)
+        ]
+        if len(matches) > 1:
+            names = " and ".join(f"{p.__name__} of {name!r}" for name, p in matches)
+            raise DuplicateArchitectureError(f"two input processors match this model: {names}")
+        return matches[0][1](model_config) if matches else None
+
+    def gguf_adapters(self) -> dict[str, str]:
+        """GGUF architecture -> ``"package.module.Class"`` of its adapter.
+
+        Raises:
+            DuplicateArchitectureError: two plugins claim one GGUF architecture.
+        """
+        adapters: dict[str, tuple[str, str]] = {}
+        for source in self._plugins:
+            for name, path in (source.gguf_adapters or {}).items():
+                if name in adapters:
+                    raise DuplicateArchitectureError(
+                        f"GGUF architecture {name!r} is claimed by {adapters[name][0]!r} and "
+                        f"{source.name!r}; uninstall one"
+                    )
+                adapters[name] = (source.name, path)
+        return {name: path for name, (_, path) in adapters.items()}
+
+    def gguf_adapter(self, name: str) -> type:
+        """Import and return the adapter class of a GGUF architecture.
+
+        Raises:
+            UnknownArchitectureError: nobody claims it.
+        """
+        adapters = self.gguf_adapters()
+        if name not in adapters:
+            known = ", ".join(sorted(adapters)) or "none"
+            raise UnknownArchitectureError(
+                f"no installed plugin reads GGUF files of architecture {name!r}; known: {known}."
+                f"{self._broken()}"
+            )
+        return _load_class(adapters[name], name)
+
+    def _broken(self) -> str:
+        broken = [f"{report.name}: {report.error}" for report in self.reports if report.error]
+        return f" Plugins that could not be used: {'; '.join(broken)}." if broken else ""
+
+    def _unknown(self, architecture: str, model_type: str | None = None) -> str:
+        known = self.architectures
+        near = difflib.get_close_matches(architecture, known, n=3, cutoff=0.5)
+        lines = [f"no installed plugin knows the architecture {architecture!r}."]
+        if near:
+            lines.append(f"Nearest: {', '.join(f'{n} ({known[n]})' for n in near)}.")
+        elif known:
+            lines.append(f"Known: {', '.join(sorted(known))}.")
+        else:
+            lines.append("No plugin is installed at all.")
+        family = model_type or architecture.split("For")[0].lower()
+        lines.append(
+            f"A package for it would by convention be named engine-core-{family}; or pass a file "
+            "with MODULE_MAP as custom_module_map."
+        )
+        return " ".join(lines) + self._broken()
+
+
+def _load_class(target: str | type, owner: str) -> type:
+    if isinstance(target, type):
+        return target
+    module_name, _, class_name = target.rpartition(".")
+    try:
+        value = getattr(importlib.import_module(module_name), class_name)
+    except EngineError:
+        raise
+    except Exception as error:
+        raise PluginLoadError(
+            f"plugin {owner!r}: {target} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(value, type):
+        raise PluginLoadError(f"plugin {owner!r}: {target} is {value!r}, not a class")
+    return value
+
+
+def _check_module_map(owner: str, value: Any, what: str = "module_map()") -> dict[str, str]:
+    if not isinstance(value, dict) or not all(
+        isinstance(key, str) and isinstance(path, str) and "." in path
+        for key, path in value.items()
+    ):
+        raise PluginLoadError(
+            f"{owner}: {what} must map names to 'package.module.Class' strings, got {value!r}"
+        )
+    return value
+
+
+def _check_classes(owner: str, hook: str, value: Any, methods: Iterable[str]) -> tuple[type, ...]:
+    if not isinstance(value, list | tuple):
+        raise PluginLoadError(f"{owner}: {hook}() must return a list of classes, got {value!r}")
+    for item in value:
+        lacking = [name for name in methods if not callable(getattr(item, name, None))]
+        if not isinstance(item, type) or lacking:
+            raise PluginLoadError(
+                f"{owner}: {hook}() offers {item!r}, which is not a class with {', '.join(methods)}"
+            )
+    return tuple(value)
+
+
+_BUILDER_METHODS = ("condition", "build")
+_PROCESSOR_METHODS = ("condition", "process")
+
+
+def _check_api(owner: str, module: ModuleType) -> None:
+    wanted = getattr(module, "requires_api", None)
+    if not isinstance(wanted, str):
+        raise PluginLoadError(
+            f"{owner}: states no requires_api; this core offers API {API_VERSION}, so the module "
+            f'needs requires_api = "{API_VERSION}"'
+        )
+    if wanted.split(".")[:2] != API_VERSION.split(".")[:2]:
+        raise PluginLoadError(
+            f"{owner}: asks for plugin API {wanted}, this core offers {API_VERSION}; install a "
+            "version of the plugin, or of engine-core-llm, that matches"
+        )
+
+
+def _load_plugin(manager: pluggy.PluginManager, name: str, module: ModuleType) -> _Source:
+    owner = f"plugin {name!r}"
+    _check_api(owner, module)
+    unknown = [
+        attribute
+        for attribute, value in vars(module).items()
+        if getattr(value, f"{NAMESPACE}_impl", None) is not None and attribute not in HOOK_NAMES
+    ]
+    if unknown:
+        raise PluginLoadError(
+            f"{owner}: implements unknown hook {', '.join(unknown)}; the hooks are "
+            f"{', '.join(HOOK_NAMES)}"
+        )
+    try:
+        manager.register(module, name=name)
+    except (pluggy.PluginValidationError, ValueError) as error:
+        raise PluginLoadError(f"{owner}: {error}") from error
+    offers: dict[str, Any] = {}
+    for hook in HOOK_NAMES:
+        for implementation in getattr(manager.hook, hook).get_hookimpls():
+            if implementation.plugin is module:
+                try:
+                    offers[hook] = implementation.function()
+                except Exception as error:
+                    raise PluginLoadError(
+                        f"{owner}: {hook}() failed: {type(error).__name__}: {error}"
+                    ) from error
+    return _Source(
+        name=name,
+        module_map=_check_module_map(owner, offers.get("module_map", {})),
+        config_builders=_check_classes(
+            owner, "config_builders", offers.get("config_builders", []), _BUILDER_METHODS
+        ),
+        input_processors=_check_classes(
+            owner, "input_processors", offers.get("input_processors", []), _PROCESSOR_METHODS
+        ),
+        gguf_adapters=_check_module_map(owner, offers.get("gguf_adapters", {}), "gguf_adapters()"),
+    )
+
+
+def _load_module_map_file(path: str) -> _Source:
+    file = Path(path).expanduser()
+    owner = f"custom module map {str(file)!r}"
+    if not file.is_file():
+        raise PluginLoadError(f"{owner}: no such file")
+    # Named after the file's path, so that the classes in it can be pickled and found again.
+    digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=6).hexdigest()
+    module_name = f"engine_core_module_map_{digest}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise PluginLoadError(f"{owner}: not a Python file (its name must end in .py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise PluginLoadError(f"{owner}: {type(error).__name__}: {error}") from error
+    declared = getattr(module, "MODULE_MAP", None)
+    if not isinstance(declared, dict) or not all(isinstance(key, str) for key in declared):
+        raise PluginLoadError(
+            f"{owner}: needs MODULE_MAP, a dictionary of architecture -> class, got {declared!r}"
+        )
+    module_map: dict[str, str | type] = {}
+    for architecture, target in declared.items():
+        found = getattr(module, target, None) if isinstance(target, str) else target
+        if isinstance(found, type):
+            module_map[architecture] = found
+        elif isinstance(target, str) and "." in target:
+            module_map[architecture] = target
+        else:
+            raise PluginLoadError(
+                f"{owner}: MODULE_MAP[{architecture!r}] is {target!r}: neither a class in this "
+                "file nor 'package.module.Class'"
+            )
+    builders = _check_classes(
+        owner, "CONFIG_BUILDERS", getattr(module, "CONFIG_BUILDERS", []), _BUILDER_METHODS
+    )
+    return _Source(name=str(file), module_map=module_map, config_builders=builders)
+
+
+def _entry_points() -> list[importlib_metadata.EntryPoint]:
+    return sorted(importlib_metadata.entry_points(group=NAMESPACE), key=lambda point: point.name)
+
+
+def build_registry(
+    custom_module_map: Sequence[str] = (),
+    *,
+    plugin_errors: Literal["report", "strict"] = "report",
+    entry_points: Iterable[Any] | None = None,
+) -> Registry:
+    """Discover the installed plugins and read the module-map files.
+
+    Entry points are loaded one by one, so that a broken plugin is reported and the others work on.
+
+    Args:
+        custom_module_map: Python files with ``MODULE_MAP`` and, if wanted, ``CONFIG_BUILDERS``.
+            They are executed, and win over the plugins.
+        plugin_errors: "report" logs a broken plugin and skips it; "strict" raises its error.
+        entry_points: what to look at instead of the installed entry points.
+
+    Raises:
+        PluginLoadError: a module-map file is broken, or a plugin is and ``plugin_errors`` is
+            "strict".
+    """
+    manager = pluggy.PluginManager(NAMESPACE)
+    manager.add_hookspecs(HookSpecs)
+    reports: list[PluginReport] = []
+    plugins: list[_Source] = []
+    for point in _entry_points() if entry_points is None else entry_points:
+        report = PluginReport(
+            name=point.name,
+            module=point.value,
+            distribution=point.dist.name if point.dist else None,
+            version=point.dist.version if point.dist else None,
+        )
+        try:
+            try:
+                module = point.load()
+            except Exception as error:
+                raise PluginLoadError(
+                    f"plugin {point.name!r}: {point.value} cannot be imported: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            source = _load_plugin(manager, point.name, module)
+        except PluginLoadError as error:
+            if plugin_errors == "strict":
+                raise
+            logger.warning("%s; skipped", error)
+            reports.append(replace(report, error=str(error)))
+            continue
+        plugins.append(source)
+        reports.append(replace(report, architectures=tuple(source.module_map)))
+    custom = [_load_module_map_file(path) for path in custom_module_map]
+    claimed = {name: source.name for source in plugins for name in source.module_map}
+    for source in custom:
+        reports.append(
+            PluginReport(
+                name=source.name, module=source.name, architectures=tuple(source.module_map)
+            )
+        )
+        for architecture in source.module_map:
+            if architecture in claimed:
+                logger.warning(
+                    "%s takes %s over from plugin %r",
+                    source.name,
+                    architecture,
+                    claimed[architecture],
+                )
+    return Registry(reports, plugins, custom)
+
+
+__all__ = ["PluginReport", "Registry", "build_registry"]

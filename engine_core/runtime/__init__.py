@@ -1,0 +1,1 @@
+"""Runs steps: the model, its cache tensors, its sampler, and how they are loaded."""

@@ -1,0 +1,82 @@
+"""How much cache a budget buys, as pure arithmetic over the layers' cache specs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine_core.configs import CacheConfig, KVCacheSpec
+from engine_core.errors import CacheMemoryError
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """The cache that a budget buys.
+
+    Attributes:
+        cache_config: block size and blocks a group.
+        groups: the distinct specs, in order of their first layer.
+        layer_groups: for each layer, the index of its group.
+        bytes_per_block: bytes that one block takes over all groups and layers.
+        max_model_len: longest sequence that fits.
+    """
+
+    cache_config: CacheConfig
+    groups: tuple[KVCacheSpec, ...]
+    layer_groups: tuple[int, ...]
+    bytes_per_block: int
+    max_model_len: int
+
+
+def plan_cache(
+    specs: Sequence[KVCacheSpec],
+    *,
+    block_size: int,
+    budget: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    shorten: bool,
+    enable_prefix_caching: bool,
+) -> CachePlan:
+    """Divide ``budget`` bytes into blocks.
+
+    Args:
+        specs: one a layer.
+        block_size: tokens a block.
+        budget: bytes for the cache.
+        max_num_seqs: sequences at once; more blocks than they can fill are not made.
+        max_model_len: longest sequence wanted.
+        shorten: whether a smaller ``max_model_len`` may be planned if the budget asks for it.
+        enable_prefix_caching: passed on.
+
+    Raises:
+        CacheMemoryError: one sequence of ``max_model_len`` does not fit and ``shorten`` is false,
+            or not even one block does.
+    """
+    groups = tuple(dict.fromkeys(specs))
+    layer_groups = tuple(groups.index(spec) for spec in specs)
+    bytes_per_block = block_size * sum(spec.bytes_per_token for spec in specs)
+    blocks_a_sequence = -(-max_model_len // block_size)
+    # Block 0 is never handed out: padding is written there.
+    usable = budget // bytes_per_block - 1
+    if usable < blocks_a_sequence:
+        if not shorten or usable < 1:
+            raise CacheMemoryError(
+                f"a sequence of {max_model_len} tokens needs "
+                f"{(blocks_a_sequence + 1) * bytes_per_block} bytes of KV cache, but "
+                f"kv_cache_memory is {budget}: raise it, or set max_model_len to at most "
+                f"{max(usable, 0) * block_size}"
+            )
+        max_model_len = usable * block_size
+    num_blocks = 1 + min(usable, max_num_seqs * blocks_a_sequence)
+    return CachePlan(
+        cache_config=CacheConfig(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+        ),
+        groups=groups,
+        layer_groups=layer_groups,
+        bytes_per_block=bytes_per_block,
+        max_model_len=max_model_len,
+    )

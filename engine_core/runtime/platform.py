@@ -1,0 +1,92 @@
+"""What the machine offers, and what "auto" becomes on it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from engine_core.configs import EngineConfig
+from engine_core.errors import ConfigError
+
+_CPU_CACHE_SHARE = 0.4
+_CPU_CACHE_MOST = 4 * 2**30
+# Left for activations, the sampler's float32 logits and the allocator's rounding.
+_GPU_CACHE_SHARE = 0.88
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    """The device that ``config.device`` names.
+
+    Raises:
+        ConfigError: a GPU is asked for and there is none of that number.
+    """
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"device {config.device!r} was asked for, but torch {torch.__version__} sees "
+                f"{count} CUDA devices; use device='cpu' or a build of torch for this GPU"
+            )
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this CPU without emulating it."""
+    return torch.backends.mkldnn.is_available() and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def resolve_dtype(config: EngineConfig, device: torch.device, own: str | None) -> str:
+    """The element type to run with; ``own`` is the checkpoint's, or None if it has none.
+
+    "auto" keeps the checkpoint's own type, but on a CPU takes float32 for float16, and for
+    bfloat16 where the CPU cannot multiply it.
+    """
+    if config.dtype != "auto":
+        return config.dtype
+    own = own or "bfloat16"
+    if device.type == "cpu" and (own == "float16" or not cpu_has_bfloat16()):
+        return "float32"
+    return own
+
+
+def resolve_block_size(config: EngineConfig, device: torch.device) -> int:
+    """Tokens a cache block."""
+    return config.block_size or (16 if device.type == "cpu" else 64)
+
+
+def _available_memory() -> int:
+    """Bytes of main memory that this process may still take, by /proc and its cgroup."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    cgroup = Path("/sys/fs/cgroup")
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        available = min(available, limit - used)
+    except (OSError, ValueError):
+        # No cgroup v2, or no limit ("max").
+        pass
+    return available
+
+
+def cache_budget(config: EngineConfig, device: torch.device) -> int:
+    """Bytes for the KV cache, once the weights are in memory."""
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    if device.type == "cpu":
+        return min(int(_available_memory() * _CPU_CACHE_SHARE), _CPU_CACHE_MOST)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(free - (1 - _GPU_CACHE_SHARE) * total))

@@ -1,0 +1,347 @@
+"""Runs the scheduler's plans on the model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from engine_core.configs import SamplingParams, SchedulerConfig
+from engine_core.nn.attention import Attention
+from engine_core.runtime.memory import CachePlan
+from engine_core.runtime.sampler import SampleRow, sample, token_logprobs
+from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
+from engine_core.steps import Admission, PlanRow, RowResult, StepPlan, StepResult, TokenLogprobs
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the host knows of the request in one row of the persistent batch."""
+
+    token_ids: IntArray
+    prompt_len: int
+    sampling: SamplingParams
+    seed: int
+    token_state: Mapping[str, IntArray]
+    stop_ids: tuple[int, ...]
+
+
+class _Block:
+    """A group's block tables: one host array, and what of it a step needs on the device."""
+
+    def __init__(self, max_rows: int, max_blocks: int, block_size: int) -> None:
+        self.table = np.zeros((max_rows, max_blocks), dtype=np.int32)
+        self.counts = [0] * max_rows
+        self.block_size = block_size
+
+    def append(self, row: int, blocks: tuple[int, ...]) -> None:
+        count = self.counts[row]
+        self.table[row, count : count + len(blocks)] = blocks
+        self.counts[row] = count + len(blocks)
+
+    def slots(self, rows: IntArray, positions: IntArray) -> IntArray:
+        blocks = self.table[rows, positions // self.block_size].astype(np.int64)
+        slots: IntArray = blocks * self.block_size + positions % self.block_size
+        return slots
+
+
+class PendingStep:
+    """A step that was submitted; on a GPU it may still be running."""
+
+    def __init__(self, finish: Callable[[], StepResult]) -> None:
+        self._finish = finish
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what it gave."""
+        return self._finish()
+
+
+class ModelRunner:
+    """Holds the model, its cache and the persistent batch, and runs one plan after another.
+
+    The token that a row sampled last stays on the device, so that a plan can be submitted before
+    the host has seen the tokens of the one before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: CachePlan,
+        scheduler_config: SchedulerConfig,
+        device: torch.device,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        """The model is loaded and on ``device``.
+
+        Args:
+            model: keeps the interface of DESIGN: ``forward`` and, if it can, ``get_logits`` and
+                ``prepare_inputs_for_generation``.
+            plan: the cache to make.
+            scheduler_config: rows and lengths.
+            device: where everything runs.
+            eos_token_ids: what ``min_tokens`` forbids besides a request's own stop tokens.
+        """
+        self.model = model
+        self.device = device
+        self._eos_token_ids = eos_token_ids
+        rows = scheduler_config.max_num_seqs
+        config = plan.cache_config
+        longest = -(-scheduler_config.max_model_len // config.block_size)
+        self._tables = [_Block(rows, longest, config.block_size) for _ in plan.groups]
+        layers = [module for module in model.modules() if isinstance(module, Attention)]
+        assert len(layers) == len(plan.layer_groups), (
+            f"{len(layers)} attention layers, but the cache is planned for {len(plan.layer_groups)}"
+        )
+        self.kv_cache: list[tuple[Tensor, Tensor]] = []
+        for layer, group_id in zip(layers, plan.layer_groups, strict=True):
+            layer.group_id = group_id
+            spec = plan.groups[group_id]
+            shape = (config.num_blocks, config.block_size, spec.num_kv_heads)
+            dtype = getattr(torch, spec.dtype)
+            # Zeros: what lies behind a mask must be finite. On a CPU they cost no memory until
+            # they are written.
+            self.kv_cache.append(
+                (
+                    torch.zeros(*shape, spec.head_dim, dtype=dtype, device=device),
+                    torch.zeros(*shape, spec.v_head_dim, dtype=dtype, device=device),
+                )
+            )
+        self._rows: dict[int, _Row] = {}
+        self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._row_state: dict[str, Tensor] = {
+            "prompt_len": torch.zeros(rows, dtype=torch.int64, device=device)
+        }
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Run ``plan``; the result may be asked for later."""
+        assert plan.repeat == 1, f"this runner runs a step once, not {plan.repeat} times"
+        for admission in plan.admitted:
+            self._admit(admission)
+        for row in plan.rows:
+            for table, blocks in zip(self._tables, row.new_blocks, strict=True):
+                table.append(row.row, blocks)
+        context, starts = self._context(plan)
+        prepare = getattr(self.model, "prepare_inputs_for_generation", None)
+        inputs: dict[str, Any] = (
+            prepare(self.kv_cache, context.inputs_embeds, context)
+            if prepare is not None
+            else context.model_inputs(self.kv_cache)
+        )
+        hidden = self.model(**inputs)
+        return self._sample(plan, hidden, starts)
+
+    def _admit(self, admission: Admission) -> None:
+        row = admission.row
+        for table in self._tables:
+            table.counts[row] = 0
+        sampling = admission.sampling
+        assert sampling.seed is not None, "the engine gives every request a seed"
+        self._rows[row] = _Row(
+            token_ids=np.asarray(admission.token_ids, dtype=np.int64),
+            prompt_len=admission.prompt_len,
+            sampling=sampling,
+            seed=sampling.seed,
+            token_state={
+                name: np.atleast_2d(np.asarray(value, dtype=np.int64))
+                for name, value in admission.prompt.token_state.items()
+            },
+            stop_ids=(
+                *sampling.stop_token_ids,
+                *(() if sampling.ignore_eos else self._eos_token_ids),
+            ),
+        )
+        state = {"prompt_len": admission.prompt_len, **admission.prompt.row_state}
+        for name, given in state.items():
+            value = torch.as_tensor(given, device=self.device)
+            if name not in self._row_state:
+                shape = (self._last_tokens.shape[0], *value.shape)
+                self._row_state[name] = torch.zeros(shape, dtype=value.dtype, device=self.device)
+            self._row_state[name][row] = value
+
+    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _context(self, plan: StepPlan) -> tuple[StepContext, IntArray]:
+        """The step's context and where each row's tokens begin, ``[R + 1]``."""
+        count = len(plan.rows)
+        batch_rows = np.fromiter((row.row for row in plan.rows), np.int64, count)
+        first = np.fromiter((row.start for row in plan.rows), np.int64, count)
+        lengths = np.fromiter((row.num_tokens for row in plan.rows), np.int64, count)
+        starts: IntArray = np.zeros(count + 1, dtype=np.int64)
+        np.cumsum(lengths, out=starts[1:])
+        row_ids = np.repeat(np.arange(count), lengths)
+        positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], lengths)
+
+        tokens = np.full(starts[-1], -1, dtype=np.int64)
+        for index, row in enumerate(plan.rows):
+            known = self._rows[row.row].token_ids[row.start : row.start + row.num_tokens]
+            tokens[starts[index] : starts[index] + len(known)] = known
+        input_ids = self._to_device(tokens)
+        device_rows = self._to_device(batch_rows)
+        device_row_ids = self._to_device(row_ids)
+        if (tokens < 0).any():
+            # Sampled by an earlier step: only the device is sure to have it already.
+            latest = self._last_tokens[device_rows][device_row_ids]
+            input_ids = torch.where(input_ids < 0, latest, input_ids)
+
+        kv_lens = first + lengths
+        longest = int(kv_lens.max())
+        groups = tuple(
+            GroupMetadata(
+                block_tables=self._to_device(
+                    table.table[batch_rows, : -(-longest // table.block_size)]
+                ),
+                slot_mapping=self._to_device(table.slots(batch_rows[row_ids], positions)),
+            )
+            for table in self._tables
+        )
+        context = StepContext(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=self._to_device(positions).unsqueeze(0),
+            row_ids=device_row_ids,
+            attn_metadata=AttentionMetadata(
+                query_start=self._to_device(starts.astype(np.int32)),
+                kv_lens=self._to_device(kv_lens.astype(np.int32)),
+                max_query_len=int(lengths.max()),
+                max_kv_len=longest,
+                num_decode_rows=_leading_ones(lengths),
+                groups=groups,
+            ),
+            row_state={name: state[device_rows] for name, state in self._row_state.items()},
+            token_state=self._token_state(plan, starts),
+        )
+        return context, starts
+
+    def _token_state(self, plan: StepPlan, starts: IntArray) -> dict[str, Tensor]:
+        arrays: dict[str, IntArray] = {}
+        for index, row in enumerate(plan.rows):
+            for name, given in self._rows[row.row].token_state.items():
+                if name not in arrays:
+                    arrays[name] = np.zeros((given.shape[0], int(starts[-1])), dtype=np.int64)
+                piece = given[:, row.start : row.start + row.num_tokens]
+                arrays[name][:, starts[index] : starts[index] + piece.shape[1]] = piece
+        return {name: self._to_device(array) for name, array in arrays.items()}
+
+    def _logits(self, hidden: Tensor, indices: IntArray) -> Tensor:
+        """``[S, V]`` float32 at the given places of the step's tokens."""
+        chosen = hidden[0, self._to_device(indices)]
+        get_logits = getattr(self.model, "get_logits", None)
+        logits: Tensor = chosen if get_logits is None else get_logits(chosen)
+        return logits.float()
+
+    def _sample(self, plan: StepPlan, hidden: Tensor, starts: IntArray) -> PendingStep:
+        sampled = [index for index, row in enumerate(plan.rows) if row.sample]
+        prompt_logprobs = self._prompt_logprobs(plan, hidden, starts)
+        if not sampled:
+            return PendingStep(lambda: _result(plan, {}, {}, prompt_logprobs, {}))
+        logits = self._logits(hidden, starts[1:][sampled] - 1)
+        rows = [self._sample_row(plan.rows[index]) for index in sampled]
+        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        # Sampling overwrites banned tokens' logits; what is reported are the model's own.
+        untouched = logits[wanted].clone() if wanted else None
+        usable = logits.amax(dim=-1).isfinite()
+        tokens = sample(logits, rows)
+        where = self._to_device(np.array([plan.rows[index].row for index in sampled]))
+        self._last_tokens[where] = tokens
+        host_tokens, host_usable, event = self._fetch(tokens, usable)
+
+        def finish() -> StepResult:
+            if event is not None:
+                event.synchronize()
+            values = host_tokens.tolist()
+            chosen = {index: values[place] for place, index in enumerate(sampled)}
+            errors = {
+                sampled[place]: (
+                    f"the model gave logits that are not finite at position {rows[place].position}"
+                )
+                for place, good in enumerate(host_usable.tolist())
+                if not good
+            }
+            logprobs: dict[int, TokenLogprobs] = {}
+            if untouched is not None:
+                counts = [rows[i].params.logprobs or 0 for i in wanted]
+                entries = token_logprobs(untouched, tokens[wanted], counts)
+                logprobs = {sampled[i]: entry for i, entry in zip(wanted, entries, strict=True)}
+            return _result(plan, chosen, logprobs, prompt_logprobs, errors)
+
+        return PendingStep(finish)
+
+    def _fetch(
+        self, tokens: Tensor, usable: Tensor
+    ) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+        """Copies for the host, and what to wait for before they are read."""
+        if self.device.type == "cpu":
+            return tokens, usable, None
+        host_tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host_usable = torch.empty(usable.shape, dtype=usable.dtype, pin_memory=True)
+        host_tokens.copy_(tokens, non_blocking=True)
+        host_usable.copy_(usable, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return host_tokens, host_usable, event
+
+    def _sample_row(self, plan_row: PlanRow) -> SampleRow:
+        row = self._rows[plan_row.row]
+        position = plan_row.start + plan_row.num_tokens
+        early = position - row.prompt_len < row.sampling.min_tokens
+        return SampleRow(row.sampling, row.seed, position, row.stop_ids if early else ())
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, hidden: Tensor, starts: IntArray
+    ) -> dict[int, list[TokenLogprobs]]:
+        """For each row that asks: the tokens that this chunk's positions predict."""
+        out: dict[int, list[TokenLogprobs]] = defaultdict(list)
+        for index, plan_row in enumerate(plan.rows):
+            row = self._rows[plan_row.row]
+            count = row.sampling.prompt_logprobs
+            last = min(plan_row.start + plan_row.num_tokens, row.prompt_len - 1)
+            if count is None or last <= plan_row.start:
+                continue
+            places = starts[index] + np.arange(last - plan_row.start)
+            targets = self._to_device(row.token_ids[plan_row.start + 1 : last + 1])
+            logits = self._logits(hidden, places)
+            out[index] = token_logprobs(logits, targets, [count] * len(places))
+        return out
+
+
+def _leading_ones(lengths: IntArray) -> int:
+    """How many of the first rows have exactly one token."""
+    longer = np.flatnonzero(lengths != 1)
+    return int(longer[0]) if longer.size else len(lengths)
+
+
+def _result(
+    plan: StepPlan,
+    tokens: Mapping[int, int],
+    logprobs: Mapping[int, TokenLogprobs],
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]],
+    errors: Mapping[int, str],
+) -> StepResult:
+    rows = []
+    for index, row in enumerate(plan.rows):
+        bad = index in errors
+        rows.append(
+            RowResult(
+                request_id=row.request_id,
+                token_ids=(tokens[index],) if index in tokens and not bad else (),
+                logprobs=(logprobs[index],) if index in logprobs and not bad else None,
+                prompt_logprobs=(
+                    tuple(prompt_logprobs[index]) if index in prompt_logprobs else None
+                ),
+                error=errors.get(index),
+            )
+        )
+    return StepResult(plan.step_id, tuple(rows))

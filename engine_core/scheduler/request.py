@@ -1,0 +1,162 @@
+"""One sequence on its way through the scheduler."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from engine_core.cache import BlockKey
+from engine_core.configs import SamplingParams
+from engine_core.inputs import ProcessedPrompt
+from engine_core.steps import TokenLogprobs
+
+
+class RequestStatus(Enum):
+    """Where a request stands."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Request:
+    """One sequence: its tokens, and how far the scheduler and the runner are with it.
+
+    The user of the scheduler makes it and reads it; after ``Scheduler.add`` only the scheduler
+    writes it. Positions are linear, from 0 at the first prompt token.
+
+    Args:
+        request_id: unique among the unfinished requests.
+        prompt: tokens and what the family's input processor says about them.
+        sampling: stop conditions and limits; ``n`` is the engine's business.
+        eos_token_ids: tokens that end the sequence unless ``sampling.ignore_eos``.
+        arrival_time: host clock, in seconds; the order of arrival is that of ``Scheduler.add``.
+        max_model_len: tokens of the sequence, prompt and output together.
+
+    Attributes:
+        token_ids: prompt and accepted output; a stop token is part of it, what came after is not.
+        prompt_len: tokens of the prompt.
+        limit: tokens at which the sequence ends for its length.
+        status: waiting (also after a preemption), running or finished.
+        finish_reason: None, "stop", "length", "abort" or "error".
+        stop_reason: the stop token, or what ``Scheduler.finish`` was given; None for end of
+            sequence.
+        error: the message if the reason is "error".
+        num_computed: positions whose keys and values completed steps have written.
+        num_scheduled: positions that submitted steps write; what lies between is in flight.
+        num_pending: samples of submitted steps that have not come back.
+        num_cached_tokens: prompt tokens taken from the prefix cache at the first admission.
+        num_preemptions: how often its blocks were taken away.
+        row: its row of the persistent batch while it runs.
+        last_step: the last submitted step that names it, or -1.
+    """
+
+    __slots__ = (
+        "admitted_len",
+        "arrival_time",
+        "block_keys",
+        "block_tables",
+        "capacity",
+        "eos_token_ids",
+        "error",
+        "finish_reason",
+        "last_step",
+        "limit",
+        "max_model_len",
+        "num_cached_tokens",
+        "num_computed",
+        "num_dropped",
+        "num_pending",
+        "num_preemptions",
+        "num_registered",
+        "num_scheduled",
+        "order",
+        "prompt",
+        "prompt_len",
+        "prompt_logprobs",
+        "prompt_logprobs_done",
+        "request_id",
+        "row",
+        "sampling",
+        "status",
+        "stop_min_len",
+        "stop_reason",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: ProcessedPrompt,
+        sampling: SamplingParams,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        arrival_time: float,
+        max_model_len: int,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = sampling
+        self.eos_token_ids = () if sampling.ignore_eos else tuple(eos_token_ids)
+        self.arrival_time = arrival_time
+        self.max_model_len = max_model_len
+
+        self.token_ids: list[int] = list(prompt.token_ids)
+        self.prompt_len = len(self.token_ids)
+        self.limit = max_model_len
+        if sampling.max_tokens is not None:
+            self.limit = min(self.limit, self.prompt_len + sampling.max_tokens)
+        self.stop_token_ids = frozenset(self.eos_token_ids + sampling.stop_token_ids)
+        self.stop_min_len = self.prompt_len + sampling.min_tokens
+
+        self.status = RequestStatus.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.num_computed = 0
+        self.num_scheduled = 0
+        self.num_pending = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+
+        # The scheduler's own: one block table and count of blocks given back a group, the tokens
+        # that the blocks hold, the tokens known at admission, the keys of full blocks and how many
+        # are registered, and the prompt's logprobs until they are complete.
+        self.order = -1
+        self.row: int | None = None
+        self.last_step = -1
+        self.block_tables: list[list[int]] = []
+        self.num_dropped: list[int] = []
+        self.capacity = 0
+        self.admitted_len = 0
+        self.block_keys: list[BlockKey] = []
+        self.num_registered = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs_done = sampling.prompt_logprobs is None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens accepted after the prompt."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the tokens accepted after the prompt."""
+        return self.token_ids[self.prompt_len :]
+
+    @property
+    def num_in_flight(self) -> int:
+        """Positions scheduled whose step has not come back."""
+        return self.num_scheduled - self.num_computed
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.status is RequestStatus.FINISHED
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, prompt={self.prompt_len}, "
+            f"output={self.num_output_tokens}, computed={self.num_computed}, "
+            f"in_flight={self.num_in_flight})"
+        )

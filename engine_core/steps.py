@@ -1,0 +1,198 @@
+"""The frozen carriers that cross rooms: what one stage writes and the next one reads.
+
+``Request`` (scheduler) -> :class:`StepPlan` -> ``StepContext`` (runtime) -> :class:`StepResult`
+-> :class:`RequestOutput`. Each is written by one stage and never changed after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine_core.configs import SamplingParams
+    from engine_core.inputs import ProcessedPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request takes a row of the persistent batch. Written by the scheduler.
+
+    Attributes:
+        request_id: whose row it is.
+        row: index into the persistent batch, in ``[0, max_num_seqs)``.
+        token_ids: every token known at admission: the prompt, and after a preemption also
+            the tokens generated before it.
+        prompt_len: length of the prompt alone; differs from ``len(token_ids)`` after a preemption.
+        sampling: the request's sampling parameters, with its own seed.
+        prompt: what the family's input processor returned (row state, token state).
+    """
+
+    request_id: str
+    row: int
+    token_ids: tuple[int, ...]
+    prompt_len: int
+    sampling: SamplingParams
+    prompt: ProcessedPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """What one request does in one step. Written by the scheduler.
+
+    Attributes:
+        request_id: whose tokens they are.
+        row: its row of the persistent batch.
+        start: linear position of the first token computed.
+        num_tokens: how many tokens are computed: 1 is a decode step, more a prefill chunk. If the
+            token at ``start`` was not known to the host when the plan was made, the runner takes
+            it from its own state, where the step in flight leaves it.
+        new_blocks: for each cache group, the blocks appended to the row's block table before
+            the step.
+        sample: whether the last token's logits choose a next token.
+    """
+
+    request_id: str
+    row: int
+    start: int
+    num_tokens: int
+    new_blocks: tuple[tuple[int, ...], ...]
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, from the scheduler to the runner.
+
+    Attributes:
+        step_id: counts up by one a plan.
+        rows: decode rows first (``num_tokens == 1``), then prefill chunks.
+        admitted: requests whose row begins with this step; applied before the rows run.
+        repeat: how often the whole step is run; above 1 only if every row decodes and its blocks
+            cover all repeats.
+    """
+
+    step_id: int
+    rows: tuple[PlanRow, ...]
+    admitted: tuple[Admission, ...] = ()
+    repeat: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by one run of the step."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token under the model's unmodified distribution.
+
+    Attributes:
+        logprob: natural logarithm.
+        rank: 1 for the most probable token of the vocabulary.
+        decoded_token: its text, or None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+TokenLogprobs = Mapping[int, Logprob]
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one row of a step gave. Written by the runner.
+
+    Attributes:
+        request_id: whose tokens they are.
+        token_ids: the tokens sampled, in order; empty for a prefill chunk that samples none.
+        logprobs: one mapping a sampled token, if the request asked for logprobs.
+        prompt_logprobs: one mapping for each prompt token of the chunk that has a predecessor, if
+            the request asked for prompt logprobs.
+        error: why this row gave nothing usable (NaN logits, say); the request ends with it.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, in the order of the plan's rows. Written by the runner."""
+
+    step_id: int
+    rows: tuple[RowResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of a request's ``n`` completions.
+
+    Attributes:
+        index: which of the ``n``.
+        text: the text so far; empty without a tokenizer.
+        token_ids: the tokens so far.
+        cumulative_logprob: sum over the tokens, or None if logprobs were not asked for.
+        logprobs: one mapping a token, or None.
+        finish_reason: None while it runs; "stop" (end of sequence, a stop token or stop string),
+            "length" (max_tokens or the model's length), "abort" or "error".
+        stop_reason: the stop string or token id that ended it; None for end of sequence.
+        error: what went wrong if finish_reason is "error".
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Host clock (``time.monotonic`` seconds) and counts of a request.
+
+    Attributes:
+        arrival_time: when it was added.
+        first_token_time: when its first token came, or None.
+        finished_time: when its last completion ended, or None.
+        num_cached_tokens: prompt tokens taken from the prefix cache.
+        num_preemptions: how often it had to be recomputed.
+    """
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What a user gets for a request; the last one has ``finished`` true.
+
+    Attributes:
+        request_id: the id given, or one made by the engine.
+        prompt: the prompt's text, or None if token ids were given.
+        prompt_token_ids: its tokens.
+        prompt_logprobs: None at index 0, then one mapping a prompt token; None if not asked for.
+        outputs: the ``n`` completions.
+        finished: whether all of them ended.
+        metrics: times and counts.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))

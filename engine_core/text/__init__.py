@@ -1,0 +1,22 @@
+"""Text in and text out: tokenizers, chat templates, streaming detokenisation, stop strings.
+
+No torch. ``transformers`` is imported only for a tokenizer that nothing else can read.
+"""
+
+from engine_core.text.detokenizer import IncrementalDetokenizer
+from engine_core.text.loading import load_tokenizer
+from engine_core.text.stop_strings import StopMatch, StopStringMatcher
+from engine_core.text.text_stream import TextStream, TextUpdate
+from engine_core.text.tokenizer import FastTokenizer, Tokenizer, TransformersTokenizer
+
+__all__ = [
+    "FastTokenizer",
+    "IncrementalDetokenizer",
+    "StopMatch",
+    "StopStringMatcher",
+    "TextStream",
+    "TextUpdate",
+    "Tokenizer",
+    "TransformersTokenizer",
+    "load_tokenizer",
+]

@@ -1,0 +1,265 @@
+"""A tokenizer as the rest of the engine sees it, and its two implementations."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import RequestError
+from engine_core.text.chat_template import (
+    DEFAULT_TEMPLATE,
+    choose_chat_template,
+    render_chat_template,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back, and the checkpoint's chat templates.
+
+    Args:
+        special_tokens: the tokens that have a name, such as ``{"bos_token": "<s>"}``; chat
+            templates find them under these names.
+        chat_templates: jinja templates by name; a single one is called "default".
+    """
+
+    def __init__(
+        self, *, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
+    ) -> None:
+        self.special_tokens = dict(special_tokens)
+        self.chat_templates = dict(chat_templates)
+
+    @abstractmethod
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``, with the beginning- and end-of-sequence tokens that the
+        tokenizer adds by itself, unless told not to.
+
+        Special tokens that are written out in the text become their ids either way.
+
+        Raises:
+            RequestError: ``text`` is no string, or not one that UTF-8 can express.
+        """
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; ids outside the vocabulary give nothing."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model may have more logits than this."""
+
+    @property
+    @abstractmethod
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that ``skip_special_tokens`` leaves out."""
+
+    @abstractmethod
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it, or None if there is none of that id."""
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it, or None."""
+
+    @property
+    def decoder_config(self) -> Mapping[str, Any] | None:
+        """How tokens become text, as the ``decoder`` of tokenizer.json says it; None if unknown."""
+        return None
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        """The beginning-of-sequence token."""
+        return self._named_id("bos_token")
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token; a model's generation config may name more."""
+        return self._named_id("eos_token")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template used unless a request names another."""
+        return self.chat_templates.get(DEFAULT_TEMPLATE)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt for a chat. Encode it with ``add_special_tokens=False``: a template writes
+        its special tokens itself.
+
+        Args:
+            messages: the chat, each message with a "role".
+            add_generation_prompt: whether the header of the assistant's answer follows.
+            tools: JSON schemas of the functions that the model may call.
+            chat_template: a template, or the name of one of the tokenizer's own.
+            kwargs: further variables for the template, such as ``enable_thinking=False``.
+
+        Raises:
+            RequestError: malformed messages, no template, or an error from the template.
+        """
+        template = choose_chat_template(
+            self.chat_templates, chat_template, with_tools=tools is not None
+        )
+        return render_chat_template(
+            template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            variables={**self.special_tokens, **kwargs},
+        )
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.token_to_id(token)
+
+
+class FastTokenizer(Tokenizer):
+    """A tokenizer.json, read by the ``tokenizers`` library.
+
+    Args:
+        backend: the tokenizer; truncation and padding are switched off.
+        special_tokens: see :class:`Tokenizer`.
+        chat_templates: see :class:`Tokenizer`.
+        unused_ids: ids that stand for no token and give no text.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str],
+        chat_templates: Mapping[str, str],
+        unused_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__(special_tokens=special_tokens, chat_templates=chat_templates)
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._unused_ids = unused_ids
+        self._vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._special_ids = unused_ids | {
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See :meth:`Tokenizer.encode`."""
+        _check_text(text)
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """See :meth:`Tokenizer.decode`."""
+        if self._unused_ids:
+            ids = [token_id for token_id in ids if token_id not in self._unused_ids]
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        """See :attr:`Tokenizer.vocab_size`."""
+        return self._vocab_size
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """See :attr:`Tokenizer.special_ids`."""
+        return self._special_ids
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """See :meth:`Tokenizer.id_to_token`."""
+        if token_id < 0 or token_id in self._unused_ids:
+            return None
+        return self._backend.id_to_token(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        """See :meth:`Tokenizer.token_to_id`."""
+        token_id = self._backend.token_to_id(token)
+        return None if token_id in self._unused_ids else token_id
+
+    @cached_property
+    def decoder_config(self) -> Mapping[str, Any] | None:
+        """See :attr:`Tokenizer.decoder_config`."""
+        return component_config(self._backend.decoder)
+
+
+class TransformersTokenizer(Tokenizer):
+    """A tokenizer that only transformers can read.
+
+    Args:
+        hf_tokenizer: what ``AutoTokenizer.from_pretrained`` gave.
+        chat_templates: see :class:`Tokenizer`.
+    """
+
+    def __init__(self, hf_tokenizer: Any, *, chat_templates: Mapping[str, str]) -> None:
+        super().__init__(
+            special_tokens=hf_tokenizer.special_tokens_map, chat_templates=chat_templates
+        )
+        self._hf_tokenizer = hf_tokenizer
+        self._vocab_size = len(hf_tokenizer)
+        self._special_ids = frozenset(hf_tokenizer.all_special_ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See :meth:`Tokenizer.encode`."""
+        _check_text(text)
+        ids: list[int] = self._hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """See :meth:`Tokenizer.decode`."""
+        # A Python tokenizer fails on an id that it does not know.
+        known = [token_id for token_id in ids if 0 <= token_id < self._vocab_size]
+        text: str = self._hf_tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+        return text
+
+    @property
+    def vocab_size(self) -> int:
+        """See :attr:`Tokenizer.vocab_size`."""
+        return self._vocab_size
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """See :attr:`Tokenizer.special_ids`."""
+        return self._special_ids
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """See :meth:`Tokenizer.id_to_token`."""
+        if not 0 <= token_id < self._vocab_size:
+            return None
+        token: str | None = self._hf_tokenizer.convert_ids_to_tokens(token_id)
+        return token
+
+    def token_to_id(self, token: str) -> int | None:
+        """See :meth:`Tokenizer.token_to_id`."""
+        token_id: int | None = self._hf_tokenizer.get_vocab().get(token)
+        return token_id
+
+
+def component_config(component: Any) -> Mapping[str, Any] | None:
+    """A part of a ``tokenizers.Tokenizer`` (normalizer, decoder, ...) as tokenizer.json has it."""
+    if component is None:
+        return None
+    config: Mapping[str, Any] = json.loads(component.__getstate__())
+    return config
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"the text to tokenize must be a string, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at character "
+            f"{error.start}, which UTF-8 cannot express"
+        ) from error

@@ -1,0 +1,1 @@
+"""Llama and models of its shape for engine-core."""

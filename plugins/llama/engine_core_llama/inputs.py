@@ -1,0 +1,32 @@
+"""What a prompt's cached blocks depend on under dynamic rope scaling. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_core.configs import ModelConfig
+from engine_core.inputs import ProcessedPrompt
+
+
+class DynamicRopeProcessor:
+    """Salts the block hashes of prompts beyond the trained length with their own length.
+
+    There every key is rotated by an angle that depends on the length of the prompt, so that only
+    prompts of the same length may share blocks.
+    """
+
+    @classmethod
+    def condition(cls, model_config: ModelConfig) -> bool:
+        """Whether the model is a Llama with dynamic scaling."""
+        rope = model_config.hf_config.get("rope_scaling", {})
+        return (
+            model_config.architecture == "LlamaForCausalLM" and rope.get("rope_type") == "dynamic"
+        )
+
+    def __init__(self, model_config: ModelConfig) -> None:
+        self._trained = int(model_config.hf_config.max_position_embeddings)
+
+    def process(self, token_ids: Sequence[int]) -> ProcessedPrompt:
+        """The prompt with its salt."""
+        salts = (len(token_ids),) if len(token_ids) > self._trained else ()
+        return ProcessedPrompt(token_ids=tuple(token_ids), cache_salts=salts)

@@ -1,0 +1,31 @@
+"""What this package offers to engine-core. Imports no torch."""
+
+from engine_core import hookimpl
+from engine_core_llama.config import LlamaConfigBuilder
+from engine_core_llama.inputs import DynamicRopeProcessor
+
+requires_api = "0.1"
+
+
+@hookimpl
+def module_map() -> dict[str, str]:
+    """The architectures of this family."""
+    return {"LlamaForCausalLM": "engine_core_llama.model.LlamaForCausalLM"}
+
+
+@hookimpl
+def config_builders() -> list[type]:
+    """Reads Llama configs."""
+    return [LlamaConfigBuilder]
+
+
+@hookimpl
+def input_processors() -> list[type]:
+    """Keeps prefix caching exact under dynamic rope scaling."""
+    return [DynamicRopeProcessor]
+
+
+@hookimpl
+def gguf_adapters() -> dict[str, str]:
+    """GGUF files that llama.cpp calls llama."""
+    return {"llama": "engine_core_llama.gguf.LlamaGGUFAdapter"}

@@ -1,0 +1,441 @@
+"""A runner without a model: it keeps the device's state and catches every wrong use of a block.
+
+Each position has a value that depends on its token, its atomic span, the salts, and the values of
+every position that the attention of each group sees. Values are written to and read from a fake
+paged memory through the block tables; a read that gives anything but the row's own value, and a
+write into a block that belongs to another row, is a ``RunnerFault``. Steps take effect in order,
+but only when their result is fetched: until then they are in flight, while later plans already
+hand out rows and blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine_core.cache import KVCacheGroup
+from engine_core.configs import SamplingParams, SchedulerConfig
+from engine_core.errors import RequestError
+from engine_core.inputs import ProcessedPrompt
+from engine_core.scheduler import Request, RequestStatus, Scheduler
+from engine_core.steps import Admission, Logprob, RowResult, StepPlan, StepResult
+
+VOCAB = 11
+EOS = 0
+NAN = "nan"
+
+
+class RunnerFault(AssertionError):
+    """The scheduler broke its contract with the runner."""
+
+
+def expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise RunnerFault(message)
+
+
+def value_at(
+    prompt: ProcessedPrompt,
+    tokens: Sequence[int],
+    position: int,
+    seen: Sequence[Sequence[int]],
+) -> int:
+    """What a model would keep at a position, given what each group sees before it."""
+    span = next(((s, e) for s, e in prompt.atomic_spans if s <= position < e), None)
+    around = None if span is None else (span, *tokens[span[0] : span[1]])
+    salts = sum(ord(char) for salt in prompt.cache_salts for char in str(salt))
+    view = tuple(hash(tuple(values)) for values in seen)
+    return hash((salts, tokens[position], hash(around) if around else 0, position, view))
+
+
+def first_seen(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def extend_values(
+    values: list[int], prompt: ProcessedPrompt, tokens: Sequence[int], windows: Sequence[int | None]
+) -> None:
+    """The values of all positions, without blocks, rows or steps."""
+    for position in range(len(values), len(tokens)):
+        seen = [values[first_seen(position, window) : position] for window in windows]
+        values.append(value_at(prompt, tokens, position, seen))
+
+
+def next_token(value: int) -> int:
+    return value % VOCAB
+
+
+def ends(token: int, num_outputs: int, sampling: SamplingParams) -> bool:
+    is_eos = token == EOS and not sampling.ignore_eos
+    return num_outputs >= sampling.min_tokens and (is_eos or token in sampling.stop_token_ids)
+
+
+@dataclass(eq=False)
+class DeviceRow:
+    """The device's state of one admission."""
+
+    request_id: str
+    prompt: ProcessedPrompt
+    sampling: SamplingParams
+    prompt_len: int
+    tokens: list[int]
+    tables: list[list[int]]
+    values: list[int] = field(default_factory=list)
+    computed: int | None = None
+    alive: bool = True
+
+
+class FakeRunner:
+    """Runs plans for ``config`` and ``groups``; ``fail_at`` gives NaN at a request's n-th token."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        groups: Sequence[KVCacheGroup],
+        *,
+        stops_on_device: bool = True,
+        fail_at: Mapping[str, int] | None = None,
+    ) -> None:
+        self.config = config
+        self.block_size = groups[0].block_size
+        self.windows = [group.spec.window for group in groups]
+        self.num_blocks = [group.pool.num_blocks for group in groups]
+        self.stops_on_device = stops_on_device
+        self.fail_at = dict(fail_at or {})
+        self.rows: dict[int, DeviceRow] = {}
+        self.memory: dict[tuple[int, int, int], int | str] = {}
+        self.writer: dict[tuple[int, int], DeviceRow] = {}
+        self.flight: deque[tuple[StepPlan, list[DeviceRow]]] = deque()
+        self.last_step = -1
+        self.max_repeat_seen = 0
+        self.num_tokens_run = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        expect(plan.step_id == self.last_step + 1, f"step {plan.step_id} after {self.last_step}")
+        self.last_step = plan.step_id
+        self.max_repeat_seen = max(self.max_repeat_seen, plan.repeat)
+        expect(len(plan.rows) > 0, "empty plan")
+        expect(plan.num_tokens <= self.config.max_num_batched_tokens, "too many tokens in a step")
+        expect(1 <= plan.repeat <= self.config.max_repeat, f"repeat {plan.repeat}")
+        lone = [row.num_tokens == 1 for row in plan.rows]
+        expect(lone == sorted(lone, reverse=True), "decode rows do not come first")
+        expect(plan.repeat == 1 or (all(lone) and not plan.admitted), "repeated prefill")
+        for admission in plan.admitted:
+            self._admit(admission)
+        in_step = []
+        for row in plan.rows:
+            device_row = self.rows[row.row]
+            expect(device_row.request_id == row.request_id, f"row {row.row} is not its own")
+            expect(device_row not in in_step, f"row {row.row} twice in a step")
+            expect(plan.repeat == 1 or row.sample, "a repeated row does not sample")
+            in_step.append(device_row)
+            if device_row.computed is None:
+                device_row.computed = row.start  # what is before comes from the prefix cache
+            for group, blocks in enumerate(row.new_blocks):
+                for block in blocks:
+                    self._append(device_row, group, block, row.start)
+                capacity = len(device_row.tables[group]) * self.block_size
+                needed = row.start + row.num_tokens - 1 + plan.repeat
+                expect(needed <= capacity, f"{needed} positions, blocks for {capacity}")
+        self.flight.append((plan, in_step))
+
+    def result(self) -> StepResult:
+        """Run the oldest step in flight."""
+        plan, rows = self.flight.popleft()
+        self.num_tokens_run += plan.num_tokens * plan.repeat
+        tokens: list[list[int]] = [[] for _ in rows]
+        prompt_logprobs: list[list[dict[int, Logprob]]] = [[] for _ in rows]
+        errors: list[str | None] = [None] * len(rows)
+        for run in range(plan.repeat):
+            for i, (row, plan_row) in enumerate(zip(rows, plan.rows, strict=True)):
+                if not row.alive:
+                    continue
+                start = plan_row.start + run
+                expect(start == row.computed, f"start {start}, the row is at {row.computed}")
+                end = start + plan_row.num_tokens
+                expect(end <= len(row.tokens), f"computes {end} of {len(row.tokens)} tokens")
+                sampled = end == len(row.tokens)
+                expect(plan_row.sample == sampled, f"sample is {plan_row.sample} at {end}")
+                for span_start, span_end in row.prompt.atomic_spans:
+                    expect(
+                        end <= span_start
+                        or start >= span_end
+                        or (start <= span_start and span_end <= end),
+                        f"chunk {start}..{end} splits the span {span_start}..{span_end}",
+                    )
+                broken = self.fail_at.get(row.request_id, 10**9) < end
+                last = 0
+                for position in range(start, end):
+                    last = self._compute(row, position)
+                    if position + 1 < row.prompt_len and row.sampling.prompt_logprobs is not None:
+                        entry = {row.tokens[position + 1]: Logprob(-float(position), 1)}
+                        prompt_logprobs[i].append(entry)
+                row.computed = end
+                if broken:
+                    for position in range(start, end):
+                        self._spoil(row, position)
+                    errors[i] = "logits are NaN"
+                    row.alive = False
+                elif plan_row.sample:
+                    self._sample(row, next_token(last))
+                    tokens[i].append(next_token(last))
+        return StepResult(
+            plan.step_id,
+            tuple(
+                RowResult(
+                    row.request_id,
+                    tuple(tokens[i]),
+                    logprobs=None
+                    if row.sampling.logprobs is None
+                    else tuple({token: Logprob(-1.0, 1)} for token in tokens[i]),
+                    prompt_logprobs=tuple(prompt_logprobs[i])
+                    if row.sampling.prompt_logprobs is not None
+                    else None,
+                    error=errors[i],
+                )
+                for i, row in enumerate(rows)
+            ),
+        )
+
+    def _admit(self, admission: Admission) -> None:
+        expect(0 <= admission.row < self.config.max_num_seqs, f"no row {admission.row}")
+        for plan, _ in self.flight:
+            expect(
+                all(row.row != admission.row for row in plan.rows),
+                f"row {admission.row} is given away with step {plan.step_id} in flight",
+            )
+            expect(
+                all(row.request_id != admission.request_id for row in plan.rows),
+                f"{admission.request_id} is admitted with step {plan.step_id} in flight",
+            )
+        self.rows[admission.row] = DeviceRow(
+            admission.request_id,
+            admission.prompt,
+            admission.sampling,
+            admission.prompt_len,
+            list(admission.token_ids),
+            [[] for _ in self.windows],
+        )
+
+    def _append(self, row: DeviceRow, group: int, block: int, start: int) -> None:
+        table = row.tables[group]
+        begin = len(table) * self.block_size
+        table.append(block)
+        expect(0 <= block < self.num_blocks[group], f"no block {block}")
+        if block == 0:
+            unseen = begin + self.block_size <= first_seen(start, self.windows[group])
+            expect(unseen, f"null block for positions from {begin}, first query {start}")
+        elif begin >= start:
+            self.writer[group, block] = row
+            for offset in range(self.block_size):
+                self.memory.pop((group, block, offset), None)
+
+    def _compute(self, row: DeviceRow, position: int) -> int:
+        extend_values(row.values, row.prompt, row.tokens, self.windows)
+        index, offset = divmod(position, self.block_size)
+        seen = []
+        for group, window in enumerate(self.windows):
+            values = []
+            for other in range(first_seen(position, window), position):
+                block = row.tables[group][other // self.block_size]
+                value = self.memory.get((group, block, other % self.block_size))
+                expect(
+                    value == row.values[other],
+                    f"{row.request_id} at {position} reads position {other} in block {block} of "
+                    f"group {group} and finds {value}, not its own {row.values[other]}",
+                )
+                values.append(row.values[other])
+            seen.append(values)
+        value = value_at(row.prompt, row.tokens, position, seen)
+        for group in range(len(self.windows)):
+            block = row.tables[group][index]
+            owner = self.writer.get((group, block))
+            expect(
+                owner is row,
+                f"{row.request_id} writes position {position} into block {block} of group {group}"
+                f", which belongs to {owner.request_id if owner else None}",
+            )
+            self.memory[group, block, offset] = value
+        return value
+
+    def _spoil(self, row: DeviceRow, position: int) -> None:
+        index, offset = divmod(position, self.block_size)
+        for group, table in enumerate(row.tables):
+            self.memory[group, table[index], offset] = NAN
+
+    def _sample(self, row: DeviceRow, token: int) -> None:
+        row.tokens.append(token)
+        num_outputs = len(row.tokens) - row.prompt_len
+        limit = row.sampling.max_tokens or self.config.max_model_len
+        expect(num_outputs <= limit, f"{num_outputs} tokens, max_tokens {limit}")
+        expect(len(row.tokens) <= self.config.max_model_len, "past max_model_len")
+        if self.stops_on_device and ends(token, num_outputs, row.sampling):
+            row.alive = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request of a workload, and what happens to it.
+
+    ``arrival`` and ``abort_at`` count turns of the loop; ``cut_at`` is the number of output tokens
+    after which the host finds a stop string.
+    """
+
+    prompt: ProcessedPrompt
+    sampling: SamplingParams
+    arrival: int = 0
+    abort_at: int | None = None
+    cut_at: int | None = None
+    fail_at: int | None = None
+
+
+@dataclass
+class Outcome:
+    """What a job got, as its user sees it."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[object] = field(default_factory=list)
+    prompt_logprobs: list[tuple[object, ...]] = field(default_factory=list)
+    num_finished: int = 0
+
+
+def reference(
+    job: Job, windows: Sequence[int | None], max_model_len: int
+) -> tuple[list[int], str, int | None]:
+    """Output tokens, finish reason and stop reason of a job that runs alone, without a cache."""
+    tokens = list(job.prompt.token_ids)
+    values: list[int] = []
+    while True:
+        extend_values(values, job.prompt, tokens, windows)
+        token = next_token(values[-1])
+        tokens.append(token)
+        outputs = tokens[len(job.prompt.token_ids) :]
+        if ends(token, len(outputs), job.sampling):
+            is_eos = token == EOS and not job.sampling.ignore_eos
+            return outputs, "stop", None if is_eos else token
+        if len(outputs) == job.sampling.max_tokens or len(tokens) == max_model_len:
+            return outputs, "length", None
+
+
+@dataclass
+class Workload:
+    """Jobs run to their end through a scheduler and the fake runner, ``depth`` steps ahead."""
+
+    scheduler: Scheduler
+    runner: FakeRunner
+    jobs: Sequence[Job]
+    depth: int
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def run(self) -> list[Outcome]:
+        max_model_len = self.scheduler.config.max_model_len
+        for number, job in enumerate(self.jobs):
+            request = Request(
+                f"r{number}",
+                job.prompt,
+                job.sampling,
+                eos_token_ids=(EOS,),
+                arrival_time=float(job.arrival),
+                max_model_len=max_model_len,
+            )
+            self.outcomes.append(Outcome(request))
+            if job.fail_at is not None:
+                self.runner.fail_at[request.request_id] = job.fail_at
+        self.added: list[int] = []
+        turn = 0
+        # Each turn runs a step of at least one token, or fetches one. All tokens of all jobs,
+        # computed again for each preemption by an older one, are far fewer turns than this.
+        most = 50 + 40 * (1 + len(self.jobs)) * max_model_len
+        last_arrival = max(job.arrival for job in self.jobs)
+        while turn <= last_arrival or self.scheduler.has_unfinished() or self.runner.flight:
+            self._events(turn)
+            plan = self.scheduler.schedule()
+            self.scheduler.check()
+            if plan is not None:
+                self._check_order(plan)
+                self.runner.submit(plan)
+            elif not self.runner.flight:
+                expect(not self.scheduler.has_unfinished(), "deadlock")
+            if self.runner.flight and (plan is None or len(self.runner.flight) > self.depth):
+                self._fetch()
+            turn += 1
+            expect(turn < most, f"no end after {turn} turns")
+        for group in self.scheduler.groups:
+            expect(group.pool.num_used == 0, f"{group.pool.num_used} blocks leaked")
+        return self.outcomes
+
+    def _events(self, turn: int) -> None:
+        for number, job in enumerate(self.jobs):
+            if job.arrival == turn:
+                self.scheduler.add(self.outcomes[number].request)
+                self.added.append(number)
+            if job.abort_at == turn:
+                self.scheduler.abort(f"r{number}")
+                self.scheduler.check()
+
+    def _check_order(self, plan: StepPlan) -> None:
+        """Nobody is admitted before someone who came earlier."""
+        for admission in plan.admitted:
+            number = int(admission.request_id[1:])
+            for earlier in self.added[: self.added.index(number)]:
+                status = self.outcomes[earlier].request.status
+                expect(status is not RequestStatus.WAITING, f"r{number} overtakes r{earlier}")
+
+    def _fetch(self) -> None:
+        updates = self.scheduler.update(self.runner.result())
+        self.scheduler.check()
+        for update in updates:
+            number = int(update.request.request_id[1:])
+            outcome = self.outcomes[number]
+            expect(outcome.num_finished == 0, f"r{number} goes on after its end")
+            outcome.tokens.extend(update.new_token_ids)
+            outcome.logprobs.extend(update.logprobs or ())
+            if update.prompt_logprobs is not None:
+                outcome.prompt_logprobs.append(update.prompt_logprobs)
+            outcome.num_finished += update.finished
+            cut_at = self.jobs[number].cut_at
+            if cut_at is not None and len(outcome.tokens) >= cut_at and not update.finished:
+                self.scheduler.finish(update.request.request_id, "stop", "stop string")
+                self.scheduler.check()
+
+    def verify(self) -> None:
+        """Compare every job with what it gives alone."""
+        max_model_len = self.scheduler.config.max_model_len
+        for job, outcome in zip(self.jobs, self.outcomes, strict=True):
+            request = outcome.request
+            tokens, reason, stop_reason = reference(job, self.runner.windows, max_model_len)
+            if job.sampling.prompt_logprobs is not None:
+                whole = tuple(
+                    {token: Logprob(-float(position), 1)}
+                    for position, token in enumerate(job.prompt.token_ids[1:])
+                )
+                reported = [whole] if outcome.tokens else outcome.prompt_logprobs[:1]
+                assert outcome.prompt_logprobs == reported
+                assert all(found == whole for found in outcome.prompt_logprobs)
+            else:
+                assert outcome.prompt_logprobs == []
+            if job.sampling.logprobs is not None:
+                assert outcome.logprobs == [{token: Logprob(-1.0, 1)} for token in outcome.tokens]
+            assert outcome.tokens == request.output_token_ids
+            if request.finish_reason == "abort":
+                assert job.abort_at is not None
+                assert outcome.tokens == tokens[: len(outcome.tokens)]
+            elif request.stop_reason == "stop string":
+                assert job.cut_at is not None
+                assert len(outcome.tokens) == job.cut_at
+                assert outcome.tokens == tokens[: job.cut_at]
+            elif request.finish_reason == "error":
+                assert job.fail_at is not None
+                assert request.error == "logits are NaN"
+                assert outcome.num_finished == 1
+                assert outcome.tokens == tokens[: len(outcome.tokens)]
+            else:
+                assert outcome.tokens == tokens
+                assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
+                assert outcome.num_finished == 1
+            assert request.finished
+
+
+__all__ = ["EOS", "FakeRunner", "Job", "Outcome", "RequestError", "RunnerFault", "Workload"]

@@ -1,0 +1,119 @@
+"""Random workloads: each request gives what it gives alone, and no block is ever misused."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from paged_fake_runner import FakeRunner, Job, Workload
+
+from engine_core.cache import KVCacheGroup
+from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
+from engine_core.inputs import ProcessedPrompt
+from engine_core.scheduler import Scheduler
+
+
+@st.composite
+def spans(draw: st.DrawFn, prompt_len: int, longest: int) -> tuple[tuple[int, int], ...]:
+    found = []
+    start = 0
+    for _ in range(draw(st.integers(0, 3))):
+        start += draw(st.integers(0, 4))
+        end = min(prompt_len, start + draw(st.integers(1, longest)))
+        if start >= end:
+            break
+        found.append((start, end))
+        start = end
+    return tuple(found)
+
+
+@st.composite
+def jobs(draw: st.DrawFn, config: SchedulerConfig, scarce: bool) -> Job:
+    # Few different beginnings, so that prompts share prefixes.
+    longest = config.max_model_len // 2 if scarce else config.max_model_len - 1
+    prompt_len = draw(st.integers(1, longest))
+    first = draw(st.integers(1, 2))
+    tokens = [(first + i * i) % 7 + 1 for i in range(prompt_len)]
+    if draw(st.booleans()):
+        tokens[draw(st.integers(0, prompt_len - 1))] = 9
+    prompt = ProcessedPrompt(
+        token_ids=tuple(tokens),
+        atomic_spans=draw(st.just(()) | spans(prompt_len, config.max_num_batched_tokens)),
+        cache_salts=draw(st.sampled_from([(), (), ("adapter",)])),
+    )
+    max_tokens = draw(st.none() | st.integers(1, 14))
+    cut_at = draw(st.none() | st.none() | st.integers(1, 5))
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, min(4, max_tokens or 4))),
+        ignore_eos=scarce or draw(st.booleans()),
+        stop=() if cut_at is None else ("x",),
+        stop_token_ids=() if scarce else draw(st.sampled_from([(), (3,), (0, 4)])),
+        logprobs=draw(st.sampled_from([None, None, 1])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 1])),
+    )
+    return Job(
+        prompt,
+        sampling,
+        arrival=draw(st.integers(0, 4 if scarce else 12)),
+        abort_at=draw(st.none() | st.none() | st.integers(0, 25)),
+        cut_at=cut_at,
+        fail_at=draw(st.none() | st.none() | st.none() | st.integers(0, config.max_model_len)),
+    )
+
+
+@st.composite
+def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
+    """Workloads; if ``scarce``, of long outputs and with blocks for little more than one."""
+    max_num_seqs = draw(st.integers(3 if scarce else 1, 5))
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
+        max_model_len=draw(st.integers(12 if scarce else 2, 28)),
+        max_repeat=draw(st.integers(1, 4)),
+    )
+    work = draw(st.lists(jobs(config, scarce), min_size=4 if scarce else 1, max_size=8))
+    block_size = draw(st.integers(1, 3 if scarce else 8))
+    longest = max(
+        min(config.max_model_len, len(j.prompt.token_ids) + (j.sampling.max_tokens or 10**6))
+        for j in work
+    )
+    cache_config = CacheConfig(
+        block_size=block_size,
+        num_blocks=1 + max(1, -(-(longest - 1) // block_size)) + draw(st.integers(0, 6)),
+        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+    )
+    windows = draw(st.sampled_from([(None,), (None, 3), (5,), (2, 7), (None, 1)]))
+    groups = [
+        KVCacheGroup(
+            KVCacheSpec(num_kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32", window=window),
+            cache_config,
+        )
+        for window in windows
+    ]
+    runner = FakeRunner(config, groups, stops_on_device=draw(st.booleans()))
+    return Workload(Scheduler(config, groups), runner, work, depth=draw(st.integers(0, 3)))
+
+
+def run_and_verify(workload: Workload) -> None:
+    outcomes = workload.run()
+    workload.verify()
+    if any(outcome.request.num_preemptions for outcome in outcomes):
+        event("preemption")
+    if any(outcome.request.num_cached_tokens for outcome in outcomes):
+        event("prefix hit")
+    if workload.runner.max_repeat_seen > 1:
+        event("repeat")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(workloads(scarce=False))
+def test_every_request_gives_what_it_gives_alone(workload: Workload) -> None:
+    run_and_verify(workload)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(workloads(scarce=True))
+def test_every_request_gives_what_it_gives_alone_when_blocks_are_scarce(
+    workload: Workload,
+) -> None:
+    run_and_verify(workload)

@@ -1,0 +1,172 @@
+"""The wheels that people install: what is in them, and that they work outside this tree."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+PLUGIN = ROOT / "plugins" / "llama"
+GOLDEN = ROOT / "tests" / "golden" / "llama-gqa"
+
+
+def _run(*command: str | Path, check: bool = True, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env=environment,
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def _build_wheel(project: Path, folder: Path) -> Path:
+    # From a copy: a build leaves files behind, and takes up what an earlier one left.
+    source = folder / "source" / project.name
+    shutil.copytree(
+        project,
+        source,
+        ignore=shutil.ignore_patterns(
+            ".*", "build", "*.egg-info", "__pycache__", "plugins", "tests", "docs"
+        ),
+    )
+    wheels = folder / f"wheels-{project.name}"
+    _run(
+        *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
+        *("--no-index", "--wheel-dir", wheels, source),
+        cwd=folder,
+    )
+    [wheel] = wheels.iterdir()
+    return wheel
+
+
+@dataclass(frozen=True)
+class Wheels:
+    core: Path
+    plugin: Path
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
+    folder = tmp_path_factory.mktemp("build")
+    return Wheels(_build_wheel(ROOT, folder), _build_wheel(PLUGIN, folder))
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment that sees this one's dependencies, and nothing of engine-core's."""
+
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    def pip(self, *arguments: str | Path) -> None:
+        _run(sys.executable, "-m", "pip", "--python", self.python, *arguments, cwd=self.folder)
+
+    def cli(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return _run(self.folder / "bin" / "engine-core", *arguments, check=check, cwd=self.folder)
+
+    def evaluate(self, code: str) -> object:
+        script = f"import json; print(json.dumps({code}))"
+        return json.loads(_run(self.python, "-c", script, cwd=self.folder).stdout)
+
+
+@pytest.fixture(scope="module")
+def environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    borrowed = folder / "borrowed"
+    borrowed.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not path.name.startswith(("engine_core", "__editable__")) and path.suffix != ".pth":
+            (borrowed / path.name).symlink_to(path)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (folder / "lib" / version / "site-packages" / "borrowed.pth").write_text(f"{borrowed}\n")
+    made = Environment(folder)
+    made.pip("install", "--no-deps", "--no-index", wheels.core, wheels.plugin)
+    yield made
+    shutil.rmtree(folder)
+
+
+def _metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [item for item in archive.namelist() if item.endswith(".dist-info/METADATA")]
+        return message_from_bytes(archive.read(name))
+
+
+def test_wheels_carry_licence_and_types(wheels: Wheels) -> None:
+    for wheel, package in ((wheels.core, "engine_core"), (wheels.plugin, "engine_core_llama")):
+        names = zipfile.ZipFile(wheel).namelist()
+        assert f"{package}/py.typed" in names
+        assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+        tops = {name.partition("/")[0] for name in names}
+        assert {top for top in tops if not top.endswith(".dist-info")} == {package}
+
+
+def test_wheels_carry_every_module(wheels: Wheels) -> None:
+    for wheel, folder in ((wheels.core, ROOT), (wheels.plugin, PLUGIN)):
+        package = "engine_core" if folder == ROOT else "engine_core_llama"
+        sources = {str(path.relative_to(folder)) for path in (folder / package).rglob("*.py")}
+        assert sources <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_nothing_requires_the_strangers_package(wheels: Wheels) -> None:
+    core, plugin = _metadata(wheels.core), _metadata(wheels.plugin)
+    assert core["Name"] == "engine-core-llm"
+    assert plugin["Name"] == "engine-core-llama"
+    assert plugin.get_all("Requires-Dist") == ["engine-core-llm<0.2,>=0.1"]
+    names = [item.split(";")[0] for item in core.get_all("Requires-Dist", [])]
+    assert not [name for name in names if name.startswith("engine")]
+
+
+def test_import_belongs_to_our_distribution(environment: Environment) -> None:
+    owners = environment.evaluate(
+        "__import__('importlib.metadata').metadata.packages_distributions()['engine_core']"
+    )
+    assert owners == ["engine-core-llm"]
+    place = environment.evaluate("__import__('engine_core').__file__")
+    assert isinstance(place, str)
+    assert Path(place).is_relative_to(environment.folder)
+    versions = environment.evaluate(
+        "[__import__('engine_core').__version__, "
+        "__import__('importlib.metadata').metadata.version('engine-core-llm')]"
+    )
+    assert isinstance(versions, list)
+    assert versions[0] == versions[1]
+
+
+def test_installed_plugin_is_found_and_removed(environment: Environment, wheels: Wheels) -> None:
+    [report] = json.loads(environment.cli("plugins", "--json", "--plugin-errors", "strict").stdout)
+    assert report["distribution"] == "engine-core-llama"
+    assert report["architectures"] == ["LlamaForCausalLM"]
+    command = ("generate", GOLDEN, "--token-ids", "1,2,3", "--skip-tokenizer-init")
+    assert len(environment.cli(*command, "--max-tokens", "4").stdout.split()) == 4
+
+    environment.pip("uninstall", "--yes", "engine-core-llama")
+    try:
+        assert json.loads(environment.cli("plugins", "--json").stdout) == []
+        refused = environment.cli(*command, check=False)
+        assert refused.returncode == 1
+        assert "no installed plugin knows the architecture 'LlamaForCausalLM'" in refused.stderr
+        assert "Traceback" not in refused.stderr
+    finally:
+        environment.pip("install", "--no-deps", "--no-index", wheels.plugin)
