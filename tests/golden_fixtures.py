@@ -1,15 +1,34 @@
-"""Reads the golden fixtures: checkpoints with the outputs of each family's original code."""
+"""The golden fixtures: checkpoints with the outputs of each family's original code.
+
+A family's tests run each of its fixtures under :data:`SETTINGS` with :func:`check_generation`, and
+with :func:`check_prefix_cache` and :func:`check_preemption`.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from engine_core import LLM, RequestOutput, SamplingParams
+
 GOLDEN = Path(__file__).parent / "golden"
+
+# What an engine may do to a request: none of it may show in the tokens or the logits.
+SETTINGS: Mapping[str, dict[str, Any]] = {
+    "default": {},
+    "one-by-one": {"max_num_seqs": 1},
+    "blocks-of-1": {"block_size": 1},
+    "blocks-of-7": {"block_size": 7},
+    "chunks-of-8": {"max_num_seqs": 4, "max_num_batched_tokens": 8},
+    "no-prefix-cache": {"enable_prefix_caching": False},
+}
 
 
 @dataclass(frozen=True)
@@ -21,6 +40,7 @@ class GoldenPrompt:
     step_logits: torch.Tensor  # [16, vocab]
 
 
+@functools.cache
 def golden_prompts(name: str) -> list[GoldenPrompt]:
     folder = GOLDEN / name
     expected = json.loads((folder / "expected.json").read_text())
@@ -35,3 +55,82 @@ def golden_prompts(name: str) -> list[GoldenPrompt]:
         )
         for prompt in expected["prompts"]
     ]
+
+
+def golden_llm(name: str, **settings: Any) -> LLM:
+    # Long enough for the longest prompt; for dynamic NTK that is beyond the config's own length.
+    return LLM(str(GOLDEN / name), skip_tokenizer_init=True, max_model_len=160, **settings)
+
+
+def greedy_params(name: str, *, with_prompt: bool = False) -> SamplingParams:
+    """Greedy decoding that reports the whole vocabulary at each step, and of the prompt if asked.
+
+    A prompt whose rows are all wanted reads nothing from the prefix cache.
+    """
+    vocab = golden_prompts(name)[0].step_logits.shape[-1]
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=16,
+        ignore_eos=True,
+        logprobs=vocab,
+        prompt_logprobs=vocab if with_prompt else None,
+    )
+
+
+def check_output(output: RequestOutput, prompt: GoldenPrompt) -> None:
+    """The same tokens, and logits within 1e-4."""
+    completion = output.outputs[0]
+    assert completion.token_ids == prompt.new_tokens, prompt.name
+    assert completion.finish_reason == "length"
+    # Log-softmax only shifts a row, so this holds the logits to the same tolerance.
+    _assert_close(completion.logprobs, prompt.step_logits)
+    if output.prompt_logprobs is not None and len(prompt.input_ids) > 1:
+        assert output.prompt_logprobs[0] is None
+        _assert_close(output.prompt_logprobs[1:], prompt.prefill_logits[:-1])
+
+
+def check_generation(name: str, settings: Mapping[str, Any]) -> None:
+    """All prompts of a fixture at once, in one engine."""
+    prompts = golden_prompts(name)
+    with golden_llm(name, **settings) as llm:
+        outputs = llm.generate(
+            [prompt.input_ids for prompt in prompts], greedy_params(name, with_prompt=True)
+        )
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.prompt_logprobs is not None
+        check_output(output, prompt)
+
+
+def check_prefix_cache(name: str) -> None:
+    """A second run, from the prefix cache, is the same."""
+    prompts = golden_prompts(name)
+    with golden_llm(name, block_size=4) as llm:
+        llm.generate([prompt.input_ids for prompt in prompts], greedy_params(name))
+        for prompt in prompts:
+            (output,) = llm.generate(prompt.input_ids, greedy_params(name))
+            expected = (len(prompt.input_ids) - 1) // 4 * 4
+            assert output.metrics.num_cached_tokens == expected, prompt.name
+            check_output(output, prompt)
+
+
+def check_preemption(name: str) -> None:
+    """Requests that lost their cache blocks on the way end the same."""
+    prompts = golden_prompts(name)
+    with golden_llm(name) as llm:
+        one_token = llm.engine.cache_plan.bytes_per_block // 16
+    # 40 blocks of 4 hold one sequence of 160 tokens, so that running together they must preempt.
+    memory = one_token * 4 * 41
+    settings = {"block_size": 4, "kv_cache_memory": memory, "max_num_batched_tokens": 256}
+    with golden_llm(name, **settings) as llm:
+        outputs = llm.generate([p.input_ids for p in prompts] * 3, greedy_params(name))
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    for output, prompt in zip(outputs, list(prompts) * 3, strict=True):
+        check_output(output, prompt)
+
+
+def _assert_close(entries: list[dict[int, Any]], logits: torch.Tensor) -> None:
+    """``entries`` report every token of a row; ``logits [rows, vocab]``."""
+    reported = torch.full_like(logits, torch.nan)
+    for row, entry in zip(reported, entries, strict=True):
+        row[list(entry)] = torch.tensor([value.logprob for value in entry.values()])
+    torch.testing.assert_close(reported, logits.log_softmax(-1), atol=1e-4, rtol=0)

@@ -156,9 +156,9 @@ class _Tables:
             twice = next(t for i, t in enumerate(self.tokens) if self.vocab[t] != i)
             raise TokenizerError(f"{self.path}: the token {twice!r} has two ids")
         self.types = self._numbers("token_type", [_NORMAL] * len(tokens))
-        self.add_bos = self._flag(
-            "add_bos_token", self._pre().add_bos if self.is_byte_level else True
-        )
+        # SentencePiece cuts text nowhere before it merges.
+        self.pre = self._pre() if self.is_byte_level else _PreTokenizer((), add_bos=True)
+        self.add_bos = self._flag("add_bos_token", self.pre.add_bos)
         self.add_eos = self._flag("add_eos_token", False)
         self.ids = special_ids(gguf)
 
@@ -178,9 +178,6 @@ class _Tables:
     def scores(self) -> list[float]:
         scores: list[float] = self._numbers("scores", None)
         return scores
-
-    def pre_tokenizer(self) -> _PreTokenizer:
-        return self._pre()
 
     def add_space_prefix(self) -> bool:
         return self._flag("add_space_prefix", True)
@@ -268,7 +265,7 @@ class _Tables:
 def _byte_level(tables: _Tables) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    pre = tables.pre_tokenizer()
+    pre = tables.pre
     tokenizer = Tokenizer(
         models.BPE(vocab=tables.vocab, merges=tables.merges(), ignore_merges=pre.whole_words)
     )

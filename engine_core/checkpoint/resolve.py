@@ -8,6 +8,7 @@ from pathlib import Path
 from engine_core.errors import CheckpointNotFoundError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
+_TIMEOUT_SECONDS = 10
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
@@ -27,8 +28,10 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     Raises:
         CheckpointNotFoundError: there is nothing of that name; says where it was looked for.
     """
-    path = Path(model).expanduser()
+    if not model:
+        raise CheckpointNotFoundError("the model is an empty string; give a folder or a hub id")
     try:
+        path = Path(model).expanduser()
         if path.is_dir():
             return path
         if path.is_file():
@@ -39,7 +42,7 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
             )
     except OSError as error:
         raise CheckpointNotFoundError(f"{model!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise CheckpointNotFoundError(f"{model!r} is no path: {error}") from error
     if not _is_hub_id(model):
         raise CheckpointNotFoundError(
@@ -65,31 +68,35 @@ def _download(model: str, revision: str | None) -> Path:
 
     name = f"{model}@{revision}" if revision else model
     tried = f"{name!r} is no folder here ({Path(model).absolute()})"
-    try:
-        if constants.HF_HUB_OFFLINE:
-            return Path(snapshot_download(model, revision=revision, local_files_only=True))
-        files = HfApi().list_repo_files(model, revision=revision)
-        weights = "*.safetensors" if _has(files, ".safetensors") else "*.bin"
+    unreachable = "HF_HUB_OFFLINE keeps from asking the hub"
+
+    def get(weights: str, *, local_files_only: bool) -> Path:
         return Path(
-            snapshot_download(model, revision=revision, allow_patterns=[*_SMALL_FILES, weights])
+            snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=[*_SMALL_FILES, weights],
+                local_files_only=local_files_only,
+            )
         )
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            info = HfApi().model_info(model, revision=revision, timeout=_TIMEOUT_SECONDS)
+            files = [sibling.rfilename for sibling in info.siblings or ()]
+            safetensors = any(file.endswith(".safetensors") for file in files)
+            return get("*.safetensors" if safetensors else "*.bin", local_files_only=False)
+        except HfHubHTTPError as error:
+            raise CheckpointNotFoundError(f"{tried}, and the hub refuses: {error}") from error
+        except Exception as error:  # Which one depends on the HTTP library of the day.
+            unreachable = f"the hub cannot be reached: {error}"
+    try:
+        folder = get("*.safetensors", local_files_only=True)
+        if any(folder.rglob("*.safetensors")):
+            return folder
+        # Without the hub's list of files, only now is it known which kind of weights there is.
+        return get("*.bin", local_files_only=True)
     except LocalEntryNotFoundError as error:
         raise CheckpointNotFoundError(
-            f"{tried}, nor in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE keeps "
-            "from asking the hub"
+            f"{tried}, nor whole in the hub's cache ({constants.HF_HUB_CACHE}), and {unreachable}"
         ) from error
-    except HfHubHTTPError as error:
-        raise CheckpointNotFoundError(f"{tried}, and the hub does not give it: {error}") from error
-    except OSError as error:
-        # No network: what was downloaded once is good enough.
-        try:
-            return Path(snapshot_download(model, revision=revision, local_files_only=True))
-        except LocalEntryNotFoundError:
-            raise CheckpointNotFoundError(
-                f"{tried}, nor in the hub's cache ({constants.HF_HUB_CACHE}), and the hub cannot "
-                f"be reached: {error}"
-            ) from error
-
-
-def _has(files: list[str], suffix: str) -> bool:
-    return any(file.endswith(suffix) for file in files)

@@ -28,6 +28,8 @@ class ModelConfig(FrozenConfig):
         dtype: element type of the weights in the checkpoint, or None if the config does not say.
         bos_token_id: begin-of-sequence token, or None.
         eos_token_ids: tokens that end a sequence.
+        default_chat_template: the family's jinja template, for checkpoints whose tokenizer brings
+            none; None if the family has no format of its own.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -45,3 +47,4 @@ class ModelConfig(FrozenConfig):
     dtype: DType | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    default_chat_template: str | None = None

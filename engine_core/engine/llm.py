@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -40,6 +41,8 @@ class LLM:
         """
         config = config or EngineConfig()
         self.engine = Engine(model, config.replace(**overrides) if overrides else config)
+        # Several streams may be read in turn: what a step brings for another waits here.
+        self._inboxes: dict[str, deque[RequestOutput]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -103,13 +106,13 @@ class LLM:
         try:
             for index, (prompt, param) in enumerate(zip(every, params, strict=True)):
                 try:
-                    ids.append(self.engine.add_request(prompt, param, streaming=False))
+                    ids.append(self._add(prompt, param, streaming=False))
                 except RequestError as error:
                     raise RequestError(f"prompt {index}: {error}") from error
             return self._run(ids, progress)
         except BaseException:
             for request_id in ids:
-                self.engine.abort(request_id)
+                self._drop(request_id)
             raise
 
     def stream(
@@ -121,8 +124,7 @@ class LLM:
             RequestError: the prompt cannot be served.
             EngineDeadError: the model failed.
         """
-        request_id = self.engine.add_request(prompt, sampling_params)
-        return self._stream(request_id)
+        return self._stream(self._add(prompt, sampling_params, streaming=True))
 
     def chat(
         self,
@@ -177,6 +179,8 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise RequestError("this engine has no tokenizer, so it cannot chat")
+        if chat_template is None and not tokenizer.chat_templates:
+            chat_template = self.model_config.default_chat_template
         text = tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -186,32 +190,50 @@ class LLM:
         # The template writes the special tokens itself.
         return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
+    def _add(self, prompt: Prompt, params: SamplingParams | None, *, streaming: bool) -> str:
+        request_id = self.engine.add_request(prompt, params, streaming=streaming)
+        self._inboxes[request_id] = deque()
+        return request_id
+
+    def _drop(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self._inboxes.pop(request_id, None)
+
+    def _step(self) -> list[RequestOutput]:
+        outputs = self.engine.step()
+        for output in outputs:
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)
+        return outputs
+
     def _run(self, ids: Sequence[str], progress: bool) -> list[RequestOutput]:
-        done: dict[str, RequestOutput] = {}
-        wanted = set(ids)
+        waiting = set(ids)
         with _progress(progress) as bar:
             task = bar.add_task("generating", total=len(ids), speed="")
             tokens = 0
-            while len(done) < len(wanted):
-                for output in self.engine.step():
-                    if output.request_id in wanted and output.finished:
-                        done[output.request_id] = output
+            while waiting:
+                for output in self._step():
+                    if output.request_id in waiting and output.finished:
+                        waiting.discard(output.request_id)
                         tokens += sum(len(c.token_ids) for c in output.outputs)
                         elapsed = bar.tasks[task].elapsed or 0.0
                         speed = f"{tokens / elapsed:.0f} tokens/s" if elapsed else ""
                         bar.update(task, advance=1, speed=speed)
-        return [done[request_id] for request_id in ids]
+        return [self._inboxes.pop(request_id)[-1] for request_id in ids]
 
     def _stream(self, request_id: str) -> Iterator[RequestOutput]:
+        inbox = self._inboxes[request_id]
         try:
             while True:
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        yield output
-                        if output.finished:
-                            return
+                while inbox:
+                    output = inbox.popleft()
+                    yield output
+                    if output.finished:
+                        return
+                self._step()
         finally:
-            self.engine.abort(request_id)
+            self._drop(request_id)
 
 
 def _progress(show: bool) -> Progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,17 +135,34 @@ def load(model: str, config: EngineConfig) -> Loaded:
     )
 
 
+class _GGUFAdapters(Mapping[str, type]):
+    """The adapters by GGUF architecture; only the one asked for is imported."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._names = registry.gguf_adapters()
+
+    def __getitem__(self, name: str) -> type:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._registry.gguf_adapter(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def _open(model: str, config: EngineConfig, device: torch.device, registry: Registry) -> Checkpoint:
     path = resolve_model(model, config.revision)
-    adapters = (
-        {name: registry.gguf_adapter(name) for name in registry.gguf_adapters()}
-        if path.suffix == ".gguf"
-        else {}
-    )
     return open_checkpoint(
         path,
         load_format=config.load_format,
-        gguf_adapters=adapters,
+        gguf_adapters=_GGUFAdapters(registry),
         dtype=platform.resolve_dtype(config, device, None),
         hf_overrides=config.hf_overrides,
     )

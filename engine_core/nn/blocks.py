@@ -35,6 +35,7 @@ class SelfAttention(nn.Module):
         o_bias: bool = False,
         qk_norm_eps: float | None = None,
         interleaved_rope: bool = False,
+        alibi: bool = False,
         sliding_window: int | None = None,
         scale: float | None = None,
     ) -> None:
@@ -52,6 +53,7 @@ class SelfAttention(nn.Module):
             head_dim,
             num_kv_heads=self.qkv_proj.num_kv_heads,
             scale=scale,
+            alibi=alibi,
             sliding_window=sliding_window,
         )
 

@@ -171,7 +171,11 @@ class Linear(nn.Module):
 
 
 class QKVLinear(Linear):
-    """The merged projection to queries, keys and values."""
+    """The merged projection to queries, keys and values.
+
+    Besides "q", "k" and "v" its shard ids are those of a checkpoint's fused tensor: None for
+    [all q | all k | all v], "hgd" for one that is interleaved by heads.
+    """
 
     def __init__(
         self,
@@ -219,6 +223,14 @@ class QKVLinear(Linear):
             k.unflatten(-1, (self.num_kv_heads, self.head_size)),
             v.unflatten(-1, (self.num_kv_heads, self.head_size_v)),
         )
+
+    def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
+        if shard_id != "hgd":
+            super()._load(param, tensor, shard_id)
+            return
+        pieces = self._split_interleaved(tensor, layout="hgd")
+        for key, piece in zip(self._parts, pieces, strict=True):
+            super()._load(param, piece, key)
 
     def _split_interleaved(
         self, tensor: Tensor, layout: str = "default"

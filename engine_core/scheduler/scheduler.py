@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from engine_core.cache import (
     NULL_BLOCK,
@@ -124,8 +124,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: dict[str, Request] = {}
-        self._free_rows = list(range(config.max_num_seqs))
-        heapify(self._free_rows)
+        self._free_rows = list(range(config.max_num_seqs))  # a heap: low rows are used first
         self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
         self._deferred: dict[int, list[_Holding]] = {}
         self._next_step = 0
@@ -238,8 +237,9 @@ class Scheduler:
             tables.append(request.block_tables)
             computed, scheduled = request.num_computed, request.num_scheduled
             known = len(request.token_ids) + request.num_pending
-            assert computed <= scheduled <= known - 1 or scheduled < request.admitted_len, (
-                f"{request}: {computed} computed, {scheduled} scheduled, {known} tokens"
+            assert computed <= scheduled, f"{request}: {computed} computed, {scheduled} scheduled"
+            assert scheduled < request.admitted_len or scheduled == known - 1, (
+                f"{request}: {scheduled} positions scheduled, {known} tokens"
             )
             assert scheduled <= request.capacity, (
                 f"{request}: {scheduled} positions scheduled, blocks for {request.capacity}"

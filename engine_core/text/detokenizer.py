@@ -160,10 +160,7 @@ class _ByteFallbackPieces(_Pieces):
         match = _BYTE_TOKEN.fullmatch(token)
         if match is not None:
             return self._stripped(self._push_byte(int(match[1], 16)))
-        text = self._end_run()
-        for old, new in self._replacements:
-            token = token.replace(old, new)
-        return self._stripped(text + token)
+        return self._stripped(self._end_run() + self._replaced(token))
 
     def flush(self) -> str:
         return self._stripped(self._end_run())
@@ -212,9 +209,8 @@ class _ByteFallbackPieces(_Pieces):
                 break
             run.insert(0, int(match[1], 16))
         self._pending = _incomplete_character(bytes(run))
-        for token in reversed(tail[len(self._pending) :]):
-            is_byte = _BYTE_TOKEN.fullmatch(token) is not None
-            self._stripped("\0" if is_byte else self._replaced(token))
+        for token in reversed(tail):
+            self._stripped(self._replaced(token))
 
     def _replaced(self, token: str) -> str:
         for old, new in self._replacements:

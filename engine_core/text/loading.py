@@ -161,13 +161,10 @@ def _fast_tokenizer(
 
 def _add_tokens(folder: Path, backend: Backend, tokens: _DeclaredTokens) -> frozenset[int]:
     """Adds to the backend what it lacks, and says which ids had to be filled."""
-    present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     named = {token.content for token in tokens.named.values()}
     unused: set[int] = set()
     for token_id, token in sorted(tokens.added.items()):
-        if repr(token) in present:
-            continue
         if token.content in named:
             token.special = True
         if backend.token_to_id(token.content) is None:
@@ -184,15 +181,25 @@ def _add_tokens(folder: Path, backend: Backend, tokens: _DeclaredTokens) -> froz
 def _fill_ids_before(
     folder: Path, backend: Backend, token_id: int, token: AddedToken
 ) -> frozenset[int]:
-    """Makes ``token_id`` the next id that the backend gives."""
+    """Makes ``token_id`` the next id that the backend gives, unless it is taken already."""
     next_id = max(
         [backend.get_vocab_size(with_added_tokens=False)]
         + [added_id + 1 for added_id in backend.get_added_tokens_decoder()]
     )
-    if not next_id <= token_id <= next_id + _MAX_ID_GAP:
+    if token_id < next_id:
+        logger.warning(
+            "%s: the added token %r gets the id %d, because %s has another token of its id %d",
+            folder,
+            token.content,
+            next_id,
+            _TOKENIZER_FILE,
+            token_id,
+        )
+        return frozenset()
+    if token_id > next_id + _MAX_ID_GAP:
         raise TokenizerError(
-            f"{folder / _CONFIG_FILE}: the added token {token.content!r} has id {token_id}, but "
-            f"the first id free in {_TOKENIZER_FILE} is {next_id}"
+            f"{folder}: {_CONFIG_FILE} or added_tokens.json gives the token {token.content!r} the "
+            f"id {token_id}, but the first id free in {_TOKENIZER_FILE} is {next_id}"
         )
     # Special, so that decoding can skip them, and with a character that no text contains.
     filler = [
@@ -313,63 +320,66 @@ def _load_with_transformers(folder: Path, chat_templates: Mapping[str, str]) -> 
 def _read_declared_tokens(
     folder: Path, config: Mapping[str, Any], backend: Backend
 ) -> _DeclaredTokens:
-    file = folder / _CONFIG_FILE
-    settings = dict(config)
-    _rename_extra_tokens(settings)
-    added: dict[int, AddedToken] = {}
-    if "added_tokens_decoder" in settings:
-        entries = settings["added_tokens_decoder"]
-        if not isinstance(entries, dict):
-            raise TokenizerError(f"{file}: added_tokens_decoder is not an object")
-        for index, entry in entries.items():
-            if not index.isdecimal():
-                raise TokenizerError(f"{file}: added_tokens_decoder has the id {index!r}")
-            added[int(index)] = _token(file, f"added_tokens_decoder[{index}]", entry)
-    else:
-        # Before transformers 4.34 these stood in two files of their own.
+    settings = _with_origin(folder / _CONFIG_FILE, config)
+    if "added_tokens_decoder" not in config:
+        # Before transformers 4.34 special and added tokens stood in two files of their own.
         file = folder / "special_tokens_map.json"
-        settings.update(_read_json_object(file))
-        _rename_extra_tokens(settings)
-        added = _read_legacy_added_tokens(folder, settings, backend)
-    by_content = {token.content: token for token in added.values()}
-    named = {}
+        settings.update(_with_origin(file, _read_json_object(file)))
+    standard: dict[str, AddedToken] = {}
+    own: dict[str, AddedToken] = {}
     extra: tuple[AddedToken, ...] = ()
-    for name, value in settings.items():
-        if name == "extra_special_tokens" and isinstance(value, dict):
-            named.update(
-                {key: _token(file, key, item, special=True) for key, item in value.items()}
-            )
-        elif name == "extra_special_tokens" and value is not None:
-            if not isinstance(value, list):
-                raise TokenizerError(f"{file}: extra_special_tokens is not a list of tokens")
-            extra = tuple(_token(file, name, item, special=True) for item in value)
-        elif name in _NAMED_TOKENS and value is not None:
-            token = _token(file, name, value, special=True)
-            named[name] = by_content.get(token.content, token)
+    for name, (file, value) in settings.items():
+        if value is None:
+            continue
+        if name in _NAMED_TOKENS:
+            standard[name] = _token(file, name, value, special=True)
         elif name.endswith("_token") and isinstance(value, (str, dict)):
-            named[name] = _token(file, name, value, special=True)
-    order = {name: index for index, name in enumerate(_NAMED_TOKENS)}
-    in_order = sorted(named.items(), key=lambda item: order.get(item[0], len(order)))
-    return _DeclaredTokens(added, dict(in_order), extra)
+            own[name] = _token(file, name, value, special=True)
+        elif name == "extra_special_tokens" and isinstance(value, list):
+            extra = tuple(_token(file, name, item, special=True) for item in value)
+        elif name == "extra_special_tokens" and not isinstance(value, dict):
+            raise TokenizerError(f"{file}: {name} is not a list of tokens: {value!r}")
+    file, value = settings.get("extra_special_tokens", (folder, None))
+    if isinstance(value, dict):
+        own.update({name: _token(file, name, item, special=True) for name, item in value.items()})
+    if "added_tokens_decoder" in config:
+        added = _read_added_tokens(folder / _CONFIG_FILE, config["added_tokens_decoder"])
+    else:
+        special = {token.content for token in (*standard.values(), *extra)}
+        added = _read_legacy_added_tokens(folder / "added_tokens.json", special, backend)
+    # added_tokens_decoder also says how a token takes the spaces around it, so it goes first.
+    by_content = {token.content: token for token in added.values()}
+    named = {
+        name: by_content.get(standard[name].content, standard[name])
+        for name in _NAMED_TOKENS
+        if name in standard
+    }
+    return _DeclaredTokens(added, {**named, **own}, extra)
 
 
-def _rename_extra_tokens(settings: dict[str, Any]) -> None:
-    older = settings.pop("additional_special_tokens", None)
-    if older and not settings.get("extra_special_tokens"):
-        settings["extra_special_tokens"] = older
+def _with_origin(file: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
+    """Each setting with the file it is from, the list of special tokens under its new name."""
+    renamed = dict(settings)
+    older = renamed.pop("additional_special_tokens", None)
+    if older and not renamed.get("extra_special_tokens"):
+        renamed["extra_special_tokens"] = older
+    return {name: (file, value) for name, value in renamed.items()}
+
+
+def _read_added_tokens(file: Path, entries: object) -> dict[int, AddedToken]:
+    if not isinstance(entries, dict):
+        raise TokenizerError(f"{file}: added_tokens_decoder is not an object")
+    added = {}
+    for index, entry in entries.items():
+        if not index.isdecimal():
+            raise TokenizerError(f"{file}: added_tokens_decoder has the id {index!r}")
+        added[int(index)] = _token(file, f"added_tokens_decoder[{index}]", entry)
+    return added
 
 
 def _read_legacy_added_tokens(
-    folder: Path, settings: Mapping[str, Any], backend: Backend
+    file: Path, special: set[str], backend: Backend
 ) -> dict[int, AddedToken]:
-    file = folder / "added_tokens.json"
-    special = {
-        value if isinstance(value, str) else value.get("content")
-        for name, value in settings.items()
-        if name in _NAMED_TOKENS and isinstance(value, (str, dict))
-    }
-    extra = settings.get("extra_special_tokens")
-    special |= {token for token in extra or () if isinstance(token, str)}
     added = {}
     present = backend.get_added_tokens_decoder()
     for content, index in _read_json_object(file).items():

@@ -3,7 +3,7 @@
 Each position has a value that depends on its token, its atomic span, the salts, and the values of
 every position that the attention of each group sees. Values are written to and read from a fake
 paged memory through the block tables; a read that gives anything but the row's own value, and a
-write into a block that belongs to another row, is a ``RunnerFault``. Steps take effect in order,
+write into a block that belongs to another row, is a ``ContractError``. Steps take effect in order,
 but only when their result is fetched: until then they are in flight, while later plans already
 hand out rows and blocks.
 """
@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from engine_core.cache import KVCacheGroup
 from engine_core.configs import SamplingParams, SchedulerConfig
-from engine_core.errors import RequestError
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Request, RequestStatus, Scheduler
 from engine_core.steps import Admission, Logprob, RowResult, StepPlan, StepResult
@@ -26,13 +25,13 @@ EOS = 0
 NAN = "nan"
 
 
-class RunnerFault(AssertionError):
+class ContractError(AssertionError):
     """The scheduler broke its contract with the runner."""
 
 
 def expect(condition: bool, message: str) -> None:
     if not condition:
-        raise RunnerFault(message)
+        raise ContractError(message)
 
 
 def value_at(
@@ -436,6 +435,3 @@ class Workload:
                 assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
                 assert outcome.num_finished == 1
             assert request.finished
-
-
-__all__ = ["EOS", "FakeRunner", "Job", "Outcome", "RequestError", "RunnerFault", "Workload"]

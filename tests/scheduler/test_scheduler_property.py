@@ -105,13 +105,13 @@ def run_and_verify(workload: Workload) -> None:
         event("repeat")
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads(scarce=False))
 def test_every_request_gives_what_it_gives_alone(workload: Workload) -> None:
     run_and_verify(workload)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads(scarce=True))
 def test_every_request_gives_what_it_gives_alone_when_blocks_are_scarce(
     workload: Workload,

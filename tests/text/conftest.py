@@ -1,7 +1,6 @@
 """Tokenizers to test with: three real ones, and small ones made here."""
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from tokenizers import (
     trainers,
 )
 
-from engine_core.text import load_tokenizer
 from engine_core.text import Tokenizer as EngineTokenizer
+from engine_core.text import load_tokenizer
 
 REAL_TOKENIZERS = Path(__file__).parents[2] / ".cache" / "tokenizers"
 
@@ -40,7 +39,7 @@ TEXTS = [
     " leading and trailing ",
     "runs   of    spaces\t\ttabs\n\n\nnewlines \r\n",
     "naïve café e\u0301 Grüße",
-    "你好，世界！今天天气很好。",
+    "你好，世界！今天天气很好。",  # noqa: RUF001 - Chinese punctuation is meant
     "emoji 😀🎉 family 👨‍👩‍👧‍👦 flag 🇨🇭",
     "العربية हिन्दी ไทย 한국어 ქართული",
     "1234567890 3.14 1,000,000",
@@ -52,6 +51,11 @@ TEXTS = [
     "a" * 3000,
     "the quick brown 狐狸 😀 " * 500,
 ]
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    return TEXTS
 
 
 @pytest.fixture(scope="session")
@@ -67,11 +71,8 @@ def real_folder() -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def hf_tokenizer() -> Callable[..., Any]:
-    """Transformers' own reading of a folder."""
-    with warnings.catch_warnings():
-        # Its dependencies deprecate what it uses; no warning of theirs is ours to act on.
-        warnings.simplefilter("ignore")
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    """Transformers' own reading of a folder; ``generic`` for one whose class is not its own."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     def load(folder: Path, *, generic: bool = False) -> Any:
         loader = PreTrainedTokenizerFast if generic else AutoTokenizer
@@ -80,7 +81,7 @@ def hf_tokenizer() -> Callable[..., Any]:
     return load
 
 
-def save(folder: Path, backend: Tokenizer, **config: Any) -> Path:
+def _save(folder: Path, backend: Tokenizer, **config: Any) -> Path:
     """Writes a checkpoint folder that has only a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
@@ -89,7 +90,7 @@ def save(folder: Path, backend: Tokenizer, **config: Any) -> Path:
     return folder
 
 
-def byte_level_backend() -> Tokenizer:
+def _byte_level_backend() -> Tokenizer:
     """Byte-level BPE: every byte is a token, the beginning of the sequence is added."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -110,7 +111,7 @@ def byte_level_backend() -> Tokenizer:
     return backend
 
 
-def byte_fallback_backend() -> Tokenizer:
+def _byte_fallback_backend() -> Tokenizer:
     """BPE over words that begin with "▁", with a token for each byte of what it has no token for.
 
     The first half of the corpus alone is its alphabet: Chinese and emoji are bytes.
@@ -153,7 +154,7 @@ def byte_fallback_backend() -> Tokenizer:
     return backend
 
 
-def metaspace_backend() -> Tokenizer:
+def _metaspace_backend() -> Tokenizer:
     """Unigram with a Metaspace decoder: neither byte-level nor byte-fallback."""
     backend = Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -172,19 +173,34 @@ def small_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return {
-        "byte-level": save(
-            root / "byte-level", byte_level_backend(), bos_token="<s>", eos_token="</s>"
+        "byte-level": _save(
+            root / "byte-level", _byte_level_backend(), bos_token="<s>", eos_token="</s>"
         ),
-        "byte-fallback": save(root / "byte-fallback", byte_fallback_backend(), **names),
-        "metaspace": save(
-            root / "metaspace", metaspace_backend(), eos_token="</s>", unk_token="<unk>"
+        "byte-fallback": _save(root / "byte-fallback", _byte_fallback_backend(), **names),
+        "metaspace": _save(
+            root / "metaspace", _metaspace_backend(), eos_token="</s>", unk_token="<unk>"
         ),
     }
 
 
 @pytest.fixture(scope="session")
-def small(small_folders: dict[str, Path]) -> dict[str, EngineTokenizer]:
+def small_tokenizers(small_folders: dict[str, Path]) -> dict[str, EngineTokenizer]:
     return {name: load_tokenizer(folder) for name, folder in small_folders.items()}
+
+
+@pytest.fixture(scope="session")
+def byte_level(small_tokenizers: dict[str, EngineTokenizer]) -> EngineTokenizer:
+    return small_tokenizers["byte-level"]
+
+
+@pytest.fixture(scope="session")
+def byte_fallback(small_tokenizers: dict[str, EngineTokenizer]) -> EngineTokenizer:
+    return small_tokenizers["byte-fallback"]
+
+
+@pytest.fixture(scope="session")
+def metaspace(small_tokenizers: dict[str, EngineTokenizer]) -> EngineTokenizer:
+    return small_tokenizers["metaspace"]
 
 
 @pytest.fixture(scope="session")

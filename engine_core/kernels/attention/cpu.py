@@ -16,12 +16,14 @@ from torch import Tensor
 
 from engine_core.kernels.attention import reference
 
-# Decode rows are attended together as long as the padding this costs is dearer than nothing but
-# cheaper than one more call, about 60 us of overhead: 2**17 values at 2 values a nanosecond.
+# Decode rows are attended together until their padding costs more than one more call would: about
+# 60 us, in which one core attends to 2**17 values.
 _MAX_PADDING = 2**17
-# A group's gathered keys and values: 4 MiB in float32 stay in a second- or third-level cache
-# between the gather and their use, and give 16 threads enough to share.
+# Keys and values gathered at once. With 2**20 (4 MiB in float32) they are still in a cache when
+# they are used: on one Zen 5 core 2**18 and 2**22 take 1.2 to 1.4 times as long (256 rows of 256
+# tokens, 3 KV heads of 64). Many threads need more, to have two tasks each.
 _MAX_GATHERED = 2**20
+_MAX_GATHERED_PER_THREAD = 2**18
 
 
 def paged_attention(
@@ -68,19 +70,20 @@ def paged_attention(
             chunks.append(row)
         else:
             batch.append(row)
-    if len(batch) == 1:
-        row = batch[0]
-        _attend_row(
-            q[row], k_cache, v_cache, out[row], block_tables[row], lens[row], scale, alibi_slopes,
-            window,
-        )  # fmt: skip
-    elif batch:
+    if batch:
         values_per_token = k_cache.shape[2] * (k_cache.shape[3] + v_cache.shape[3])
         spans = lens if window is None else [min(kv_len, window) for kv_len in lens]
         for rows in _groups(batch, spans, values_per_token):
-            _attend_group(
-                q, k_cache, v_cache, out, block_tables, rows, lens, scale, alibi_slopes, window
-            )
+            if len(rows) == 1:
+                row = rows[0]
+                _attend_row(
+                    q[row], k_cache, v_cache, out[row], block_tables[row], lens[row], scale,
+                    alibi_slopes, window,
+                )  # fmt: skip
+            else:
+                _attend_group(
+                    q, k_cache, v_cache, out, block_tables, rows, lens, scale, alibi_slopes, window
+                )
     chunks.extend(range(num_decode_rows, len(lens)))
     if chunks:
         starts = query_start.tolist()
@@ -297,6 +300,7 @@ def _gather_slots(cache: Tensor, slots: Tensor) -> Tensor:
 
 def _groups(rows: list[int], spans: list[int], values_per_token: int) -> Iterator[list[int]]:
     """Split decode rows into groups of similar length, longest first."""
+    max_gathered = max(_MAX_GATHERED, _MAX_GATHERED_PER_THREAD * torch.get_num_threads())
     group: list[int] = []
     padding = 0
     for row in sorted(rows, key=spans.__getitem__, reverse=True):
@@ -304,7 +308,7 @@ def _groups(rows: list[int], spans: list[int], values_per_token: int) -> Iterato
             widest = spans[group[0]]
             padding += (widest - spans[row]) * values_per_token
             gathered = (len(group) + 1) * widest * values_per_token
-            if padding > _MAX_PADDING or gathered > _MAX_GATHERED:
+            if padding > _MAX_PADDING or gathered > max_gathered:
                 yield group
                 group, padding = [], 0
         group.append(row)

@@ -445,6 +445,14 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory of a multiprocessor."""
+    if device.type != "cuda":
+        return 228 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+
+
 def _num_splits(num_programs: int, max_kv_len: int, block_n: int, device: torch.device) -> int:
     """Splits that give every multiprocessor two programs, none shorter than a tile."""
     wanted = triton.cdiv(2 * _num_multiprocessors(device), num_programs)
@@ -536,7 +544,7 @@ def paged_attention(
             BLOCK_G=block_g,
             BLOCK_N=block_n,
             HAS_SPLITS=num_splits > 1,
-            num_warps=4,
+            num_warps=8 if float32 else 4,
             num_stages=3,
         )
         if num_splits > 1:
@@ -557,10 +565,12 @@ def paged_attention(
             )
     if num_rows > num_decode_rows and max_query_len:
         pairs = max_query_len * group_size
-        block_m = min(32 if float32 else 128, max(16, triton.next_power_of_2(pairs)))
-        block_n = 32 if float32 else 64
-        if wide and float32:
-            block_n = 16
+        # 128 x 64 tiles of 256 dimensions take 192 KiB of shared memory, of 128 dimensions 96.
+        small = wide and _shared_memory(q.device) < 200 * 1024
+        block_m, block_n = (64, 32) if small else (128, 64)
+        if float32:
+            block_m, block_n = 32, 16 if wide else 32
+        block_m = min(block_m, max(16, triton.next_power_of_2(pairs)))
         grid = (num_kv_heads, triton.cdiv(pairs, block_m), num_rows - num_decode_rows)
         _prefill_kernel[grid](
             out,
@@ -579,6 +589,6 @@ def paged_attention(
             **constants,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            num_warps=8 if block_m == 128 else 4,
+            num_warps=8 if block_m == 128 or float32 else 4,
             num_stages=2 if wide else 3,
         )

@@ -41,7 +41,7 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _DERIVED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 
 # What Llama 3.1 to 3.3 were published with.
-_LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+_LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
 
 class LlamaGGUFAdapter:
@@ -186,8 +186,8 @@ class LlamaGGUFAdapter:
         """The parameters of Llama 3.1's scaling, from the divisors of the frequencies it gives.
 
         Multiplying both frequency factors and the original context by one number gives the same
-        scaling, so the low factor can be taken as 1. If Llama 3's own values do not give the
-        divisors, the others follow from two of the frequencies in the blended band.
+        scaling, so the low factor can be taken as 1. Then one frequency in the blended band gives
+        the original context if the high factor is that of Llama 3, and two of them give both.
         """
         divisors = [float(value) for value in self._gguf.read("rope_freqs.weight").reshape(-1)]
         if len(divisors) != head_dim // 2 or not all(value >= 1 for value in divisors):
@@ -199,18 +199,21 @@ class LlamaGGUFAdapter:
         if factor == 1.0:
             return None
         frequencies = [theta ** (-2 * index / head_dim) for index in range(head_dim // 2)]
-        candidates = [(_LLAMA3_HIGH, _LLAMA3_CONTEXT)]
+        # A share of 1 keeps the frequency: share = (context * turns - low) / (high - low).
         blended = [
             (frequency / (2 * math.pi), (1 / divisor - 1 / factor) / (1 - 1 / factor))
             for frequency, divisor in zip(frequencies, divisors, strict=True)
             if 1 < divisor < factor * (1 - 1e-6)
         ]
-        if len(blended) >= 2:
-            # A share of 1 keeps the frequency: share = (context * frequency - low) / (high - low).
-            (x0, y0), (x1, y1) = blended[0], blended[-1]
-            slope = (y1 - y0) / (x1 - x0)
-            width = 1 / (slope * x0 - y0)
-            candidates.append((float(f"{1 + width:.4g}"), round(slope * width)))
+        candidates = [
+            (_LLAMA3_HIGH, round((_LLAMA3_LOW + share * (_LLAMA3_HIGH - _LLAMA3_LOW)) / turns))
+            for turns, share in blended[:1]
+        ]
+        if len(blended) > 1:
+            (turns, share), (last_turns, last_share) = blended[0], blended[-1]
+            slope = (last_share - share) / (last_turns - turns)
+            width = _LLAMA3_LOW / (slope * turns - share)
+            candidates.append((float(f"{_LLAMA3_LOW + width:.4g}"), round(slope * width)))
         for high, context in candidates:
             expected = _llama3_divisors(frequencies, factor, high, context)
             if all(

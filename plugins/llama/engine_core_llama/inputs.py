@@ -17,10 +17,11 @@ class DynamicRopeProcessor:
 
     @classmethod
     def condition(cls, model_config: ModelConfig) -> bool:
-        """Whether the model is a Llama with dynamic scaling."""
+        """Whether the model is of this package and has dynamic scaling."""
         rope = model_config.hf_config.get("rope_scaling", {})
         return (
-            model_config.architecture == "LlamaForCausalLM" and rope.get("rope_type") == "dynamic"
+            model_config.architecture in ("LlamaForCausalLM", "MistralForCausalLM")
+            and rope.get("rope_type") == "dynamic"
         )
 
     def __init__(self, model_config: ModelConfig) -> None:

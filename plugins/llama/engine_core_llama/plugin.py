@@ -1,7 +1,7 @@
 """What this package offers to engine-core. Imports no torch."""
 
 from engine_core import hookimpl
-from engine_core_llama.config import LlamaConfigBuilder
+from engine_core_llama.config import LlamaConfigBuilder, MistralConfigBuilder
 from engine_core_llama.inputs import DynamicRopeProcessor
 
 requires_api = "0.1"
@@ -10,13 +10,16 @@ requires_api = "0.1"
 @hookimpl
 def module_map() -> dict[str, str]:
     """The architectures of this family."""
-    return {"LlamaForCausalLM": "engine_core_llama.model.LlamaForCausalLM"}
+    return {
+        "LlamaForCausalLM": "engine_core_llama.model.LlamaForCausalLM",
+        "MistralForCausalLM": "engine_core_llama.model.MistralForCausalLM",
+    }
 
 
 @hookimpl
 def config_builders() -> list[type]:
-    """Reads Llama configs."""
-    return [LlamaConfigBuilder]
+    """Read the configs of Llama and Mistral."""
+    return [LlamaConfigBuilder, MistralConfigBuilder]
 
 
 @hookimpl

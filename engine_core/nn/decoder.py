@@ -1,0 +1,138 @@
+"""The decoder that most families share but for their layers: rotary positions, pre-norm, a head."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine_core.configs import HFConfig
+from engine_core.nn.attention import KVCacheLayer
+from engine_core.nn.blocks import CosSin
+from engine_core.nn.embedding import build_embedding, build_lm_head
+from engine_core.nn.loading import Weights, load_stacked_weights
+from engine_core.nn.norm import RMSNorm
+from engine_core.nn.rotary import (
+    DynamicNTKRotaryEmbedding,
+    build_rotary_embedding_from_config,
+    rope_lengths,
+)
+from engine_core.step_context import AttentionMetadata, StepContext, StepContextManager
+
+
+class Decoder(nn.Module):
+    """Token embedding, layers and final norm.
+
+    A layer takes ``(x, residual, cos_sin, cache, attn_metadata)`` and returns ``(x, residual)``, as
+    :class:`DecoderLayer` does.
+    """
+
+    def __init__(self, config: HFConfig, layers: list[nn.Module]) -> None:
+        """Reads ``vocab_size``, ``hidden_size`` and ``rms_norm_eps``."""
+        super().__init__()
+        self.embed_tokens = build_embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos_sin: CosSin,
+        past_key_values: list[KVCacheLayer],
+        attn_metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Embeddings ``[1, T, H]`` to hidden states ``[1, T, H]``."""
+        residual = None
+        for layer, cache in zip(self.layers, past_key_values, strict=True):
+            x, residual = layer(x, residual, cos_sin, cache, attn_metadata)
+        out: Tensor = self.norm(x, residual)[0]
+        return out
+
+
+class RotaryCausalLM(nn.Module, ABC):
+    """A :class:`Decoder` under a language-model head; a family says what its layers are.
+
+    Parameters are named as in transformers' checkpoints (``model.layers.0.self_attn.o_proj``), with
+    q, k, v and gate, up merged.
+    """
+
+    support_cuda_graph = True
+
+    def __init__(
+        self,
+        config: HFConfig,
+        ctx_mgr: StepContextManager,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Reads ``num_hidden_layers`` and ``tie_word_embeddings``.
+
+        What :class:`Decoder`, :func:`build_rotary_embedding_from_config` and the family's
+        :meth:`build_layer` read must be there too.
+        """
+        super().__init__()
+        self.model = Decoder(
+            config, [self.build_layer(config, index) for index in range(config.num_hidden_layers)]
+        )
+        self.rotary_emb = build_rotary_embedding_from_config(config)
+        self.tied: bool = config.tie_word_embeddings
+        self.lm_head = build_lm_head(
+            config.hidden_size,
+            config.vocab_size,
+            tied_to=self.model.embed_tokens if self.tied else None,
+        )
+
+    @abstractmethod
+    def build_layer(self, config: HFConfig, index: int) -> nn.Module:
+        """The decoder layer ``index``, counted from 0; usually a :class:`DecoderLayer`."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past_key_values: list[KVCacheLayer],
+        attn_metadata: AttentionMetadata,
+        inputs_embeds: Tensor | None = None,
+        rope_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """``[1, T]`` to hidden states ``[1, T, H]``."""
+        x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cos_sin = self.rotary_emb(position_ids, rope_lengths)
+        out: Tensor = self.model(x, cos_sin, past_key_values, attn_metadata)
+        return out
+
+    def get_logits(self, hidden_states: Tensor) -> Tensor:
+        """``[..., H]`` to ``[..., vocab]``."""
+        out: Tensor = self.lm_head(hidden_states)
+        return out
+
+    def prepare_inputs_for_generation(
+        self,
+        past_key_values: list[KVCacheLayer],
+        inputs_embeds: Tensor | None = None,
+        context: StepContext | None = None,
+    ) -> dict[str, Any]:
+        """The arguments of ``forward`` for one step."""
+        assert context is not None, "the runner passes the step's context"
+        inputs = context.model_inputs(past_key_values)
+        if isinstance(self.rotary_emb, DynamicNTKRotaryEmbedding):
+            inputs["rope_lengths"] = rope_lengths(context)
+        return inputs
+
+    def load_weights(self, weights: Weights) -> None:
+        """Fill the parameters from a checkpoint in transformers' naming."""
+        load_stacked_weights(
+            self,
+            weights,
+            {
+                "q_proj": ("qkv_proj", "q"),
+                "k_proj": ("qkv_proj", "k"),
+                "v_proj": ("qkv_proj", "v"),
+                "gate_proj": ("gate_up_proj", 0),
+                "up_proj": ("gate_up_proj", 1),
+            },
+            # Old checkpoints store the rotary table; some with a tied head store the head too.
+            ignore=("rotary_emb.inv_freq", *(("lm_head.weight",) if self.tied else ())),
+        )

@@ -1,0 +1,1 @@
+"""BLOOM and BLOOMZ for engine-core."""

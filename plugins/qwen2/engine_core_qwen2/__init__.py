@@ -1,0 +1,1 @@
+"""Qwen2, Qwen2.5 and dense Qwen3 for engine-core."""

@@ -1,0 +1,165 @@
+"""How Qwen2 and Qwen3 checkpoints write their configs. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+from engine_core.configs import DefaultConfigBuilder, HFConfig, ModelConfig
+from engine_core.errors import ConfigError
+
+# Dynamic scaling is not among them: cached blocks would need salts, and no checkpoint has it.
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+# Scalings whose factor says how far beyond max_position_embeddings a sequence may go.
+_STRETCHING = ("linear", "yarn")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+class Qwen2ConfigBuilder:
+    """Reads the configs of Qwen2, of Qwen2.5 and of models published under their architecture.
+
+    Which layers have a sliding window, and how wide it is, stands in the keys ``layer_types`` and
+    ``sliding_window`` of the built config, however the checkpoint says it.
+    """
+
+    architecture: ClassVar[str] = "Qwen2ForCausalLM"
+    # What older checkpoints leave out, as transformers' config class fills it in.
+    defaults: ClassVar[dict[str, Any]] = {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+    }
+
+    @classmethod
+    def condition(cls, hf_config: HFConfig) -> bool:
+        """Whether the checkpoint calls itself by this architecture."""
+        return bool(hf_config.get("architectures") == [cls.architecture])
+
+    @classmethod
+    def build(
+        cls, hf_config: HFConfig, model_path: Path | None = None, **kwargs: Any
+    ) -> ModelConfig:
+        """The model config; its ``hf_config`` has every key that the model reads.
+
+        Raises:
+            ConfigError: a key is missing or senseless.
+        """
+        stated = {key: value for key, value in hf_config.to_dict().items() if value is not None}
+        values = {**cls.defaults, **stated}
+        rope = _rope_scaling(values)
+        values["rope_theta"] = rope.pop("rope_theta", values["rope_theta"])
+        values["rope_scaling"] = rope
+        if "num_attention_heads" in values:
+            values.setdefault("num_key_value_heads", values["num_attention_heads"])
+        _check_kinds(values, cls.defaults)
+        kwargs.setdefault("max_position_embeddings", longest_sequence(values))
+        config = DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)
+        values["sliding_window"] = _sliding_window(hf_config, values["use_sliding_window"])
+        values["layer_types"] = _layer_types(values, config.num_layers)
+        values["head_dim"] = config.head_dim
+        return config.replace(hf_config=HFConfig(values))
+
+
+class Qwen3ConfigBuilder(Qwen2ConfigBuilder):
+    """Reads the configs of dense Qwen3, whose head size does not follow from the hidden size."""
+
+    architecture: ClassVar[str] = "Qwen3ForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = {
+        **Qwen2ConfigBuilder.defaults,
+        "head_dim": 128,
+        "attention_bias": False,
+    }
+
+
+def longest_sequence(values: dict[str, Any]) -> int:
+    """Tokens of the longest sequence, with the stretch of the rope scaling.
+
+    Raises:
+        ConfigError: a length or factor is not a positive number.
+    """
+    rope = values["rope_scaling"]
+    longest = int(values["max_position_embeddings"])
+    if rope["rope_type"] not in _STRETCHING:
+        return longest
+    original = rope.get("original_max_position_embeddings", longest)
+    factor = rope.get("factor", 1.0)
+    for key, value in (("original_max_position_embeddings", original), ("factor", factor)):
+        if not _is_positive(value):
+            raise ConfigError(
+                f"config.json: {key} of rope_scaling must be a positive number, got {value!r}"
+            )
+    return max(int(original * factor), longest)
+
+
+def _sliding_window(hf_config: HFConfig, used: bool) -> int | None:
+    """The window, or None: the key is there in most checkpoints, but only counts if ``used``."""
+    window = hf_config.to_dict().get("sliding_window", 4096) if used else None
+    if window is None or (type(window) is int and window > 0):
+        return window
+    raise ConfigError(
+        f"config.json: sliding_window must be a positive integer or null, got {window!r}"
+    )
+
+
+def _layer_types(values: dict[str, Any], num_layers: int) -> list[str]:
+    """``layer_types`` of newer configs; older ones have the window from ``max_window_layers`` on."""
+    window = values["sliding_window"]
+    types = values.get("layer_types")
+    if types is None:
+        first = values.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise ConfigError(
+                f"config.json: max_window_layers must be an integer from 0 on, got {first!r}"
+            )
+        full = num_layers if window is None else min(first, num_layers)
+        return [_FULL] * full + [_SLIDING] * (num_layers - full)
+    if not isinstance(types, list) or not all(kind in (_FULL, _SLIDING) for kind in types):
+        raise ConfigError(
+            f"config.json: layer_types must be a list of {_FULL!r} and {_SLIDING!r}, got {types!r}"
+        )
+    if len(types) != num_layers:
+        raise ConfigError(
+            f"config.json: layer_types has {len(types)} entries, num_hidden_layers is {num_layers}"
+        )
+    if window is None and _SLIDING in types:
+        raise ConfigError(
+            f"config.json: layer_types has {_SLIDING!r}, which needs a sliding_window and "
+            f"use_sliding_window true, got {values['use_sliding_window']!r}"
+        )
+    return types
+
+
+def _rope_scaling(values: dict[str, Any]) -> dict[str, Any]:
+    """``rope_scaling`` or its newer name ``rope_parameters``, with ``rope_type`` always."""
+    rope = values.pop("rope_parameters", None) or values.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"config.json: rope_scaling must be an object or null, got {rope!r}")
+    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+    if rope["rope_type"] not in _ROPE_TYPES:
+        raise ConfigError(
+            f"config.json: rope_scaling of type {rope['rope_type']!r} is not one of "
+            f"{', '.join(_ROPE_TYPES)}"
+        )
+    return rope
+
+
+def _check_kinds(values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Refuse values that are of another kind than those that they stand for."""
+    for key, default in {"intermediate_size": 1, **defaults}.items():
+        value = values.get(key)
+        if isinstance(default, bool | str):
+            fits = type(value) is type(default)
+            kind = "a string" if isinstance(default, str) else "true or false"
+        else:
+            fits = _is_positive(value) and (isinstance(default, float) or type(value) is int)
+            kind = "a positive number" if isinstance(default, float) else "a positive integer"
+        if not fits:
+            raise ConfigError(f"config.json: {key} must be {kind}, got {value!r}")
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0

@@ -1,0 +1,57 @@
+"""Qwen2 (Yang et al., 2024) and dense Qwen3 (Yang et al., 2025), as transformers computes them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from engine_core.configs import HFConfig
+from engine_core.nn import DecoderLayer, GatedMLP, RMSNorm, RotaryCausalLM, SelfAttention
+
+
+class _QwenForCausalLM(RotaryCausalLM):
+    """What both generations share: all of a layer but its attention."""
+
+    def build_layer(self, config: HFConfig, index: int) -> DecoderLayer:
+        """A layer, whose entry in ``layer_types`` says whether it has the sliding window."""
+        slides = config.layer_types[index] == "sliding_attention"
+        return DecoderLayer(
+            self.build_attention(config, config.sliding_window if slides else None),
+            GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act),
+            lambda: RMSNorm(config.hidden_size, config.rms_norm_eps),
+        )
+
+    @abstractmethod
+    def build_attention(self, config: HFConfig, window: int | None) -> SelfAttention:
+        """The attention of a layer in which a query sees ``window`` keys, or all if None."""
+
+
+class Qwen2ForCausalLM(_QwenForCausalLM):
+    """Qwen2 and Qwen2.5: biases on q, k and v, none on the output projection."""
+
+    def build_attention(self, config: HFConfig, window: int | None) -> SelfAttention:
+        """Attention with biases."""
+        return SelfAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            qkv_bias=True,
+            sliding_window=window,
+        )
+
+
+class Qwen3ForCausalLM(_QwenForCausalLM):
+    """Qwen3: each head of q and k is normalised before it is rotated."""
+
+    def build_attention(self, config: HFConfig, window: int | None) -> SelfAttention:
+        """Attention with norms; ``attention_bias`` is that of all four projections."""
+        return SelfAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            qk_norm_eps=config.rms_norm_eps,
+            sliding_window=window,
+        )

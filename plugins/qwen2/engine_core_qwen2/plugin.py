@@ -1,0 +1,30 @@
+"""What this package offers to engine-core. Imports no torch."""
+
+from engine_core import hookimpl
+from engine_core_qwen2.config import Qwen2ConfigBuilder, Qwen3ConfigBuilder
+
+requires_api = "0.1"
+
+
+@hookimpl
+def module_map() -> dict[str, str]:
+    """The architectures of this family."""
+    return {
+        "Qwen2ForCausalLM": "engine_core_qwen2.model.Qwen2ForCausalLM",
+        "Qwen3ForCausalLM": "engine_core_qwen2.model.Qwen3ForCausalLM",
+    }
+
+
+@hookimpl
+def config_builders() -> list[type]:
+    """Read the configs of Qwen2 and Qwen3."""
+    return [Qwen2ConfigBuilder, Qwen3ConfigBuilder]
+
+
+@hookimpl
+def gguf_adapters() -> dict[str, str]:
+    """GGUF files that llama.cpp calls qwen2 and qwen3."""
+    return {
+        "qwen2": "engine_core_qwen2.gguf.Qwen2GGUFAdapter",
+        "qwen3": "engine_core_qwen2.gguf.Qwen3GGUFAdapter",
+    }

@@ -1,0 +1,33 @@
+"""The qwen2 fixtures through the whole engine, against the original code's outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from golden_fixtures import SETTINGS, check_generation, check_preemption, check_prefix_cache
+
+FIXTURES = [
+    "qwen2-gqa",
+    "qwen2-swa",
+    "qwen2-tied-nowindow",
+    "qwen3-tiny",
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("name", FIXTURES)
+def test_tokens_and_logits_are_those_of_the_original_code(
+    name: str, settings: dict[str, Any]
+) -> None:
+    check_generation(name, settings)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_a_second_run_from_the_prefix_cache_is_the_same(name: str) -> None:
+    check_prefix_cache(name)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_preempted_requests_are_the_same(name: str) -> None:
+    check_preemption(name)

@@ -1,0 +1,18 @@
+"""Real models for every test folder; ``make models`` fetches them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct in Q4_1."""
+    named = os.environ.get("ENGINE_CORE_TEST_SMOLLM2")
+    path = Path(named or REPOSITORY / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    if not path.is_file():
+        pytest.fail(f"{path} is not there; run 'make models' or set ENGINE_CORE_TEST_SMOLLM2")
+    return path

@@ -1,0 +1,353 @@
+"""The offline interface: what it takes, what it gives, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from golden_fixtures import GOLDEN, golden_prompts
+
+from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.errors import (
+    CacheMemoryError,
+    CheckpointNotFoundError,
+    ConfigError,
+    EngineDeadError,
+    RequestError,
+    UnknownArchitectureError,
+)
+
+MODEL = str(GOLDEN / "llama-gqa")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+PROMPTS = golden_prompts("llama-gqa")
+IDS = [prompt.input_ids for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(MODEL, EngineConfig(skip_tokenizer_init=True, max_model_len=200)) as llm:
+        yield llm
+        # Whatever the tests did, nothing may be left behind.
+        assert not llm.engine.has_unfinished
+        assert llm.engine.scheduler.num_running == 0
+
+
+def tokens(outputs: list) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [IDS[2], [IDS[2]], {"prompt_token_ids": IDS[2]}, [{"prompt_token_ids": IDS[2]}]],
+    ids=["ids", "list of ids", "dictionary", "list of dictionaries"],
+)
+def test_every_form_of_prompt_is_taken(llm: LLM, prompts: object) -> None:
+    (output,) = llm.generate(prompts, GREEDY)
+    assert output.prompt is None
+    assert output.prompt_token_ids == IDS[2]
+    assert output.outputs[0].token_ids == PROMPTS[2].new_tokens
+    assert output.outputs[0].text == ""
+    assert output.finished
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([], GREEDY) == []
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [GREEDY.replace(max_tokens=index + 1) for index in range(len(IDS))]
+    outputs = llm.generate(IDS, params)
+    for index, (output, prompt) in enumerate(zip(outputs, PROMPTS, strict=True)):
+        assert output.outputs[0].token_ids == prompt.new_tokens[: index + 1]
+    with pytest.raises(RequestError, match="6 prompts, but 1 sampling_params"):
+        llm.generate(IDS, [GREEDY])
+
+
+def test_streaming_yields_one_more_token_each_time(llm: LLM) -> None:
+    lengths = []
+    for output in llm.stream(IDS[3], GREEDY):
+        assert output.outputs[0].token_ids == PROMPTS[3].new_tokens[: len(lengths) + 1]
+        lengths.append(len(output.outputs[0].token_ids))
+    assert lengths == list(range(1, 17))
+    assert output.finished
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_a_stream_that_is_left_frees_its_request(llm: LLM) -> None:
+    stream = llm.stream(IDS[3], GREEDY)
+    next(stream)
+    assert llm.engine.scheduler.num_running == 1
+    stream.close()
+    assert llm.engine.scheduler.num_running == 0
+    assert not llm.engine.has_unfinished
+
+
+def test_two_streams_may_be_read_in_turn(llm: LLM) -> None:
+    one = llm.stream(IDS[2], GREEDY)
+    two = llm.stream(IDS[3], GREEDY)
+    next(one)
+    assert list(two)[-1].outputs[0].token_ids == PROMPTS[3].new_tokens
+    assert list(one)[-1].outputs[0].token_ids == PROMPTS[2].new_tokens
+
+
+@pytest.mark.parametrize("kind", ["end of sequence", "stop token"])
+def test_a_stopping_token_ends_the_sequence_and_is_part_of_it(kind: str) -> None:
+    prompt = PROMPTS[0]
+    stop = prompt.new_tokens[5]
+    end = prompt.new_tokens.index(stop)
+    overrides = {"eos_token_id": stop} if kind == "end of sequence" else {}
+    params = GREEDY.replace(
+        ignore_eos=False, stop_token_ids=() if kind == "end of sequence" else (stop,)
+    )
+    with LLM(MODEL, EngineConfig(skip_tokenizer_init=True, hf_overrides=overrides)) as llm:
+        (output,) = llm.generate(prompt.input_ids, params)
+        (ignored,) = llm.generate(prompt.input_ids, GREEDY)
+    assert output.outputs[0].token_ids == prompt.new_tokens[: end + 1]
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].stop_reason == (None if kind == "end of sequence" else stop)
+    assert ignored.outputs[0].token_ids == prompt.new_tokens
+
+
+def test_min_tokens_forbids_the_stop_token_before(llm: LLM) -> None:
+    prompt = PROMPTS[0]
+    stop = prompt.new_tokens[0]
+    params = GREEDY.replace(stop_token_ids=(stop,), min_tokens=5)
+    (output,) = llm.generate(prompt.input_ids, params)
+    assert stop not in output.outputs[0].token_ids[:5]
+    assert len(output.outputs[0].token_ids) >= 5
+
+
+def test_a_seed_repeats_and_n_completions_differ(llm: LLM) -> None:
+    params = SamplingParams(n=4, seed=7, max_tokens=12, ignore_eos=True)
+    (first,) = llm.generate(IDS[2], params)
+    (second,) = llm.generate(IDS[2], params)
+    assert tokens([first]) == tokens([second])
+    assert [completion.index for completion in first.outputs] == [0, 1, 2, 3]
+    assert len({tuple(ids) for ids in tokens([first])}) == 4
+    # The first of n is what n=1 gives, and its neighbours in the batch do not matter.
+    (single,) = llm.generate(IDS[2], params.replace(n=1))
+    assert single.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_without_a_seed_runs_differ_but_an_engine_repeats_itself(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    assert tokens(llm.generate(IDS[2], params)) != tokens(llm.generate(IDS[2], params))
+    config = EngineConfig(skip_tokenizer_init=True, seed=5)
+    runs = []
+    for _ in range(2):
+        with LLM(MODEL, config) as fresh:
+            runs.append(tokens(fresh.generate([IDS[2], IDS[3]], params)))
+    assert runs[0] == runs[1]
+
+
+def test_logprobs_are_the_models_own_whatever_the_sampling(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=2.0, top_k=3, seed=1, max_tokens=4, ignore_eos=True, logprobs=2
+    )
+    (output,) = llm.generate(IDS[2], params)
+    completion = output.outputs[0]
+    first = PROMPTS[2].step_logits[0].log_softmax(-1)
+    entry = completion.logprobs[0]
+    assert len(completion.logprobs) == 4
+    assert set(first.topk(2).indices.tolist()) <= set(entry)
+    for token, value in entry.items():
+        assert value.logprob == pytest.approx(float(first[token]), abs=1e-4)
+        assert value.decoded_token is None
+    assert completion.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for e, t in zip(completion.logprobs, completion.token_ids, strict=True))
+    )
+
+
+REFUSED = {
+    "empty": ([], "prompt"),
+    "too long": ([1] * 200, "200"),
+    "outside": ([1, 320], "token 320 at position 1"),
+    "negative": ([-1, 3], "token -1 at position 0"),
+    "text": ("Hello", "no tokenizer"),
+    "keys": ({"prompt": "a", "prompt_token_ids": [1]}, "exactly one key"),
+    "float": ([{"prompt_token_ids": [1.5]}], "token 1.5 at position 0"),
+    "none": ([None], "text or a list of token ids"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_bad_prompt_is_refused_and_the_engine_serves_on(
+    llm: LLM, prompt: object, message: str
+) -> None:
+    bad = (
+        prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        else ([prompt])
+    )
+    with pytest.raises(RequestError, match=message) as caught:
+        llm.generate([IDS[2], *bad], GREEDY)
+    assert "prompt 1:" in str(caught.value)
+    assert not llm.engine.has_unfinished
+    (output,) = llm.generate(IDS[2], GREEDY)
+    assert output.outputs[0].token_ids == PROMPTS[2].new_tokens
+
+
+def test_stop_strings_without_a_tokenizer_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        llm.generate(IDS[2], GREEDY.replace(stop=("x",)))
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"stop_token_ids \[320\]"):
+        llm.generate(IDS[2], GREEDY.replace(stop_token_ids=(3, 320)))
+
+
+def test_a_request_id_is_taken_once(llm: LLM) -> None:
+    llm.engine.add_request(IDS[2], GREEDY, request_id="mine")
+    with pytest.raises(RequestError, match="already a request 'mine'"):
+        llm.engine.add_request(IDS[2], GREEDY, request_id="mine")
+    output = llm.engine.abort("mine")
+    assert output.outputs[0].finish_reason == "abort"
+    assert llm.engine.abort("mine") is None
+
+
+def test_chat_without_a_tokenizer_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="cannot chat"):
+        llm.chat([{"role": "user", "content": "Hello"}])
+
+
+SENSELESS = {
+    "temperature": {"temperature": -1},
+    "temperature nan": {"temperature": float("nan")},
+    "top_p": {"top_p": 0.0},
+    "top_p above": {"top_p": 1.1},
+    "top_k": {"top_k": -2},
+    "min_p": {"min_p": 2},
+    "n": {"n": 0},
+    "max_tokens": {"max_tokens": 0},
+    "min_tokens": {"max_tokens": 2, "min_tokens": 3},
+    "stop": {"stop": ("",)},
+    "logprobs": {"logprobs": -1},
+    "seed": {"seed": -1},
+    "unknown": {"best_of": 2},
+}
+
+
+@pytest.mark.parametrize("values", SENSELESS.values(), ids=SENSELESS.keys())
+def test_senseless_sampling_parameters_are_refused_by_name(values: dict) -> None:
+    with pytest.raises(ConfigError, match=next(reversed(values))):
+        SamplingParams(**values)
+
+
+def test_two_hundred_requests_give_what_each_gives_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    prompts = [
+        torch.randint(0, 320, (integer(1, 150),), generator=generator).tolist() for _ in range(200)
+    ]
+    params = [
+        SamplingParams(
+            temperature=0.0 if index % 2 else 0.8,
+            top_p=0.9,
+            seed=index,
+            max_tokens=integer(1, 30),
+            ignore_eos=True,
+        )
+        for index in range(200)
+    ]
+    with LLM(MODEL, EngineConfig(skip_tokenizer_init=True, max_num_seqs=200)) as llm:
+        together = tokens(llm.generate(prompts, params))
+    config = EngineConfig(skip_tokenizer_init=True, max_num_seqs=1, enable_prefix_caching=False)
+    with LLM(MODEL, config) as llm:
+        alone = [tokens(llm.generate(p, q))[0] for p, q in zip(prompts, params, strict=True)]
+    assert together == alone
+
+
+def test_closing_frees_the_model_and_refuses_more_work() -> None:
+    llm = LLM(MODEL, skip_tokenizer_init=True)
+    model = weakref.ref(llm.engine._runner.model)
+    llm.close()
+    gc.collect()
+    assert model() is None
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.generate(IDS[0], GREEDY)
+    llm.close()
+
+
+def test_a_failing_model_ends_the_engine_with_its_root_cause() -> None:
+    class StrikeError(RuntimeError):
+        pass
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise StrikeError("the tensor cores are on strike")
+
+    with LLM(MODEL, skip_tokenizer_init=True) as llm:
+        llm.engine._runner.model.forward = fail
+        with pytest.raises(
+            EngineDeadError, match="StrikeError: the tensor cores are on strike"
+        ) as caught:
+            llm.generate(IDS[0], GREEDY)
+        assert isinstance(caught.value.__cause__, StrikeError)
+        with pytest.raises(EngineDeadError, match="tensor cores"):
+            llm.generate(IDS[0], GREEDY)
+
+
+def test_dummy_weights_need_no_file_and_depend_on_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((GOLDEN / "llama-gqa" / "config.json").read_text())
+    params = GREEDY.replace(logprobs=1)
+
+    def logprob(seed: int) -> float:
+        config = EngineConfig(load_format="dummy", skip_tokenizer_init=True, seed=seed)
+        with LLM(str(tmp_path), config) as llm:
+            return llm.generate([1, 2, 3], params)[0].outputs[0].cumulative_logprob
+
+    assert logprob(0) == logprob(0)
+    assert logprob(0) != logprob(1)
+
+
+def test_hf_overrides_reach_the_model() -> None:
+    config = EngineConfig(skip_tokenizer_init=True, hf_overrides={"rms_norm_eps": 0.5})
+    with LLM(MODEL, config) as llm:
+        assert llm.model_config.hf_config.rms_norm_eps == 0.5
+        assert tokens(llm.generate(IDS[2], GREEDY)) != [PROMPTS[2].new_tokens]
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    config = EngineConfig(hf_overrides={"architectures": ["NobodyForCausalLM"]})
+    with pytest.raises(UnknownArchitectureError, match="NobodyForCausalLM"):
+        LLM(MODEL, config)
+
+
+def test_a_model_that_is_not_there_is_refused() -> None:
+    with pytest.raises(CheckpointNotFoundError, match="no-such-folder"):
+        LLM("./no-such-folder")
+
+
+def test_too_small_a_cache_is_refused_with_what_would_fit() -> None:
+    config = EngineConfig(skip_tokenizer_init=True, kv_cache_memory=10_000, max_model_len=100)
+    with pytest.raises(CacheMemoryError, match="max_model_len to at most"):
+        LLM(MODEL, config)
+
+
+def test_a_length_is_cut_to_what_the_cache_holds_if_none_was_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = EngineConfig(skip_tokenizer_init=True, kv_cache_memory="200KB", block_size=16)
+    with LLM(MODEL, config) as llm:
+        # 3 layers of 2 heads of 8 + 8 float32 values.
+        blocks = 200_000 // (3 * 2 * 16 * 4 * 16) - 1
+        assert llm.engine.max_model_len == blocks * 16
+        assert "max_model_len is cut" in caplog.text
+        assert tokens(llm.generate(IDS[2], GREEDY)) == [PROMPTS[2].new_tokens]
+
+
+def test_a_length_beyond_the_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_len 4096 is above the 2048"):
+        LLM(MODEL, skip_tokenizer_init=True, max_model_len=4096)
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cuda:99"):
+        LLM(MODEL, skip_tokenizer_init=True, device="cuda:99")

@@ -1,0 +1,363 @@
+"""Inputs for the kernels and the native matrix, shared by the tests and benchmarks/kernels.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine_core import kernels
+from engine_core.kernels.activation import reference as activation_reference
+from engine_core.kernels.attention import reference as attention_reference
+from engine_core.kernels.kv_store import reference as kv_store_reference
+from engine_core.kernels.norm import reference as norm_reference
+from engine_core.kernels.rotary import reference as rotary_reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Bounds of max |got - expected| / (1 + |expected|). A few roundings: float32 has 2**-24, summed
+# over thousands of terms; float16 2**-11; bfloat16 2**-8.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to ``1 + |expected|``; infinite where got is not finite."""
+    got, expected = got.double(), expected.double()
+    difference = (got - expected).abs() / (1 + expected.abs())
+    return difference.nan_to_num(torch.inf, torch.inf).max().item() if got.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class Paged:
+    """A batch for paged attention whose every unused slot and table entry is poisoned."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    rows: tuple[tuple[int, int], ...]
+    dense: tuple[tuple[Tensor, Tensor], ...]
+    block_tables: Tensor
+    query_start: Tensor
+    kv_lens: Tensor
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Leading rows with one query."""
+        count = 0
+        while count < len(self.rows) and self.rows[count][0] == 1:
+            count += 1
+        return count
+
+    def metadata(self) -> dict[str, Tensor]:
+        """What says where rows and tokens lie."""
+        return {
+            "block_tables": self.block_tables,
+            "query_start": self.query_start,
+            "kv_lens": self.kv_lens,
+        }
+
+    def sizes(self) -> dict[str, int]:
+        """The host's bounds."""
+        return {
+            "max_query_len": max(n for n, _ in self.rows),
+            "max_kv_len": max(max(n for _, n in self.rows), 1),
+            "num_decode_rows": self.num_decode_rows,
+        }
+
+    def poisoned_out(self) -> Tensor:
+        """An output full of NaN."""
+        shape = (*self.q.shape[:2], self.v_cache.shape[3])
+        return torch.full(shape, torch.nan, dtype=self.q.dtype, device=self.q.device)
+
+
+def make_paged(
+    rows: list[tuple[int, int]],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    fused: bool = False,
+    seed: int = 0,
+) -> Paged:
+    """Rows of (queries, tokens); ``fused`` makes q a view of a wider tensor and the caches of one.
+
+    Blocks are dealt in random order.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    v_head_dim = v_head_dim or head_dim
+    counts = [-(-kv_len // block_size) for _, kv_len in rows]
+    num_blocks = sum(counts) + 2
+    blocks = torch.randperm(num_blocks, generator=generator)
+    tables = torch.full((len(rows), max(counts) + 1), -1, dtype=torch.int32)
+    if fused:
+        both = torch.full(
+            (num_blocks, 2, block_size, kv_heads, max(head_dim, v_head_dim)), torch.nan
+        )
+        k_cache, v_cache = both[:, 0, ..., :head_dim], both[:, 1, ..., :v_head_dim]
+    else:
+        k_cache = torch.full((num_blocks, block_size, kv_heads, head_dim), torch.nan)
+        v_cache = torch.full((num_blocks, block_size, kv_heads, v_head_dim), torch.nan)
+    dense = []
+    for row, (_, kv_len) in enumerate(rows):
+        own, blocks = blocks[: counts[row]], blocks[counts[row] :]
+        tables[row, : counts[row]] = own.int()
+        k = torch.randn(kv_len, kv_heads, head_dim, generator=generator).to(dtype).float()
+        v = torch.randn(kv_len, kv_heads, v_head_dim, generator=generator).to(dtype).float()
+        j = torch.arange(kv_len)
+        k_cache[own[j // block_size], j % block_size] = k
+        v_cache[own[j // block_size], j % block_size] = v
+        dense.append((k, v))
+    starts = torch.tensor([0, *(n for n, _ in rows)]).cumsum(0).int()
+    num_tokens = int(starts[-1])
+    width = heads + 2 * kv_heads if fused else heads
+    q = torch.randn(num_tokens, width, head_dim, generator=generator)
+    if fused:
+        both = both.to(device, dtype)
+        k_cache, v_cache = both[:, 0, ..., :head_dim], both[:, 1, ..., :v_head_dim]
+    return Paged(
+        q=q.to(device, dtype)[:, :heads],
+        k_cache=k_cache.to(device, dtype),
+        v_cache=v_cache.to(device, dtype),
+        rows=tuple(rows),
+        dense=tuple(dense),
+        block_tables=tables.to(device),
+        query_start=starts.to(device),
+        kv_lens=torch.tensor([n for _, n in rows], dtype=torch.int32, device=device),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison of a public op with its float32 reference; ``run`` gives the error."""
+
+    op: str
+    name: str
+    dtype: torch.dtype
+    run: Callable[[], float]
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}-{str(self.dtype).removeprefix('torch.')}"
+
+
+def native_matrix(device: str) -> Iterator[Case]:
+    """Every op in every dtype, for a GPU."""
+    for dtype in DTYPES:
+        yield from _norm_cases(device, dtype)
+        yield from _activation_cases(device, dtype)
+        yield from _rotary_cases(device, dtype)
+        yield from _store_cases(device, dtype)
+        yield from _attention_cases(device, dtype)
+
+
+def _randn(*shape: int, device: str, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def _norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(rows: int, size: int, op: str, residual: bool) -> float:
+        x = _randn(rows, size + 8, device=device, dtype=dtype)[:, :size]
+        weight = _randn(size, device=device, dtype=dtype)
+        bias = _randn(size + 1, device=device, dtype=dtype)[1:]
+        added = _randn(rows, size, device=device, dtype=dtype) if residual else None
+        if op == "rms_norm":
+            got = kernels.rms_norm(x, weight, 1e-5, residual=added)
+        else:
+            got = kernels.layer_norm(x, weight, bias, 1e-5, residual=added)
+        total = x.float()
+        worst = 0.0
+        if isinstance(got, tuple):
+            assert added is not None
+            got, total_got = got
+            total = (x + added).float()
+            worst = error(total_got, total)
+        if op == "rms_norm":
+            expected = norm_reference.rms_norm(total, weight.float(), 1e-5)
+        else:
+            expected = norm_reference.layer_norm(total, weight.float(), bias.float(), 1e-5)
+        return max(worst, error(got, expected))
+
+    for op in ("rms_norm", "layer_norm"):
+        for rows, size in [(1, 4096), (63, 576), (128, 63), (4096, 128), (512, 8192), (3, 16384)]:
+            for residual in (False, True):
+                name = f"{rows}x{size}{'-residual' if residual else ''}"
+                yield Case(
+                    op,
+                    name,
+                    dtype,
+                    lambda r=rows, s=size, o=op, a=residual: run(r, s, o, a),  # type: ignore[misc]
+                )
+
+    def per_head() -> float:
+        qkv = _randn(65, 12, 128, device=device, dtype=dtype)
+        weight = _randn(128, device=device, dtype=dtype)
+        got = kernels.rms_norm(qkv[:, 8:10], weight, 1e-6)
+        return error(got, norm_reference.rms_norm(qkv[:, 8:10].float(), weight.float(), 1e-6))
+
+    yield Case("rms_norm", "per-head", dtype, per_head)
+
+
+def _activation_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(rows: int, size: int, activation: str) -> float:
+        x = 3 * _randn(rows, 2 * size, device=device, dtype=dtype)
+        if activation == "silu":
+            return error(kernels.silu_and_mul(x), activation_reference.silu_and_mul(x.float()))
+        got = kernels.gelu_and_mul(x, activation)  # type: ignore[arg-type]
+        return error(got, activation_reference.gelu_and_mul(x.float(), activation))
+
+    for activation in ("silu", "tanh", "none"):
+        op = "silu_and_mul" if activation == "silu" else f"gelu_and_mul[{activation}]"
+        for rows, size in [(1, 1), (1, 14336), (63, 63), (128, 128), (2048, 11008)]:
+            yield Case(
+                op,
+                f"{rows}x{size}",
+                dtype,
+                lambda r=rows, s=size, a=activation: run(r, s, a),  # type: ignore[misc]
+            )
+
+
+def _rotary_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(tokens: int, head_dim: int, half: int, sections: int, interleaved: bool) -> float:
+        qkv = _randn(tokens, 10, head_dim, device=device, dtype=dtype)
+        angles = _randn(sections, tokens, half, device=device, dtype=torch.float32)
+        cos, sin = angles.cos(), angles.sin()
+        expected = qkv.float()
+        rotary_reference.apply_rotary(
+            expected[:, :7], expected[:, 7:9], cos, sin, interleaved=interleaved
+        )
+        kernels.apply_rotary(qkv[:, :7], qkv[:, 7:9], cos, sin, interleaved=interleaved)
+        return error(qkv, expected)
+
+    for interleaved in (False, True):
+        for tokens, head_dim, half, sections in [
+            (1, 64, 32, 1),
+            (63, 80, 16, 1),
+            (128, 128, 64, 1),
+            (128, 128, 32, 2),
+            (3000, 96, 48, 1),
+            (64, 256, 64, 1),
+        ]:
+            yield Case(
+                "apply_rotary",
+                f"{tokens}x{head_dim}-{sections}x{half}{'-interleaved' if interleaved else ''}",
+                dtype,
+                lambda t=tokens, d=head_dim, h=half, s=sections, i=interleaved: run(  # type: ignore[misc]
+                    t, d, h, s, i
+                ),
+            )
+
+
+def _store_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(tokens: int, head_dim: int, v_head_dim: int, block_size: int) -> float:
+        qkv = _randn(tokens, 9, head_dim, device=device, dtype=dtype)
+        k, v = qkv[:, 3:6], qkv[:, 6:, :v_head_dim]
+        num_blocks = tokens // block_size + 2
+        slots = torch.randperm(num_blocks * block_size, device=device)[:tokens]
+        slots[::5] = -1
+        k_cache = torch.zeros(num_blocks, block_size, 3, head_dim, dtype=dtype, device=device)
+        v_cache = torch.zeros(num_blocks, block_size, 3, v_head_dim, dtype=dtype, device=device)
+        k_expected, v_expected = k_cache.clone(), v_cache.clone()
+        kv_store_reference.store_kv(k, v, k_expected, v_expected, slots)
+        kernels.store_kv(k, v, k_cache, v_cache, slots)
+        exact = torch.equal(k_cache, k_expected) and torch.equal(v_cache, v_expected)
+        return 0.0 if exact else torch.inf
+
+    for tokens, head_dim, v_head_dim, block_size in [
+        (1, 64, 64, 16),
+        (63, 80, 80, 16),
+        (128, 128, 64, 5),
+        (4096, 128, 128, 64),
+        (100, 256, 256, 1),
+    ]:
+        yield Case(
+            "store_kv",
+            f"{tokens}x{head_dim}-{v_head_dim}-block{block_size}",
+            dtype,
+            lambda t=tokens, d=head_dim, e=v_head_dim, b=block_size: run(t, d, e, b),  # type: ignore[misc]
+        )
+
+
+DECODE_ROWS = [(1, 1), (1, 63), (1, 128), (1, 0), (1, 1000), (1, 4097)]
+PREFILL_ROWS = [(1, 1), (63, 63), (128, 128), (5, 300), (130, 1029), (700, 4300)]
+
+
+def _attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(
+        rows: list[tuple[int, int]], shape: dict[str, int], options: dict[str, object]
+    ) -> float:
+        paged = make_paged(rows, dtype=dtype, device=device, fused=True, **shape)  # type: ignore[arg-type]
+        if "alibi_slopes" in options:
+            slopes = 2.0 ** -torch.arange(1, paged.q.shape[1] + 1, device=device).float()
+            options = options | {"alibi_slopes": slopes}
+        if "prefix_lens" in options:
+            lens = torch.tensor([kv_len // 2 for _, kv_len in rows], dtype=torch.int32)
+            lens[-1] = rows[-1][1]
+            options = options | {"prefix_lens": lens.to(device)}
+        out = paged.poisoned_out()
+        scale = paged.q.shape[2] ** -0.5
+        kernels.paged_attention(
+            paged.q,
+            paged.k_cache,
+            paged.v_cache,
+            out=out,
+            scale=scale,
+            **paged.metadata(),
+            **paged.sizes(),
+            **options,  # type: ignore[arg-type]
+        )
+        expected = torch.full(out.shape, torch.nan, device=device)
+        attention_reference.paged_attention(
+            paged.q.float(),
+            paged.k_cache,
+            paged.v_cache,
+            expected,
+            scale=scale,
+            **paged.metadata(),
+            **options,  # type: ignore[arg-type]
+        )
+        return error(out, expected)
+
+    shapes = [
+        {"heads": 14, "kv_heads": 2, "head_dim": 64},
+        {"heads": 4, "kv_heads": 4, "head_dim": 80},
+        {"heads": 6, "kv_heads": 2, "head_dim": 96, "v_head_dim": 64},
+        {"heads": 8, "kv_heads": 2, "head_dim": 128},
+        {"heads": 4, "kv_heads": 1, "head_dim": 256},
+        {"heads": 71, "kv_heads": 1, "head_dim": 64},
+        {"heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 1},
+        {"heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 5},
+        {"heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 256},
+    ]
+    options: list[dict[str, object]] = [
+        {"alibi_slopes": None},
+        {"window": 1},
+        {"window": 200},
+        {"softcap": 20.0},
+        {"prefix_lens": None},
+        {"window": 200, "alibi_slopes": None, "prefix_lens": None},
+    ]
+    base = shapes[3]
+    for kind, rows in [
+        ("decode", DECODE_ROWS),
+        ("decode-one", [(1, 777)]),
+        ("decode-many", [(1, 1 + 13 * row) for row in range(80)]),
+        ("prefill", PREFILL_ROWS),
+        ("mixed", DECODE_ROWS[:3] + PREFILL_ROWS[3:5]),
+    ]:
+        cut = [(shape, {}) for shape in shapes] + [(base, option) for option in options]
+        for shape, option in cut if kind in ("decode", "prefill") else cut[3:4]:
+            parts = [f"{key}{value}" for key, value in shape.items()] + [
+                key if value is None else f"{key}{value}" for key, value in option.items()
+            ]
+            yield Case(
+                "paged_attention",
+                f"{kind}-{'-'.join(parts)}",
+                dtype,
+                lambda r=rows, s=shape, o=option: run(r, s, o),  # type: ignore[misc]
+            )

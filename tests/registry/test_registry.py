@@ -1,0 +1,249 @@
+"""Discovery: what is found, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from engine_core import hookimpl
+from engine_core.configs import DefaultConfigBuilder, HFConfig
+from engine_core.errors import (
+    ConfigError,
+    DuplicateArchitectureError,
+    PluginLoadError,
+    UnknownArchitectureError,
+)
+from engine_core.registry import build_registry
+
+CONFIG = {
+    "architectures": ["ToyForCausalLM"],
+    "model_type": "toy",
+    "vocab_size": 8,
+    "hidden_size": 4,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 16,
+}
+
+
+class ToyForCausalLM:
+    """Stands for a model class: the registry only finds it."""
+
+
+@dataclass
+class Point:
+    """An entry point as importlib.metadata gives it."""
+
+    name: str
+    target: object
+    value: str = "toy.plugin"
+    dist: object = None
+
+    def load(self) -> object:
+        if isinstance(self.target, Exception):
+            raise self.target
+        return self.target
+
+
+def constant(value: object) -> Callable[[], object]:
+    return lambda: value
+
+
+def plugin(requires_api: str | None = "0.1", **hooks: object) -> ModuleType:
+    module = ModuleType("toy_plugin")
+    if requires_api is not None:
+        module.requires_api = requires_api
+    for name, value in hooks.items():
+        setattr(module, name, hookimpl(constant(value)))
+    return module
+
+
+TOY = {"ToyForCausalLM": f"{__name__}.ToyForCausalLM"}
+
+
+@pytest.fixture(autouse=True)
+def _importable() -> None:
+    # Under importlib mode this module is not importable by its name.
+    sys.modules.setdefault(__name__, sys.modules[ToyForCausalLM.__module__])
+
+
+def test_a_plugin_is_found_with_its_distribution() -> None:
+    dist = SimpleNamespace(name="engine-core-toy", version="1.2")
+    registry = build_registry(entry_points=[Point("toy", plugin(module_map=TOY), dist=dist)])
+    (report,) = registry.reports
+    assert (report.name, report.distribution, report.version) == ("toy", "engine-core-toy", "1.2")
+    assert report.architectures == ("ToyForCausalLM",)
+    assert report.error is None
+    assert registry.model_class("ToyForCausalLM") is ToyForCausalLM
+
+
+BROKEN = {
+    "import": (Point("bad", ImportError("No module named 'lost'")), "No module named 'lost'"),
+    "syntax": (Point("bad", SyntaxError("invalid syntax")), "SyntaxError"),
+    "no api": (Point("bad", plugin(None, module_map={})), "states no requires_api"),
+    "other api": (Point("bad", plugin("0.2")), "asks for plugin API 0.2, this core offers 0.1"),
+    "unknown hook": (Point("bad", plugin(modul_map={})), "unknown hook modul_map"),
+    "hook's value": (Point("bad", plugin(module_map=["a.B"])), "module_map() must map"),
+    "not a path": (Point("bad", plugin(module_map={"A": "B"})), "module_map() must map"),
+    "builder": (Point("bad", plugin(config_builders=[int])), "not a class with condition, build"),
+    "not a list": (Point("bad", plugin(config_builders=7)), "must return a list of classes"),
+}
+
+
+@pytest.mark.parametrize(("point", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_plugin_is_reported_and_the_others_work_on(point: Point, message: str) -> None:
+    good = Point("toy", plugin(module_map=TOY))
+    registry = build_registry(entry_points=[point, good])
+    by_name = {report.name: report for report in registry.reports}
+    assert "'bad'" in by_name["bad"].error
+    assert message in by_name["bad"].error
+    assert by_name["toy"].error is None
+    assert registry.model_class("ToyForCausalLM") is ToyForCausalLM
+    # Who asks for what the broken one might have brought learns of it.
+    with pytest.raises(UnknownArchitectureError, match="could not be used: bad"):
+        registry.model_class("BadForCausalLM")
+    with pytest.raises(PluginLoadError) as caught:
+        build_registry(entry_points=[point, good], plugin_errors="strict")
+    assert message in str(caught.value)
+
+
+def test_a_hook_that_fails_names_the_plugin_and_the_hook() -> None:
+    module = plugin()
+    module.module_map = hookimpl(lambda: 1 / 0)
+    registry = build_registry(entry_points=[Point("bad", module)])
+    assert "plugin 'bad': module_map() failed: ZeroDivisionError" in registry.reports[0].error
+
+
+def test_two_claims_of_one_architecture_name_both() -> None:
+    points = [Point("one", plugin(module_map=TOY)), Point("two", plugin(module_map=TOY))]
+    registry = build_registry(entry_points=points)
+    with pytest.raises(DuplicateArchitectureError, match="'one' and 'two'"):
+        registry.model_class("ToyForCausalLM")
+
+
+def test_two_matching_builders_name_both() -> None:
+    points = [
+        Point("one", plugin(config_builders=[DefaultConfigBuilder])),
+        Point("two", plugin(config_builders=[DefaultConfigBuilder])),
+    ]
+    registry = build_registry(entry_points=points)
+    with pytest.raises(DuplicateArchitectureError, match=r"of 'one' and Default.* of 'two'"):
+        registry.model_config(HFConfig(CONFIG))
+
+
+def test_the_default_builder_serves_a_plugin_without_one() -> None:
+    registry = build_registry(entry_points=[Point("toy", plugin(module_map=TOY))])
+    config = registry.model_config(HFConfig(CONFIG))
+    assert (config.architecture, config.head_dim, config.num_key_value_heads) == (
+        "ToyForCausalLM",
+        2,
+        2,
+    )
+
+
+def test_an_unknown_architecture_lists_near_ones_and_the_package_to_look_for() -> None:
+    registry = build_registry(entry_points=[Point("toy", plugin(module_map=TOY))])
+    config = HFConfig(CONFIG, architectures=["ToyForCausalML"])
+    with pytest.raises(UnknownArchitectureError) as caught:
+        registry.model_config(config)
+    message = str(caught.value)
+    assert "'ToyForCausalML'" in message
+    assert "Nearest: ToyForCausalLM (toy)" in message
+    assert "engine-core-toy" in message
+    assert "custom_module_map" in message
+
+
+def test_a_class_that_cannot_be_imported_names_the_plugin() -> None:
+    point = Point("toy", plugin(module_map={"A": "no_such_module_anywhere.B"}))
+    registry = build_registry(entry_points=[point])
+    with pytest.raises(PluginLoadError, match=r"'toy': no_such_module_anywhere\.B"):
+        registry.model_class("A")
+
+
+def module_map_file(folder: Path, text: str, name: str = "map.py") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+FILE = """
+MODULE_MAP = {"ToyForCausalLM": "Mine", "OtherForCausalLM": "collections.OrderedDict"}
+
+class Mine: ...
+
+class Builder:
+    @classmethod
+    def condition(cls, hf_config): return hf_config.get("model_type") == "toy"
+    @classmethod
+    def build(cls, hf_config, model_path=None, **kwargs):
+        from engine_core.configs import DefaultConfigBuilder
+        return DefaultConfigBuilder.build(hf_config, model_path, max_position_embeddings=3)
+
+CONFIG_BUILDERS = [Builder]
+"""
+
+
+def test_a_module_map_file_wins_over_a_plugin_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = module_map_file(tmp_path, FILE)
+    registry = build_registry([path], entry_points=[Point("toy", plugin(module_map=TOY))])
+    assert registry.model_class("ToyForCausalLM").__name__ == "Mine"
+    assert registry.model_class("OtherForCausalLM").__name__ == "OrderedDict"
+    assert registry.model_config(HFConfig(CONFIG)).max_position_embeddings == 3
+    assert "takes ToyForCausalLM over from plugin 'toy'" in caplog.text
+    assert path in registry.architectures.values()
+
+
+def test_several_module_map_files_are_read(tmp_path: Path) -> None:
+    one = module_map_file(tmp_path, 'MODULE_MAP = {"A": "One"}\nclass One: ...', "one.py")
+    two = module_map_file(tmp_path, 'MODULE_MAP = {"B": "Two"}\nclass Two: ...', "two.py")
+    registry = build_registry([one, two], entry_points=[])
+    assert [registry.model_class(name).__name__ for name in "AB"] == ["One", "Two"]
+
+
+BROKEN_FILES = {
+    "syntax": ("MODULE_MAP = {", "SyntaxError"),
+    "no map": ("X = 1", "needs MODULE_MAP"),
+    "missing class": ('MODULE_MAP = {"A": "Nowhere"}', "neither a class in this file"),
+    "raises": ("raise RuntimeError('boom')", "RuntimeError: boom"),
+    "builders": ("MODULE_MAP = {}\nCONFIG_BUILDERS = [1]", "not a class with condition, build"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN_FILES.values(), ids=BROKEN_FILES.keys())
+def test_a_broken_module_map_file_is_refused_by_name(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = module_map_file(tmp_path, text)
+    with pytest.raises(PluginLoadError) as caught:
+        build_registry([path], entry_points=[])
+    assert path in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_missing_module_map_file_is_refused_by_name() -> None:
+    with pytest.raises(PluginLoadError, match=r"'nowhere\.py': no such file"):
+        build_registry(["nowhere.py"], entry_points=[])
+
+
+BAD_CONFIGS = {
+    "no architectures": ({"architectures": None}, "'architectures' must be a list"),
+    "vocabulary": ({"vocab_size": -1}, "'vocab_size' must be a positive integer, got -1"),
+    "text": ({"hidden_size": "4"}, "'hidden_size' must be a positive integer, got '4'"),
+    "heads": ({"num_attention_heads": 3}, "not divisible by num_attention_heads"),
+    "kv heads": ({"num_key_value_heads": 3}, "not divisible by num_key_value_heads"),
+    "dtype": ({"torch_dtype": "int4"}, "'int4' is not one of"),
+    "eos": ({"eos_token_id": "end"}, "eos_token_id must be a token id"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_CONFIGS.values(), ids=BAD_CONFIGS.keys())
+def test_the_default_builder_names_the_key_that_is_wrong(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DefaultConfigBuilder.build(HFConfig({**CONFIG, **change}))

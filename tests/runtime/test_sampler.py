@@ -1,0 +1,170 @@
+"""The sampler against transformers' processors, known random numbers, and statistics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine_core.configs import SamplingParams
+from engine_core.runtime.philox import philox4x32, uniform
+from engine_core.runtime.sampler import SampleRow, sample, token_logprobs
+
+DRAWS = 20_000
+
+
+def test_philox_gives_the_known_answers_of_random123() -> None:
+    # kat_vectors of Random123: philox4x32, 10 rounds, with a counter of two words.
+    zero = torch.zeros(1, dtype=torch.int64)
+    words = [int(word) for word in philox4x32(zero, zero)]
+    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def test_philox_is_that_of_a_plain_implementation_for_wide_counters_and_keys() -> None:
+    def plain(counter: int, key: int) -> list[int]:
+        c = [counter & 0xFFFFFFFF, counter >> 32, 0, 0]
+        k = [key & 0xFFFFFFFF, key >> 32]
+        for _ in range(10):
+            a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+            c = [
+                (b >> 32) ^ c[1] ^ k[0],
+                b & 0xFFFFFFFF,
+                (a >> 32) ^ c[3] ^ k[1],
+                a & 0xFFFFFFFF,
+            ]
+            k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+        return c
+
+    counters = [0, 1, 2**32 + 5, 2**63 - 1]
+    keys = [2**63 - 1, 7, 2**31, 2**40 + 1]
+    words = philox4x32(torch.tensor(counters), torch.tensor(keys))
+    for index, (counter, key) in enumerate(zip(counters, keys, strict=True)):
+        assert [int(word[index]) for word in words] == plain(counter, key)
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    count = 100_000
+    values = uniform(torch.full((count,), 42), torch.arange(count))
+    assert 0 <= values.min()
+    assert values.max() < 1
+    counts = torch.histc(values, bins=100, min=0, max=1)
+    chi_square = ((counts - count / 100) ** 2 / (count / 100)).sum()
+    # 99 degrees of freedom: above 160 once in 10,000.
+    assert chi_square < 160
+
+
+def processors(params: SamplingParams) -> LogitsProcessorList:
+    every = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k > 0:
+        every.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        every.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0:
+        every.append(MinPLogitsWarper(params.min_p))
+    return every
+
+
+CASES = {
+    "temperature": {"temperature": 0.7},
+    "hot": {"temperature": 3.0},
+    "top_k": {"top_k": 5},
+    "top_k beyond": {"top_k": 5000},
+    "top_p": {"top_p": 0.8},
+    "top_p tiny": {"top_p": 1e-6},
+    "min_p": {"min_p": 0.1},
+    "top_k and top_p": {"top_k": 8, "top_p": 0.7, "temperature": 1.3},
+    "all": {"top_k": 20, "top_p": 0.9, "min_p": 0.05, "temperature": 0.9},
+}
+
+
+@pytest.mark.parametrize("vocab", [7, 700])
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES.keys())
+def test_frequencies_are_those_of_transformers_processors(settings: dict, vocab: int) -> None:
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
+    params = SamplingParams(**settings)
+    if params.top_k > vocab:
+        expected = processors(params.replace(top_k=0))(None, logits[None].clone()).softmax(-1)[0]
+    else:
+        expected = processors(params)(None, logits[None].clone()).softmax(-1)[0]
+    rows = [SampleRow(params, seed=9, position=position) for position in range(DRAWS)]
+    tokens = sample(logits.expand(DRAWS, -1).clone(), rows)
+    counts = torch.bincount(tokens, minlength=vocab).double()
+    assert counts[expected == 0].sum() == 0, "a token was drawn that the filters remove"
+    kept = expected > 0
+    # Tokens expected fewer than 10 times are judged together.
+    likely = kept & (expected * DRAWS >= 10)
+    observed = torch.cat([counts[likely], counts[kept & ~likely].sum()[None]])
+    wanted = torch.cat([expected[likely], expected[kept & ~likely].sum()[None]]) * DRAWS
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    chi_square = float(((observed - wanted) ** 2 / wanted).sum())
+    freedom = max(1, len(wanted) - 1)
+    # Six standard deviations above the mean of the distribution.
+    assert chi_square < freedom + 6 * math.sqrt(2 * freedom) + 6
+
+
+def test_a_flat_distribution_needs_more_than_the_first_guess_of_a_nucleus() -> None:
+    """top_p 0.9 over 1000 equal tokens keeps 900 of them."""
+    params = SamplingParams(top_p=0.9)
+    rows = [SampleRow(params, seed=1, position=position) for position in range(DRAWS)]
+    tokens = sample(torch.zeros(DRAWS, 1000), rows)
+    assert len(tokens.unique()) in (900, 901)
+
+
+def test_a_row_depends_on_nothing_but_itself() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(len(CASES) + 1, 500, generator=generator)
+    rows = [
+        SampleRow(SamplingParams(**settings), seed=index, position=index * 7)
+        for index, settings in enumerate(CASES.values())
+    ]
+    rows.append(SampleRow(SamplingParams(temperature=0.0), seed=0, position=0))
+    together = sample(logits.clone(), rows)
+    alone = [int(sample(logits[i : i + 1].clone(), [row])) for i, row in enumerate(rows)]
+    assert together.tolist() == alone
+    backwards = sample(logits.flip(0).clone(), rows[::-1])
+    assert backwards.flip(0).tolist() == alone
+
+
+def test_seeds_and_positions_both_matter() -> None:
+    logits = torch.zeros(64, 10_000)
+    params = SamplingParams()
+    by_seed = sample(logits.clone(), [SampleRow(params, seed, 5) for seed in range(64)])
+    by_position = sample(logits.clone(), [SampleRow(params, 5, place) for place in range(64)])
+    assert len(by_seed.unique()) > 60
+    assert len(by_position.unique()) > 60
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])
+def test_banned_tokens_are_never_chosen(temperature: float) -> None:
+    logits = torch.tensor([[3.0, 9.0, 8.0, 1.0]]).repeat(50, 1)
+    params = SamplingParams(temperature=temperature)
+    rows = [SampleRow(params, 0, position, banned=(1, 2)) for position in range(50)]
+    assert set(sample(logits, rows).tolist()) <= {0, 3}
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = torch.tensor([[30.0, 31.0, -5.0]])
+    row = SampleRow(SamplingParams(temperature=1e-30), seed=4, position=2)
+    assert sample(logits, [row]).tolist() == [1]
+
+
+def test_logprobs_are_those_of_log_softmax() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    tokens = torch.tensor([4, int(logits[1].argmax()), 9])
+    expected = logits.log_softmax(-1)
+    entries = token_logprobs(logits, tokens, [0, 3, 50])
+    assert [len(entry) for entry in entries] == [1, 3, 50]
+    for row, (entry, token) in enumerate(zip(entries, tokens.tolist(), strict=True)):
+        order = expected[row].argsort(descending=True).tolist()
+        assert next(iter(entry)) == token
+        for item, value in entry.items():
+            assert value.logprob == pytest.approx(float(expected[row, item]), abs=1e-6)
+            assert order[value.rank - 1] == item

@@ -1,0 +1,567 @@
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pytest
+
+from engine_core.cache import KVCacheGroup
+from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
+from engine_core.errors import ConfigError, RequestError
+from engine_core.inputs import ProcessedPrompt
+from engine_core.scheduler import Request, RequestStatus, RequestUpdate, Scheduler
+from engine_core.steps import Logprob, RowResult, StepPlan, StepResult
+
+
+def scheduler(
+    *,
+    block_size: int = 4,
+    num_blocks: int = 64,
+    windows: Sequence[int | None] = (None,),
+    enable_prefix_caching: bool = True,
+    **limits: int,
+) -> Scheduler:
+    cache = CacheConfig(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    groups = [
+        KVCacheGroup(
+            KVCacheSpec(num_kv_heads=1, head_dim=8, v_head_dim=8, dtype="float16", window=window),
+            cache,
+        )
+        for window in windows
+    ]
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    return Scheduler(SchedulerConfig(**{**defaults, **limits}), groups)
+
+
+def request(
+    name: str = "a",
+    tokens: Sequence[int] = (1, 2, 3),
+    *,
+    eos: tuple[int, ...] = (0,),
+    max_model_len: int = 64,
+    spans: tuple[tuple[int, int], ...] = (),
+    salts: tuple[Hashable, ...] = (),
+    **sampling: Any,
+) -> Request:
+    return Request(
+        name,
+        ProcessedPrompt(tuple(tokens), atomic_spans=spans, cache_salts=salts),
+        SamplingParams(**sampling),
+        eos_token_ids=eos,
+        arrival_time=0.0,
+        max_model_len=max_model_len,
+    )
+
+
+def planned(sched: Scheduler) -> StepPlan:
+    plan = sched.schedule()
+    assert plan is not None
+    sched.check()
+    return plan
+
+
+def answer(sched: Scheduler, plan: StepPlan, *tokens: Sequence[int]) -> list[RequestUpdate]:
+    """Give each row of the plan its sampled tokens; 7s where none are named."""
+    rows = []
+    for index, row in enumerate(plan.rows):
+        default = (7,) * plan.repeat if row.sample else ()
+        rows.append(
+            RowResult(row.request_id, tuple(tokens[index]) if index < len(tokens) else default)
+        )
+    updates = sched.update(StepResult(plan.step_id, tuple(rows)))
+    sched.check()
+    return updates
+
+
+def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
+    return [(row.request_id, row.start, row.num_tokens, row.sample) for row in plan.rows]
+
+
+def test_a_request_runs_from_prompt_to_length() -> None:
+    sched = scheduler()
+    one = request(max_tokens=2)
+    sched.add(one)
+    assert (one.status, sched.num_waiting, sched.num_running) == (RequestStatus.WAITING, 1, 0)
+    plan = planned(sched)
+    assert shape(plan) == [("a", 0, 3, True)]
+    assert plan.admitted[0].token_ids == (1, 2, 3)
+    assert plan.admitted[0].prompt is one.prompt
+    assert (one.status, sched.num_waiting, sched.num_running) == (RequestStatus.RUNNING, 0, 1)
+    assert (one.num_computed, one.num_in_flight, one.num_pending) == (0, 3, 1)
+    update = answer(sched, plan, [5])[0]
+    assert (update.request, update.new_token_ids, update.finished) == (one, (5,), False)
+    assert (one.num_computed, one.num_in_flight, one.num_pending) == (3, 0, 0)
+    plan = planned(sched)
+    assert shape(plan) == [("a", 3, 1, True)]
+    assert plan.admitted == ()
+    assert answer(sched, plan, [6])[0].finished
+    assert one.output_token_ids == [5, 6]
+    assert (one.finish_reason, one.stop_reason) == ("length", None)
+    assert not sched.has_unfinished()
+    assert sched.schedule() is None
+    assert sched.kv_cache_usage == 0.0
+
+
+def test_steps_are_planned_before_their_tokens_are_known() -> None:
+    sched = scheduler(max_model_len=32)
+    one = request(max_tokens=4, max_model_len=32)
+    sched.add(one)
+    plans = [planned(sched) for _ in range(4)]
+    assert [shape(plan)[0][1:] for plan in plans] == [
+        (0, 3, True),
+        (3, 1, True),
+        (4, 1, True),
+        (5, 1, True),
+    ]
+    assert [plan.step_id for plan in plans] == [0, 1, 2, 3]
+    assert sched.schedule() is None  # all four tokens are in flight
+    assert sched.num_steps_in_flight == 4
+    for plan in plans:
+        answer(sched, plan)
+    assert one.finish_reason == "length"
+    assert one.num_output_tokens == 4
+
+
+def test_what_comes_after_the_stop_is_discarded() -> None:
+    sched = scheduler(max_repeat=3)
+    one = request(max_tokens=20)
+    sched.add(one)
+    first, second, third = (planned(sched) for _ in range(3))
+    assert (second.repeat, third.repeat) == (3, 3)
+    answer(sched, first, [4])
+    updates = answer(sched, second, [5, 0, 6])
+    assert updates[0].new_token_ids == (5, 0)
+    assert updates[0].finished
+    assert sched.kv_cache_usage > 0  # the third step still names the blocks
+    assert answer(sched, third, [6, 6, 6]) == []
+    assert one.output_token_ids == [4, 5, 0]
+    assert sched.kv_cache_usage == 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason", "output"),
+    [
+        ({}, ("stop", None), [4, 0]),
+        ({"stop_token_ids": (4,)}, ("stop", 4), [4]),
+        ({"stop_token_ids": (0,)}, ("stop", None), [4, 0]),
+        ({"stop_token_ids": (0,), "ignore_eos": True}, ("stop", 0), [4, 0]),
+        ({"ignore_eos": True}, ("length", None), [4, 0, 4, 0, 4]),
+        ({"min_tokens": 3}, ("stop", None), [4, 0, 4, 0]),
+        ({"min_tokens": 3, "stop_token_ids": (4,)}, ("stop", 4), [4, 0, 4]),
+        ({"max_tokens": 2}, ("stop", None), [4, 0]),
+        ({"max_tokens": 1}, ("length", None), [4]),
+        ({"max_tokens": None, "ignore_eos": True}, ("length", None), [4, 0, 4, 0, 4, 0]),
+    ],
+    ids=str,
+)
+def test_stopping(sampling: dict[str, Any], reason: tuple[str, object], output: list[int]) -> None:
+    sched = scheduler()
+    one = request(**{"max_model_len": 9, "max_tokens": 5, **sampling})
+    sched.add(one)
+    tokens = [4, 0] * 4
+    while sched.has_unfinished():
+        answer(sched, planned(sched), [tokens.pop(0)])
+    assert one.output_token_ids == output
+    assert (one.finish_reason, one.stop_reason) == reason
+
+
+def test_logprobs_are_cut_with_their_tokens() -> None:
+    sched = scheduler(max_repeat=3)
+    sched.add(request(max_tokens=20, logprobs=0))
+    answer(sched, planned(sched))
+    plan = planned(sched)
+    logprobs = tuple({token: Logprob(-1.0, 1)} for token in (5, 0, 6))
+    rows = (RowResult("a", (5, 0, 6), logprobs=logprobs),)
+    assert sched.update(StepResult(plan.step_id, rows))[0].logprobs == logprobs[:2]
+
+
+def test_long_prompts_are_chunked_and_share_the_step_with_decodes() -> None:
+    sched = scheduler(max_num_batched_tokens=8)
+    sched.add(request("short", max_tokens=9))
+    answer(sched, planned(sched))
+    sched.add(request("long", range(1, 18), max_tokens=9))
+    steps = []
+    for _ in range(4):
+        plan = planned(sched)
+        steps.append(shape(plan))
+        assert plan.num_tokens <= 8
+        answer(sched, plan)
+    assert [[row for row in step if row[0] == "long"] for step in steps] == [
+        [("long", 0, 7, False)],
+        [("long", 7, 7, False)],
+        [("long", 14, 3, True)],
+        [("long", 17, 1, True)],
+    ]
+    assert all(step[0][0] == "short" for step in steps)
+
+
+def test_decode_rows_come_before_chunks() -> None:
+    sched = scheduler(max_num_batched_tokens=6, enable_prefix_caching=False)
+    sched.add(request("long", range(1, 13), spans=((4, 10),)))
+    sched.add(request("short", [1]))
+    # The span does not fit after the first four tokens, which leaves room for another request.
+    assert shape(planned(sched)) == [("short", 0, 1, True), ("long", 0, 4, False)]
+
+
+def test_atomic_spans_are_never_split() -> None:
+    sched = scheduler(max_num_batched_tokens=6)
+    sched.add(request("a", range(1, 16), spans=((3, 8), (8, 10), (12, 13))))
+    chunks = []
+    for _ in range(4):
+        plan = planned(sched)
+        chunks.append((plan.rows[0].start, plan.rows[0].num_tokens))
+        answer(sched, plan)
+    assert chunks == [(0, 3), (3, 5), (8, 6), (14, 1)]
+
+
+def test_requests_are_admitted_in_order_of_arrival() -> None:
+    sched = scheduler(max_num_seqs=2)
+    for name in "abcd":
+        sched.add(request(name, max_tokens=2))
+    plan = planned(sched)
+    assert [admission.request_id for admission in plan.admitted] == ["a", "b"]
+    assert sched.num_waiting == 2
+    answer(sched, plan)
+    answer(sched, planned(sched))
+    assert [admission.request_id for admission in planned(sched).admitted] == ["c", "d"]
+
+
+def test_nobody_overtakes_a_request_that_lacks_blocks() -> None:
+    sched = scheduler(block_size=1, num_blocks=13)
+    sched.add(request("running", [1, 2, 3, 4], max_tokens=8))
+    answer(sched, planned(sched))
+    sched.add(request("large", range(1, 11), max_tokens=2))
+    sched.add(request("small", [9], max_tokens=2))
+    plan = planned(sched)
+    assert [row.request_id for row in plan.rows] == ["running"]
+    assert plan.admitted == ()
+    sched.abort("running")
+    answer(sched, plan)
+    assert planned(sched).admitted[0].request_id == "large"
+
+
+def test_a_prefix_is_shared_and_its_last_token_computed() -> None:
+    sched = scheduler(windows=(None, 6))
+    first = request("first", range(1, 10), max_tokens=1)
+    sched.add(first)
+    blocks = planned(sched)
+    answer(sched, blocks)
+    second = request("second", range(1, 9), max_tokens=1)
+    third = request("third", [*range(1, 9), 5], max_tokens=1)
+    sched.add(second)
+    sched.add(third)
+    plan = planned(sched)
+    assert shape(plan) == [("third", 8, 1, True), ("second", 4, 4, True)]
+    assert (second.num_cached_tokens, third.num_cached_tokens) == (4, 8)
+    shared = blocks.rows[0].new_blocks
+    for group in range(2):
+        assert plan.rows[0].new_blocks[group][:2] == shared[group][:2]
+        assert plan.rows[1].new_blocks[group][:1] == shared[group][:1]
+        assert plan.rows[1].new_blocks[group][1] not in shared[group][:2]
+
+
+def test_generated_tokens_are_shared_too() -> None:
+    sched = scheduler(block_size=2)
+    first = request("first", [1, 2, 3], max_tokens=4)
+    sched.add(first)
+    while sched.has_unfinished():
+        answer(sched, planned(sched))
+    second = request("second", [*first.token_ids, 9])
+    sched.add(second)
+    planned(sched)
+    assert second.num_cached_tokens == 6  # of 7 tokens, the last one was never computed
+
+
+@pytest.mark.parametrize("why", ["off", "salts", "prompt_logprobs"])
+def test_a_prefix_is_not_shared_if(why: str) -> None:
+    sched = scheduler(enable_prefix_caching=why != "off")
+    sched.add(request("first", range(1, 10), max_tokens=1))
+    answer(sched, planned(sched))
+    second = request(
+        "second",
+        range(1, 10),
+        salts=("adapter",) if why == "salts" else (),
+        prompt_logprobs=0 if why == "prompt_logprobs" else None,
+    )
+    sched.add(second)
+    assert shape(planned(sched)) == [("second", 0, 9, True)]
+    assert second.num_cached_tokens == 0
+
+
+def prompt_logprobs(first: int, last: int) -> tuple[dict[int, Logprob], ...]:
+    return tuple({token: Logprob(-float(token), 1)} for token in range(first, last))
+
+
+def test_prompt_logprobs_come_whole_and_once() -> None:
+    sched = scheduler(max_num_batched_tokens=4)
+    sched.add(request("a", range(1, 7), prompt_logprobs=0))
+    plan = planned(sched)
+    rows = (RowResult("a", (), prompt_logprobs=prompt_logprobs(2, 6)),)
+    assert sched.update(StepResult(plan.step_id, rows)) == []
+    plan = planned(sched)
+    rows = (RowResult("a", (9,), prompt_logprobs=prompt_logprobs(6, 7)),)
+    assert sched.update(StepResult(plan.step_id, rows))[0].prompt_logprobs == prompt_logprobs(2, 7)
+    plan = planned(sched)
+    assert answer(sched, plan)[0].prompt_logprobs is None
+
+
+def two_that_outgrow_the_pool(**limits: int) -> tuple[Scheduler, Request, Request]:
+    sched = scheduler(block_size=1, num_blocks=13, **limits)
+    old = request("old", [1, 2, 3], max_tokens=9, prompt_logprobs=0)
+    young = request("young", [4, 5, 6], max_tokens=9, prompt_logprobs=0)
+    sched.add(old)
+    sched.add(young)
+    return sched, old, young
+
+
+def test_the_youngest_is_preempted_and_goes_on_where_it_was() -> None:
+    sched, old, young = two_that_outgrow_the_pool()
+    reported = {"old": 0, "young": 0}
+    admissions = []
+    tokens = {"old": iter(range(10, 30)), "young": iter(range(30, 50))}
+    while sched.has_unfinished():
+        plan = planned(sched)
+        admissions += plan.admitted
+        rows = tuple(
+            RowResult(
+                row.request_id,
+                (next(tokens[row.request_id]),) if row.sample else (),
+                prompt_logprobs=prompt_logprobs(2, 4) if row.num_tokens > 1 else (),
+            )
+            for row in plan.rows
+        )
+        for update in sched.update(StepResult(plan.step_id, rows)):
+            reported[update.request.request_id] += update.prompt_logprobs is not None
+        sched.check()
+    assert (old.num_preemptions, young.num_preemptions) == (0, 1)
+    again = admissions[-1]
+    assert again.request_id == "young"
+    assert again.prompt_len == 3
+    assert len(again.token_ids) > 3
+    assert list(again.token_ids) == young.token_ids[: len(again.token_ids)]
+    assert old.output_token_ids == list(range(10, 19))
+    assert young.output_token_ids == list(range(30, 39))
+    assert reported == {"old": 1, "young": 1}
+
+
+def test_tokens_in_flight_of_a_preempted_request_are_accepted() -> None:
+    sched, old, young = two_that_outgrow_the_pool()
+    plans = [planned(sched)]
+    while young.status is RequestStatus.RUNNING:
+        plan = sched.schedule()
+        if plan is not None:
+            plans.append(plan)
+    assert young.num_pending > 0
+    assert young.num_output_tokens == 0
+    in_flight = young.num_pending
+    for plan in plans:
+        answer(sched, plan)
+    assert young.num_output_tokens == in_flight
+    assert young.num_pending == 0
+    assert old.num_preemptions == 0
+    assert old.num_in_flight == 0
+    assert planned(sched).rows[0].request_id == "old"
+
+
+def test_repeat_is_bounded_by_the_tokens_left() -> None:
+    sched = scheduler(max_repeat=8)
+    sched.add(request("a", max_tokens=20))
+    sched.add(request("b", max_tokens=6))
+    plan = planned(sched)
+    assert plan.repeat == 1
+    answer(sched, plan)
+    plan = planned(sched)
+    assert plan.repeat == 5
+    assert all(row.num_tokens == 1 for row in plan.rows)
+    answer(sched, plan)
+    assert planned(sched).repeat == 8
+
+
+def test_repeat_is_bounded_by_the_blocks() -> None:
+    sched = scheduler(block_size=2, num_blocks=10, max_repeat=8)
+    sched.add(request("a", [1, 2, 3], max_tokens=15))
+    sched.add(request("b", [4, 5, 6], max_tokens=15))
+    answer(sched, planned(sched))
+    # Nine blocks, four in use. Five repeats would write positions 3 to 7, two blocks more each.
+    plan = planned(sched)
+    assert plan.repeat == 5
+    assert [len(row.new_blocks[0]) for row in plan.rows] == [2, 2]
+
+
+def test_repeat_is_1_for_requests_that_need_the_host() -> None:
+    sched = scheduler(max_repeat=8)
+    sched.add(request("a", max_tokens=20))
+    sched.add(request("b", max_tokens=20, stop="x"))
+    answer(sched, planned(sched))
+    assert planned(sched).repeat == 1
+
+
+def test_repeat_is_1_beside_a_prefill() -> None:
+    sched = scheduler(max_repeat=8)
+    sched.add(request("a", max_tokens=20))
+    answer(sched, planned(sched))
+    sched.add(request("b", [5], max_tokens=20))
+    plan = planned(sched)
+    assert (len(plan.rows), plan.repeat) == (2, 1)
+
+
+def test_an_aborted_request_gives_nothing_more() -> None:
+    sched = scheduler()
+    one, other = request("a"), request("b")
+    sched.add(one)
+    sched.add(other)
+    plan = planned(sched)
+    sched.abort("a")
+    sched.check()
+    assert [update.request for update in answer(sched, plan)] == [other]
+    assert (one.finish_reason, one.output_token_ids) == ("abort", [])
+    assert [row.request_id for row in planned(sched).rows] == ["b"]
+    sched.abort("a")
+    sched.abort("unknown")
+
+
+def test_a_waiting_request_can_be_aborted() -> None:
+    sched = scheduler()
+    sched.add(request("a"))
+    sched.abort("a")
+    assert not sched.has_unfinished()
+    assert sched.schedule() is None
+
+
+def test_the_engine_finishes_a_request_at_a_stop_string() -> None:
+    sched = scheduler()
+    one = request("a", stop="x")
+    sched.add(one)
+    plans = [planned(sched), planned(sched)]
+    answer(sched, plans[0], [5])
+    sched.finish("a", "stop", "x")
+    assert answer(sched, plans[1], [6]) == []
+    assert (one.finish_reason, one.stop_reason, one.output_token_ids) == ("stop", "x", [5])
+
+
+def test_the_id_of_a_finished_request_can_be_used_again() -> None:
+    sched = scheduler()
+    sched.add(request("a"))
+    old_plan = planned(sched)
+    sched.abort("a")
+    again = request("a", [8, 9])
+    sched.add(again)
+    new_plan = planned(sched)
+    assert new_plan.rows[0].row != old_plan.rows[0].row
+    assert answer(sched, old_plan, [5]) == []
+    answer(sched, new_plan, [6])
+    assert again.output_token_ids == [6]
+
+
+def test_a_row_error_ends_that_request_alone() -> None:
+    sched = scheduler()
+    one, other = request("a"), request("b")
+    sched.add(one)
+    sched.add(other)
+    plan = planned(sched)
+    rows = (RowResult("a", (), error="logits are NaN"), RowResult("b", (5,)))
+    updates = sched.update(StepResult(plan.step_id, rows))
+    assert [(update.request, update.finished) for update in updates] == [
+        (one, True),
+        (other, False),
+    ]
+    assert (one.finish_reason, one.error) == ("error", "logits are NaN")
+    assert other.finish_reason is None
+
+
+def test_blocks_out_of_the_window_are_given_back() -> None:
+    sched = scheduler(block_size=2, windows=(None, 4))
+    sched.add(request("a", max_tokens=30))
+    while sched.has_unfinished():
+        answer(sched, planned(sched))
+        # A query sees its window of 4, which lies in at most 3 blocks.
+        assert sched.groups[1].pool.num_used <= 3
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (request(tokens=[]), "prompt is empty"),
+        (request(tokens=range(64)), "64 tokens leaves no room for output in max_model_len 64"),
+        (request(tokens=range(9), max_model_len=9), "no room for output in max_model_len 9"),
+        (request(max_model_len=65), "made for 65 tokens, the engine for 64"),
+        (request(tokens=range(20), max_tokens=30), "need 13 blocks of 4, the cache has 12"),
+        (request(tokens=range(20), max_tokens=None), "need 16 blocks of 4"),
+        (request(tokens=range(20), spans=((1, 18),)), "17 tokens from 1 to 18 must be computed"),
+        (request(spans=((0, 4),)), "atomic spans must be"),
+        (request(spans=((1, 1),)), "atomic spans must be"),
+        (request(spans=((1, 3), (0, 1))), "atomic spans must be"),
+        (request(tokens=range(9), spans=((0, 3), (2, 5))), "atomic spans must be"),
+        (request(tokens=[1, 2, 3, 2**63]), "tokens must be integers"),
+        (request(salts=([],)), "cache salts hashable"),
+    ],
+    ids=str,
+)
+def test_a_request_that_could_never_run_is_refused(refused: Request, message: str) -> None:
+    sched = scheduler(num_blocks=13)
+    with pytest.raises(RequestError, match=message) as raised:
+        sched.add(refused)
+    assert "'a'" in str(raised.value)
+    assert not sched.has_unfinished()
+    sched.add(request("a"))
+    planned(sched)
+
+
+def test_ids_are_unique_among_the_unfinished() -> None:
+    sched = scheduler()
+    sched.add(request("a"))
+    with pytest.raises(RequestError, match="'a': an unfinished request has this id"):
+        sched.add(request("a"))
+    assert sched.num_waiting == 1
+
+
+def test_a_request_is_added_once() -> None:
+    sched = scheduler()
+    one = request("a")
+    sched.add(one)
+    sched.abort("a")
+    with pytest.raises(RequestError, match="was added before"):
+        sched.add(one)
+
+
+def test_a_sequence_longer_than_the_pool_runs_if_its_window_is_not() -> None:
+    sched = scheduler(block_size=1, num_blocks=30, windows=(8,), max_num_batched_tokens=8)
+    one = request("a", range(1, 41), max_tokens=10)
+    sched.add(one)
+    while sched.has_unfinished():
+        plan = sched.schedule()
+        assert plan is not None
+        answer(sched, plan)
+    assert one.num_output_tokens == 10
+    assert one.num_preemptions == 0
+
+
+def test_groups_have_one_block_size() -> None:
+    one, other = scheduler(block_size=2).groups[0], scheduler(block_size=4).groups[0]
+    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=4)
+    with pytest.raises(ConfigError, match=r"\(2, True\), \(4, True\)"):
+        Scheduler(config, [one, other])
+    with pytest.raises(ConfigError, match=r"\[\]"):
+        Scheduler(config, [])
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (StepResult(1, (RowResult("a", (5,)),)), "step 0 is the oldest in flight"),
+        (StepResult(0, ()), "step 0 has 1 rows, its result 0"),
+        (StepResult(0, (RowResult("b", (5,)),)), "result of 'b' where the plan has 'a'"),
+        (StepResult(0, (RowResult("a", ()),)), "0 tokens from 1 repeats"),
+    ],
+    ids=["step", "rows", "id", "tokens"],
+)
+def test_a_result_must_fit_its_plan(result: StepResult, message: str) -> None:
+    sched = scheduler()
+    sched.add(request("a"))
+    planned(sched)
+    with pytest.raises(AssertionError, match=message):
+        sched.update(result)

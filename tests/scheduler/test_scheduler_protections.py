@@ -1,0 +1,372 @@
+"""Each protection of the scheduler and the cache, taken away: the fake runner must notice.
+
+Every scenario passes with the protection and fails without it, so none of them can be lost
+without a test that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from heapq import heappush
+from typing import Any
+
+import pytest
+from paged_fake_runner import EOS, ContractError, FakeRunner, Job, Workload, reference
+
+import engine_core.scheduler.scheduler as scheduler_module
+from engine_core.cache import BlockPool, KVCacheGroup, PrefixCache
+from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
+from engine_core.inputs import ProcessedPrompt
+from engine_core.scheduler import Request, Scheduler
+
+MODEL_LEN = 40
+
+
+def job(tokens: Sequence[int], max_tokens: int = 6, **fields: Any) -> Job:
+    prompt = ProcessedPrompt(
+        tuple(tokens), atomic_spans=fields.pop("spans", ()), cache_salts=fields.pop("salts", ())
+    )
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return replace(Job(prompt, sampling), **fields)
+
+
+def workload(
+    jobs: Sequence[Job],
+    *,
+    depth: int = 0,
+    block_size: int = 2,
+    num_blocks: int = 64,
+    windows: Sequence[int | None] = (None,),
+    **limits: int,
+) -> Workload:
+    config = SchedulerConfig(
+        max_num_seqs=limits.get("max_num_seqs", 4),
+        max_num_batched_tokens=limits.get("max_num_batched_tokens", 32),
+        max_model_len=MODEL_LEN,
+        max_repeat=limits.get("max_repeat", 1),
+    )
+    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks)
+    groups = [
+        KVCacheGroup(
+            KVCacheSpec(num_kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32", window=window),
+            cache,
+        )
+        for window in windows
+    ]
+    return Workload(Scheduler(config, groups), FakeRunner(config, groups), jobs, depth)
+
+
+def job_that_stops_at_a_block_end(block_size: int) -> tuple[Job, list[int]]:
+    """A job whose end-of-sequence token is the last of a full block, and all its tokens."""
+    for first in range(1, 100):
+        candidate = replace(job([first, 5, 7]), sampling=SamplingParams(max_tokens=20))
+        outputs, reason, _ = reference(candidate, (None,), MODEL_LEN)
+        tokens = [*candidate.prompt.token_ids, *outputs]
+        if reason == "stop" and outputs[-1] == EOS and len(tokens) % block_size == 0:
+            return candidate, tokens
+    raise AssertionError("no prompt among a hundred stops where it should")
+
+
+Scenario = Callable[[], Workload]
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def abort_in_flight() -> Workload:
+    """A request is aborted with steps in flight, and another one comes at once."""
+    return workload(
+        [job([1, 2, 3, 4, 5], 12, abort_at=5), job([6, 7, 8, 9, 1, 2, 3, 4, 5], 8, arrival=5)],
+        depth=3,
+        num_blocks=9,
+        max_num_seqs=2,
+    )
+
+
+def abort_in_flight_with_free_blocks() -> Workload:
+    """A request is aborted with steps in flight, and another one could have its row at once."""
+    return workload([job([1, 2, 3], 12, abort_at=5), job([4, 5, 6], arrival=5)], depth=3)
+
+
+def stop_then_same_prefix() -> Workload:
+    """A request stops at the end of a block; a later prompt goes on from all its tokens."""
+    first, tokens = job_that_stops_at_a_block_end(block_size=2)
+    return workload([first, job([*tokens, 4, 4], arrival=30)])
+
+
+def error_then_same_prefix() -> Workload:
+    """A request ends with NaN in its blocks; a later one has the same prompt."""
+    return workload([job([1, 2, 3, 4, 5], fail_at=4), job([1, 2, 3, 4, 5], arrival=10)])
+
+
+def span_then_no_span() -> Workload:
+    """The first block of a span is also the beginning of a prompt that has none."""
+    return workload([job([1, 2, 3, 4, 5, 6], spans=((0, 4),)), job([1, 2, 3, 5, 5, 6], arrival=12)])
+
+
+def hit_within_a_span() -> Workload:
+    """All full blocks of a prompt are cached, and the last of them ends inside a span."""
+    prompt = [1, 2, 3, 4, 5, 6]
+    return workload(
+        [job(prompt, spans=((3, 6),)), job(prompt, spans=((3, 6),), arrival=12)], block_size=4
+    )
+
+
+def span_across_the_budget() -> Workload:
+    """A span begins in the first budget of tokens and ends in the second."""
+    return workload(
+        [job([1, 2, 3, 4, 5, 6, 7, 8, 9, 1], spans=((4, 9),))], max_num_batched_tokens=6
+    )
+
+
+def salts_that_differ() -> Workload:
+    """The same prompt under two adapters."""
+    prompt = [1, 2, 3, 4, 5]
+    return workload([job(prompt, salts=("a",)), job(prompt, salts=("b",), arrival=12)])
+
+
+def whole_prompt_cached() -> Workload:
+    """A prompt of full blocks comes twice: its last token must be computed all the same."""
+    return workload([job([1, 2, 3, 4]), job([1, 2, 3, 4], arrival=12)])
+
+
+def blocks_used_again() -> Workload:
+    """More prompts than the pool can keep, and then the first again."""
+    prompts = [[first, 2, 3, 4, 5, 6] for first in (1, 2, 3, 4, 1)]
+    return workload(
+        [job(prompt, arrival=12 * i) for i, prompt in enumerate(prompts)], num_blocks=10
+    )
+
+
+def shared_while_held() -> Workload:
+    """A request takes over cached blocks that nobody holds, and needs free ones at once."""
+    return workload(
+        [
+            job([1, 2, 3, 4, 5, 6], 4),
+            job([1, 2, 3, 4, 5, 6, 7], 12, arrival=15),
+            job([8, 8, 8, 8, 8], 6, arrival=16),
+        ],
+        num_blocks=10,
+    )
+
+
+def preempted_in_flight() -> Workload:
+    """A request is preempted with steps in flight, and an older one leaves its blocks to it."""
+    return workload([job([1, 2, 3, 4], 4), job([5, 5, 5, 5], 12)], depth=3, num_blocks=9)
+
+
+def length_in_flight() -> Workload:
+    """The last samples of a request are in flight when the next step is planned."""
+    return workload([job([1, 2, 3], 4)], depth=3)
+
+
+def repeats() -> Workload:
+    """Decode steps are repeated over the ends of blocks."""
+    return workload([job([1, 2, 3], 17), job([4, 5, 6, 7], 17)], depth=1, max_repeat=4)
+
+
+def sliding_window() -> Workload:
+    """Blocks leave the window while steps are in flight and a second request needs blocks."""
+    return workload(
+        [job([1, 2, 3, 4, 5], 20), job([6, 7, 8], 20, arrival=2)],
+        depth=3,
+        block_size=1,
+        num_blocks=13,
+        windows=(4,),
+        max_num_batched_tokens=6,
+    )
+
+
+def window_over_a_hit() -> Workload:
+    """The blocks within the window are cached, and were used again before it."""
+    return workload(
+        [job([1, 2, 3, 4, 5, 6, 7], 2), job([1, 2, 3, 4, 5, 6, 7], 2, arrival=12)],
+        windows=(None, 4),
+    )
+
+
+def release_blocks_at_once(patch: pytest.MonkeyPatch) -> None:
+    detach = Scheduler._detach
+
+    def mutant(self: Scheduler, request: Request) -> None:
+        if request.row is not None:
+            for group, table in zip(self.groups, request.block_tables, strict=True):
+                group.pool.release(reversed(table))
+            request.block_tables = [[] for _ in self.groups]
+        detach(self, request)
+
+    patch.setattr(Scheduler, "_detach", mutant)
+
+
+def release_rows_at_once(patch: pytest.MonkeyPatch) -> None:
+    detach = Scheduler._detach
+
+    def mutant(self: Scheduler, request: Request) -> None:
+        row = request.row
+        detach(self, request)
+        if row is not None and row not in self._free_rows:
+            heappush(self._free_rows, row)
+
+    patch.setattr(Scheduler, "_detach", mutant)
+    patch.setattr(Scheduler, "check", lambda self: None)
+
+
+def register_uncomputed_blocks(patch: pytest.MonkeyPatch) -> None:
+    finish = Scheduler._finish
+
+    def mutant(self: Scheduler, request: Request, *args: Any) -> None:
+        if request.row is not None:
+            full = len(request.token_ids) // self._block_size
+            self._register(request, min(full, len(request.block_tables[0])))
+        finish(self, request, *args)
+
+    patch.setattr(Scheduler, "_finish", mutant)
+
+
+def hash_without(name: str) -> Mutation:
+    def mutation(patch: pytest.MonkeyPatch) -> None:
+        extend = scheduler_module.extend_block_keys
+        patch.setattr(
+            scheduler_module,
+            "extend_block_keys",
+            lambda *args, **fields: extend(*args, **{**fields, name: ()}),
+        )
+
+    return mutation
+
+
+def hit_ends_in_span(patch: pytest.MonkeyPatch) -> None:
+    longest = scheduler_module.longest_cached_prefix
+    patch.setattr(
+        scheduler_module,
+        "longest_cached_prefix",
+        lambda groups, keys, most, spans: longest(groups, keys, most),
+    )
+
+
+def chunk_ends_in_span(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduler_module, "cut_before_span", lambda end, spans: end)
+
+
+def hit_takes_every_token(patch: pytest.MonkeyPatch) -> None:
+    longest = scheduler_module.longest_cached_prefix
+    patch.setattr(
+        scheduler_module,
+        "longest_cached_prefix",
+        lambda groups, keys, most, spans: longest(groups, keys, most + 1, spans),
+    )
+
+
+def keep_keys_of_reused_blocks(patch: pytest.MonkeyPatch) -> None:
+    allocate = BlockPool.allocate
+
+    def mutant(self: BlockPool, count: int) -> list[int]:
+        index = dict(self._index)
+        blocks = allocate(self, count)
+        self._index.update(index)
+        return blocks
+
+    patch.setattr(BlockPool, "allocate", mutant)
+    patch.setattr(BlockPool, "check", lambda self: None)
+
+
+def share_without_a_reference(patch: pytest.MonkeyPatch) -> None:
+    release = BlockPool.release
+
+    def mutant(self: BlockPool, blocks: Iterable[int]) -> None:
+        release(self, [block for block in blocks if self.refs(block) > 0])
+
+    patch.setattr(BlockPool, "acquire", lambda self, block: None)
+    patch.setattr(BlockPool, "release", mutant)
+    patch.setattr(Scheduler, "check", lambda self: None)
+
+
+def admit_with_steps_in_flight(patch: pytest.MonkeyPatch) -> None:
+    preempt, admit = Scheduler._preempt, Scheduler._admit
+
+    def preempt_mutant(self: Scheduler, request: Request) -> None:
+        preempt(self, request)
+        request.last_step = -1
+
+    def admit_mutant(self: Scheduler, request: Request, draft: Any) -> int:
+        request.num_pending = 0
+        return admit(self, request, draft)
+
+    patch.setattr(Scheduler, "_preempt", preempt_mutant)
+    patch.setattr(Scheduler, "_admit", admit_mutant)
+
+
+def forget_samples_in_flight(patch: pytest.MonkeyPatch) -> None:
+    add = Scheduler.add
+
+    def mutant(self: Scheduler, request: Request) -> None:
+        request.limit += self.config.max_repeat
+        add(self, request)
+
+    patch.setattr(Scheduler, "add", mutant)
+
+
+def repeat_beyond_the_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_allocate_ahead", lambda self, draft: draft.repeat)
+    patch.setattr(Scheduler, "check", lambda self: None)
+
+
+def drop_one_block_more(patch: pytest.MonkeyPatch) -> None:
+    first = PrefixCache.first_visible_block
+
+    def mutant(self: PrefixCache, position: int) -> int:
+        return first(self, position + self._block_size)
+
+    patch.setattr(PrefixCache, "first_visible_block", mutant)
+
+
+def drop_what_steps_in_flight_see(patch: pytest.MonkeyPatch) -> None:
+    drop = Scheduler._drop_unseen
+
+    def mutant(self: Scheduler, request: Request) -> None:
+        computed = request.num_computed
+        request.num_computed = request.num_scheduled
+        drop(self, request)
+        request.num_computed = computed
+
+    patch.setattr(Scheduler, "_drop_unseen", mutant)
+
+
+PROTECTIONS: dict[str, tuple[Scenario, Mutation]] = {
+    "blocks wait for steps in flight": (abort_in_flight, release_blocks_at_once),
+    "rows wait for steps in flight": (abort_in_flight_with_free_blocks, release_rows_at_once),
+    "only computed tokens are hashed, stop": (stop_then_same_prefix, register_uncomputed_blocks),
+    "only computed tokens are hashed, error": (error_then_same_prefix, register_uncomputed_blocks),
+    "spans are hashed whole": (span_then_no_span, hash_without("spans")),
+    "salts are hashed": (salts_that_differ, hash_without("salts")),
+    "hits end before spans": (hit_within_a_span, hit_ends_in_span),
+    "chunks end before spans": (span_across_the_budget, chunk_ends_in_span),
+    "hits leave a token": (whole_prompt_cached, hit_takes_every_token),
+    "reused blocks lose their key": (blocks_used_again, keep_keys_of_reused_blocks),
+    "shared blocks are held": (shared_while_held, share_without_a_reference),
+    "preempted requests drain first": (preempted_in_flight, admit_with_steps_in_flight),
+    "samples in flight count": (length_in_flight, forget_samples_in_flight),
+    "blocks cover repeats": (repeats, repeat_beyond_the_blocks),
+    "windows are whole": (sliding_window, drop_one_block_more),
+    "windows of hits are whole": (window_over_a_hit, drop_one_block_more),
+    "steps in flight keep their window": (sliding_window, drop_what_steps_in_flight_see),
+}
+
+
+def run_and_verify(run: Workload) -> None:
+    run.run()
+    run.verify()
+
+
+@pytest.mark.parametrize("name", PROTECTIONS)
+def test_scenario_passes_with_the_protection(name: str) -> None:
+    scenario, _ = PROTECTIONS[name]
+    run_and_verify(scenario())
+
+
+@pytest.mark.parametrize("name", PROTECTIONS)
+def test_scenario_fails_without_the_protection(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario, mutation = PROTECTIONS[name]
+    run = scenario()
+    mutation(monkeypatch)
+    with pytest.raises(ContractError):
+        run_and_verify(run)
