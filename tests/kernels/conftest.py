@@ -5,9 +5,14 @@ imported; no other test may import triton.
 """
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+# kernel_cases is shared with benchmarks/kernels.py; pytest may run without folders on the path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -10,6 +10,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("case", native_matrix("cuda"), ids=str)
+@pytest.mark.parametrize("case", list(native_matrix("cuda")), ids=str)
 def test_matches_float32_reference(case: Case) -> None:
     assert case.run() <= TOLERANCE[case.dtype]

@@ -46,9 +46,7 @@ def gelu_and_mul(x: Tensor, approximate: Literal["tanh", "none"] = "tanh") -> Te
     """
     _check("gelu_and_mul", x)
     if approximate not in ("tanh", "none"):
-        raise ValueError(
-            f"gelu_and_mul: approximate must be 'tanh' or 'none', got {approximate!r}"
-        )
+        raise ValueError(f"gelu_and_mul: approximate must be 'tanh' or 'none', got {approximate!r}")
     if x.is_cuda:
         from engine_core.kernels.activation import triton
 

@@ -154,9 +154,7 @@ def _attend_group(
     last = [(kv_len - 1) // block_size for kv_len in row_lens]
     num_columns = max(b - a for a, b in zip(first, last, strict=True)) + 1
     first_block = torch.tensor(first)[:, None]
-    columns = torch.minimum(
-        first_block + torch.arange(num_columns), torch.tensor(last)[:, None]
-    )
+    columns = torch.minimum(first_block + torch.arange(num_columns), torch.tensor(last)[:, None])
     blocks = block_tables.index_select(0, index).gather(1, columns)
     slots = blocks[:, :, None] * block_size + torch.arange(block_size, dtype=blocks.dtype)
     slots = slots.view(num_rows, -1)
@@ -258,7 +256,7 @@ def _bias(
     window: int | None,
     prefix_len: int,
 ) -> Tensor:
-    """Mask and ALiBi of keys ``j [n]`` and queries ``i [m, 1]``: ``[m, n]`` or ``[Hk, G, m, n]``."""
+    """Mask and ALiBi of keys ``j [n]``, queries ``i [m, 1]``: ``[m, n]`` or ``[Hk, G, m, n]``."""
     masked = j > i
     if window is not None:
         masked |= j <= i - window

@@ -207,9 +207,8 @@ def _decode_kernel(
     )
     low = first + split * per_split
     high = tl.minimum(low + per_split, kv_len)
-    if HAS_SPLITS:
-        if low >= high:
-            return
+    if HAS_SPLITS and low >= high:
+        return
 
     in_group = tl.program_id(0) % G_TILES * BLOCK_G + tl.arange(0, BLOCK_G)
     heads = kv_head * GROUP_SIZE + in_group
@@ -414,8 +413,8 @@ def _prefill_kernel(
         acc, denominator, maximum = _attend_tiles(
             acc, denominator, maximum, q, query_pos, slopes, low, full_low, k_cache_ptr,
             v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
-            logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-            HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
+            logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV,
+            BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
         )  # fmt: skip
     acc, denominator, maximum = _attend_tiles(
         acc, denominator, maximum, q, query_pos, slopes, full_low, full_high, k_cache_ptr,
@@ -450,13 +449,13 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory of a multiprocessor."""
     if device.type != "cuda":
         return 228 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 def _num_splits(num_programs: int, max_kv_len: int, block_n: int, device: torch.device) -> int:
     """Splits that give every multiprocessor two programs, none shorter than a tile."""
     wanted = triton.cdiv(2 * _num_multiprocessors(device), num_programs)
-    return max(1, min(wanted, triton.cdiv(max_kv_len, block_n), _MAX_SPLITS))
+    return max(1, min(int(wanted), int(triton.cdiv(max_kv_len, block_n)), _MAX_SPLITS))
 
 
 def paged_attention(
@@ -486,9 +485,8 @@ def paged_attention(
     block_dv = max(16, triton.next_power_of_2(v_head_dim))
     wide = max(block_d, block_dv) > 128
     float32 = q.dtype == torch.float32
-    if softcap is None:
-        scales = (scale * _LOG2E, 0.0)
-    else:
+    scales = (scale * _LOG2E, 0.0)
+    if softcap is not None:
         scales = (softcap * _LOG2E, 2.0 * scale / softcap)
     strides = (
         *q.stride()[:2],

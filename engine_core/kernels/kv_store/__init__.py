@@ -10,9 +10,7 @@ from engine_core.kernels.kv_store import cpu
 __all__ = ["store_kv"]
 
 
-def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Copy each token's key and value into its slot; the caches are written in place.
 
     Slot ``s`` is offset ``s % block_size`` of block ``s // block_size``. A token whose slot is

@@ -7,9 +7,7 @@ from torch import Tensor
 from engine_core.kernels.kv_store import reference
 
 
-def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write ``k`` and ``v [T, Hk, D]`` into the caches.
 
     Where a cache's tokens lie at one stride and none is skipped, ``index_copy_`` over the tokens

@@ -59,9 +59,7 @@ def _store_kv_kernel(
         k_ptr,
         k_cache_ptr,
         tokens * k_token_stride + heads * k_head_stride,
-        blocks * k_cache_block_stride
-        + offsets * k_cache_slot_stride
-        + heads * k_cache_head_stride,
+        blocks * k_cache_block_stride + offsets * k_cache_slot_stride + heads * k_cache_head_stride,
         mask,
         D,
         BLOCK_D,
@@ -70,18 +68,14 @@ def _store_kv_kernel(
         v_ptr,
         v_cache_ptr,
         tokens * v_token_stride + heads * v_head_stride,
-        blocks * v_cache_block_stride
-        + offsets * v_cache_slot_stride
-        + heads * v_cache_head_stride,
+        blocks * v_cache_block_stride + offsets * v_cache_slot_stride + heads * v_cache_head_stride,
         mask,
         DV,
         BLOCK_DV,
     )
 
 
-def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` into the caches; negative slots are skipped."""
     num_tokens, num_heads, head_dim = k.shape
     if num_tokens == 0:

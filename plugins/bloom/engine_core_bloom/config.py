@@ -71,6 +71,4 @@ def _check(values: dict[str, Any]) -> None:
             raise ConfigError(f"config.json: {key} must be true or false, got {values[key]!r}")
     eps = values["layer_norm_epsilon"]
     if type(eps) not in (int, float) or not (math.isfinite(eps) and eps > 0):
-        raise ConfigError(
-            f"config.json: layer_norm_epsilon must be a positive number, got {eps!r}"
-        )
+        raise ConfigError(f"config.json: layer_norm_epsilon must be a positive number, got {eps!r}")

@@ -160,7 +160,7 @@ def _positive(values: Mapping[str, Any], key: str) -> int:
 
 def _with_head_dim(config: ModelConfig, source: str) -> ModelConfig:
     if config.head_dim % 4:
-        # The second half of a head is rotated by other positions, or not at all; each half in pairs.
+        # The halves of a head are rotated by other positions, or one is not; each half in pairs.
         raise ConfigError(
             f"config.json: {source} must be divisible by 4 for ChatGLM, got {config.head_dim}"
         )

@@ -88,9 +88,7 @@ class _ChatGLM(nn.Module):
         if self.final_layernorm is None:
             return x if residual is None else x + residual
         out: Tensor = (
-            self.final_layernorm(x)
-            if residual is None
-            else self.final_layernorm(x, residual)[0]
+            self.final_layernorm(x) if residual is None else self.final_layernorm(x, residual)[0]
         )
         return out
 
@@ -248,9 +246,7 @@ class ChatGLM2ForConditionalGeneration(_ChatGLM):
                 o_bias=config.add_bias_linear,
                 interleaved_rope=True,
             )
-            mlp = GatedMLP(
-                config.hidden_size, config.ffn_hidden_size, bias=config.add_bias_linear
-            )
+            mlp = GatedMLP(config.hidden_size, config.ffn_hidden_size, bias=config.add_bias_linear)
             if config.apply_residual_connection_post_layernorm:
                 return NormedResidualLayer(attention, mlp, norm)
             return DecoderLayer(attention, mlp, norm)

@@ -106,7 +106,7 @@ def _sliding_window(hf_config: HFConfig, used: bool) -> int | None:
 
 
 def _layer_types(values: dict[str, Any], num_layers: int) -> list[str]:
-    """``layer_types`` of newer configs; older ones have the window from ``max_window_layers`` on."""
+    """``layer_types`` of newer configs; older ones slide from layer ``max_window_layers`` on."""
     window = values["sliding_window"]
     types = values.get("layer_types")
     if types is None:

@@ -122,10 +122,10 @@ class Qwen2GGUFAdapter:
         return config
 
     def _rope_scaling(self, context: int) -> dict[str, Any] | None:
-        kind = self._keys.pop("rope.scaling.type", "none")
+        kind = self._keys.pop("rope.scaling.type", "linear")
         original = self._integer("rope.scaling.original_context_length", context)
         factor = self._number("rope.scaling.factor", 1.0)
-        if kind == "none":
+        if kind == "none" or factor == 1.0:
             return None
         if kind == "linear":
             return {"rope_type": "linear", "factor": factor}
