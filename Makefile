@@ -12,7 +12,8 @@ TRITON ?= triton==3.9.0
 
 BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
-FAMILIES := $(patsubst %/__init__.py,%,$(wildcard plugins/*/engine_core_*/__init__.py))
+EXAMPLES := $(patsubst %/pyproject.toml,%,$(wildcard examples/plugins/*/pyproject.toml))
+FAMILIES := $(patsubst %/__init__.py,%,$(wildcard $(addsuffix /engine_core_*/__init__.py,$(PLUGINS) $(EXAMPLES))))
 PROJECTS := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 EDITABLE := -e . $(PLUGINS:%=-e %)
 empty :=
@@ -42,7 +43,7 @@ lint: $(VENV)/.test ## Check style and formatting.
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.test ## Check types.
-	MYPYPATH=$(subst $(space),:,$(PLUGINS)) $(BIN)/mypy -p engine_core $(patsubst %,-p %,$(notdir $(FAMILIES)))
+	MYPYPATH=$(subst $(space),:,$(PLUGINS) $(EXAMPLES)) $(BIN)/mypy -p engine_core $(patsubst %,-p %,$(notdir $(FAMILIES)))
 
 imports: $(VENV)/.test ## Check which package may import which.
 	$(BIN)/lint-imports
@@ -67,9 +68,9 @@ $(VENV)/.runtime: $(VENV)/.created $(PROJECTS)
 	$(BIN)/pip install --quiet $(TORCH) $(EDITABLE)
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.runtime
+$(VENV)/.test: $(VENV)/.runtime $(EXAMPLES:%=%/pyproject.toml)
 	triton=$$($(BIN)/python -c 'from importlib.util import find_spec; print("" if find_spec("triton") else "$(TRITON)")'); \
-	$(BIN)/pip install --quiet $(TORCH) $$triton -e '.[test]' $(PLUGINS:%=-e %)
+	$(BIN)/pip install --quiet $(TORCH) $$triton -e '.[test]' $(PLUGINS:%=-e %) $(EXAMPLES:%=-e %)
 	@touch $@
 
 $(SMOLLM2): | $(VENV)/.created

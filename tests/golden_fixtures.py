@@ -101,10 +101,10 @@ def check_generation(name: str, settings: Mapping[str, Any]) -> None:
         check_output(output, prompt)
 
 
-def check_prefix_cache(name: str) -> None:
+def check_prefix_cache(name: str, **settings: Any) -> None:
     """A second run, from the prefix cache, is the same."""
     prompts = golden_prompts(name)
-    with golden_llm(name, block_size=4) as llm:
+    with golden_llm(name, block_size=4, **settings) as llm:
         llm.generate([prompt.input_ids for prompt in prompts], greedy_params(name))
         for prompt in prompts:
             (output,) = llm.generate(prompt.input_ids, greedy_params(name))

@@ -43,10 +43,11 @@ def test_brings_no_heavy_module(statement: str) -> None:
 
 
 # Families that the core must not know. "llama3" is also a kind of rope scaling, written so in the
-# configs of several families, llama-gguf-split a tool that a message sends people to, and
+# configs of several families (llama3_params and Llama3Parameters are lmdeploy's spelling of it in
+# nn/lmdeploy.py), llama-gguf-split a tool that a message sends people to, and
 # fix_mistral_regex a key of tokenizer_config.json.
 FAMILY_NAMES = re.compile(
-    r"llama(?!3\b|-gguf-split)|qwen|bloom|chatglm|glm\d|(?<!fix_)mistral|mixtral|internvl|internlm|deepseek|gemma|falcon"
+    r"llama(?!3\b|3_params|3Parameters|-gguf-split)|qwen|bloom|chatglm|glm\d|(?<!fix_)mistral|mixtral|internvl|internlm|deepseek|gemma|falcon"
     r"|baichuan|starcoder|smollm|gpt_?neox|gpt_?2|minicpm",
     re.IGNORECASE,
 )

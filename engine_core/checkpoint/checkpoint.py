@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,7 +33,8 @@ class Checkpoint:
     Safetensors stay readable when the files are deleted or replaced while the checkpoint is open.
 
     Attributes:
-        folder: where config and tokenizer are; of a GGUF file the folder that it was converted to.
+        folder: where the config is; of a GGUF file the folder that it was converted to, or the one
+            it lies in if it was not converted.
         hf_config: the checkpoint's own config, with the overrides applied.
         generation_config: ``generation_config.json``, or an empty dictionary.
         has_weights: false if it was opened with the dummy format.
@@ -45,12 +46,23 @@ class Checkpoint:
         hf_config: HFConfig,
         generation_config: dict[str, Any],
         files: Mapping[WeightFile, Collection[str]],
+        tokenizer_folder: Callable[[], Path] | None = None,
     ) -> None:
         self.folder = folder
         self.hf_config = hf_config
         self.generation_config = generation_config
         self.has_weights = bool(files)
         self._files = files
+        self._tokenizer_folder = tokenizer_folder
+
+    @cached_property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer's files are; a GGUF file's tokenizer is converted when asked for.
+
+        Raises:
+            TokenizerError: the tokenizer in a GGUF file cannot be translated.
+        """
+        return self.folder if self._tokenizer_folder is None else self._tokenizer_folder()
 
     @cached_property
     def headers(self) -> Mapping[str, TensorHeader]:
@@ -99,6 +111,7 @@ def open_checkpoint(
     gguf_adapters: Mapping[str, type[GGUFAdapter]] | None = None,
     dtype: str = "auto",
     hf_overrides: Mapping[str, Any] | None = None,
+    convert: bool = True,
 ) -> Checkpoint:
     """Open the checkpoint at ``path`` and check its files; no tensor is read.
 
@@ -111,13 +124,15 @@ def open_checkpoint(
         dtype: element type that a GGUF file is converted to; ``auto`` is the file's own, or
             bfloat16 if it is quantised. Other formats are left as they are.
         hf_overrides: keys of ``config.json`` to replace; nested objects are merged key by key.
+        convert: whether a GGUF file is converted on disk at once. If not, only its header is read,
+            and each tensor is converted when it is asked for.
 
     Raises:
         CheckpointNotFoundError: the folder, its config or its weight files are not there.
         CorruptCheckpointError: a file is damaged; names it.
         ConfigError: ``load_format`` or ``hf_overrides`` does not fit the checkpoint.
         UnknownArchitectureError: no adapter for the GGUF file's architecture.
-        TokenizerError: the GGUF file's tokenizer is of an unknown kind.
+        TokenizerError: a special token's id in the GGUF file is no index into its vocabulary.
     """
     if load_format not in ("auto", "safetensors", "bin", "gguf", "dummy"):
         raise ConfigError(
@@ -125,25 +140,52 @@ def open_checkpoint(
         )
     gguf = _gguf_file(path, load_format)
     if gguf is not None:
-        from engine_core.checkpoint.gguf_convert import convert_gguf
-
-        adapters = gguf_adapters or {}
-        try:
-            return _open_folder(convert_gguf(gguf, adapters, dtype), "safetensors", hf_overrides)
-        except CheckpointNotFoundError:
-            # Somebody emptied the cache just now.
-            return _open_folder(convert_gguf(gguf, adapters, dtype), "safetensors", hf_overrides)
+        return _open_gguf(gguf, gguf_adapters or {}, dtype, hf_overrides, convert)
     if not path.is_dir():
         raise CheckpointNotFoundError(f"{path} is neither a folder nor a .gguf file")
     return _open_folder(path, load_format, hf_overrides)
 
 
+def _open_gguf(
+    path: Path,
+    adapters: Mapping[str, type[GGUFAdapter]],
+    dtype: str,
+    hf_overrides: Mapping[str, Any] | None,
+    convert: bool,
+) -> Checkpoint:
+    from engine_core.checkpoint.gguf_convert import (
+        convert_gguf,
+        convert_tokenizer,
+        translate_gguf,
+    )
+
+    tokenizer_folder = partial(convert_tokenizer, path)
+    if not convert:
+        translated = translate_gguf(path, adapters, dtype)
+        hf_config = apply_overrides(HFConfig(translated.config), hf_overrides or {})
+        files: dict[WeightFile, Collection[str]] = {translated.weights: ()}
+        return Checkpoint(
+            path.parent, hf_config, translated.generation_config, files, tokenizer_folder
+        )
+    try:
+        folder = convert_gguf(path, adapters, dtype)
+        return _open_folder(folder, "safetensors", hf_overrides, tokenizer_folder)
+    except CheckpointNotFoundError:
+        # Somebody emptied the cache just now.
+        folder = convert_gguf(path, adapters, dtype)
+        return _open_folder(folder, "safetensors", hf_overrides, tokenizer_folder)
+
+
 def _open_folder(
-    folder: Path, load_format: LoadFormat, hf_overrides: Mapping[str, Any] | None
+    folder: Path,
+    load_format: LoadFormat,
+    hf_overrides: Mapping[str, Any] | None,
+    tokenizer_folder: Callable[[], Path] | None = None,
 ) -> Checkpoint:
     hf_config = apply_overrides(HFConfig.from_folder(folder), hf_overrides or {})
     files = {} if load_format == "dummy" else _weight_files(folder, load_format)
-    checkpoint = Checkpoint(folder, hf_config, read_generation_config(folder), files)
+    generation_config = read_generation_config(folder)
+    checkpoint = Checkpoint(folder, hf_config, generation_config, files, tokenizer_folder)
     if not any(isinstance(file, BinFile) for file in files):
         # Costs nothing here, while the headers of a .bin file cost the import of torch.
         _ = checkpoint.headers

@@ -1,21 +1,23 @@
-"""From a GGUF file to an ordinary checkpoint folder in the disk cache."""
+"""From a GGUF file to an ordinary checkpoint: at once, or as a folder in the disk cache."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_core.checkpoint.disk_cache import DiskCache, file_key
-from engine_core.checkpoint.files import check_regular_file
+from engine_core.checkpoint.files import TensorHeader, check_regular_file
 from engine_core.checkpoint.gguf import GGUFAdapter, GGUFFile, GGUFTensor, read_architecture
 from engine_core.checkpoint.safetensors_file import SafetensorsWriter
-from engine_core.configs.dtypes import DTYPES
+from engine_core.configs.dtypes import DTYPES, itemsize
 from engine_core.errors import (
     CheckpointError,
     ConfigError,
@@ -23,12 +25,117 @@ from engine_core.errors import (
     UnknownArchitectureError,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 logger = logging.getLogger(__name__)
 
 # Raised whenever the files written here change, so that old entries of the cache are left alone.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _MAX_THREADS = 8
 _UNQUANTISED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class GGUFWeights:
+    """A GGUF file's tensors, named and ordered as in an ordinary checkpoint.
+
+    Attributes:
+        path: the file.
+        headers: the tensors in file order, as they are after the conversion.
+
+    Raises:
+        CheckpointError: a tensor is not known, or two become one.
+    """
+
+    def __init__(self, gguf: GGUFFile, adapter: GGUFAdapter, dtype: str) -> None:
+        self.path = gguf.path
+        self._gguf = gguf
+        self._adapter = adapter
+        self._sources: dict[str, GGUFTensor] = {}
+        for tensor in gguf.tensors.values():
+            name = adapter.tensor_name(tensor.name)
+            if name in self._sources:
+                raise CorruptCheckpointError(
+                    f"{gguf.path}: {tensor.name!r} and {self._sources[name].name!r} are both "
+                    f"{name!r}"
+                )
+            if name is not None:
+                self._sources[name] = tensor
+        self.headers: Mapping[str, TensorHeader] = {
+            name: TensorHeader(
+                name, dtype, source.shape, gguf.path, math.prod(source.shape) * itemsize(dtype)
+            )
+            for name, source in self._sources.items()
+        }
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors in file order, each converted when it is asked for."""
+        for name in self.headers:
+            yield name, self.convert(name)
+
+    def convert(self, name: str) -> Tensor:
+        """The tensor ``name``, turned back into numbers and brought to the usual order.
+
+        Raises:
+            CheckpointError: its type or its shape is not what can be translated.
+        """
+        import torch
+
+        source, header = self._sources[name], self.headers[name]
+        array = self._adapter.transform(source.name, self._gguf.read(source.name))
+        if array.shape != source.shape:
+            raise CheckpointError(
+                f"{type(self._adapter).__name__}.transform made {array.shape} of {source.name!r}, "
+                f"which has the shape {source.shape}; a shape must stay as it is"
+            )
+        return torch.from_numpy(array).to(getattr(torch, header.dtype)).contiguous()
+
+    def write(self, path: Path) -> None:
+        """Write all tensors to a safetensors file, several at a time."""
+        import torch
+
+        headers = [(name, header.dtype, header.shape) for name, header in self.headers.items()]
+        with SafetensorsWriter(path, headers) as writer:
+
+            def write(name: str) -> None:
+                writer.write(name, self.convert(name).view(-1).view(torch.uint8).numpy().data)
+
+            # The largest first, so that no thread is left alone with the embedding at the end.
+            by_size = sorted(self.headers.values(), key=lambda header: -header.nbytes)
+            with ThreadPoolExecutor(min(_available_cpus(), _MAX_THREADS)) as pool:
+                futures = [pool.submit(write, header.name) for header in by_size]
+                try:
+                    for future in futures:
+                        future.result()
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedGGUF:
+    """What a GGUF file is as an ordinary checkpoint; nothing is converted yet.
+
+    Attributes:
+        config: the content of ``config.json``.
+        generation_config: the content of ``generation_config.json``; empty for no such file.
+        weights: its tensors.
+    """
+
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    weights: GGUFWeights
+
+
+def translate_gguf(
+    path: Path, adapters: Mapping[str, type[GGUFAdapter]], dtype: str = "auto"
+) -> TranslatedGGUF:
+    """Read the header of the GGUF file at ``path``; its numbers are left alone.
+
+    Takes and raises what :func:`convert_gguf` does.
+    """
+    _check_dtype(dtype)
+    return _translate(path, _adapter(path, adapters), dtype)
 
 
 def convert_gguf(
@@ -39,8 +146,7 @@ def convert_gguf(
 ) -> Path:
     """The folder that the GGUF file at ``path`` was converted to, now or earlier.
 
-    It holds ``config.json``, ``generation_config.json``, ``model.safetensors`` and, if the file has
-    a tokenizer, ``tokenizer.json`` and ``tokenizer_config.json``.
+    It holds ``config.json``, ``generation_config.json`` and ``model.safetensors``.
 
     Args:
         path: the ``.gguf`` file.
@@ -54,11 +160,50 @@ def convert_gguf(
         CorruptCheckpointError: it is damaged.
         CheckpointError: something in it cannot be translated, or the cache cannot be written.
         ConfigError: ``dtype`` is unknown.
-        TokenizerError: its tokenizer is of an unknown kind.
+        TokenizerError: the id of a special token is no index into its vocabulary.
         UnknownArchitectureError: there is no adapter for its architecture.
     """
+    _check_dtype(dtype)
+    adapter = _adapter(path, adapters)
+    name = f"{adapter.__module__}.{adapter.__qualname__}"
+    key = file_key(path, f"gguf-{FORMAT_VERSION}", name, str(adapter.version), dtype)
+
+    def write(folder: Path) -> None:
+        start = time.perf_counter()
+        translated = _translate(path, adapter, dtype)
+        _write_json(folder / "config.json", translated.config)
+        if translated.generation_config:
+            _write_json(folder / "generation_config.json", translated.generation_config)
+        translated.weights.write(folder / "model.safetensors")
+        logger.info("converted %s in %.1f s", path, time.perf_counter() - start)
+
+    return (cache or DiskCache()).get(key, write)
+
+
+def convert_tokenizer(path: Path, cache: DiskCache | None = None) -> Path:
+    """The folder with the tokenizer of the GGUF file at ``path``; it may be without one.
+
+    It holds ``tokenizer.json`` and ``tokenizer_config.json``.
+
+    Raises:
+        CorruptCheckpointError: the file is damaged.
+        CheckpointError: the cache cannot be written.
+        TokenizerError: the tokenizer is of an unknown kind, or its tables contradict each other.
+    """
+    from engine_core.checkpoint.gguf_tokenizer import write_tokenizer
+
+    def write(folder: Path) -> None:
+        write_tokenizer(GGUFFile(path), folder)
+
+    return (cache or DiskCache()).get(file_key(path, f"gguf-tokenizer-{FORMAT_VERSION}"), write)
+
+
+def _check_dtype(dtype: str) -> None:
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+
+
+def _adapter(path: Path, adapters: Mapping[str, type[GGUFAdapter]]) -> type[GGUFAdapter]:
     check_regular_file(path)
     architecture = read_architecture(path)
     adapter = adapters.get(architecture)
@@ -67,22 +212,13 @@ def convert_gguf(
             f"{path} has the GGUF architecture {architecture!r}, which no installed plugin "
             f"translates; those that can be are: {', '.join(sorted(adapters)) or 'none'}"
         )
-    name = f"{adapter.__module__}.{adapter.__qualname__}"
-    key = file_key(path, f"gguf-{FORMAT_VERSION}", name, str(adapter.version), dtype)
-
-    def write(folder: Path) -> None:
-        start = time.perf_counter()
-        _write_folder(GGUFFile(path), adapter, dtype, folder)
-        logger.info("converted %s in %.1f s", path, time.perf_counter() - start)
-
-    return (cache or DiskCache()).get(key, write)
+    return adapter
 
 
-def _write_folder(
-    gguf: GGUFFile, adapter_class: type[GGUFAdapter], dtype: str, folder: Path
-) -> None:
-    from engine_core.checkpoint.gguf_tokenizer import special_ids, write_tokenizer
+def _translate(path: Path, adapter_class: type[GGUFAdapter], dtype: str) -> TranslatedGGUF:
+    from engine_core.checkpoint.gguf_tokenizer import special_ids
 
+    gguf = GGUFFile(path)
     parts = gguf.metadata.get("split.count", 1)
     if parts != 1:
         raise CheckpointError(
@@ -91,58 +227,17 @@ def _write_folder(
     adapter = adapter_class(gguf)
     dtype = _matrix_dtype(gguf) if dtype == "auto" else dtype
     ids = special_ids(gguf)
-    config = {**adapter.config(), **ids, "dtype": dtype}
-    _write_json(folder / "config.json", config)
-    if ids:
-        _write_json(folder / "generation_config.json", ids)
-    write_tokenizer(gguf, folder)
-    _write_weights(gguf, adapter, dtype, folder / "model.safetensors")
+    return TranslatedGGUF(
+        config={**adapter.config(), **ids, "dtype": dtype},
+        generation_config=ids,
+        weights=GGUFWeights(gguf, adapter, dtype),
+    )
 
 
 def _matrix_dtype(gguf: GGUFFile) -> str:
     # Norms and biases are float32 in every GGUF file; the matrices say what it is.
     types = {tensor.type_name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
     return _UNQUANTISED.get(types.pop(), "bfloat16") if len(types) == 1 else "bfloat16"
-
-
-def _write_weights(gguf: GGUFFile, adapter: GGUFAdapter, dtype: str, path: Path) -> None:
-    import torch
-
-    torch_dtype = getattr(torch, dtype)
-    names: dict[str, GGUFTensor] = {}
-    for tensor in gguf.tensors.values():
-        name = adapter.tensor_name(tensor.name)
-        if name in names:
-            raise CorruptCheckpointError(
-                f"{gguf.path}: {tensor.name!r} and {names[name].name!r} are both {name!r}"
-            )
-        if name is not None:
-            names[name] = tensor
-
-    headers = [(name, dtype, tensor.shape) for name, tensor in names.items()]
-    with SafetensorsWriter(path, headers) as writer:
-
-        def convert(item: tuple[str, GGUFTensor]) -> None:
-            name, tensor = item
-            array = adapter.transform(tensor.name, gguf.read(tensor.name))
-            if array.shape != tensor.shape:
-                raise CheckpointError(
-                    f"{type(adapter).__name__}.transform made {array.shape} of {tensor.name!r}, "
-                    f"which has the shape {tensor.shape}; a shape must stay as it is"
-                )
-            data = torch.from_numpy(array).to(torch_dtype).contiguous()
-            writer.write(name, data.view(-1).view(torch.uint8).numpy().data)
-
-        # The largest first, so that no thread is left alone with the embedding at the end.
-        by_size = sorted(names.items(), key=lambda item: -item[1].nbytes)
-        with ThreadPoolExecutor(min(_available_cpus(), _MAX_THREADS)) as pool:
-            futures = [pool.submit(convert, item) for item in by_size]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
 
 
 def _available_cpus() -> int:

@@ -10,8 +10,11 @@ from typing import Annotated
 import typer
 
 from engine_core import __version__
+from engine_core.cli.chat import chat
+from engine_core.cli.check_model import check_model
 from engine_core.cli.env import env
 from engine_core.cli.generate import generate
+from engine_core.cli.new_plugin import new_plugin
 from engine_core.cli.plugins import plugins
 
 app = typer.Typer(
@@ -39,7 +42,7 @@ def _root(
     """Run transformer language models whose families are plugins."""
 
 
-for _command in (generate, plugins, env):
+for _command in (generate, chat, check_model, plugins, new_plugin, env):
     app.command()(_command)
 
 

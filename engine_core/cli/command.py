@@ -38,7 +38,14 @@ def _metavar(annotation: Any) -> str:
         return _metavar(arguments[0])
     if origin is dict:
         return "JSON"
-    return "|".join(_metavar(item) for item in _members(annotation) if item is not types.NoneType)
+    members = [item for item in _members(annotation) if item is not types.NoneType]
+    # Of text or something else it is the text that is written on a command line.
+    return "TEXT" if str in members else "|".join(map(_metavar, members))
+
+
+def repeats(field: FieldInfo) -> bool:
+    """Whether the option is given once for each of the field's values."""
+    return any(get_origin(item) is tuple for item in _members(field.annotation))
 
 
 def _takes_none(field: FieldInfo) -> bool:
@@ -48,7 +55,7 @@ def _takes_none(field: FieldInfo) -> bool:
 
 def _help(field: FieldInfo) -> str:
     text = (field.description or "").partition("\n")[0]
-    if get_origin(field.annotation) is tuple:
+    if repeats(field):
         text += " May be given again."
     default = field.get_default(call_default_factory=True)
     if default is None or default == () or default == {}:
@@ -68,7 +75,8 @@ class OptionGroup(Generic[Config]):
     option that was not given is None and leaves the field to whoever builds the config.
 
     Args:
-        model: the config model; each field's description is its help.
+        model: the config model; each field's description is its help. Fields that it excludes from
+            being written out cannot be written on a command line either, and are left out.
         only: the fields taken; all if None.
         skip: fields left out.
     """
@@ -84,7 +92,7 @@ class OptionGroup(Generic[Config]):
         self._fields = {
             name: field
             for name, field in model.model_fields.items()
-            if (only is None or name in only) and name not in skip
+            if (only is None or name in only) and name not in skip and not field.exclude
         }
 
     def parameters(self) -> list[inspect.Parameter]:
@@ -97,7 +105,7 @@ class OptionGroup(Generic[Config]):
         if field.annotation is bool:
             kind, flags = bool, f"{flags}/--no-{flags[2:]}"
         else:
-            kind = list[str] if get_origin(field.annotation) is tuple else str
+            kind = list[str] if repeats(field) else str
             metavar = _metavar(field.annotation) + ("|none" if _takes_none(field) else "")
         option = typer.Option(
             flags,

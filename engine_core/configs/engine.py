@@ -91,6 +91,13 @@ class EngineConfig(FrozenConfig):
     enable_prefix_caching: bool = Field(
         default=True, description="Share the cached blocks of equal prompt beginnings."
     )
+    eager: bool = Field(
+        default=False,
+        description="Launch every kernel by itself, for debugging; a CPU always does.",
+    )
+    tensor_parallel_size: int = Field(
+        default=1, gt=0, description="Processes, or GPUs, that share the model."
+    )
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of dummy weights and of requests without one."
     )

@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from engine_core.configs.base import FrozenConfig
 
-MAX_LOGPROBS = 1000
+LogitsProcessor = Callable[..., Any]
+"""``(output_token_ids, logits) -> logits`` or ``(prompt_token_ids, output_token_ids, logits) ->
+logits``: lists of ints and a float32 tensor ``[vocab_size]``, which it may change in place."""
+
+
+def takes_prompt(processor: LogitsProcessor) -> bool:
+    """Whether a logits processor has the form with the prompt.
+
+    Raises:
+        ValueError: it takes neither two nor three arguments.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(processor).parameters.values()
+        if parameter.kind in kinds and parameter.default is parameter.empty
+    ]
+    if len(needed) not in (2, 3):
+        raise ValueError(
+            "a logits processor takes (output_token_ids, logits) or (prompt_token_ids, "
+            f"output_token_ids, logits), this one {tuple(needed)}"
+        )
+    return len(needed) == 3
+
+
+_Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+_TokenSequence = Annotated[tuple[int, ...], Field(min_length=1)]
 
 
 class SamplingParams(FrozenConfig):
     """How one request chooses its tokens; the command line's options are made from it.
 
-    Names and meanings are those of vLLM. Filters act in the order of transformers: temperature,
-    top_k, top_p, min_p.
+    Names and meanings are those of vLLM. What changes the logits acts in the order of
+    transformers' ``generate``:
+
+    1. ``logit_bias`` and ``allowed_token_ids``;
+    2. ``repetition_penalty``, then ``frequency_penalty`` and ``presence_penalty``;
+    3. ``bad_words`` and ``min_tokens``;
+    4. ``logits_processors``, in the order given;
+    5. unless greedy: ``temperature``, ``top_k``, ``top_p``, ``min_p``.
+
+    Log-probabilities are reported as the model gave them, before all of this.
     """
 
     n: int = Field(
@@ -42,6 +78,35 @@ class SamplingParams(FrozenConfig):
         le=1.0,
         description="Only tokens at least this many times as probable as the most probable one.",
     )
+    repetition_penalty: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Divides the positive logits of tokens in the prompt and the output, and "
+        "multiplies the negative ones.",
+    )
+    presence_penalty: float = Field(
+        default=0.0,
+        ge=-2.0,
+        le=2.0,
+        description="Subtracted from the logits of tokens in the output.",
+    )
+    frequency_penalty: float = Field(
+        default=0.0,
+        ge=-2.0,
+        le=2.0,
+        description="Subtracted from a token's logit once for each time it is in the output.",
+    )
+    logit_bias: dict[int, _Bias] = Field(
+        default={},
+        description="Added to the logits: token id to a number from -100 to 100.",
+    )
+    allowed_token_ids: tuple[int, ...] | None = Field(
+        default=None, description="Only these tokens, the end of sequence too only if named."
+    )
+    bad_words: tuple[str | _TokenSequence, ...] = Field(
+        default=(),
+        description="Never these words, nor the same after a space.",
+    )
     seed: int | None = Field(
         default=None,
         ge=0,
@@ -56,26 +121,30 @@ class SamplingParams(FrozenConfig):
     min_tokens: int = Field(
         default=0, ge=0, description="No end of sequence or stop token before so many tokens."
     )
-    stop: tuple[str, ...] = Field(
-        default=(), description="Strings that end the text; not part of it."
-    )
+    stop: tuple[str, ...] = Field(default=(), description="Strings that end the text.")
     stop_token_ids: tuple[int, ...] = Field(default=(), description="Tokens that end the sequence.")
+    include_stop_str_in_output: bool = Field(
+        default=False, description="Leave the stop string or the stop token in the text."
+    )
     ignore_eos: bool = Field(default=False, description="Go on past the end-of-sequence token.")
     logprobs: int | None = Field(
         default=None,
-        ge=0,
-        le=MAX_LOGPROBS,
+        ge=-1,
         description="How many of the most probable tokens to report at each step, besides the "
-        "chosen one; no report if not set.",
+        "chosen one; -1 for all; no report if not set.",
     )
     prompt_logprobs: int | None = Field(
         default=None,
-        ge=0,
-        le=MAX_LOGPROBS,
+        ge=-1,
         description="The same for the prompt's tokens; no report if not set.",
     )
     skip_special_tokens: bool = Field(
         default=True, description="Leave special tokens out of the text."
+    )
+    logits_processors: tuple[LogitsProcessor, ...] = Field(
+        default=(),
+        exclude=True,
+        description="Functions that change the logits; see LogitsProcessor. Offline use only.",
     )
 
     @field_validator("stop", mode="before")
@@ -92,10 +161,38 @@ class SamplingParams(FrozenConfig):
             raise ValueError("an empty stop string would end every text at once")
         return value
 
-    @field_validator("stop_token_ids", mode="before")
+    @field_validator("stop_token_ids", "bad_words", "logits_processors", mode="before")
     @classmethod
-    def _no_stop_tokens(cls, value: Any) -> Any:
+    def _none_of_them(cls, value: Any) -> Any:
         return () if value is None else value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _no_bias(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @field_validator("allowed_token_ids")
+    @classmethod
+    def _something_allowed(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value == ():
+            raise ValueError("an empty list would allow no token at all; None allows every one")
+        return value
+
+    @field_validator("bad_words")
+    @classmethod
+    def _no_empty_bad_word(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        if any(not item for item in value):
+            raise ValueError("an empty word would forbid every token")
+        return value
+
+    @field_validator("logits_processors")
+    @classmethod
+    def _processors_of_either_form(
+        cls, value: tuple[LogitsProcessor, ...]
+    ) -> tuple[LogitsProcessor, ...]:
+        for processor in value:
+            takes_prompt(processor)
+        return value
 
     @model_validator(mode="after")
     def _min_below_max(self) -> Self:
@@ -109,3 +206,42 @@ class SamplingParams(FrozenConfig):
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on which tokens came before."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a token is not simply chosen by the model's own logits."""
+        return bool(
+            self.has_penalties
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.min_tokens
+            or self.bad_words
+            or self.logits_processors
+        )
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host must see each token before the next one is chosen."""
+        return bool(self.stop or self.bad_words or self.logits_processors)
+
+
+class BeamSearchParams(FrozenConfig):
+    """How :meth:`LLM.beam_search` searches. Names are those of vLLM, scores those of transformers:
+    the sum of a sequence's log-probabilities over its generated length to ``length_penalty``.
+    """
+
+    beam_width: int = Field(ge=1, le=1024, description="Sequences kept at each step and returned.")
+    max_tokens: int = Field(ge=1, description="Tokens to generate at most.")
+    length_penalty: float = Field(
+        default=1.0, description="Above 0 favours long sequences, below 0 short ones."
+    )
+    ignore_eos: bool = Field(default=False, description="Go on past the end-of-sequence token.")

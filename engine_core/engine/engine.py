@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
+from engine_core.engine.sampling import resolve_sampling
 from engine_core.engine.startup import load
 from engine_core.errors import EngineDeadError, RequestError
 from engine_core.inputs import ProcessedPrompt
@@ -37,9 +38,6 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
-
-# Steps submitted before the first result is read. A CPU computes a step while it is submitted.
-_DEPTH = {"cpu": 0, "cuda": 1}
 
 
 @dataclass(slots=True)
@@ -88,6 +86,7 @@ class Engine:
     Attributes:
         model_config: the model's.
         tokenizer: None with ``skip_tokenizer_init``.
+        eos_token_ids: the tokens that end a sequence.
         startup: seconds that each phase of loading took.
     """
 
@@ -106,10 +105,10 @@ class Engine:
         self.cache_plan = loaded.cache_plan
         self.scheduler = loaded.scheduler
         self._generation_config = loaded.generation_config
-        self._eos_token_ids = loaded.eos_token_ids
+        self.eos_token_ids: tuple[int, ...] = loaded.eos_token_ids
         self._input_processor = loaded.input_processor
-        self._runner = loaded.runner
-        self._depth = _DEPTH[self._runner.device.type]
+        self._executor = loaded.executor
+        self._depth = loaded.depth
         self._flight: deque[PendingStep] = deque()
         self._states: dict[str, _State] = {}
         self._owners: dict[str, tuple[_State, int]] = {}
@@ -124,6 +123,7 @@ class Engine:
             "top_k": "top_k",
             "top_p": "top_p",
             "min_p": "min_p",
+            "repetition_penalty": "repetition_penalty",
             "max_new_tokens": "max_tokens",
         }
         values = {ours: given[name] for name, ours in names.items() if given.get(name) is not None}
@@ -161,18 +161,17 @@ class Engine:
             EngineDeadError: the engine has stopped.
         """
         self._check_alive()
-        params = sampling_params or self.default_sampling_params()
-        text, token_ids = self._tokenize(prompt)
-        if self.tokenizer is None and params.stop:
+        params = resolve_sampling(
+            sampling_params or self.default_sampling_params(),
+            self.model_config.vocab_size,
+            self.tokenizer,
+        )
+        if params.logits_processors and self.config.tensor_parallel_size > 1:
             raise RequestError(
-                "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
+                "logits_processors are functions of this process, and with tensor_parallel_size "
+                f"{self.config.tensor_parallel_size} tokens are chosen in others; leave them out"
             )
-        outside = [token for token in params.stop_token_ids if not self._in_vocabulary(token)]
-        if outside:
-            raise RequestError(
-                f"stop_token_ids {outside} are outside the vocabulary of "
-                f"{self.model_config.vocab_size}"
-            )
+        text, token_ids = self.tokenize(prompt)
         if request_id is None:
             request_id = f"request-{len(self._owners)}-{self._drawn_seeds}"
         if request_id in self._states:
@@ -194,7 +193,7 @@ class Engine:
                     child,
                     processed,
                     own,
-                    eos_token_ids=self._eos_token_ids,
+                    eos_token_ids=self.eos_token_ids,
                     arrival_time=now,
                     max_model_len=self.max_model_len,
                 )
@@ -241,12 +240,13 @@ class Engine:
         try:
             plan = self.scheduler.schedule()
             if plan is not None:
-                self._flight.append(self._runner.submit(plan))
+                self._flight.append(self._executor.submit(plan))
             if not self._flight or (plan is not None and len(self._flight) <= self._depth):
                 return []
             return self._apply(self.scheduler.update(self._flight.popleft().result()))
         except Exception as error:
             self._dead = error
+            self._executor.close()
             raise EngineDeadError(
                 f"the engine stopped in a step: {type(error).__name__}: {error}"
             ) from error
@@ -259,12 +259,7 @@ class Engine:
         self._owners.clear()
         if self._dead is None:
             self._dead = RuntimeError("the engine was closed")
-            device = self._runner.device
-            del self._runner
-            if device.type == "cuda":
-                import torch
-
-                torch.cuda.empty_cache()
+        self._executor.close()
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -282,8 +277,13 @@ class Engine:
         text = f"{self.config.seed}:{self._drawn_seeds}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
-    def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
-        given = prompt
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, None if it was given as token ids, and its token ids.
+
+        Raises:
+            RequestError: it is no prompt, or its token ids are outside the vocabulary.
+        """
+        given: Any = prompt
         if isinstance(prompt, Mapping):
             keys = set(prompt)
             if keys not in ({"prompt"}, {"prompt_token_ids"}):
@@ -348,8 +348,9 @@ class Engine:
         if stream is None:
             return
         request = completion.request
+        include_stop = request.sampling.include_stop_str_in_output
         new = update.new_token_ids
-        if request.finish_reason == "stop" and new:
+        if request.finish_reason == "stop" and new and not include_stop:
             # The token that ended it (end of sequence or a stop token) is not part of the text.
             new = new[:-1]
         if new:
@@ -357,9 +358,10 @@ class Engine:
             completion.text += text.delta
             if text.stopped_by is not None:
                 self.scheduler.finish(request.request_id, "stop", text.stopped_by)
-                return
         if request.finish_reason is not None:
             completion.text += stream.finish()
+            if include_stop:
+                completion.text += stream.stopped_by or ""
 
     def _decoded(self, entry: TokenLogprobs) -> TokenLogprobs:
         if self.tokenizer is None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
-from engine_core.engine.engine import Engine, Prompt
+from engine_core.configs.sampling import BeamSearchParams
+from engine_core.engine.beam import BeamSearchOutput, beam_search
+from engine_core.engine.engine import Engine, Prompt, TokensPrompt
 from engine_core.errors import RequestError
 from engine_core.steps import RequestOutput
 from engine_core.text import Tokenizer
@@ -117,7 +119,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt; yields its whole output so far after each step that adds to it.
 
         Raises:
@@ -125,6 +127,32 @@ class LLM:
             EngineDeadError: the model failed.
         """
         return self._stream(self._add(prompt, sampling_params, streaming=True))
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The most probable completions of one or many prompts, as beam search finds them.
+
+        The result is that of transformers' ``generate`` with ``num_beams``, as many
+        ``num_return_sequences`` and ``early_stopping="never"``: a search ends when no beam can
+        become better than what was found. Each step is a request of one token a beam, whose
+        beginning is in the prefix cache if that is enabled.
+
+        Args:
+            prompts: as in :meth:`generate`.
+            params: width, length and length penalty.
+
+        Raises:
+            RequestError: a prompt cannot be served; names which.
+            EngineDeadError: the model failed.
+        """
+        every = []
+        for index, prompt in enumerate(_as_prompts(prompts)):
+            try:
+                every.append(self.engine.tokenize(prompt)[1])
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}") from error
+        return beam_search(self, every, params)
 
     def chat(
         self,
@@ -150,8 +178,8 @@ class LLM:
             RequestError: the messages do not fit the template, or there is none.
         """
         conversations = _as_conversations(messages)
-        prompts = [
-            self._render(conversation, add_generation_prompt, chat_template, tools)
+        prompts: list[Prompt] = [
+            self.render_chat(conversation, add_generation_prompt, chat_template, tools)
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, progress=progress)
@@ -164,18 +192,23 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation as :meth:`stream` completes a prompt."""
-        prompt = self._render(messages, add_generation_prompt, chat_template, tools)
+        prompt = self.render_chat(messages, add_generation_prompt, chat_template, tools)
         return self.stream(prompt, sampling_params)
 
-    def _render(
+    def render_chat(
         self,
         messages: Sequence[Message],
-        add_generation_prompt: bool,
-        chat_template: str | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> Prompt:
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> TokensPrompt:
+        """The prompt that :meth:`chat` makes of one conversation.
+
+        Raises:
+            RequestError: the messages do not fit the template, or there is none.
+        """
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise RequestError("this engine has no tokenizer, so it cannot chat")
@@ -222,7 +255,7 @@ class LLM:
                         bar.update(task, advance=1, speed=speed)
         return [self._inboxes.pop(request_id)[-1] for request_id in ids]
 
-    def _stream(self, request_id: str) -> Iterator[RequestOutput]:
+    def _stream(self, request_id: str) -> Generator[RequestOutput, None, None]:
         inbox = self._inboxes[request_id]
         try:
             while True:

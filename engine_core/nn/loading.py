@@ -53,27 +53,39 @@ class LoadAccount:
             self._current = name
             yield name, tensor
 
+    @property
+    def current(self) -> str | None:
+        """The name of the tensor that was handed out last."""
+        return self._current
+
     def _source(self, tensor: Tensor) -> str | None:
         # A view shares its tensor's storage; a computed copy came from the tensor handed out last.
         return self._by_storage.get(tensor.untyped_storage()._cdata, self._current)
 
-    def note(self, param: nn.Parameter, tensor: Tensor, shard_id: Any, numel: int) -> None:
-        """A part of ``param`` with ``numel`` elements was filled from ``tensor``."""
+    def note(
+        self,
+        param: nn.Parameter,
+        tensor: Tensor,
+        shard_id: Any,
+        numel: int,
+        refused: ShapeMismatchError | None = None,
+    ) -> None:
+        """A part of ``param`` with ``numel`` elements was filled from ``tensor``, or refused it.
+
+        A part that refused its tensor is wrong, and not missing too.
+        """
         name = self._names.get(id(param))
         if name is not None:
             self._filled[name][shard_id] = numel
-        self.ignore(self._source(tensor))
+        source = self._source(tensor)
+        self.ignore(source)
+        if refused is not None:
+            self._wrong.append(f"{source}: {refused}")
 
     def ignore(self, name: str | None) -> None:
         """The tensor ``name`` is known to the model, filled or not."""
         if name is not None:
             self._taken.add(name)
-
-    def wrong(self, tensor: Tensor, error: ShapeMismatchError) -> None:
-        """``tensor`` was refused."""
-        source = self._source(tensor)
-        self._wrong.append(f"{source}: {error}")
-        self.ignore(source)
 
     def raise_mismatch(self, where: str) -> None:
         """Say what did not match, if anything did not.
@@ -126,17 +138,24 @@ def load_account(model: nn.Module) -> Iterator[LoadAccount]:
 
 
 def copy_checked(target: Tensor, tensor: Tensor) -> None:
-    """Copy ``tensor`` into ``target``; on the meta device only compare their shapes.
+    """Copy ``tensor`` into ``target``; on the meta device only compare them.
 
     Raises:
-        ShapeMismatchError: the shapes differ.
+        ShapeMismatchError: the shapes differ, or ``tensor`` holds the codes of quantised numbers
+            (integers, or floats of one byte) where ``target`` wants numbers.
     """
     if target.shape != tensor.shape:
         raise ShapeMismatchError(
             f"has shape {list(tensor.shape)}, the model wants {list(target.shape)}"
         )
+    if _holds_numbers(target.dtype) and not _holds_numbers(tensor.dtype):
+        raise ShapeMismatchError(f"is of {tensor.dtype}, the model wants {target.dtype}")
     if not (target.is_meta or tensor.is_meta):
         target.copy_(tensor)
+
+
+def _holds_numbers(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def set_weight_loader(param: nn.Parameter, loader: WeightLoader) -> None:
@@ -157,17 +176,17 @@ def load_weight(param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> No
     """
     account = _ACCOUNT.get()
     loader: WeightLoader = getattr(param, "weight_loader", _load_whole)
+    refused = None
     try:
         with torch.no_grad():
             loader(param, tensor, shard_id)
     except ShapeMismatchError as error:
         if account is None:
             raise
-        account.wrong(tensor, error)
-        return
+        refused = error
     if account is not None:
         sizes: Mapping[Any, int] = getattr(param, "shard_sizes", {})
-        account.note(param, tensor, shard_id, sizes.get(shard_id, param.numel()))
+        account.note(param, tensor, shard_id, sizes.get(shard_id, param.numel()), refused)
 
 
 def _load_whole(param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:

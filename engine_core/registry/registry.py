@@ -203,10 +203,13 @@ class Registry:
             lines.append(f"Known: {', '.join(sorted(known))}.")
         else:
             lines.append("No plugin is installed at all.")
-        family = model_type or architecture.split("For")[0].lower()
+        family = architecture.split("For")[0].lower()
+        named = (model_type or family).replace("_", "-")
+        if all(report.distribution != f"engine-core-{named}" for report in self.reports):
+            family = named
         lines.append(
             f"A package for it would by convention be named engine-core-{family}; or pass a file "
-            "with MODULE_MAP as custom_module_map."
+            "with MODULE_MAP as custom_module_map. docs/write-a-plugin.md says how to write either."
         )
         return " ".join(lines) + self._broken()
 

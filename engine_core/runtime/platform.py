@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import torch
 
 from engine_core.configs import EngineConfig
-from engine_core.errors import ConfigError
+from engine_core.errors import CacheMemoryError, ConfigError
 
 _CPU_CACHE_SHARE = 0.4
 _CPU_CACHE_MOST = 4 * 2**30
 # Left for activations, the sampler's float32 logits and the allocator's rounding.
 _GPU_CACHE_SHARE = 0.88
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -71,10 +73,9 @@ def _available_memory() -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    cgroup = Path("/sys/fs/cgroup")
     try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
         available = min(available, limit - used)
     except (OSError, ValueError):
         # No cgroup v2, or no limit ("max").
@@ -82,11 +83,45 @@ def _available_memory() -> int:
     return available
 
 
-def cache_budget(config: EngineConfig, device: torch.device) -> int:
-    """Bytes for the KV cache, once the weights are in memory."""
+def total_memory(device: torch.device) -> int:
+    """Bytes that this machine, or the cgroup of this process, has in all for ``device``."""
+    if device.type == "cuda":
+        total: int = torch.cuda.mem_get_info(device)[1]
+        return total
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # No cgroup v2, or no limit ("max").
+        memory = min(memory, int((_CGROUP / "memory.max").read_text()))
+    return memory
+
+
+def check_weights_fit(nbytes: int, device: torch.device) -> None:
+    """Refuse weights that the whole machine has no room for.
+
+    Raises:
+        CacheMemoryError: ``nbytes`` are more than :func:`total_memory`.
+    """
+    total = total_memory(device)
+    if nbytes > total:
+        raise CacheMemoryError(
+            f"the weights alone take {nbytes} bytes, but {device} has {total}: take a smaller "
+            "dtype, a smaller model or a larger machine"
+        )
+
+
+def cache_budget(config: EngineConfig, device: torch.device, *, pending: int = 0) -> int:
+    """Bytes for the KV cache, once the weights are in memory.
+
+    ``pending`` are bytes that will be taken before the cache is, if the weights are not there yet.
+    """
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     if device.type == "cpu":
-        return min(int(_available_memory() * _CPU_CACHE_SHARE), _CPU_CACHE_MOST)
+        share = int((_available_memory() - pending) * _CPU_CACHE_SHARE)
+        return max(0, min(share, _CPU_CACHE_MOST))
     free, total = torch.cuda.mem_get_info(device)
+    return gpu_cache_budget(free - pending, total)
+
+
+def gpu_cache_budget(free: int, total: int) -> int:
+    """Bytes for the KV cache of a GPU with ``total`` bytes, of which ``free`` are not taken."""
     return max(0, int(free - (1 - _GPU_CACHE_SHARE) * total))

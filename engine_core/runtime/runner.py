@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.nn.attention import Attention
+from engine_core.runtime.block_tables import BlockTables, IntArray
+from engine_core.runtime.graphs import DecodeGraphs
 from engine_core.runtime.memory import CachePlan
-from engine_core.runtime.sampler import SampleRow, sample, token_logprobs
+from engine_core.runtime.sampler import Sampler, token_logprobs
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
-from engine_core.steps import Admission, PlanRow, RowResult, StepPlan, StepResult, TokenLogprobs
-
-IntArray = npt.NDArray[np.int64]
+from engine_core.steps import Admission, RowResult, StepPlan, StepResult, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -29,28 +29,13 @@ class _Row:
     token_ids: IntArray
     prompt_len: int
     sampling: SamplingParams
-    seed: int
     token_state: Mapping[str, IntArray]
-    stop_ids: tuple[int, ...]
 
-
-class _Block:
-    """A group's block tables: one host array, and what of it a step needs on the device."""
-
-    def __init__(self, max_rows: int, max_blocks: int, block_size: int) -> None:
-        self.table = np.zeros((max_rows, max_blocks), dtype=np.int32)
-        self.counts = [0] * max_rows
-        self.block_size = block_size
-
-    def append(self, row: int, blocks: tuple[int, ...]) -> None:
-        count = self.counts[row]
-        self.table[row, count : count + len(blocks)] = blocks
-        self.counts[row] = count + len(blocks)
-
-    def slots(self, rows: IntArray, positions: IntArray) -> IntArray:
-        blocks = self.table[rows, positions // self.block_size].astype(np.int64)
-        slots: IntArray = blocks * self.block_size + positions % self.block_size
-        return slots
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken as it is, and nothing else is reported."""
+        params = self.sampling
+        return params.greedy and params.logprobs is None and not params.changes_logits
 
 
 class PendingStep:
@@ -79,6 +64,7 @@ class ModelRunner:
         device: torch.device,
         *,
         eos_token_ids: tuple[int, ...] = (),
+        eager: bool = False,
     ) -> None:
         """The model is loaded and on ``device``.
 
@@ -89,6 +75,7 @@ class ModelRunner:
             scheduler_config: rows and lengths.
             device: where everything runs.
             eos_token_ids: what ``min_tokens`` forbids besides a request's own stop tokens.
+            eager: launch every kernel one by one, also where CUDA graphs could be replayed.
         """
         self.model = model
         self.device = device
@@ -96,7 +83,7 @@ class ModelRunner:
         rows = scheduler_config.max_num_seqs
         config = plan.cache_config
         longest = -(-scheduler_config.max_model_len // config.block_size)
-        self._tables = [_Block(rows, longest, config.block_size) for _ in plan.groups]
+        self._tables = [BlockTables(rows, longest, config.block_size, device) for _ in plan.groups]
         layers = [module for module in model.modules() if isinstance(module, Attention)]
         assert len(layers) == len(plan.layer_groups), (
             f"{len(layers)} attention layers, but the cache is planned for {len(plan.layer_groups)}"
@@ -114,57 +101,139 @@ class ModelRunner:
                 )
             )
         self._rows: dict[int, _Row] = {}
-        self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        # One row more than there are sequences: a graph's padding is computed in it.
+        self._max_rows = rows + 1
+        self._sampler = Sampler(self._max_rows, device)
         self._row_state: dict[str, Tensor] = {
-            "prompt_len": torch.zeros(rows, dtype=torch.int64, device=device)
+            "prompt_len": torch.zeros(self._max_rows, dtype=torch.int64, device=device)
         }
+        self._token_state_widths: dict[str, int] = {}
+        self._graphs: DecodeGraphs | None = None
+        if device.type == "cuda" and not eager and _supports_graphs(model):
+            self._graphs = DecodeGraphs(
+                self._decode_logits,
+                self._tables,
+                self._sampler.last_tokens,
+                rows,
+                scheduler_config.max_model_len,
+            )
+            self._graphs.set_state(self._row_state, self._token_state_widths)
+            with torch.inference_mode():
+                self._graphs.capture_all()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run ``plan``; the result may be asked for later."""
-        assert plan.repeat == 1, f"this runner runs a step once, not {plan.repeat} times"
         for admission in plan.admitted:
             self._admit(admission)
         for row in plan.rows:
             for table, blocks in zip(self._tables, row.new_blocks, strict=True):
                 table.append(row.row, blocks)
+        if self._graphs is not None and self._only_decodes(plan):
+            return self._replay(self._graphs, plan)
+        assert plan.repeat == 1, f"only a captured step is repeated, not {plan.repeat} times"
         context, starts = self._context(plan)
+        hidden = self._forward(context)
+        prompt_logprobs = self._prompt_logprobs(plan, hidden, starts)
+        sampled = [index for index, row in enumerate(plan.rows) if row.sample]
+        if not sampled:
+            return PendingStep(lambda: _result(plan, {}, {}, prompt_logprobs, {}))
+        logits = self._logits(hidden, starts[1:][sampled] - 1)
+        return self._sample(plan, sampled, logits, prompt_logprobs)
+
+    def _forward(self, context: StepContext) -> Tensor:
+        """Hidden states ``[1, T, H]``, or logits of a model without ``get_logits``."""
         prepare = getattr(self.model, "prepare_inputs_for_generation", None)
         inputs: dict[str, Any] = (
             prepare(self.kv_cache, context.inputs_embeds, context)
             if prepare is not None
             else context.model_inputs(self.kv_cache)
         )
-        hidden = self.model(**inputs)
-        return self._sample(plan, hidden, starts)
+        hidden: Tensor = self.model(**inputs)
+        return hidden
+
+    def _decode_logits(self, context: StepContext) -> Tensor:
+        """``[B, V]`` float32 of a step in which every row computes one token."""
+        return self._to_logits(self._forward(context)[0])
+
+    def _only_decodes(self, plan: StepPlan) -> bool:
+        """Whether every row computes the token that it sampled last, and samples the next."""
+        return all(
+            row.num_tokens == 1 and row.sample and row.start >= len(self._rows[row.row].token_ids)
+            for row in plan.rows
+        )
+
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> PendingStep:
+        rows = [row.row for row in plan.rows]
+        count = len(rows)
+        bucket = graphs.begin(rows, [row.start for row in plan.rows])
+        if not all(self._rows[row].greedy for row in rows):
+            assert plan.repeat == 1, "only greedy steps are repeated on the device"
+            logits, _, _ = graphs.replay(bucket)
+            return self._sample(plan, list(range(count)), logits[:count], {})
+        tokens = torch.empty(plan.repeat, bucket, dtype=torch.int64, pin_memory=True)
+        status = torch.empty(plan.repeat, bucket, dtype=torch.int8, pin_memory=True)
+        for turn in range(plan.repeat):
+            _, chosen, bad = graphs.replay(bucket)
+            tokens[turn].copy_(chosen, non_blocking=True)
+            status[turn].copy_(bad, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+
+        def finish() -> StepResult:
+            event.synchronize()
+            columns = tokens.T.tolist()
+            wrong = status[:, :count].any(dim=0).tolist()
+            return StepResult(
+                plan.step_id,
+                tuple(
+                    RowResult(
+                        request_id=row.request_id,
+                        token_ids=() if bad else tuple(column),
+                        error=(
+                            f"the model gave logits that are not finite at or after position "
+                            f"{row.start + 1}"
+                            if bad
+                            else None
+                        ),
+                    )
+                    for row, column, bad in zip(plan.rows, columns, wrong, strict=False)
+                ),
+            )
+
+        return PendingStep(finish)
 
     def _admit(self, admission: Admission) -> None:
         row = admission.row
         for table in self._tables:
-            table.counts[row] = 0
-        sampling = admission.sampling
-        assert sampling.seed is not None, "the engine gives every request a seed"
+            table.clear(row)
+        self._sampler.admit(
+            row,
+            admission.token_ids,
+            admission.prompt_len,
+            admission.sampling,
+            self._eos_token_ids,
+        )
         self._rows[row] = _Row(
             token_ids=np.asarray(admission.token_ids, dtype=np.int64),
             prompt_len=admission.prompt_len,
-            sampling=sampling,
-            seed=sampling.seed,
+            sampling=admission.sampling,
             token_state={
                 name: np.atleast_2d(np.asarray(value, dtype=np.int64))
                 for name, value in admission.prompt.token_state.items()
             },
-            stop_ids=(
-                *sampling.stop_token_ids,
-                *(() if sampling.ignore_eos else self._eos_token_ids),
-            ),
         )
         state = {"prompt_len": admission.prompt_len, **admission.prompt.row_state}
         for name, given in state.items():
             value = torch.as_tensor(given, device=self.device)
             if name not in self._row_state:
-                shape = (self._last_tokens.shape[0], *value.shape)
+                shape = (self._max_rows, *value.shape)
                 self._row_state[name] = torch.zeros(shape, dtype=value.dtype, device=self.device)
             self._row_state[name][row] = value
+        for name, array in self._rows[row].token_state.items():
+            self._token_state_widths[name] = array.shape[0]
+        if self._graphs is not None:
+            self._graphs.set_state(self._row_state, self._token_state_widths)
 
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -192,16 +261,16 @@ class ModelRunner:
         device_row_ids = self._to_device(row_ids)
         if (tokens < 0).any():
             # Sampled by an earlier step: only the device is sure to have it already.
-            latest = self._last_tokens[device_rows][device_row_ids]
+            latest = self._sampler.last_tokens[device_rows][device_row_ids]
             input_ids = torch.where(input_ids < 0, latest, input_ids)
 
+        for table in self._tables:
+            table.flush()
         kv_lens = first + lengths
         longest = int(kv_lens.max())
         groups = tuple(
             GroupMetadata(
-                block_tables=self._to_device(
-                    table.table[batch_rows, : -(-longest // table.block_size)]
-                ),
+                block_tables=table.device_table[device_rows, : -(-longest // table.block_size)],
                 slot_mapping=self._to_device(table.slots(batch_rows[row_ids], positions)),
             )
             for table in self._tables
@@ -235,26 +304,31 @@ class ModelRunner:
 
     def _logits(self, hidden: Tensor, indices: IntArray) -> Tensor:
         """``[S, V]`` float32 at the given places of the step's tokens."""
-        chosen = hidden[0, self._to_device(indices)]
+        return self._to_logits(hidden[0, self._to_device(indices)])
+
+    def _to_logits(self, hidden: Tensor) -> Tensor:
+        """``[S, H]`` to ``[S, V]`` float32."""
         get_logits = getattr(self.model, "get_logits", None)
-        logits: Tensor = chosen if get_logits is None else get_logits(chosen)
+        logits: Tensor = hidden if get_logits is None else get_logits(hidden)
         return logits.float()
 
-    def _sample(self, plan: StepPlan, hidden: Tensor, starts: IntArray) -> PendingStep:
-        sampled = [index for index, row in enumerate(plan.rows) if row.sample]
-        prompt_logprobs = self._prompt_logprobs(plan, hidden, starts)
-        if not sampled:
-            return PendingStep(lambda: _result(plan, {}, {}, prompt_logprobs, {}))
-        logits = self._logits(hidden, starts[1:][sampled] - 1)
-        rows = [self._sample_row(plan.rows[index]) for index in sampled]
-        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        # Sampling overwrites banned tokens' logits; what is reported are the model's own.
+    def _sample(
+        self,
+        plan: StepPlan,
+        sampled: Sequence[int],
+        logits: Tensor,
+        prompt_logprobs: Mapping[int, list[TokenLogprobs]],
+    ) -> PendingStep:
+        """Choose a token for each plan row that ``sampled`` names from ``logits [S, V]``."""
+        rows = [plan.rows[index] for index in sampled]
+        counts = [self._rows[row.row].sampling.logprobs for row in rows]
+        wanted = [place for place, count in enumerate(counts) if count is not None]
+        # Sampling overwrites the logits; what is reported are the model's own.
         untouched = logits[wanted].clone() if wanted else None
-        usable = logits.amax(dim=-1).isfinite()
-        tokens = sample(logits, rows)
-        where = self._to_device(np.array([plan.rows[index].row for index in sampled]))
-        self._last_tokens[where] = tokens
-        host_tokens, host_usable, event = self._fetch(tokens, usable)
+        positions = [row.start + row.num_tokens for row in rows]
+        result = self._sampler.sample(logits, [row.row for row in rows], positions)
+        tokens = result.token_ids
+        host_tokens, host_status, event = self._fetch(tokens, result.status)
 
         def finish() -> StepResult:
             if event is not None:
@@ -262,40 +336,32 @@ class ModelRunner:
             values = host_tokens.tolist()
             chosen = {index: values[place] for place, index in enumerate(sampled)}
             errors = {
-                sampled[place]: (
-                    f"the model gave logits that are not finite at position {rows[place].position}"
-                )
-                for place, good in enumerate(host_usable.tolist())
-                if not good
+                sampled[place]: f"{error} at position {positions[place]}"
+                for place, status in enumerate(host_status.tolist())
+                if (error := result.error(place, status)) is not None
             }
             logprobs: dict[int, TokenLogprobs] = {}
             if untouched is not None:
-                counts = [rows[i].params.logprobs or 0 for i in wanted]
-                entries = token_logprobs(untouched, tokens[wanted], counts)
+                reported = [counts[place] or 0 for place in wanted]
+                entries = token_logprobs(untouched, tokens[wanted], reported)
                 logprobs = {sampled[i]: entry for i, entry in zip(wanted, entries, strict=True)}
             return _result(plan, chosen, logprobs, prompt_logprobs, errors)
 
         return PendingStep(finish)
 
     def _fetch(
-        self, tokens: Tensor, usable: Tensor
+        self, tokens: Tensor, status: Tensor
     ) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
         """Copies for the host, and what to wait for before they are read."""
         if self.device.type == "cpu":
-            return tokens, usable, None
+            return tokens, status, None
         host_tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host_usable = torch.empty(usable.shape, dtype=usable.dtype, pin_memory=True)
+        host_status = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
         host_tokens.copy_(tokens, non_blocking=True)
-        host_usable.copy_(usable, non_blocking=True)
+        host_status.copy_(status, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return host_tokens, host_usable, event
-
-    def _sample_row(self, plan_row: PlanRow) -> SampleRow:
-        row = self._rows[plan_row.row]
-        position = plan_row.start + plan_row.num_tokens
-        early = position - row.prompt_len < row.sampling.min_tokens
-        return SampleRow(row.sampling, row.seed, position, row.stop_ids if early else ())
+        return host_tokens, host_status, event
 
     def _prompt_logprobs(
         self, plan: StepPlan, hidden: Tensor, starts: IntArray
@@ -325,6 +391,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def _supports_graphs(model: nn.Module) -> bool:
+    """Whether the model's author allows its decode steps to be captured."""
+    support = getattr(model, "support_cuda_graph", False)
+    return bool(support() if callable(support) else support)
 
 
 def _leading_ones(lengths: IntArray) -> int:

@@ -338,9 +338,8 @@ class Scheduler:
                 left = request.limit - num_tokens
                 if left == 0:  # the last sample it may have is in flight
                     continue
-                # The host must see each token of a request with stop strings, and the first
-                # token after a recomputation comes from the host.
-                if start >= request.admitted_len and not request.sampling.stop:
+                # The first token after a recomputation comes from the host.
+                if start >= request.admitted_len and not request.sampling.needs_host:
                     repeat = left
             else:
                 count = self._chunk(request, start, num_tokens, draft.budget)

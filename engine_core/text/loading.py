@@ -94,7 +94,17 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer_file = folder / _TOKENIZER_FILE
     if not tokenizer_file.is_file():
         if any(any(folder.glob(pattern)) for pattern in _VOCABULARY_PATTERNS):
-            return _load_with_transformers(folder, chat_templates)
+            try:
+                return _load_with_transformers(folder, chat_templates)
+            except TokenizerError as error:
+                if "auto_map" not in config:
+                    raise
+                raise TokenizerError(
+                    f"{folder}: the tokenizer class {config.get('tokenizer_class')} is code of the "
+                    f"checkpoint's own, which is never run. Put a {_TOKENIZER_FILE} converted from "
+                    "its files beside them, name a folder with one as tokenizer, or set "
+                    "skip_tokenizer_init and give prompts as token ids"
+                ) from error
         raise TokenizerError(
             f"{folder} has no tokenizer: neither {_TOKENIZER_FILE} nor any of "
             f"{', '.join(_VOCABULARY_PATTERNS)}. Put the checkpoint's tokenizer files there, or "

@@ -60,6 +60,8 @@ def test_sampling_options() -> None:
         SamplingParams,
         *("--temperature", "0.5", "--top-k", "-1", "--max-tokens", "none", "--stop", "END"),
         *("--stop-token-ids", "3", "--stop-token-ids", "4", "--ignore-eos"),
+        *("--allowed-token-ids", "5", "--allowed-token-ids", "6", "--bad-words", "7"),
+        *("--logit-bias", '{"8": 1.5}'),
     )
     assert built == SamplingParams(
         temperature=0.5,
@@ -68,8 +70,14 @@ def test_sampling_options() -> None:
         stop=("END",),
         stop_token_ids=(3, 4),
         ignore_eos=True,
+        allowed_token_ids=(5, 6),
+        bad_words=("7",),
+        logit_bias={8: 1.5},
     )
     assert set(given) == {
+        "allowed_token_ids",
+        "bad_words",
+        "logit_bias",
         "temperature",
         "top_k",
         "max_tokens",
@@ -93,6 +101,8 @@ def test_only_and_skip_choose_the_fields() -> None:
 def test_help_shows_every_field(model: type) -> None:
     text = " ".join(runner.invoke(app, ["generate", "--help"]).output.split())
     for name, field in model.model_fields.items():
+        if field.exclude:
+            continue
         assert f"--{name.replace('_', '-')}" in text
         if (model, name) != (SamplingParams, "seed"):  # one --seed, the engine's
             assert " ".join(field.description.split()) in text

@@ -226,7 +226,7 @@ SENSELESS = {
     "max_tokens": {"max_tokens": 0},
     "min_tokens": {"max_tokens": 2, "min_tokens": 3},
     "stop": {"stop": ("",)},
-    "logprobs": {"logprobs": -1},
+    "logprobs": {"logprobs": -2},
     "seed": {"seed": -1},
     "unknown": {"best_of": 2},
 }
@@ -267,7 +267,7 @@ def test_two_hundred_requests_give_what_each_gives_alone() -> None:
 
 def test_closing_frees_the_model_and_refuses_more_work() -> None:
     llm = LLM(MODEL, skip_tokenizer_init=True)
-    model = weakref.ref(llm.engine._runner.model)
+    model = weakref.ref(llm.engine._executor._worker._model)
     llm.close()
     gc.collect()
     assert model() is None
@@ -284,7 +284,7 @@ def test_a_failing_model_ends_the_engine_with_its_root_cause() -> None:
         raise StrikeError("the tensor cores are on strike")
 
     with LLM(MODEL, skip_tokenizer_init=True) as llm:
-        llm.engine._runner.model.forward = fail
+        llm.engine._executor._worker._model.forward = fail
         with pytest.raises(
             EngineDeadError, match="StrikeError: the tensor cores are on strike"
         ) as caught:

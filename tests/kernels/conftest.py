@@ -30,3 +30,8 @@ def launch_device() -> str:
         "find the test that imports it, or run with TRITON_INTERPRET=1 set"
     )
     return "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

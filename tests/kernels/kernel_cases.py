@@ -89,45 +89,46 @@ def make_paged(
 
     Blocks are dealt in random order.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(
+            dtype
+        )
+
     v_head_dim = v_head_dim or head_dim
     counts = [-(-kv_len // block_size) for _, kv_len in rows]
     num_blocks = sum(counts) + 2
-    blocks = torch.randperm(num_blocks, generator=generator)
-    tables = torch.full((len(rows), max(counts) + 1), -1, dtype=torch.int32)
+    blocks = torch.randperm(num_blocks, generator=generator, device=device)
+    tables = torch.full((len(rows), max(counts) + 1), -1, dtype=torch.int32, device=device)
+    options = {"dtype": dtype, "device": device}
     if fused:
-        both = torch.full(
-            (num_blocks, 2, block_size, kv_heads, max(head_dim, v_head_dim)), torch.nan
-        )
+        wide = max(head_dim, v_head_dim)
+        both = torch.full((num_blocks, 2, block_size, kv_heads, wide), torch.nan, **options)
         k_cache, v_cache = both[:, 0, ..., :head_dim], both[:, 1, ..., :v_head_dim]
     else:
-        k_cache = torch.full((num_blocks, block_size, kv_heads, head_dim), torch.nan)
-        v_cache = torch.full((num_blocks, block_size, kv_heads, v_head_dim), torch.nan)
+        k_cache = torch.full((num_blocks, block_size, kv_heads, head_dim), torch.nan, **options)
+        v_cache = torch.full((num_blocks, block_size, kv_heads, v_head_dim), torch.nan, **options)
     dense = []
     for row, (_, kv_len) in enumerate(rows):
         own, blocks = blocks[: counts[row]], blocks[counts[row] :]
         tables[row, : counts[row]] = own.int()
-        k = torch.randn(kv_len, kv_heads, head_dim, generator=generator).to(dtype).float()
-        v = torch.randn(kv_len, kv_heads, v_head_dim, generator=generator).to(dtype).float()
-        j = torch.arange(kv_len)
+        k, v = randn(kv_len, kv_heads, head_dim), randn(kv_len, kv_heads, v_head_dim)
+        j = torch.arange(kv_len, device=device)
         k_cache[own[j // block_size], j % block_size] = k
         v_cache[own[j // block_size], j % block_size] = v
         dense.append((k, v))
-    starts = torch.tensor([0, *(n for n, _ in rows)]).cumsum(0).int()
-    num_tokens = int(starts[-1])
+    starts = torch.tensor([0, *(n for n, _ in rows)], device=device).cumsum(0).int()
+    num_queries = sum(n for n, _ in rows)
     width = heads + 2 * kv_heads if fused else heads
-    q = torch.randn(num_tokens, width, head_dim, generator=generator)
-    if fused:
-        both = both.to(device, dtype)
-        k_cache, v_cache = both[:, 0, ..., :head_dim], both[:, 1, ..., :v_head_dim]
     return Paged(
-        q=q.to(device, dtype)[:, :heads],
-        k_cache=k_cache.to(device, dtype),
-        v_cache=v_cache.to(device, dtype),
+        q=randn(num_queries, width, head_dim)[:, :heads],
+        k_cache=k_cache,
+        v_cache=v_cache,
         rows=tuple(rows),
         dense=tuple(dense),
-        block_tables=tables.to(device),
-        query_start=starts.to(device),
+        block_tables=tables,
+        query_start=starts,
         kv_lens=torch.tensor([n for _, n in rows], dtype=torch.int32, device=device),
     )
 

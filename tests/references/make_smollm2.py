@@ -25,7 +25,7 @@ NEW_TOKENS = 64
 
 def main(path: Path) -> None:
     checkpoint = open_checkpoint(path, gguf_adapters={"llama": LlamaGGUFAdapter}, dtype="float32")
-    tokenizer = load_tokenizer(checkpoint.folder)
+    tokenizer = load_tokenizer(checkpoint.tokenizer_folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     ).eval()

@@ -20,7 +20,7 @@ from engine_core.kernels.attention import reference
 # 60 us, in which one core attends to 2**17 values.
 _MAX_PADDING = 2**17
 # Keys and values gathered at once. With 2**20 (4 MiB in float32) they are still in a cache when
-# they are used: on one Zen 5 core 2**18 and 2**22 take 1.2 to 1.4 times as long (256 rows of 256
+# they are used: on one Zen 5 core 2**18 and 2**22 take 1.2 to 1.5 times as long (256 rows of 256
 # tokens, 3 KV heads of 64). Many threads need more, to have two tasks each.
 _MAX_GATHERED = 2**20
 _MAX_GATHERED_PER_THREAD = 2**18

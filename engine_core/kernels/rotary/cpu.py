@@ -12,7 +12,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
     """Rotate ``q [T, Hq, D]`` and ``k [T, Hk, D]`` in place.
 
     In float32, q and k that are neighbours in a fused qkv are rotated as one tensor, with one
-    temporary: 13 us instead of 29 for one token.
+    temporary: 17 us instead of 38 for one token.
     """
     if q.dtype != torch.float32:
         reference.apply_rotary(q, k, cos, sin, interleaved=interleaved)

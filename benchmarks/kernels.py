@@ -1,0 +1,179 @@
+"""Check every kernel natively on a GPU, then time the main ones.
+
+    python benchmarks/kernels.py [--no-check] [--no-time]
+
+Prints the largest error of each op and dtype against the float32 reference, each case beyond its
+tolerance, and a table of median times with the achieved bandwidth or rate. Exits with 1 if a case
+fails. Needs the package, torch and triton; pytest is not needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
+
+from kernel_cases import TOLERANCE, make_paged, native_matrix  # noqa: E402
+
+from engine_core import kernels  # noqa: E402
+
+
+def check() -> int:
+    """Run the native matrix; returns the number of failures."""
+    worst: dict[tuple[str, str], float] = {}
+    counts: dict[tuple[str, str], int] = {}
+    failures = 0
+    begin = time.perf_counter()
+    for case in native_matrix("cuda"):
+        key = (case.op, str(case.dtype).removeprefix("torch."))
+        try:
+            error = case.run()
+            torch.cuda.synchronize()
+        except Exception:
+            # One broken case must not hide the others: this machine may be lent for minutes.
+            traceback.print_exc()
+            error = float("inf")
+        counts[key] = counts.get(key, 0) + 1
+        worst[key] = max(worst.get(key, 0.0), error)
+        if not error <= TOLERANCE[case.dtype]:
+            failures += 1
+            print(f"FAILED {case}: {error:.2e} > {TOLERANCE[case.dtype]:.0e}", flush=True)
+    print(f"\n{'op':28}{'dtype':10}{'cases':>6}{'max error':>12}")
+    for (op, dtype), error in worst.items():
+        print(f"{op:28}{dtype:10}{counts[op, dtype]:6}{error:12.1e}")
+    print(f"{failures} failures, {time.perf_counter() - begin:.0f} s\n")
+    return failures
+
+
+def report(
+    name: str, run: Callable[[], object], *, gigabytes: float = 0, teraflop: float = 0
+) -> None:
+    """Print the median time of ``run`` and what it achieves."""
+    from triton.testing import do_bench
+
+    milliseconds: float = do_bench(run, warmup=50, rep=200, return_mode="median")
+    achieved = (
+        f"{gigabytes / milliseconds * 1e3:9.0f} GB/s"
+        if gigabytes
+        else f"{teraflop / milliseconds * 1e3:9.0f} TFLOP/s"
+    )
+    print(f"{name:58}{milliseconds * 1e3:10.1f} us{achieved}", flush=True)
+
+
+def graphed(run: Callable[[], object]) -> Callable[[], None]:
+    """Capture ``run`` in a CUDA graph, so that the host's launches are not timed."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def time_elementwise() -> None:
+    """RMSNorm, SiLU and storing, in bfloat16."""
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    for tokens, hidden in [(1, 4096), (256, 4096), (16384, 4096)]:
+        x, residual = torch.randn(2, tokens, hidden, **options)
+        weight = torch.randn(hidden, **options)
+        report(
+            f"rms_norm {tokens}x{hidden} with residual",
+            graphed(lambda x=x, w=weight, r=residual: kernels.rms_norm(x, w, 1e-5, residual=r)),
+            gigabytes=4 * x.nbytes / 1e9,
+        )
+    for tokens, size in [(1, 14336), (256, 14336), (16384, 14336)]:
+        x = torch.randn(tokens, 2 * size, **options)
+        report(
+            f"silu_and_mul {tokens}x{size}",
+            graphed(lambda x=x: kernels.silu_and_mul(x)),
+            gigabytes=1.5 * x.nbytes / 1e9,
+        )
+    for tokens in (1, 256, 16384):
+        qkv = torch.randn(tokens, 48, 128, **options)
+        cos, sin = torch.randn(2, tokens, 64, device="cuda")
+        report(
+            f"apply_rotary {tokens}x(32+8)x128",
+            graphed(lambda x=qkv, c=cos, s=sin: kernels.apply_rotary(x[:, :32], x[:, 32:40], c, s)),
+            gigabytes=(2 * qkv.nbytes * 40 / 48 + 2 * cos.nbytes) / 1e9,
+        )
+        cache = torch.zeros(2, tokens // 16 + 1, 16, 8, 128, **options)
+        slots = torch.randperm(cache.shape[1] * 16, device="cuda")[:tokens]
+        report(
+            f"store_kv {tokens}x8x128",
+            graphed(
+                lambda x=qkv, c=cache, s=slots: kernels.store_kv(
+                    x[:, 32:40], x[:, 40:], c[0], c[1], s
+                )
+            ),
+            gigabytes=2 * qkv.nbytes * 16 / 48 / 1e9,
+        )
+
+
+def time_attention(
+    rows: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, graph: bool
+) -> None:
+    """Paged attention in bfloat16, block size 16, scattered blocks."""
+    paged = make_paged(
+        rows,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    out = paged.poisoned_out()
+
+    def run() -> None:
+        kernels.paged_attention(
+            paged.q,
+            paged.k_cache,
+            paged.v_cache,
+            out=out,
+            scale=head_dim**-0.5,
+            **paged.metadata(),
+            **paged.sizes(),
+        )
+
+    name = f"{heads}/{kv_heads}/{head_dim}: {len(rows)} x ({rows[0][0]} of {rows[0][1]})"
+    if graph:
+        values = sum(kv_len for _, kv_len in rows) * kv_heads * head_dim * 2
+        report(f"decode attention {name}", graphed(run), gigabytes=2 * values / 1e9)
+    else:
+        # Two products of 2 operations for each visible pair of query and key.
+        pairs = sum(n * (kv_len - n) + n * (n + 1) / 2 for n, kv_len in rows)
+        report(f"prefill attention {name}", run, teraflop=4 * pairs * heads * head_dim / 1e12)
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-check", action="store_true", help="skip the native matrix")
+    parser.add_argument("--no-time", action="store_true", help="skip the timings")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
+    properties = torch.cuda.get_device_properties(0)
+    print(f"{properties.name}, {properties.multi_processor_count} SMs, torch {torch.__version__}")
+    failures = 0 if args.no_check else check()
+    if not args.no_time:
+        time_elementwise()
+        for num_rows in (1, 8, 32, 128, 256):
+            time_attention([(1, 1024)] * num_rows, 32, 8, 128, graph=True)
+        time_attention([(1, 1024)] * 256, 14, 2, 64, graph=True)
+        time_attention([(1, 32768)], 32, 8, 128, graph=True)
+        for rows in ([(4096, 4096)], [(1024, 1024)] * 8, [(512, 8192)] * 2):
+            time_attention(rows, 32, 8, 128, graph=False)
+        time_attention([(1024, 1024)] * 8, 14, 2, 64, graph=False)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

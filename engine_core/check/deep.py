@@ -1,0 +1,309 @@
+"""The model's outputs, layer by layer, against a reference."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_core.check.report import Comparison, Difference, PromptComparison
+from engine_core.checkpoint import Checkpoint
+from engine_core.configs import EngineConfig
+from engine_core.errors import ConfigError, EngineError
+from engine_core.registry import build_registry
+from engine_core.runtime.loader import build_on_meta, load_weights
+from engine_core.runtime.source import ModelSource, open_model
+from engine_core.step_context import BuildContext
+from engine_core.testing.tiny_model import TinyModel
+from engine_core.testing.trace import Recorder, Trace, decoder_layers
+
+# Relative to a token's norm. Correct float32 implementations are apart by 1e-6 a layer, up to 1e-5
+# after many of them; a wrong rotation, a missed scale or a swapped half are apart by 1e-1 and more.
+TOLERANCE = 1e-3
+_PROMPT_LENGTHS = (1, 7, 33)
+
+
+class NoReferenceError(EngineError):
+    """There is no reference for this model, or it cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenPrompt:
+    """A prompt of a file of golden outputs. T tokens, N of them new.
+
+    Attributes:
+        name: for messages.
+        input_ids: the prompt.
+        prefill_logits: ``[T, columns]`` float32.
+        new_tokens: what greedy decoding gave.
+        columns: the tokens whose logits are given; None for all.
+    """
+
+    name: str
+    input_ids: list[int]
+    prefill_logits: Tensor
+    new_tokens: list[int]
+    columns: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """A file of golden outputs: ``expected.json`` with ``expected.safetensors`` beside it."""
+
+    path: Path
+    prompts: tuple[GoldenPrompt, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Golden:
+        """Read the file and the tensors that it names.
+
+        Raises:
+            ConfigError: it cannot be read, lacks something, or its prompts are more than tokens.
+        """
+        from safetensors.torch import load_file
+
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            tensors = load_file(path.with_suffix(".safetensors"))
+            prompts = [_golden_prompt(prompt, values, tensors) for prompt in values["prompts"]]
+        except KeyError as error:
+            raise ConfigError(f"{path} is no file of golden outputs: it has no {error}") from error
+        except Exception as error:  # safetensors and json raise kinds of their own.
+            raise ConfigError(f"{path} cannot be read as golden outputs: {error}") from error
+        if not prompts:
+            raise ConfigError(f"{path} holds no prompts")
+        return cls(path, tuple(prompts))
+
+
+def _golden_prompt(
+    prompt: Mapping[str, Any], values: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> GoldenPrompt:
+    more = sorted(key for key in prompt if "pixel" in key or "image" in key)
+    if more:
+        raise ValueError(f"the prompt {prompt['name']!r} is more than tokens ({', '.join(more)})")
+    partial = "prefill_logits_sub" in prompt
+    return GoldenPrompt(
+        name=str(prompt["name"]),
+        input_ids=[int(token) for token in prompt["input_ids"]],
+        prefill_logits=tensors[
+            prompt["prefill_logits_sub" if partial else "prefill_logits"]
+        ].float(),
+        new_tokens=[int(token) for token in prompt["new_tokens"]],
+        columns=values["logits_token_ids"] if partial else None,
+    )
+
+
+def compare_with_golden(model: str, config: EngineConfig, golden: Golden) -> Comparison:
+    """Logits of each prompt, and its greedy continuation, against a file's.
+
+    Raises:
+        EngineError: the model cannot be loaded, or the file is of another vocabulary.
+    """
+    ours, source = _load(model, config)
+    vocab_size = source.model_config.vocab_size
+    prompts = []
+    for prompt in golden.prompts:
+        outside = [token for token in prompt.input_ids if not 0 <= token < vocab_size]
+        if outside:
+            raise NoReferenceError(
+                f"prompt {prompt.name} of {golden.path} has the token {outside[0]}, outside the "
+                f"vocabulary of {vocab_size}"
+            )
+        logits, _ = _trace(ours, prompt.input_ids)
+        if prompt.columns is not None:
+            logits = logits[:, prompt.columns]
+        if logits.shape != prompt.prefill_logits.shape:
+            raise NoReferenceError(
+                f"prompt {prompt.name} of {golden.path} has logits of shape "
+                f"{list(prompt.prefill_logits.shape)}, the model gives {list(logits.shape)}"
+            )
+        tokens, _ = ours.greedy(prompt.input_ids, len(prompt.new_tokens))
+        wrong = [
+            index
+            for index, (token, expected) in enumerate(zip(tokens, prompt.new_tokens, strict=True))
+            if token != expected
+        ]
+        parts = (_difference("logits", logits, prompt.prefill_logits),)
+        prompts.append(
+            _prompt_comparison(prompt.name, prompt.input_ids, parts, wrong[0] if wrong else None)
+        )
+    return _comparison(str(golden.path), prompts)
+
+
+def compare_with_transformers(model: str, config: EngineConfig) -> Comparison:
+    """Every decoder layer's output and the logits, against transformers' model.
+
+    Args:
+        model: as the user named it.
+        config: the settings of the check; dtype and tokenizer do not matter here.
+
+    Raises:
+        NoReferenceError: transformers does not know the architecture or cannot load it.
+        EngineError: the model cannot be loaded.
+    """
+    ours, source = _load(model, config)
+    reference_class = _transformers_class(source.checkpoint.hf_config.to_dict())
+    model_config = source.model_config
+    draw = random.Random(0)
+    longest = model_config.max_position_embeddings
+    prompts = [
+        [draw.randrange(model_config.vocab_size) for _ in range(length)]
+        for length in dict.fromkeys(min(length, longest) for length in _PROMPT_LENGTHS)
+    ]
+    traced = [_trace(ours, prompt) for prompt in prompts]
+    # Both models in float32 at once would take twice the memory.
+    del ours
+    gc.collect()
+    theirs = _load_transformers(reference_class, source.checkpoint)
+    layers = decoder_layers(theirs, model_config.num_layers)
+    compared = []
+    for prompt, (logits, trace) in zip(prompts, traced, strict=True):
+        their_logits, their_trace = _trace_transformers(theirs, layers, prompt)
+        parts = [
+            *_layer_differences(trace, their_trace),
+            _difference("logits", logits, their_logits),
+        ]
+        compared.append(_prompt_comparison(f"{len(prompt)} tokens", prompt, parts, None))
+    import transformers
+
+    name = f"transformers {transformers.__version__} {type(theirs).__name__}"
+    return _comparison(name, compared)
+
+
+def _load(model: str, config: EngineConfig) -> tuple[TinyModel, ModelSource]:
+    """The model alone in float32, in this process."""
+    config = config.replace(dtype="float32", tensor_parallel_size=1)
+    registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
+    source = open_model(model, config, registry)
+    network = build_on_meta(
+        source.model_class, source.model_config, BuildContext(dtype=source.dtype)
+    )
+    load_weights(network, source.checkpoint, source.name, source.device)
+    processor = registry.input_processor(source.model_config)
+    return TinyModel(network, processor, source.device), source
+
+
+def _trace(model: TinyModel, token_ids: Sequence[int]) -> tuple[Tensor, Trace]:
+    """Logits ``[T, V]`` of one prompt, computed at once, and what the modules put out."""
+    sequence = model.sequence(token_ids, len(token_ids))
+    run = model.run([sequence], [[(0, 0, len(token_ids))]])
+    return run.logits[0], run.trace(0)
+
+
+def _transformers_class(values: dict[str, Any]) -> tuple[Any, Any]:
+    """transformers' config for ``config.json`` and the class of its causal model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type = values.pop("model_type", None)
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise NoReferenceError(
+            f"transformers has no causal model for model_type {model_type!r}, so there is nothing "
+            "to compare with"
+        ) from error
+    return config, model_class
+
+
+def _load_transformers(reference: tuple[Any, Any], checkpoint: Checkpoint) -> Any:
+    from transformers.utils import logging
+
+    config, model_class = reference
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model, loading = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: tensor.float() for name, tensor in checkpoint.weights()},
+            attn_implementation="eager",
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    except Exception as error:  # It raises a dozen kinds, for what a checkpoint may get wrong.
+        raise NoReferenceError(f"transformers cannot load the model: {error}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    if loading["missing_keys"]:
+        # It would fill them with random numbers.
+        raise NoReferenceError(
+            f"transformers' {model_class.__name__} does not find its weights in the checkpoint: "
+            f"{', '.join(sorted(loading['missing_keys'])[:4])}"
+        )
+    return model.eval()
+
+
+@torch.inference_mode()
+def _trace_transformers(
+    model: Any, layers: Sequence[str], token_ids: Sequence[int]
+) -> tuple[Tensor, Trace]:
+    recorder = Recorder(model, layers)
+    recorder.begin([(0, position) for position in range(len(token_ids))])
+    with recorder.recording():
+        logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+    return logits, recorder.trace(0, len(token_ids))
+
+
+def _layer_differences(ours: Trace, theirs: Trace) -> list[Difference]:
+    """The embedding, if both begin with one of the same width, and each decoder layer."""
+    pairs = [("embedding", next(iter(ours.outputs)), next(iter(theirs.outputs)))]
+    pairs += [
+        (f"layer {index}", mine, other)
+        for index, (mine, other) in enumerate(zip(ours.layers, theirs.layers, strict=False))
+    ]
+    return [
+        _difference(part, ours.outputs[mine], theirs.outputs[other])
+        for part, mine, other in pairs
+        if mine in ours.outputs
+        and other in theirs.outputs
+        and ours.outputs[mine].shape == theirs.outputs[other].shape
+    ]
+
+
+def _difference(part: str, ours: Tensor, theirs: Tensor) -> Difference:
+    """Of ``[T, features]``, token by token."""
+    apart = ours.double() - theirs.double()
+    size = theirs.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    relative = float((apart.norm(dim=-1) / size).max())
+    finite = bool(apart.isfinite().all())
+    return Difference(
+        part=part,
+        max_abs=float(apart.abs().max()) if finite else None,
+        relative=relative if finite else None,
+        differs=not finite or relative > TOLERANCE,
+    )
+
+
+def _prompt_comparison(
+    name: str, token_ids: Sequence[int], parts: Sequence[Difference], wrong_token: int | None
+) -> PromptComparison:
+    first = next((difference.part for difference in parts if difference.differs), None)
+    return PromptComparison(
+        name=name,
+        num_tokens=len(token_ids),
+        parts=tuple(parts),
+        first_difference=first,
+        first_wrong_token=wrong_token,
+    )
+
+
+def _comparison(reference: str, prompts: Sequence[PromptComparison]) -> Comparison:
+    return Comparison(
+        reference=reference,
+        dtype="float32",
+        tolerance=TOLERANCE,
+        same=all(
+            prompt.first_difference is None and prompt.first_wrong_token is None
+            for prompt in prompts
+        ),
+        prompts=tuple(prompts),
+    )

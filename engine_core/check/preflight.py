@@ -1,0 +1,570 @@
+"""The check: start-up's own steps, one by one, each problem collected instead of raised."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import engine_core
+from engine_core.check.deep import Golden, compare_with_golden, compare_with_transformers
+from engine_core.check.gpus import gpu_memory
+from engine_core.check.report import (
+    HINTS,
+    CacheGroupInfo,
+    CheckReport,
+    Code,
+    Comparison,
+    MemoryInfo,
+    ModelInfo,
+    PluginInfo,
+    Problem,
+    Severity,
+    TokenizerInfo,
+    WeightsInfo,
+)
+from engine_core.checkpoint import Checkpoint, resolve_model
+from engine_core.configs import EngineConfig, KVCacheSpec, ModelConfig
+from engine_core.configs.builder import token_ids
+from engine_core.engine.startup import (
+    find_eos_token_ids,
+    find_max_model_len,
+    open_tokenizer,
+)
+from engine_core.errors import (
+    CacheMemoryError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    DuplicateArchitectureError,
+    EngineError,
+    PluginError,
+    RequestError,
+    TokenizerError,
+    UnknownArchitectureError,
+    WeightsMismatchError,
+)
+from engine_core.nn.attention import Attention
+from engine_core.registry import Registry, build_registry
+from engine_core.runtime import platform
+from engine_core.runtime.loader import build_on_meta, check_weights, weight_bytes
+from engine_core.runtime.memory import plan_cache
+from engine_core.runtime.source import ModelSource, check_sizes, open_files, refuse_quantized
+from engine_core.step_context import BuildContext
+from engine_core.text import Tokenizer
+
+# The first that fits says the code.
+_CODES: tuple[tuple[type[EngineError], Code], ...] = (
+    (DuplicateArchitectureError, "architecture-ambiguous"),
+    (UnknownArchitectureError, "architecture-unknown"),
+    (PluginError, "plugin-broken"),
+    (CheckpointNotFoundError, "checkpoint-not-found"),
+    (CorruptCheckpointError, "checkpoint-corrupt"),
+    (CheckpointError, "checkpoint-unsupported"),
+    (TokenizerError, "tokenizer-unusable"),
+    (CacheMemoryError, "memory-cache-too-small"),
+    (ConfigError, "config-invalid"),
+)
+# Errors that keep nobody from loading the model and giving it token ids.
+_ABOUT_TEXT: frozenset[Code] = frozenset({"chat-template-invalid", "tokenizer-unusable"})
+_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+
+
+def check_model(
+    path: str | Path,
+    config: EngineConfig | None = None,
+    *,
+    memory: int | None = None,
+    gpu: str | None = None,
+    deep: bool = False,
+    against: str | Path | None = None,
+) -> CheckReport:
+    """Find out whether a model will run, without loading it and without its GPU.
+
+    Every step of start-up that can refuse a model is gone through in start-up's order, from the
+    headers of the files alone; every problem is collected, not only the first.
+
+    Args:
+        path: a checkpoint folder, a GGUF file or a hub id.
+        config: the settings that it is to run with.
+        memory: bytes for weights and KV cache together, of each process that shares the model.
+        gpu: plan for a GPU of this name (``"H100"``, ``"RTX 4090"``) instead of this machine.
+        deep: also look for weights that are not finite, then load it in float32 and compare it,
+            layer by layer, with transformers' class for it.
+        against: the same, but with the golden outputs in this file.
+
+    Raises:
+        ConfigError: an argument is wrong: the GPU is not known, ``against`` cannot be read, or two
+            that exclude each other are given. Nothing about the model itself is raised.
+    """
+    start = time.perf_counter()
+    if memory is not None and gpu is not None:
+        raise ConfigError("memory and gpu both say how much memory there is; give one of them")
+    if deep and against is not None:
+        raise ConfigError("deep compares with transformers, against with a file; give one of them")
+    named = None if gpu is None else gpu_memory(gpu)
+    golden = None if against is None else Golden.read(Path(against))
+    check = _Check(str(path), config or EngineConfig(), memory, named)
+    check.run()
+    if deep or golden is not None:
+        check.compare(golden)
+    return check.report(time.perf_counter() - start)
+
+
+@dataclass(slots=True)
+class _Check:
+    """One check, and what it found so far."""
+
+    model: str
+    config: EngineConfig
+    memory: int | None
+    gpu: tuple[str, int] | None
+    problems: list[Problem] = field(default_factory=list)
+    path: Path | None = None
+    registry: Registry | None = None
+    device: torch.device | None = None
+    checkpoint: Checkpoint | None = None
+    model_config: ModelConfig | None = None
+    model_class: type | None = None
+    dtype: str | None = None
+    tokenizer: Tokenizer | None = None
+    network: nn.Module | None = None
+    memory_info: MemoryInfo | None = None
+    comparison: Comparison | None = None
+    comparison_asked: bool = False
+
+    def run(self) -> None:
+        """Go through start-up; a step is left out where what it needs is not there."""
+        config = self.config
+        with self._collecting():
+            self.registry = build_registry(
+                config.custom_module_map, plugin_errors=config.plugin_errors
+            )
+        if self.registry is None:
+            return
+        for report in self.registry.reports:
+            if report.error is not None:
+                self._add("plugin-broken", "warning", report.error)
+        with self._collecting("device-unavailable"):
+            # A GPU that is planned for need not be here.
+            self.device = (
+                platform.resolve_device(config) if self.gpu is None else torch.device("cuda")
+            )
+        with self._collecting():
+            self.path = resolve_model(self.model, config.revision)
+        if self.path is None:
+            return
+        self._open(self.registry, self.device or torch.device("cpu"))
+        if self.checkpoint is not None:
+            self._understand(self.registry, self.checkpoint)
+        else:
+            return
+        self._check_tokenizer(self.checkpoint)
+        if self.model_config is not None and self.dtype is not None:
+            self._check_network(self.model_config, self.dtype, self.checkpoint)
+            with self._collecting():
+                self.registry.input_processor(self.model_config)
+
+    def _open(self, registry: Registry, device: torch.device) -> None:
+        with self._collecting():
+            checkpoint = open_files(self.model, self.config, registry, device, convert=False)
+            _ = checkpoint.headers  # Those of a .bin file are read only now.
+            self.checkpoint = checkpoint
+            return
+        if self.path is not None and self.path.is_dir():
+            # The weights are unusable, but more may be said about config and tokenizer.
+            with self._collecting():
+                config = self.config.replace(load_format="dummy")
+                self.checkpoint = open_files(self.model, config, registry, device)
+
+    def _understand(self, registry: Registry, checkpoint: Checkpoint) -> None:
+        with self._collecting("quantization-unsupported"):
+            refuse_quantized(checkpoint.hf_config)
+        with self._collecting():
+            self.model_config = registry.model_config(checkpoint.hf_config, checkpoint.folder)
+        if self.model_config is None:
+            return
+        with self._collecting():
+            self.model_class = registry.model_class(self.model_config.architecture)
+        device = self.device or torch.device("cpu")
+        self.dtype = platform.resolve_dtype(self.config, device, self.model_config.dtype)
+        self._check_special_ids(self.model_config, checkpoint)
+
+    def _check_special_ids(self, model_config: ModelConfig, checkpoint: Checkpoint) -> None:
+        generation_config = checkpoint.generation_config
+        with self._collecting():
+            ends = find_eos_token_ids(model_config, generation_config)
+            stated = {
+                "config.json eos_token_id": model_config.eos_token_ids,
+                "generation_config.json eos_token_id": token_ids(
+                    generation_config.get("eos_token_id"), "eos_token_id"
+                ),
+                "config.json bos_token_id": (
+                    () if model_config.bos_token_id is None else (model_config.bos_token_id,)
+                ),
+            }
+            for where, ids in stated.items():
+                self._check_in_range(where, ids)
+            if not ends:
+                self._add(
+                    "eos-missing",
+                    "warning",
+                    "neither config.json nor generation_config.json names a token of the "
+                    "vocabulary that ends a sequence",
+                )
+
+    def _check_in_range(self, where: str, ids: tuple[int, ...]) -> None:
+        assert self.model_config is not None, "ids are compared with the model's vocabulary"
+        size = self.model_config.vocab_size
+        outside = [str(token) for token in ids if not 0 <= token < size]
+        if outside:
+            self._add(
+                "special-id-out-of-range",
+                "warning",
+                f"{where} {', '.join(outside)} is outside the model's vocabulary of {size}",
+            )
+
+    def _check_tokenizer(self, checkpoint: Checkpoint) -> None:
+        with self._collecting():
+            self.tokenizer = open_tokenizer(self.config, checkpoint)
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return
+        if self.model_config is not None:
+            size = self.model_config.vocab_size
+            if tokenizer.vocab_size > size:
+                self._add(
+                    "tokenizer-larger-than-vocabulary",
+                    "warning",
+                    f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary "
+                    f"{size}",
+                )
+            named = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
+            for name, token in named.items():
+                if token is not None:
+                    self._check_in_range(f"the tokenizer's {name}", (token,))
+        self._check_chat_template(tokenizer)
+
+    def _check_chat_template(self, tokenizer: Tokenizer) -> None:
+        family = self._family_template
+        if not tokenizer.chat_templates and family is None:
+            self._add(
+                "chat-template-missing", "info", "neither tokenizer nor family has a chat template"
+            )
+            return
+        try:
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "Hello"}],
+                chat_template=None if tokenizer.chat_templates else family,
+            )
+        except RequestError as error:
+            # Rendering compiles the template first; that error alone is not the messages' fault.
+            if "not valid jinja" in str(error):
+                self._add("chat-template-invalid", "error", str(error))
+            else:
+                self._add("chat-template-failed", "warning", str(error))
+
+    def _check_network(self, model_config: ModelConfig, dtype: str, checkpoint: Checkpoint) -> None:
+        if self.model_class is None:
+            return
+        device = self.device or torch.device("cpu")
+        torch_dtype: torch.dtype = getattr(torch, dtype)
+        with self._collecting():
+            check_sizes(model_config, checkpoint)
+            context = BuildContext(dtype=torch_dtype, tp_size=self.config.tensor_parallel_size)
+            self.network = build_on_meta(self.model_class, model_config, context)
+        source = ModelSource(
+            self.model, checkpoint, model_config, self.model_class, device, torch_dtype
+        )
+        max_model_len = None
+        with self._collecting("option-invalid"):
+            max_model_len = find_max_model_len(source, self.config)
+        if self.network is None:
+            return
+        if checkpoint.has_weights:
+            try:
+                check_weights(self.network, checkpoint, self.model)
+            except WeightsMismatchError as error:
+                self._add_mismatch(error)
+            except EngineError as error:
+                self._add(_code(error), "error", str(error))
+            self._check_dtype(checkpoint, dtype)
+        if max_model_len is not None:
+            layers = [m for m in self.network.modules() if isinstance(m, Attention)]
+            self._plan(self.network, [layer.cache_spec() for layer in layers], max_model_len)
+
+    def _check_dtype(self, checkpoint: Checkpoint, dtype: str) -> None:
+        stored = Counter[str]()
+        for header in checkpoint.headers.values():
+            stored[header.dtype] += header.nbytes
+        ((most, _),) = stored.most_common(1) or [(dtype, 0)]
+        if most != dtype:
+            self._add(
+                "dtype-converted",
+                "info",
+                f"the weights are stored in {most} and will be run in {dtype}",
+            )
+
+    def _add_mismatch(self, error: WeightsMismatchError) -> None:
+        kinds: tuple[tuple[Code, str, tuple[str, ...]], ...] = (
+            ("weights-wrong", "do not fit", error.wrong),
+            ("weights-missing", "of the model are missing", error.missing),
+            ("weights-unexpected", "are not of this model", error.unexpected),
+        )
+        for code, what, names in kinds:
+            if names:
+                more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+                message = f"{len(names)} tensors {what}: {', '.join(names[:4])}{more}"
+                self._add(code, "error", message, names)
+
+    def _plan(self, network: nn.Module, specs: list[KVCacheSpec], max_model_len: int) -> None:
+        config, device = self.config, self.device
+        weights = weight_bytes(network)
+        source: Literal["memory", "gpu", "machine"] = "machine"
+        if self.memory is not None:
+            source, total, budget = "memory", self.memory, self.memory - weights
+        elif self.gpu is not None:
+            source, total = "gpu", self.gpu[1]
+            budget = platform.gpu_cache_budget(total - weights, total)
+        elif device is not None:
+            total = platform.total_memory(device)
+            budget = platform.cache_budget(config, device, pending=weights)
+        else:
+            return
+        if weights > total:
+            where = {"gpu": self.gpu and self.gpu[0], "memory": "the memory given"}.get(
+                source, device
+            )
+            self._add(
+                "memory-weights-too-large",
+                "error",
+                f"the weights alone take {weights} bytes, but {where} has {total}",
+            )
+        elif config.kv_cache_memory is not None and source != "machine":
+            budget = config.kv_cache_memory
+            if weights + budget > total:
+                self._add(
+                    "memory-cache-too-small",
+                    "error",
+                    f"the weights take {weights} bytes and kv_cache_memory is {budget}, together "
+                    f"more than the {total} that there are",
+                )
+        budget = max(budget, 0)
+        block_size = platform.resolve_block_size(config, device or torch.device("cuda"))
+        per_token = sum(spec.bytes_per_token for spec in specs)
+        planned = 0
+        try:
+            planned = plan_cache(
+                specs,
+                block_size=block_size,
+                budget=budget,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=max_model_len,
+                shorten=config.max_model_len is None,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ).max_model_len
+        except CacheMemoryError as error:
+            if weights <= total:
+                self._add("memory-cache-too-small", "error", str(error))
+        if 0 < planned < max_model_len:
+            self._add(
+                "length-cut",
+                "warning",
+                f"the KV cache holds {planned} tokens, so sequences may be no longer than that, "
+                f"not the {max_model_len} that the model can do",
+            )
+        # Block 0 is never handed out.
+        blocks = max(0, budget // max(1, per_token * block_size) - 1)
+        counts = Counter(specs)
+        self.memory_info = MemoryInfo(
+            source=source,
+            gpu=self.gpu[0] if self.gpu else None,
+            num_ranks=config.tensor_parallel_size,
+            total_bytes=total,
+            weights_bytes=weights,
+            kv_bytes_per_token=per_token,
+            block_size=block_size,
+            cache_bytes=budget,
+            max_tokens=blocks * block_size,
+            max_model_len=planned,
+            full_sequences=blocks // -(-planned // block_size) if planned else 0,
+            groups=tuple(CacheGroupInfo.of(spec, count) for spec, count in counts.items()),
+        )
+
+    def compare(self, golden: Golden | None) -> None:
+        """Load the model and compare it with ``golden``, or with transformers if it is None.
+
+        It is left alone if something speaks against loading it.
+        """
+        self.comparison_asked = True
+        errors = {problem.code for problem in self.problems if problem.severity == "error"}
+        if errors - _ABOUT_TEXT:
+            return
+        assert self.checkpoint is not None, "without a checkpoint there is an error"
+        bad = [
+            name
+            for name, tensor in self.checkpoint.weights()
+            if tensor.is_floating_point() and not tensor.to(torch.float32).isfinite().all()
+        ]
+        if bad:
+            shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+            self._add(
+                "weights-not-finite",
+                "error",
+                f"{len(bad)} tensors hold NaN or infinite numbers: {shown}",
+                tuple(bad),
+            )
+            return
+        try:
+            self.comparison = (
+                compare_with_golden(self.model, self.config, golden)
+                if golden is not None
+                else compare_with_transformers(self.model, self.config)
+            )
+        except EngineError as error:
+            self._add("comparison-unavailable", "warning", str(error))
+            return
+        for prompt in self.comparison.prompts:
+            if prompt.first_difference is not None:
+                part = next(p for p in prompt.parts if p.part == prompt.first_difference)
+                amount = "not finite" if part.relative is None else f"{part.relative:.2g}"
+                self._add(
+                    "comparison-differs",
+                    "error",
+                    f"prompt {prompt.name}: {part.part} is the first part that differs from "
+                    f"{self.comparison.reference}, by {amount} of its size",
+                )
+            elif prompt.first_wrong_token is not None:
+                self._add(
+                    "comparison-differs",
+                    "error",
+                    f"prompt {prompt.name}: generated token {prompt.first_wrong_token} is not that "
+                    f"of {self.comparison.reference}",
+                )
+
+    def report(self, seconds: float) -> CheckReport:
+        """Everything found, as a report."""
+        errors = {problem.code for problem in self.problems if problem.severity == "error"}
+        exit_code: Literal[0, 1, 3, 4] = 0
+        if errors - {"comparison-differs"}:
+            exit_code = 1
+        elif errors:
+            exit_code = 3
+        elif self.comparison_asked and self.comparison is None:
+            exit_code = 4
+        return CheckReport(
+            engine_version=engine_core.__version__,
+            model=self.model,
+            path=None if self.path is None else str(self.path),
+            will_run=exit_code != 1,
+            exit_code=exit_code,
+            problems=tuple(sorted(self.problems, key=lambda p: _SEVERITIES.index(p.severity))),
+            device=None if self.device is None else str(self.device),
+            dtype=self.dtype,
+            model_info=self._model_info(),
+            weights=self._weights_info(),
+            tokenizer=self._tokenizer_info(),
+            memory=self.memory_info,
+            comparison=self.comparison,
+            plugins=tuple(
+                PluginInfo(
+                    name=report.name,
+                    distribution=report.distribution,
+                    version=report.version,
+                    error=report.error,
+                )
+                for report in (self.registry.reports if self.registry else ())
+            ),
+            seconds=seconds,
+        )
+
+    def _model_info(self) -> ModelInfo | None:
+        if self.model_config is None or self.registry is None:
+            return None
+        values = self.model_config.model_dump(mode="python")
+        values["hf_config"] = self.model_config.hf_config.to_dict()
+        architecture = self.model_config.architecture
+        cls = self.model_class
+        return ModelInfo(
+            architecture=architecture,
+            plugin=self.registry.architectures.get(architecture),
+            model_class=None if cls is None else f"{cls.__module__}.{cls.__qualname__}",
+            config=values,
+        )
+
+    def _weights_info(self) -> WeightsInfo | None:
+        if self.checkpoint is None or not self.checkpoint.has_weights:
+            return None
+        headers = self.checkpoint.headers.values()
+        count = None
+        if self.network is not None:
+            count = sum(param.numel() for param in dict.fromkeys(self.network.parameters()))
+        return WeightsInfo(
+            num_tensors=len(headers),
+            num_files=len({header.file for header in headers}),
+            total_bytes=self.checkpoint.total_bytes,
+            dtypes=dict(Counter(header.dtype for header in headers)),
+            num_parameters=count,
+        )
+
+    def _tokenizer_info(self) -> TokenizerInfo | None:
+        if self.tokenizer is None:
+            return None
+        template: Literal["checkpoint", "family", "none"] = "none"
+        if self.tokenizer.chat_templates:
+            template = "checkpoint"
+        elif self._family_template is not None:
+            template = "family"
+        return TokenizerInfo(
+            kind=type(self.tokenizer).__name__,
+            vocab_size=self.tokenizer.vocab_size,
+            bos_token_id=self.tokenizer.bos_token_id,
+            eos_token_id=self.tokenizer.eos_token_id,
+            chat_template=template,
+        )
+
+    def _collecting(self, code: Code | None = None) -> _Collecting:
+        """Collect what the ``with`` block raises, and go on after it."""
+        return _Collecting(self, code)
+
+    @property
+    def _family_template(self) -> str | None:
+        return None if self.model_config is None else self.model_config.default_chat_template
+
+    def _add(
+        self, code: Code, severity: Severity, message: str, names: tuple[str, ...] = ()
+    ) -> None:
+        problem = Problem(
+            code=code, severity=severity, message=message, hint=HINTS[code], names=names
+        )
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+class _Collecting:
+    """Turns an :class:`EngineError` into a problem of the check."""
+
+    def __init__(self, check: _Check, code: Code | None) -> None:
+        self._check = check
+        self._code = code
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool:
+        if not isinstance(error, EngineError):
+            return False
+        self._check._add(self._code or _code(error), "error", str(error))
+        return True
+
+
+def _code(error: EngineError) -> Code:
+    return next((code for kind, code in _CODES if isinstance(error, kind)), "config-invalid")

@@ -1,0 +1,253 @@
+"""What a check found, as frozen models whose JSON Schema is part of the interface."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from engine_core.configs import KVCacheSpec
+
+Severity = Literal["error", "warning", "info"]
+
+Code = Literal[
+    "architecture-ambiguous",
+    "architecture-unknown",
+    "chat-template-failed",
+    "chat-template-invalid",
+    "chat-template-missing",
+    "checkpoint-corrupt",
+    "checkpoint-not-found",
+    "checkpoint-unsupported",
+    "comparison-differs",
+    "comparison-unavailable",
+    "config-invalid",
+    "device-unavailable",
+    "dtype-converted",
+    "eos-missing",
+    "length-cut",
+    "memory-cache-too-small",
+    "memory-weights-too-large",
+    "option-invalid",
+    "plugin-broken",
+    "quantization-unsupported",
+    "special-id-out-of-range",
+    "tokenizer-larger-than-vocabulary",
+    "tokenizer-unusable",
+    "weights-missing",
+    "weights-not-finite",
+    "weights-unexpected",
+    "weights-wrong",
+]
+
+HINTS: dict[Code, str] = {
+    "architecture-ambiguous": "Uninstall one of the plugins, or say which in a custom_module_map.",
+    "architecture-unknown": "Install the plugin of this family; 'engine-core plugins' lists what "
+    "is there.",
+    "chat-template-failed": "Completions work; try a chat with the roles that the template wants.",
+    "chat-template-invalid": "Completions work; for chats pass a chat_template of your own.",
+    "chat-template-missing": "Completions work; for chats pass a chat_template of your own.",
+    "checkpoint-corrupt": "Download the named file again.",
+    "checkpoint-not-found": "Check the path, or download what is missing.",
+    "checkpoint-unsupported": "Take another format or conversion of the model.",
+    "comparison-differs": "The first named part is where to look: its weights or its arithmetic.",
+    "comparison-unavailable": "Compare with outputs of the original code through --against.",
+    "config-invalid": "Correct config.json, or the key alone with hf_overrides.",
+    "device-unavailable": "Use device=cpu, or name the GPU that you plan for with --gpu.",
+    "dtype-converted": "Set dtype to keep the stored type.",
+    "eos-missing": "Generation ends at max_tokens; set stop_token_ids in the requests.",
+    "length-cut": "Give the cache more memory, or set max_model_len to accept the shorter length.",
+    "memory-cache-too-small": "Give more memory, or set max_model_len lower.",
+    "memory-weights-too-large": "Take a smaller dtype, a smaller model, more memory or more GPUs.",
+    "option-invalid": "Change the option that is named.",
+    "plugin-broken": "Reinstall or remove the plugin; the others work without it.",
+    "quantization-unsupported": "Take the model's unquantised checkpoint or a GGUF file of it.",
+    "special-id-out-of-range": "Correct the id in config.json or generation_config.json.",
+    "tokenizer-larger-than-vocabulary": "Prompts that contain such a token are refused; check that "
+    "tokenizer and weights belong together.",
+    "tokenizer-unusable": "Add the tokenizer's files, name another with --tokenizer, or set "
+    "skip_tokenizer_init and use token ids.",
+    "weights-missing": "Check that config.json belongs to these weights and that no shard is "
+    "missing.",
+    "weights-not-finite": "The file was damaged or the training diverged; download it again.",
+    "weights-unexpected": "Check that config.json belongs to these weights.",
+    "weights-wrong": "Check that config.json belongs to these weights.",
+}
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Problem(_Model):
+    """One thing that is wrong, doubtful or worth knowing."""
+
+    code: Code = Field(description="Stable name of this kind of problem.")
+    severity: Severity = Field(
+        description="error: it will not run, or not as asked; warning: it runs, with a loss; "
+        "info: worth knowing."
+    )
+    message: str = Field(description="What is wrong: the culprit and what was found.")
+    hint: str = Field(description="What to do about it.")
+    names: tuple[str, ...] = Field(
+        default=(), description="Every tensor concerned, where the message names only the first."
+    )
+
+
+class PluginInfo(_Model):
+    """A plugin or module-map file."""
+
+    name: str = Field(description="The entry point's name, or the path of a module-map file.")
+    distribution: str | None = Field(description="The package that brought it; null for a file.")
+    version: str | None = Field(description="That package's version.")
+    error: str | None = Field(description="Why it was skipped; null if it works.")
+
+
+class ModelInfo(_Model):
+    """Who runs the model, and what was read from its config."""
+
+    architecture: str = Field(description="Key into the module map.")
+    plugin: str | None = Field(description="Name of the plugin or file that claims it.")
+    model_class: str | None = Field(description="Dotted name of the class that runs it.")
+    config: dict[str, Any] = Field(
+        description="The parsed ModelConfig; hf_config in it is what the class is built from."
+    )
+
+
+class WeightsInfo(_Model):
+    """What the headers of the weight files say."""
+
+    num_tensors: int
+    num_files: int
+    total_bytes: int = Field(description="Bytes of all tensors as they will be read.")
+    dtypes: dict[str, int] = Field(description="Element type -> number of tensors.")
+    num_parameters: int | None = Field(
+        description="Numbers in the model's parameters, shared ones once; null if not built."
+    )
+
+
+class TokenizerInfo(_Model):
+    """The tokenizer, loaded."""
+
+    kind: str = Field(description="The class that reads it.")
+    vocab_size: int = Field(description="Tokens, added ones included.")
+    bos_token_id: int | None
+    eos_token_id: int | None = Field(description="The tokenizer's own; the model may have more.")
+    chat_template: Literal["checkpoint", "family", "none"] = Field(
+        description="Where chats get their template from."
+    )
+
+
+class CacheGroupInfo(_Model):
+    """Layers that keep the same of each token."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    window: int | None = Field(description="Keys a query sees; null for all.")
+
+    @classmethod
+    def of(cls, spec: KVCacheSpec, num_layers: int) -> CacheGroupInfo:
+        """The info of ``num_layers`` layers with ``spec``."""
+        fields = {name: getattr(spec, name) for name in cls.model_fields if name != "num_layers"}
+        return cls(num_layers=num_layers, **fields)
+
+
+class MemoryInfo(_Model):
+    """What fits, for each of the processes that share the model."""
+
+    source: Literal["memory", "gpu", "machine"] = Field(
+        description="Where the budget is from: the option memory, a named GPU or this machine."
+    )
+    gpu: str | None = Field(description="The named GPU.")
+    num_ranks: int = Field(description="Processes or GPUs that share the model.")
+    total_bytes: int = Field(description="Memory of the device, or the one given.")
+    weights_bytes: int = Field(description="Parameters in the dtype that it runs with.")
+    kv_bytes_per_token: int = Field(description="What all layers together keep of one token.")
+    block_size: int = Field(description="Tokens in a block of the cache.")
+    cache_bytes: int = Field(description="What is left for the KV cache.")
+    max_tokens: int = Field(description="Tokens that fit in it, of all sequences together.")
+    max_model_len: int = Field(description="Longest sequence; 0 if none fits.")
+    full_sequences: int = Field(description="Sequences of max_model_len that fit at once.")
+    groups: tuple[CacheGroupInfo, ...]
+
+
+class Difference(_Model):
+    """How far one part of the forward pass is from the reference."""
+
+    part: str = Field(description="embedding, layer 0, layer 1, ..., logits.")
+    max_abs: float | None = Field(description="Largest absolute difference; null if not finite.")
+    relative: float | None = Field(
+        description="Largest norm of a token's difference over the norm of the token's reference."
+    )
+    differs: bool
+
+
+class PromptComparison(_Model):
+    """One prompt through both."""
+
+    name: str
+    num_tokens: int
+    parts: tuple[Difference, ...] = Field(description="In the order of the forward pass.")
+    first_difference: str | None = Field(description="The first part that differs.")
+    first_wrong_token: int | None = Field(
+        description="Index of the first generated token that differs; null if none does or none "
+        "was compared."
+    )
+
+
+class Comparison(_Model):
+    """The model's outputs against those of a reference."""
+
+    reference: str = Field(description="What it was compared with.")
+    dtype: str
+    tolerance: float = Field(description="Relative difference above which a part differs.")
+    same: bool
+    prompts: tuple[PromptComparison, ...]
+
+
+class CheckReport(_Model):
+    """Everything that a check found out. Its JSON is described by :meth:`json_schema`."""
+
+    schema_version: Literal[1] = 1
+    engine_version: str
+    model: str = Field(description="The model as it was named.")
+    path: str | None = Field(description="The folder or file that this is; null if none was found.")
+    will_run: bool = Field(
+        description="Whether no problem is an error, but for a comparison that differs."
+    )
+    exit_code: Literal[0, 1, 3, 4] = Field(
+        description="0: it will run; 1: it will not; 3: it runs but differs from the reference; "
+        "4: it runs, but the comparison asked for could not be made."
+    )
+    problems: tuple[Problem, ...] = Field(description="Errors first, then warnings, then infos.")
+    device: str | None = Field(description="Where it would run.")
+    dtype: str | None = Field(description="The element type that it would run with.")
+    model_info: ModelInfo | None
+    weights: WeightsInfo | None
+    tokenizer: TokenizerInfo | None
+    memory: MemoryInfo | None
+    comparison: Comparison | None
+    plugins: tuple[PluginInfo, ...]
+    seconds: float = Field(description="How long the check took.")
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        """The problems of severity error."""
+        return tuple(problem for problem in self.problems if problem.severity == "error")
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """The problems of severity warning."""
+        return tuple(problem for problem in self.problems if problem.severity == "warning")
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON Schema (draft 2020-12) of :meth:`to_json`."""
+        return cls.model_json_schema(mode="serialization")
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return self.model_dump_json(indent=2)

@@ -1,0 +1,343 @@
+"""``engine-core chat``: a conversation in the terminal, or through a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine_core.cli.command import OptionGroup, command, repeats
+from engine_core.configs import EngineConfig, SamplingParams
+from engine_core.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from engine_core import LLM, RequestOutput
+
+ENGINE_OPTIONS = OptionGroup(EngineConfig)
+# What makes no sense for one answer that is read as it comes; --seed is the engine's.
+_NOT_FOR_CHAT = ("n", "logprobs", "prompt_logprobs", "logits_processors")
+SAMPLING_OPTIONS = OptionGroup(SamplingParams, skip=("seed", *_NOT_FOR_CHAT))
+_NAME_AND_VALUE = re.compile(r"([^\s=]*)(?:\s*=\s*|\s*)(.*)", re.DOTALL)
+_SETTINGS = [name for name in SamplingParams.model_fields if name not in _NOT_FOR_CHAT]
+
+_PROMPT = ">>> "
+_HISTORY_LENGTH = 1000
+
+_HELP = """\
+/system TEXT           set the system message; without TEXT there is none
+/reset                 forget the conversation, but not the system message
+/settings              show how tokens are chosen
+/settings NAME VALUE   change it; several values for a list, none for none
+/help                  show this
+/exit                  leave, as does the end of the input
+Ctrl-C stops an answer, and leaves when there is none or it is pressed again.
+A message that begins with / is written with two."""
+
+
+def _say(text: str) -> None:
+    """Whatever is not the model's goes to stderr."""
+    typer.echo(text, err=True)
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """What was said: pairs of a message and its answer, the last answer perhaps to come."""
+
+    system: str | None
+    turns: list[tuple[str, str]] = field(default_factory=list)
+
+    def messages(self, question: str) -> list[dict[str, str]]:
+        said = [] if not self.system else [{"role": "system", "content": self.system}]
+        for user, assistant in self.turns:
+            said.append({"role": "user", "content": user})
+            said.append({"role": "assistant", "content": assistant})
+        return [*said, {"role": "user", "content": question}]
+
+
+class _Stop:
+    """While it is entered, a first Ctrl-C sets :attr:`wanted` and a second one interrupts.
+
+    The first is looked at after each token, so a long prompt is not left before its end.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def __enter__(self) -> _Stop:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Not an exception at once: the engine would be left in the middle of a step.
+        if self.wanted:
+            raise KeyboardInterrupt
+        self.wanted = True
+
+
+class _Chat:
+    """The loop's state: the model, the conversation and the settings."""
+
+    def __init__(self, llm: LLM, sampling: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._sampling = sampling
+        self._conversation = _Conversation(system)
+        self._max_len = llm.engine.max_model_len
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/system": self._set_system,
+            "/reset": self._reset,
+            "/settings": self._settings,
+            "/help": lambda _: _say(_HELP),
+        }
+
+    def run(self, lines: Iterator[str]) -> None:
+        """Answer and obey ``lines`` to their end or /exit."""
+        for line in lines:
+            text = line.strip()
+            name, _, rest = text.partition(" ")
+            if name == "/exit":
+                return
+            if text.startswith("//"):
+                self._answer(text[1:])
+            elif name in self._commands:
+                self._commands[name](rest.strip())
+            elif name.startswith("/"):
+                _say(f"there is no command {name}; /help shows them")
+            elif text:
+                self._answer(text)
+
+    def show_settings(self) -> None:
+        """Everything that differs from the defaults, and temperature and max_tokens."""
+        shown = {"temperature", "max_tokens"}
+        parts = []
+        for name in _SETTINGS:
+            value = getattr(self._sampling, name)
+            if name in shown or value != getattr(_DEFAULTS, name):
+                parts.append(f"{name} {_written(value)}")
+        system = self._conversation.system
+        _say(f"settings: {', '.join(parts)}")
+        _say(f"system message: {system or 'that of the chat template, if it has one'}")
+
+    def _set_system(self, text: str) -> None:
+        self._conversation.system = text or None
+        _say(f"system message: {text or 'none'}")
+
+    def _reset(self, rest: str) -> None:
+        if rest:
+            _say(f"/reset takes nothing, got {rest!r}")
+            return
+        self._conversation.turns.clear()
+        _say("the conversation begins anew")
+
+    def _settings(self, rest: str) -> None:
+        if not rest:
+            self.show_settings()
+            return
+        # "name=value" is what many write.
+        given, value = _NAME_AND_VALUE.fullmatch(rest).groups()  # type: ignore[union-attr]
+        name = given.lstrip("-").replace("-", "_")
+        if name not in _SETTINGS:
+            _say(f"there is no setting {given!r}; there are {', '.join(_SETTINGS)}")
+            return
+        try:
+            changed = self._sampling.replace(**{name: _parsed(name, value)})
+        except (ConfigError, ValueError) as error:
+            _say(f"not changed: {error}")
+            return
+        self._sampling = changed
+        _say(f"{name} {_written(getattr(changed, name))}")
+
+    def _answer(self, question: str) -> None:
+        """Stream the answer to ``question``, and remember both."""
+        try:
+            prompt_len = self._make_room(question)
+            outputs = self._llm.stream_chat(self._conversation.messages(question), self._sampling)
+        except RequestError as error:
+            _say(f"not answered: {error}")
+            return
+        start = time.monotonic()
+        with _Stop() as stop, contextlib.closing(outputs):
+            output, first = _print_stream(outputs, stop)
+        end = time.monotonic()
+        if output is None or first is None:
+            _say("(stopped before the answer began)")
+            return
+        completion = output.outputs[0]
+        if completion.finish_reason == "error":
+            _say(f"not answered: {completion.error}")
+            return
+        self._conversation.turns.append((question, completion.text))
+        count = len(completion.token_ids)
+        speed = f"{(count - 1) / (end - first):.1f} tokens/s, " if count > 1 else ""
+        _say(
+            f"[{count} tokens, {speed}first after {first - start:.2f} s, "
+            f"{prompt_len + count} of {self._max_len} in the context]"
+        )
+        if completion.finish_reason is None:
+            _say("(stopped)")
+        elif completion.finish_reason == "length":
+            full = prompt_len + count >= self._max_len
+            _say(f"(cut off: {'the context is full' if full else 'max_tokens is reached'})")
+
+    def _make_room(self, question: str) -> int:
+        """Drop the oldest turns until the answer has room; the prompt's length in tokens.
+
+        Room is max_tokens, or a quarter of the context if that is less.
+        """
+        room = self._max_len // 4
+        if self._sampling.max_tokens is not None:
+            room = min(room, self._sampling.max_tokens)
+        turns = self._conversation.turns
+        kept = list(turns)
+        while True:
+            prompt = self._llm.render_chat(self._conversation.messages(question))
+            length = len(prompt["prompt_token_ids"])
+            if length + room <= self._max_len or not turns:
+                break
+            del turns[0]
+        if length >= self._max_len:
+            turns[:] = kept
+            raise RequestError(
+                f"the message makes a prompt of {length} tokens, and the context holds "
+                f"{self._max_len}; shorten it"
+            )
+        dropped = len(kept) - len(turns)
+        if dropped:
+            which = "oldest turn is" if dropped == 1 else f"oldest {dropped} turns are"
+            _say(f"(the context of {self._max_len} tokens is full: the {which} forgotten)")
+        return length
+
+
+_DEFAULTS = SamplingParams()
+
+
+def _print_stream(
+    outputs: Iterator[RequestOutput], stop: _Stop
+) -> tuple[RequestOutput | None, float | None]:
+    """Print text as it comes; the last output, and when the first token came."""
+    written = 0
+    output = first = None
+    for output in outputs:
+        completion = output.outputs[0]
+        if first is None and completion.token_ids:
+            first = time.monotonic()
+        print(completion.text[written:], end="", flush=True)
+        written = len(completion.text)
+        if stop.wanted:
+            break
+    print(flush=True)
+    return output, first
+
+
+def _written(value: Any) -> str:
+    if value is None or value == () or value == {}:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if isinstance(value, tuple):
+        return " ".join(shlex.quote(str(item)) for item in value)
+    return str(value)
+
+
+def _parsed(name: str, text: str) -> Any:
+    """What was written after a setting's name; the config model checks it."""
+    if text == "none":
+        return None
+    if name == "logit_bias":
+        return json.loads(text)
+    values = shlex.split(text)
+    if repeats(SamplingParams.model_fields[name]) and values:
+        return values
+    if len(values) != 1:
+        raise ValueError(f"{name} takes one value, got {len(values)}")
+    return values[0]
+
+
+def _history_file() -> Path:
+    state = os.environ.get("XDG_STATE_HOME")
+    folder = Path(state) if state else Path.home() / ".local" / "state"
+    return folder / "engine-core" / "chat_history"
+
+
+@contextlib.contextmanager
+def _typed_lines() -> Iterator[Iterator[str]]:
+    """Lines of standard input, with a prompt, line editing and a history if it is a terminal."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+        yield iter(sys.stdin.readline, "")
+        return
+    try:
+        import readline
+    except ImportError:  # not on every platform
+        yield _read_prompted()
+        return
+    file = _history_file()
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    readline.set_history_length(_HISTORY_LENGTH)
+    try:
+        yield _read_prompted()
+    finally:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(file)
+            file.chmod(0o600)
+
+
+def _read_prompted() -> Iterator[str]:
+    while True:
+        try:
+            yield input(_PROMPT)
+        except EOFError:
+            print()
+            return
+
+
+@command(SAMPLING_OPTIONS, ENGINE_OPTIONS)
+def chat(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file or hub id.")
+    ],
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
+    **options: Any,
+) -> None:
+    """Talk with a model. Each line is a message; /help shows the commands.
+
+    Answers go to stdout, everything else to stderr. When the context is full, the oldest turns are
+    forgotten. A sampling option that is not given comes from the checkpoint's
+    generation_config.json, or else is the default shown; but max_tokens is none.
+    """
+    config = ENGINE_OPTIONS.build(options)
+    SAMPLING_OPTIONS.build(options)  # a wrong value is found before the model is loaded
+
+    from engine_core import LLM
+
+    with LLM(model, config) as llm:
+        recommended = llm.default_sampling_params()
+        if "max_tokens" not in recommended.model_fields_set:
+            recommended = recommended.replace(max_tokens=None)
+        sampling = recommended.replace(**SAMPLING_OPTIONS.given(options))
+        llm.render_chat([{"role": "user", "content": "Hello"}])  # refuses what cannot chat
+        session = _Chat(llm, sampling, system)
+        _say(f"{model}, {llm.engine.max_model_len} tokens of context; /help shows the commands")
+        session.show_settings()
+        with _typed_lines() as lines:
+            session.run(lines)

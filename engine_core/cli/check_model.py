@@ -1,0 +1,154 @@
+"""``engine-core check-model``: whether a checkpoint will run, before it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine_core.cli.command import OptionGroup, command
+from engine_core.configs import EngineConfig
+from engine_core.configs.engine import parse_bytes
+from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_core.check import CheckReport
+
+ENGINE_OPTIONS = OptionGroup(EngineConfig)
+_MARKS = {"error": "ERROR", "warning": "warning", "info": "note"}
+_OUTCOMES = {
+    0: "It will run.",
+    1: "It will not run.",
+    3: "It runs, but its outputs are not those of the reference.",
+    4: "It will run; the comparison that was asked for could not be made.",
+}
+
+
+def _bytes(value: int) -> str:
+    size, unit = float(value), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{value} bytes" if unit == "bytes" else f"{size:.2f} {unit}"
+
+
+def _rows(report: CheckReport) -> dict[str, str]:
+    """What is known of the model, title -> text."""
+    rows = {"model": report.path or report.model}
+    if report.model_info is not None:
+        model = report.model_info
+        rows["architecture"] = model.architecture
+        if model.model_class is not None:
+            rows["runs in"] = f"{model.model_class} (plugin {model.plugin})"
+        config = model.config
+        rows["config"] = (
+            f"{config['num_layers']} layers, hidden {config['hidden_size']}, "
+            f"{config['num_attention_heads']} heads, {config['num_key_value_heads']} key-value "
+            f"heads of {config['head_dim']}, vocabulary {config['vocab_size']}, length "
+            f"{config['max_position_embeddings']}"
+        )
+    if report.weights is not None:
+        weights = report.weights
+        dtypes = ", ".join(f"{count} {dtype}" for dtype, count in weights.dtypes.items())
+        rows["tensors"] = (
+            f"{weights.num_tensors} in {weights.num_files} files, {_bytes(weights.total_bytes)}: "
+            f"{dtypes}"
+        )
+    if report.tokenizer is not None:
+        tokenizer = report.tokenizer
+        rows["tokenizer"] = (
+            f"{tokenizer.vocab_size} tokens, chat template: {tokenizer.chat_template}"
+        )
+    if report.dtype is not None:
+        rows["runs as"] = f"{report.dtype} on {report.device}"
+    if report.memory is not None:
+        memory = report.memory
+        where = {"gpu": memory.gpu, "memory": "the memory given", "machine": "this machine"}
+        each = "" if memory.num_ranks == 1 else f", each of {memory.num_ranks} ranks"
+        rows["memory"] = (
+            f"{_bytes(memory.total_bytes)} ({where[memory.source]}{each}): weights "
+            f"{_bytes(memory.weights_bytes)}, KV cache {_bytes(memory.cache_bytes)}"
+        )
+        rows["KV cache"] = (
+            f"{_bytes(memory.kv_bytes_per_token)} a token, {memory.max_tokens} tokens: "
+            f"{memory.full_sequences} sequences of {memory.max_model_len}"
+        )
+    return rows
+
+
+def _comparison_lines(report: CheckReport) -> list[str]:
+    if report.comparison is None:
+        return []
+    lines = [f"compared in {report.comparison.dtype} with {report.comparison.reference}:"]
+    for prompt in report.comparison.prompts:
+        last = prompt.parts[-1]
+        apart = "not finite" if last.relative is None else f"{last.relative:.1e}"
+        if prompt.first_difference is not None:
+            verdict = f"differs first at {prompt.first_difference}"
+        elif prompt.first_wrong_token is not None:
+            verdict = f"generates another token at {prompt.first_wrong_token}"
+        else:
+            verdict = "the same"
+        lines.append(f"  {prompt.name}: {verdict} ({last.part} apart by {apart})")
+    return lines
+
+
+def _lines(report: CheckReport) -> list[str]:
+    rows = _rows(report)
+    width = max(map(len, rows))
+    lines = [f"{title:<{width}}  {text}" for title, text in rows.items()]
+    lines += _comparison_lines(report)
+    for problem in report.problems:
+        lines.append(f"{_MARKS[problem.severity]} {problem.code}: {problem.message}")
+        lines.append(f"    {problem.hint}")
+    lines.append(f"{_OUTCOMES[report.exit_code]} ({report.seconds:.1f} s)")
+    return lines
+
+
+@command(ENGINE_OPTIONS)
+def check_model(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file or hub id.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory for weights and KV cache together, like 16GiB."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Plan for a GPU of this name, like H100 or 'RTX 4090'."),
+    ] = None,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep", help="Load it and compare it with transformers, layer by layer, in float32."
+        ),
+    ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Load it and compare it with golden outputs."),
+    ] = None,
+    **options: Any,
+) -> None:
+    """Say whether a model will run, from its files' headers, and what is wrong if not.
+
+    Exit code 0: it will run; 1: it will not; 2: wrong usage; 3: it runs but differs from the
+    reference; 4: the comparison that was asked for could not be made.
+    """
+    config = ENGINE_OPTIONS.build(options)
+    try:
+        budget = None if memory is None else parse_bytes(memory)
+    except ValueError as error:
+        raise typer.BadParameter(f"--memory: {error}") from None
+
+    from engine_core.check import check_model as check
+
+    try:
+        report = check(model, config, memory=budget, gpu=gpu, deep=deep, against=against)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    print(report.to_json() if as_json else "\n".join(_lines(report)))
+    raise typer.Exit(report.exit_code)

@@ -1,0 +1,337 @@
+"""``engine-core new-plugin``: the package of a new family, made after an installed one."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import keyword
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from string import Template
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine_core.cli.command import command
+from engine_core.errors import ConfigError, PluginLoadError
+
+if TYPE_CHECKING:
+    from engine_core.configs import ConfigBuilder, HFConfig
+    from engine_core.registry import PluginReport, Registry
+
+_STEM = re.compile(r"(.+?)(For[A-Z]\w*|LMHeadModel|Model)")
+# Keys of a checkpoint's config that a tiny one must not have: ids beyond its vocabulary, and what
+# is said of weights or code that it does not come with.
+_DROPPED = re.compile(r".*_token_id|auto_map|(torch_)?dtype|quantization_config|_name_or_path")
+
+
+class _Pattern:
+    """The installed family that a new one is made after."""
+
+    def __init__(self, registry: Registry, name: str) -> None:
+        """Raises BadParameter if it is not installed, PluginLoadError if it cannot be read."""
+        self.report = _find_report(registry, name)
+        self.package = self.report.module.split(".")[0]
+        self.origin = f"{self.report.distribution} {self.report.version}"
+        plugin = importlib.import_module(self.report.module)
+        case = _first_case(self.package, self.origin)
+        self.config: Mapping[str, Any] = case.config
+        self.architecture: str = case.architecture
+        self.module_map: dict[str, str] = plugin.module_map()
+        self.builder = self._builder(plugin)
+        self.processors = [
+            item
+            for item in getattr(plugin, "input_processors", list)()
+            if self.architecture in _module_source(item)
+        ]
+
+    def _builder(self, plugin: ModuleType) -> type[ConfigBuilder]:
+        from engine_core.configs import HFConfig
+
+        builders: list[type[ConfigBuilder]] = getattr(plugin, "config_builders", list)()
+        for builder in builders:
+            if builder.condition(HFConfig(self.config)):
+                return builder
+        raise PluginLoadError(
+            f"{self.origin} has no config builder for the first of its conformance cases; make "
+            "the package after another family"
+        )
+
+
+def _find_report(registry: Registry, name: str) -> PluginReport:
+    reports = {report.name: report for report in registry.reports if report.distribution}
+    if name not in reports:
+        known = ", ".join(reports) or "none"
+        raise typer.BadParameter(
+            f"--like: no installed family is named {name!r}; there are {known}"
+        )
+    if reports[name].error:
+        raise PluginLoadError(f"--like {name}: {reports[name].error}")
+    return reports[name]
+
+
+def _first_case(package: str, origin: str) -> Any:
+    """The first conformance case with a config."""
+    try:
+        cases = importlib.import_module(f"{package}.conformance").CASES
+    except (ImportError, AttributeError) as error:
+        raise PluginLoadError(
+            f"{origin} has no conformance cases to start from: {error}; make the package after "
+            "another family"
+        ) from error
+    for case in cases:
+        if case.config is not None:
+            return case
+    raise PluginLoadError(f"{origin} has no conformance case with a config to start from")
+
+
+def _module_source(item: type) -> str:
+    path = importlib.import_module(item.__module__).__file__
+    return Path(path).read_text(encoding="utf-8") if path else ""
+
+
+def _check_name(registry: Registry, name: str) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+        normal = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        hint = f"; try {normal!r}" if re.fullmatch(r"[a-z][a-z0-9-]*", normal) else ""
+        raise typer.BadParameter(
+            f"NAME {name!r} must be a normal package name (PEP 503): lower-case letters, digits "
+            f"and single hyphens, a letter first{hint}"
+        )
+    if name.startswith("engine-core"):
+        raise typer.BadParameter(
+            f"NAME {name!r}: leave out engine-core, which is put before it by itself"
+        )
+    for report in registry.reports:
+        if report.name == name or report.distribution == f"engine-core-{name}":
+            raise typer.BadParameter(
+                f"NAME {name!r} is taken by the installed {report.distribution} {report.version}"
+            )
+
+
+def _read_config(path: Path) -> HFConfig:
+    from engine_core.configs import HFConfig
+
+    folder = path.parent if path.name == "config.json" else path
+    if not folder.is_dir():
+        raise typer.BadParameter(f"--hf-config: {path} is no config.json, nor a folder with one")
+    return HFConfig.from_folder(folder)
+
+
+def _new_architecture(registry: Registry, name: str, like: str, given: HFConfig | None) -> str:
+    if given is None:
+        match = _STEM.fullmatch(like)
+        camel = "".join(part.capitalize() for part in name.split("-"))
+        architecture = camel + (match[2] if match else "")
+    else:
+        names = given.get("architectures", [])
+        if not isinstance(names, list) or not names or not isinstance(names[0], str):
+            raise ConfigError(
+                f"--hf-config: 'architectures' must be a list that names the model, got {names!r}"
+            )
+        architecture = names[0]
+    if not architecture.isidentifier() or keyword.iskeyword(architecture):
+        raise ConfigError(f"architecture {architecture!r} cannot be the name of a class")
+    known = registry.architectures
+    if architecture in known:
+        raise typer.BadParameter(
+            f"architecture {architecture!r} is already known, by plugin {known[architecture]!r}"
+        )
+    return architecture
+
+
+def _tiny_config(pattern: _Pattern, architecture: str, given: HFConfig | None) -> dict[str, Any]:
+    """The pattern's tiny config under the new name, with what ``given`` says beside sizes.
+
+    Sizes, which are the integers, and the reference's model type stay the pattern's.
+
+    Raises:
+        ConfigError: the pattern's builder refuses it.
+    """
+    from engine_core.configs import HFConfig
+
+    values = dict(pattern.config)
+    for key, value in (given.to_dict() if given is not None else {}).items():
+        if type(value) is int or isinstance(value, list) or _DROPPED.fullmatch(key):
+            continue
+        if key not in ("model_type", "transformers_version") and value is not None:
+            values[key] = value
+    pattern.builder.build(HFConfig({**values, "architectures": pattern.config["architectures"]}))
+    values["architectures"] = [architecture]
+    if pattern.builder.condition(HFConfig(values)):
+        raise PluginLoadError(
+            f"{pattern.builder.__name__} of {pattern.origin} does not go by the architecture's "
+            "name, so a copy of it would match the same checkpoints; make the package after "
+            "another family"
+        )
+    return values
+
+
+class _Renaming:
+    """Turns the pattern's source into the new family's."""
+
+    def __init__(self, pattern: _Pattern, package: str, architecture: str) -> None:
+        old = _STEM.fullmatch(pattern.architecture)
+        new = _STEM.fullmatch(architecture)
+        self.stem = new[1] if new else architecture
+        self._old_stem = old[1] if old else pattern.architecture
+        self._pattern = pattern
+        self._package = package
+        self._architecture = architecture
+        self._docstrings = {
+            pattern.architecture: (
+                f"{self.stem}; say here what differs from {pattern.report.distribution}."
+            ),
+            pattern.builder.__name__: f"Reads the configs of {self.stem}.",
+        }
+
+    def __call__(self, text: str) -> str:
+        """The source with the new names; other architectures of the pattern are left out."""
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name in self._docstrings:
+                docstring = ast.get_source_segment(text, node.body[0])
+                if ast.get_docstring(node) and docstring:
+                    text = text.replace(docstring, f'"""{self._docstrings[node.name]}"""', 1)
+        others = set(self._pattern.module_map) - {self._pattern.architecture}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Tuple | ast.List):
+                continue
+            items = [item.value if isinstance(item, ast.Constant) else None for item in node.elts]
+            segment = ast.get_source_segment(text, node) if others.intersection(items) else None
+            if segment:
+                kept = [json.dumps(item) for item in items if item not in others]
+                comma = "," if isinstance(node, ast.Tuple) and len(kept) == 1 else ""
+                body = ", ".join(kept) + comma
+                text = text.replace(
+                    segment, f"({body})" if isinstance(node, ast.Tuple) else f"[{body}]"
+                )
+        return self.name(text)
+
+    def name(self, text: str) -> str:
+        """The new family's names in place of the pattern's."""
+        text = re.sub(rf"\b{self._pattern.architecture}\b", self._architecture, text)
+        text = re.sub(rf"(?<![A-Za-z]){self._old_stem}", self.stem, text)
+        return text.replace(self._pattern.package, self._package)
+
+
+def _template(file: str, values: Mapping[str, str]) -> str:
+    folder = resources.files("engine_core.cli").joinpath("templates")
+    text = folder.joinpath(file).read_text(encoding="utf-8")
+    return Template(text).substitute(values)
+
+
+def _literal(value: Any, indent: int) -> str:
+    """A JSON value as the formatter writes it in Python."""
+    inner, end = " " * (indent + 4), " " * indent
+    if isinstance(value, Mapping):
+        items = [f"{inner}{json.dumps(k)}: {_literal(v, indent + 4)},\n" for k, v in value.items()]
+        return f"{{\n{''.join(items)}{end}}}" if items else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_literal(item, indent + 4) for item in value)}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _package_files(
+    name: str, pattern: _Pattern, architecture: str, config: Mapping[str, Any]
+) -> dict[str, str]:
+    """Path to content of every file of the package."""
+    from engine_core.cli.source_excerpt import SourceExcerpt
+    from engine_core.registry.hookspecs import API_VERSION
+
+    package = f"engine_core_{name.replace('-', '_')}"
+    rename = _Renaming(pattern, package, architecture)
+    model_module, _, model_class = pattern.module_map[pattern.architecture].rpartition(".")
+    offered = [pattern.builder, *pattern.processors]
+    excerpt = SourceExcerpt(
+        pattern.package,
+        [(model_module, model_class), *((item.__module__, item.__name__) for item in offered)],
+    )
+    docstring = f'"""Copied from {pattern.origin}; change what differs."""\n\n'
+    files = {
+        rename.name(module).replace(".", "/") + ".py": docstring + rename(source)
+        for module, source in excerpt.modules.items()
+    }
+    imports = {
+        f"from {rename.name(item.__module__)} import {rename.name(item.__name__)}"
+        for item in offered
+    }
+    major, minor = API_VERSION.split(".")
+    processors = ", ".join(rename.name(item.__name__) for item in pattern.processors)
+    values = {
+        "name": name,
+        "like": pattern.report.name,
+        "origin": pattern.origin,
+        "distribution": f"engine-core-{name}",
+        "package": package,
+        "architecture": architecture,
+        "stem": rename.stem,
+        "api": API_VERSION,
+        "next_api": f"{major}.{int(minor) + 1}",
+        "model_module": rename.name(model_module),
+        "builder": rename.name(pattern.builder.__name__),
+        "imports": "\n".join(sorted(imports)),
+        "config": _literal(config, 8),
+    }
+    values["processors_hook"] = (
+        _template("processors_hook.txt", {"processors": processors}).rstrip("\n")
+        if processors
+        else ""
+    )
+    made = {
+        "pyproject.toml": "pyproject.toml.txt",
+        "README.md": "README.md.txt",
+        f"{package}/__init__.py": "init.py.txt",
+        f"{package}/plugin.py": "plugin.py.txt",
+        f"{package}/conformance.py": "conformance.py.txt",
+        f"tests/test_{name.replace('-', '_')}.py": "tests.py.txt",
+    }
+    files |= {path: _template(template, values) for path, template in made.items()}
+    files[f"{package}/py.typed"] = ""
+    return {path: text.rstrip("\n") + "\n" if text else "" for path, text in files.items()}
+
+
+@command()
+def new_plugin(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The family's name, such as my-model.")
+    ],
+    like: Annotated[
+        str, typer.Option(metavar="FAMILY", help="Installed family to copy the source from.")
+    ],
+    hf_config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="A checkpoint's config.json: its architecture and settings."
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where the package's folder is made.")
+    ] = Path(),
+) -> None:
+    """Write the package of a new model family, whose tests pass as they are.
+
+    It is named engine-core-NAME and runs the conformance kit. Change what differs from the family
+    that it was made after; docs/write-a-plugin.md explains each part.
+    """
+    from engine_core.registry import build_registry
+
+    registry = build_registry()
+    _check_name(registry, name)
+    folder = out / f"engine-core-{name}"
+    if folder.exists():
+        raise typer.BadParameter(f"--out: {folder} exists already; nothing was written")
+    pattern = _Pattern(registry, like)
+    given = None if hf_config is None else _read_config(hf_config)
+    architecture = _new_architecture(registry, name, pattern.architecture, given)
+    config = _tiny_config(pattern, architecture, given)
+    for path, text in _package_files(name, pattern, architecture, config).items():
+        file = folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    print(f"{folder}: {architecture}, copied from {pattern.origin}")
+    print(f"Next: pip install -e '{folder}[test]' && pytest {folder}")

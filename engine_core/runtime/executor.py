@@ -1,0 +1,276 @@
+"""Where a model's ranks run: in this process, or each in one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import traceback
+from collections import deque
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine_core.configs import EngineConfig, SchedulerConfig
+from engine_core.errors import ConfigError, EngineDeadError, EngineError
+from engine_core.runtime.memory import CachePlan
+from engine_core.runtime.runner import PendingStep
+from engine_core.runtime.source import ModelSource, open_model
+from engine_core.runtime.worker import Worker, WorkerReport
+from engine_core.step_context import BuildContext
+from engine_core.steps import StepPlan, StepResult
+
+_STOP_SECONDS = 5.0
+
+
+class Executor(Protocol):
+    """Runs plans on every rank of a model."""
+
+    def load(self) -> WorkerReport:
+        """Load the model; the report of rank 0, with the smallest cache budget of all ranks."""
+
+    def start(
+        self, plan: CachePlan, scheduler_config: SchedulerConfig, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        """Make the cache and the persistent batch on every rank."""
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Begin a step; results are to be asked for in the order of submission."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
+    """The executor that ``config.tensor_parallel_size`` asks for.
+
+    Raises:
+        ConfigError: there are fewer devices than ranks.
+    """
+    if config.tensor_parallel_size == 1:
+        return InProcessExecutor(source, config)
+    if source.device.type == "cuda":
+        import torch
+
+        count = torch.cuda.device_count()
+        if count < config.tensor_parallel_size:
+            raise ConfigError(
+                f"tensor_parallel_size is {config.tensor_parallel_size}, but there are {count} GPUs"
+            )
+    return ProcessExecutor(source, config)
+
+
+class InProcessExecutor:
+    """One rank, in this process."""
+
+    def __init__(self, source: ModelSource, config: EngineConfig) -> None:
+        self._worker: Worker | None = Worker(source, config, BuildContext())
+        self._device = source.device
+
+    def load(self) -> WorkerReport:
+        """Load the model."""
+        return self._live().load()
+
+    def start(
+        self, plan: CachePlan, scheduler_config: SchedulerConfig, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        """Make the cache and the persistent batch."""
+        self._live().start(plan, scheduler_config, eos_token_ids)
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Run a step."""
+        return self._live().submit(plan)
+
+    def close(self) -> None:
+        """Drop the model and its cache."""
+        self._worker = None
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def _live(self) -> Worker:
+        assert self._worker is not None, "the executor was closed"
+        return self._worker
+
+
+class ProcessExecutor:
+    """Every rank in a spawned process; plans go out and results come back through pipes.
+
+    Every rank samples the same tokens from the same gathered logits, so that only rank 0 answers;
+    the others speak up only when they fail. A rank that dies or fails ends all of them.
+    """
+
+    def __init__(self, source: ModelSource, config: EngineConfig) -> None:
+        """Start the processes; each opens the model anew from its name and ``config``."""
+        context = multiprocessing.get_context("spawn")
+        size = config.tensor_parallel_size
+        self._folder = tempfile.TemporaryDirectory(prefix="engine-core-")
+        meeting = (Path(self._folder.name) / "rendezvous").as_uri()
+        self._connections: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self._answers: list[deque[Any]] = [deque() for _ in range(size)]
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_worker_main,
+                args=(theirs, source.name, config, rank, meeting),
+                name=f"engine-core-rank-{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def load(self) -> WorkerReport:
+        """Load the model on every rank."""
+        reports: list[WorkerReport] = self._ask_all("load")
+        budget = min(report.cache_budget for report in reports)
+        return WorkerReport(reports[0].specs, budget, reports[0].phases)
+
+    def start(
+        self, plan: CachePlan, scheduler_config: SchedulerConfig, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        """Make the cache and the persistent batch on every rank."""
+        self._ask_all("start", plan, scheduler_config, eos_token_ids)
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Send a step to every rank."""
+        self._send("submit", plan)
+        return PendingStep(self._next_result)
+
+    def close(self) -> None:
+        """End the processes; those that do not within 5 s are killed."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(_STOP_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+    def _send(self, *message: Any) -> None:
+        for connection in self._connections:
+            try:
+                connection.send(message)
+            except OSError:
+                self._receive()  # Raises with what its process said before it went.
+                raise
+
+    def _ask_all(self, *message: Any) -> list[Any]:
+        self._send(*message)
+        return [self._answer(rank) for rank in range(len(self._processes))]
+
+    def _next_result(self) -> StepResult:
+        result = self._answer(0)
+        assert isinstance(result, StepResult), f"rank 0 answered {result!r} to a step"
+        return result
+
+    def _answer(self, rank: int) -> Any:
+        """The next answer of ``rank``, while all of them are watched.
+
+        Raises:
+            EngineError: what a rank raised.
+            EngineDeadError: a rank died or failed in a way that is not the user's.
+        """
+        while not self._answers[rank]:
+            self._receive()
+        return self._answers[rank].popleft()
+
+    def _receive(self) -> None:
+        """Wait until a rank says something, and take it in."""
+        ready = multiprocessing.connection.wait(
+            [*self._connections, *(process.sentinel for process in self._processes)]
+        )
+        # Everything that was said is read before a death is looked at: a failure explains it.
+        for rank, connection in enumerate(self._connections):
+            with contextlib.suppress(EOFError, OSError):
+                while connection.poll():
+                    kind, content = connection.recv()
+                    if kind == "done":
+                        self._answers[rank].append(content)
+                        continue
+                    self._kill()
+                    if kind == "refused":
+                        raise content
+                    raise EngineDeadError(f"rank {rank} failed: {content}")
+        for rank, process in enumerate(self._processes):
+            if process.sentinel in ready:
+                process.join()
+                self._kill()
+                raise EngineDeadError(f"the process of rank {rank} ended {_how(process.exitcode)}")
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def _how(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"by signal {signal.Signals(-code).name}"
+    return f"with exit code {code}"
+
+
+def _worker_main(
+    connection: Connection, model: str, config: EngineConfig, rank: int, meeting: str
+) -> None:
+    """The life of one rank's process."""
+    # Ctrl-C goes to every process of the terminal; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    worker: Worker | None = None
+    try:
+        while True:
+            try:
+                command, *arguments = connection.recv()
+            except (EOFError, OSError):
+                return
+            if command == "load":
+                worker = _join(model, config, rank, meeting)
+                connection.send(("done", worker.load()))
+                continue
+            assert worker is not None, f"{command} before load"
+            if command == "start":
+                worker.start(*arguments)
+                connection.send(("done", None))
+            else:
+                result = worker.submit(*arguments).result()
+                if rank == 0:
+                    connection.send(("done", result))
+    except EngineError as error:
+        connection.send(("refused", error))
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        connection.send(
+            ("failed", f"{type(error).__name__}: {error} ({last.name}, line {last.lineno})")
+        )
+
+
+def _join(model: str, config: EngineConfig, rank: int, meeting: str) -> Worker:
+    """Open the model in this process and meet the other ranks."""
+    import torch
+    import torch.distributed
+
+    from engine_core.registry import build_registry
+
+    size = config.tensor_parallel_size
+    registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
+    if config.device in ("auto", "cuda") and torch.cuda.is_available():
+        config = config.replace(device=f"cuda:{rank}")
+    source = open_model(model, config, registry)
+    if source.device.type == "cuda":
+        torch.cuda.set_device(source.device)
+        backend = "nccl"
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // size))
+        # All ranks are on this machine, whatever its host name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        backend = "gloo"
+    torch.distributed.init_process_group(backend, init_method=meeting, rank=rank, world_size=size)
+    context = BuildContext(tp_rank=rank, tp_size=size, process_group=torch.distributed.group.WORLD)
+    return Worker(source, config, context)

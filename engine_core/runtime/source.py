@@ -1,0 +1,155 @@
+"""What is to be run: a model's name and a config, opened and understood but not yet loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine_core.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from engine_core.configs import EngineConfig, HFConfig, ModelConfig
+from engine_core.errors import ConfigError, CorruptCheckpointError
+from engine_core.registry import Registry
+from engine_core.runtime import platform
+
+# Keys of config.json under which tools leave how they quantised the weights.
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+# A tensor may be a transposed, packed or split part of what the config speaks of, but no dimension
+# of a model is so many times larger than every dimension of its tensors.
+_MOST_SPLIT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A checkpoint and what runs it.
+
+    Attributes:
+        name: the model as the user named it.
+        checkpoint: its files, open and checked.
+        model_config: what the family's builder read.
+        model_class: the family's class.
+        device: where it will run.
+        dtype: the element type that it will run with.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    model_config: ModelConfig
+    model_class: type
+    device: torch.device
+    dtype: torch.dtype
+
+
+class _GGUFAdapters(Mapping[str, type]):
+    """The adapters by GGUF architecture; only the one asked for is imported."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._names = registry.gguf_adapters()
+
+    def __getitem__(self, name: str) -> type:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._registry.gguf_adapter(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSource:
+    """Find ``model``, check its files and find out who runs it.
+
+    Raises:
+        EngineError: it cannot run; which part of the tree says why.
+    """
+    device = platform.resolve_device(config)
+    checkpoint = open_files(model, config, registry, device)
+    refuse_quantized(checkpoint.hf_config)
+    model_config = registry.model_config(checkpoint.hf_config, checkpoint.folder)
+    model_class = registry.model_class(model_config.architecture)
+    check_sizes(model_config, checkpoint)
+    return ModelSource(
+        name=model,
+        checkpoint=checkpoint,
+        model_config=model_config,
+        model_class=model_class,
+        device=device,
+        dtype=getattr(torch, platform.resolve_dtype(config, device, model_config.dtype)),
+    )
+
+
+def open_files(
+    model: str,
+    config: EngineConfig,
+    registry: Registry,
+    device: torch.device,
+    *,
+    convert: bool = True,
+) -> Checkpoint:
+    """Find ``model`` and open its files; ``convert`` is that of :func:`open_checkpoint`.
+
+    Raises:
+        CheckpointError: a file is not there or cannot be used.
+        UnknownArchitectureError: no plugin reads a GGUF file of this architecture.
+    """
+    return open_checkpoint(
+        resolve_model(model, config.revision),
+        load_format=config.load_format,
+        gguf_adapters=_GGUFAdapters(registry),
+        dtype=platform.resolve_dtype(config, device, None),
+        hf_overrides=config.hf_overrides,
+        convert=convert,
+    )
+
+
+def refuse_quantized(hf_config: HFConfig) -> None:
+    """Refuse a checkpoint whose weights were quantised by a tool: none can be read yet.
+
+    Raises:
+        ConfigError: names the tool's method.
+    """
+    for key in _QUANTIZATION_KEYS:
+        settings = hf_config.get(key)
+        if settings is not None:
+            method = settings.get("quant_method") if isinstance(settings, dict) else settings
+            raise ConfigError(
+                f"config.json: the weights are quantised ({key} says {method!r}), which cannot be "
+                "read; take the model's unquantised checkpoint or a GGUF file of it"
+            )
+
+
+def check_sizes(model_config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Refuse a config far beyond its tensors, before a model of that size is built.
+
+    Raises:
+        CorruptCheckpointError: a size is out of all proportion to what the checkpoint holds.
+    """
+    if not checkpoint.has_weights:
+        return
+    headers = checkpoint.headers
+    if model_config.num_layers > len(headers):
+        raise CorruptCheckpointError(
+            f"config.json says that there are {model_config.num_layers} layers, but the whole "
+            f"checkpoint {checkpoint.folder} holds {len(headers)} tensors"
+        )
+    largest = max((size for header in headers.values() for size in header.shape), default=0)
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ):
+        value = getattr(model_config, name)
+        if value > _MOST_SPLIT * largest:
+            raise CorruptCheckpointError(
+                f"config.json says that {name} is {value}, but no tensor of the checkpoint "
+                f"{checkpoint.folder} has a dimension above {largest}"
+            )

@@ -1,0 +1,89 @@
+"""One rank of a model: loads its share and runs its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine_core.configs import EngineConfig, KVCacheSpec, SchedulerConfig
+from engine_core.nn.attention import Attention
+from engine_core.runtime import platform
+from engine_core.runtime.loader import (
+    build_on_meta,
+    check_weights,
+    dummy_weights,
+    load_weights,
+    weight_bytes,
+)
+from engine_core.runtime.memory import CachePlan
+from engine_core.runtime.phases import Phases
+from engine_core.runtime.runner import ModelRunner, PendingStep
+from engine_core.runtime.source import ModelSource
+from engine_core.step_context import BuildContext
+from engine_core.steps import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What a rank found out while it loaded.
+
+    Attributes:
+        specs: the cache spec of each attention layer on this rank.
+        cache_budget: bytes that this rank has for its KV cache.
+        phases: seconds that each part of loading took.
+    """
+
+    specs: tuple[KVCacheSpec, ...]
+    cache_budget: int
+    phases: Phases
+
+
+class Worker:
+    """One rank of a model. Call :meth:`load`, then :meth:`start`, then :meth:`submit`."""
+
+    def __init__(self, source: ModelSource, config: EngineConfig, context: BuildContext) -> None:
+        """``context`` says which rank it is; its dtype is taken from ``source``."""
+        self._source = source
+        self._config = config
+        self._context = replace(context, dtype=source.dtype)
+        self._runner: ModelRunner | None = None
+
+    def load(self) -> WorkerReport:
+        """Build the model and read this rank's weights.
+
+        Raises:
+            WeightsMismatchError: the checkpoint's tensors do not fit; nothing was allocated.
+            ConfigError: the model cannot be split over the ranks.
+        """
+        source, config, phases = self._source, self._config, Phases()
+        with phases.timed("model"):
+            self._model = build_on_meta(source.model_class, source.model_config, self._context)
+            layers = [m for m in self._model.modules() if isinstance(m, Attention)]
+            specs = tuple(layer.cache_spec() for layer in layers)
+            if config.load_format != "dummy":
+                check_weights(self._model, source.checkpoint, source.name)
+            platform.check_weights_fit(weight_bytes(self._model), source.device)
+        with phases.timed("weights"):
+            if config.load_format == "dummy":
+                dummy_weights(self._model, source.device, config.seed)
+            else:
+                load_weights(self._model, source.checkpoint, source.name, source.device)
+        return WorkerReport(specs, platform.cache_budget(config, source.device), phases)
+
+    def start(
+        self, plan: CachePlan, scheduler_config: SchedulerConfig, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        """Make the cache and the persistent batch."""
+        self._runner = ModelRunner(
+            self._model,
+            plan,
+            scheduler_config,
+            self._source.device,
+            eos_token_ids=eos_token_ids,
+            # Collectives inside a captured step have not been tried.
+            eager=self._config.eager or self._context.tp_size > 1,
+        )
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Run a step; see :meth:`ModelRunner.submit`."""
+        assert self._runner is not None, "start comes before submit"
+        return self._runner.submit(plan)

@@ -1,0 +1,90 @@
+"""What a family's author gives the kit. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ReferenceFactory = Callable[[Mapping[str, Any]], "nn.Module"]
+"""Makes a reference model from a config.
+
+Called with ``input_ids [1, T]`` it returns logits ``[1, T, vocab]``, or an object with them as
+``logits``. Its state dict has the names of a checkpoint; the kit gives it random weights.
+"""
+
+Reference = Literal["transformers"] | Path | ReferenceFactory
+
+
+class ConformanceError(AssertionError):
+    """A family does not keep the contract; says what differs, where and by how much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConformanceCase:
+    """One tiny model of a family, and what its results are compared with.
+
+    Attributes:
+        name: for the report; unique in a package.
+        architecture: what the family's config builder makes of the config: a key of its module
+            map.
+        config: content of the tiny model's ``config.json``: a few layers, a small vocabulary,
+            heads that split over two ranks, a window shorter than the prompts. None for golden
+            files, which bring theirs.
+        reference: "transformers" for the class that transformers has for the config's
+            ``model_type``; a folder with golden files (``docs/conformance.md`` gives their
+            format); or a function from the config to a torch module.
+        prompts: token ids of each prompt; random ones of several lengths if None. Golden files
+            bring theirs.
+        unused_weights: ends of the names of tensors that checkpoints have and the model has no use
+            for, such as tables that follow from the config.
+    """
+
+    name: str
+    architecture: str
+    config: Mapping[str, Any] | None = None
+    reference: Reference = "transformers"
+    prompts: Sequence[Sequence[int]] | None = None
+    unused_weights: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        golden = isinstance(self.reference, Path)
+        if golden and (self.config is not None or self.prompts is not None):
+            raise ValueError(
+                f"case {self.name!r}: golden files bring their config and prompts; leave out both"
+            )
+        if not golden and self.config is None:
+            raise ValueError(f"case {self.name!r} needs a config, the content of a config.json")
+
+
+def load_cases(package: str) -> tuple[ConformanceCase, ...]:
+    """The ``CASES`` of ``package``'s module ``conformance``.
+
+    Raises:
+        ConformanceError: there is no such module, or no case in it.
+    """
+    name = f"{package}.conformance"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in (package, name):
+            raise
+        what = "the package" if error.name == package else f"a module {name}"
+        raise ConformanceError(
+            f"{what} cannot be found; the kit needs {name} with CASES, a list of "
+            "engine_core.testing.ConformanceCase"
+        ) from error
+    cases = tuple(getattr(module, "CASES", ()))
+    names = [getattr(case, "name", None) for case in cases]
+    if not cases or not all(isinstance(case, ConformanceCase) for case in cases):
+        raise ConformanceError(
+            f"{name} needs CASES, a list of at least one ConformanceCase, has {cases!r}"
+        )
+    if len(set(names)) < len(names):
+        raise ConformanceError(f"{name}: two of the CASES have one name: {names}")
+    return cases

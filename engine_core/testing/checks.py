@@ -1,0 +1,523 @@
+"""The checks. Each raises :class:`ConformanceError` with what differs, where and by how much."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_core.checkpoint import TensorHeader
+from engine_core.configs import HFConfig, SamplingParams
+from engine_core.engine import LLM
+from engine_core.errors import ConfigError, UnknownArchitectureError, WeightsMismatchError
+from engine_core.nn.loading import materialize
+from engine_core.runtime.loader import check_weights
+from engine_core.steps import RequestOutput
+from engine_core.testing.case import ConformanceError
+from engine_core.testing.reference import NEW_TOKENS
+from engine_core.testing.state import changes, snapshot
+from engine_core.testing.subject import BlockedError, Family, Subject
+from engine_core.testing.synchronisation import no_synchronisation
+from engine_core.testing.tiny_model import PagedCache, Run, Step, TokenSequence
+from engine_core.testing.trace import TOLERANCE, difference, explain
+
+_CHUNKS = (1, 7)
+_BLOCK_SIZES = (1, 7)
+# Of the logits' own spread. bfloat16 has 8 bits: the layers of tiny models lose 1 to 3 %.
+_BFLOAT16_TOLERANCE = 0.1
+_MOST_LOGPROBS = 1000
+
+
+def every_architecture_has_a_case(family: Family) -> None:
+    """No architecture of the module map goes unchecked."""
+    cases = {case.architecture for case in family.cases}
+    unchecked = sorted(set(family.report.architectures) - cases)
+    if unchecked:
+        raise ConformanceError(
+            f"{family.package}.conformance has no case for {', '.join(unchecked)}, which the "
+            "module map offers"
+        )
+
+
+def config_builder(subject: Subject) -> None:
+    """One builder matches, leaves its input alone, and says what the model turns out to be."""
+    family, case = subject.family, subject.case
+    given = HFConfig.from_folder(subject.folder)
+    _claims_no_other(family)
+    untouched = copy.deepcopy(given)
+    config = family.registry.model_config(given, subject.folder)
+    if given != untouched:
+        keys = {*given, *untouched}
+        changed = [key for key in sorted(keys) if _item(given, key) != _item(untouched, key)]
+        raise ConformanceError(
+            f"the config builder changes the config that it is given ({', '.join(changed)}); it "
+            "must work on a copy, such as hf_config.to_dict()"
+        )
+    if config.architecture != case.architecture:
+        raise ConformanceError(
+            f"the config builder calls this model {config.architecture!r}, the case "
+            f"{case.architecture!r}"
+        )
+    owner = family.registry.architectures.get(config.architecture)
+    if owner != family.report.name:
+        raise ConformanceError(
+            f"architecture {config.architecture!r} belongs to {owner!r}, not to this family's "
+            f"plugin {family.report.name!r}"
+        )
+    model = subject.tiny_model(subject.on_meta())
+    found = {
+        "num_layers": (config.num_layers, len(model.layers) or len(model.attention)),
+        "num_key_value_heads": (
+            {config.num_key_value_heads},
+            {layer.num_kv_heads for layer in model.attention},
+        ),
+        "num_attention_heads": (
+            {config.num_attention_heads},
+            {layer.num_heads for layer in model.attention},
+        ),
+        "head_dim": ({config.head_dim}, {layer.head_size for layer in model.attention}),
+    }
+    for name, (stated, built) in found.items():
+        if stated != built:
+            raise ConformanceError(
+                f"ModelConfig.{name} is {stated}, but the model is built with {built}"
+            )
+
+
+def _item(config: HFConfig, key: str) -> tuple[bool, Any]:
+    return key in config, config.get(key)
+
+
+def _claims_no_other(family: Family) -> None:
+    """A config of nobody's is nobody's."""
+    stranger = HFConfig(architectures=["NobodysForCausalLM"], model_type="nobodys")
+    plugin = importlib.import_module(family.report.module)
+    for builder in getattr(plugin, "config_builders", list)():
+        if builder.condition(stranger):
+            raise ConformanceError(
+                f"{builder.__name__}.condition claims a config of architectures "
+                "['NobodysForCausalLM'], model_type 'nobodys': no other family could be read"
+            )
+    try:
+        family.registry.model_config(stranger)
+    except UnknownArchitectureError:
+        return
+    raise ConformanceError("a config of architectures ['NobodysForCausalLM'] finds a builder")
+
+
+class _Headers:
+    """A checkpoint's tensors without their data, for a load on the meta device."""
+
+    def __init__(self, headers: Mapping[str, Any]) -> None:
+        self.headers = headers
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        raise AssertionError("a check of names reads no data")
+
+
+class _Shape:
+    """A header with another shape."""
+
+    def __init__(self, header: TensorHeader, shape: tuple[int, ...]) -> None:
+        self.dtype = header.dtype
+        self.shape = shape
+
+
+def weights(subject: Subject) -> None:
+    """Every tensor is asked for, every parameter filled, and each mistake is refused by name."""
+    model = subject.on_meta()
+    headers = subject.open().headers
+    check_weights(model, _Headers(headers), str(subject.folder))
+    unused = []
+    for name, header in headers.items():
+        if name.endswith(subject.case.unused_weights):
+            continue
+        rest = {key: value for key, value in headers.items() if key != name}
+        if _refusal(model, rest) is None:
+            unused.append(name)
+            continue
+        refusal = _refusal(model, {**rest, f"not_{name}": header})
+        if refusal is None or f"not_{name}" not in refusal.unexpected:
+            raise ConformanceError(
+                f"the tensor {name!r}, renamed to 'not_{name}', is loaded all the same or not "
+                "reported as unexpected; load_weights must leave unknown names to "
+                "load_stacked_weights"
+            )
+        shape = (header.shape[0] + 1, *header.shape[1:])
+        refusal = _refusal(model, {**rest, name: _Shape(header, shape)})
+        if refusal is None or not any(name in message for message in refusal.wrong):
+            raise ConformanceError(
+                f"the tensor {name!r} with shape {list(shape)} in place of {list(header.shape)} "
+                "is not refused by name; give tensors to load_weight as they are"
+            )
+    if unused:
+        raise ConformanceError(
+            f"{', '.join(unused)} of the checkpoint can be left out and nobody notices: the model "
+            "does not use it. If it has no meaning for the results, name it in the case's "
+            "unused_weights"
+        )
+
+
+def _refusal(model: torch.nn.Module, headers: Mapping[str, Any]) -> WeightsMismatchError | None:
+    try:
+        check_weights(model, _Headers(headers), "the checkpoint")
+    except WeightsMismatchError as error:
+        return error
+    return None
+
+
+def logits(subject: Subject) -> None:
+    """Logits and greedy tokens are the reference's."""
+    checkpoint = subject.checkpoint
+    _check_window(subject)
+    for prompt, run in zip(checkpoint.prompts, subject.compute(), strict=True):
+        ours, theirs = run.logits[0], prompt.logits
+        if ours.shape != theirs.shape:
+            raise ConformanceError(
+                f"prompt {prompt.name!r}: logits of shape {list(ours.shape)}, those of "
+                f"{checkpoint.source} have {list(theirs.shape)}"
+            )
+        apart, position = difference(ours, theirs)
+        if apart > TOLERANCE:
+            raise ConformanceError(
+                f"prompt {prompt.name!r}: logits differ from {checkpoint.source} by "
+                f"{apart:.2g} ({TOLERANCE:.0e} is allowed), first at "
+                f"{_position(position, len(prompt.token_ids))}. "
+                + (
+                    "Golden files hold no hidden states, so the layer cannot be named."
+                    if prompt.trace is None
+                    else explain(run.trace(0), prompt.trace, checkpoint.prefix)
+                )
+            )
+        chosen = tuple(ours[len(prompt.token_ids) - 1 :].argmax(dim=-1).tolist())
+        if chosen != prompt.new_tokens and not _tied(prompt.step_logits):
+            raise ConformanceError(
+                f"prompt {prompt.name!r}: greedy tokens {chosen}, those of {checkpoint.source} "
+                f"are {prompt.new_tokens}"
+            )
+
+
+def _check_window(subject: Subject) -> None:
+    """A window that no prompt reaches is not checked."""
+    longest = max(len(prompt.sequence) for prompt in subject.checkpoint.prompts)
+    for layer in subject.model.attention:
+        if layer.window is not None and layer.window >= longest:
+            raise ConformanceError(
+                f"the sliding window of {layer.window} is longer than every prompt ({longest} "
+                "tokens with what follows), so nothing shows it; shorten it in the case's config"
+            )
+
+
+def _tied(rows: Tensor) -> bool:
+    best = rows.topk(2, dim=-1).values
+    return bool((best[:, 0] - best[:, 1] < 2 * TOLERANCE).any())
+
+
+def _position(position: int, prompt_len: int) -> str:
+    if position < prompt_len:
+        return f"position {position} of its {prompt_len} tokens"
+    return f"position {position}, which is decode step {position - prompt_len + 1}"
+
+
+def _check_same(subject: Subject, number: int, run: Run, place: int, how: str) -> None:
+    """Sequence ``number`` came out of ``run``, as its number ``place``, as it does alone."""
+    prompt = subject.checkpoint.prompts[number]
+    alone = subject.alone[number]
+    apart, position = difference(run.logits[place], alone.logits[0])
+    if apart > TOLERANCE:
+        raise ConformanceError(
+            f"prompt {prompt.name!r} {how}: logits differ by {apart:.2g} from those that it has "
+            f"alone, its prompt at once and then token by token ({TOLERANCE:.0e} is allowed), "
+            f"first at {_position(position, len(prompt.token_ids))}. "
+            + explain(run.trace(place), alone.trace(0))
+        )
+
+
+def chunked_prefill(subject: Subject) -> None:
+    """A prompt may be computed in pieces of any size."""
+    for size in _CHUNKS:
+        runs = subject.run_alone(subject.model, lambda sequence, size=size: sequence.chunks(size))  # type: ignore[misc]
+        for number, run in enumerate(runs):
+            _check_same(subject, number, run, 0, f"in chunks of {size}")
+
+
+def recomputation(subject: Subject) -> None:
+    """Tokens computed together are those decoded one by one: what a preempted request needs."""
+    runs = subject.run_alone(subject.model, lambda sequence: [(0, len(sequence.token_ids))])
+    for number, run in enumerate(runs):
+        _check_same(subject, number, run, 0, "with what was decoded after it, in one step")
+
+
+def batching(subject: Subject) -> None:
+    """What else is in a step does not matter."""
+    model = subject.model
+    sequences = subject.sequences(model)
+    together = model.run(sequences, _together(sequences))
+    staggered = model.run(sequences, _staggered(sequences))
+    lockstep = model.run(sequences, _lockstep(sequences))
+    for number in range(len(sequences)):
+        _check_same(subject, number, together, number, "batched with the others")
+        how = "batched so that some decode while others begin"
+        _check_same(subject, number, staggered, number, how)
+        how = "batched with the others, one token of each a step"
+        _check_same(subject, number, lockstep, number, how)
+
+
+def _together(sequences: Sequence[TokenSequence]) -> list[Step]:
+    """All prompts in one step, then all decode."""
+    return _side_by_side([sequence.incremental() for sequence in sequences])
+
+
+def _lockstep(sequences: Sequence[TokenSequence]) -> list[Step]:
+    """All at the same position, as long as they last."""
+    return _side_by_side([sequence.chunks(1) for sequence in sequences])
+
+
+def _side_by_side(pieces: Sequence[Sequence[tuple[int, int]]]) -> list[Step]:
+    """The next piece (start, count) of each sequence in one step; decode rows come first."""
+    steps: list[Step] = []
+    for step in range(max(map(len, pieces))):
+        rows = [(n, *piece[step]) for n, piece in enumerate(pieces) if step < len(piece)]
+        steps.append(sorted((row for row in rows if row[2]), key=lambda row: row[2] != 1))
+    return [step for step in steps if step]
+
+
+def _staggered(sequences: Sequence[TokenSequence]) -> list[Step]:
+    """Each sequence begins a step later than the one before; decode rows come first."""
+    return _side_by_side([[(0, 0)] * n + s.incremental() for n, s in enumerate(sequences)])
+
+
+def block_sizes(subject: Subject) -> None:
+    """The cache's block size does not matter."""
+    model = subject.model
+    for size in _BLOCK_SIZES:
+        for number, sequence in enumerate(subject.sequences(model)):
+            steps = [[(0, start, count)] for start, count in sequence.incremental()]
+            run = model.run([sequence], steps, block_size=size)
+            _check_same(subject, number, run, 0, f"with cache blocks of {size}")
+
+
+def _last_step(sequences: Sequence[TokenSequence]) -> Step:
+    """The last token of each."""
+    return [(n, len(s.token_ids) - 1, 1) for n, s in enumerate(sequences)]
+
+
+def no_state(subject: Subject) -> None:
+    """Steps leave nothing behind on the model: rows come and go, and a graph replays no Python."""
+    subject.require_run()
+    model = subject.load()
+    before = snapshot(model.network)
+    sequences = subject.sequences(model)
+    model.run(sequences, _together(sequences))
+    found = changes(model.network, before, snapshot(model.network))
+    if found:
+        raise ConformanceError(
+            f"a step changes the model itself: {', '.join(found)}. What a step needs comes from "
+            "its context; what holds for a request is row state, from the input processor"
+        )
+
+
+@torch.inference_mode()
+def no_host_synchronisation(subject: Subject) -> None:
+    """A decode step reads no tensor's values, and uploads none."""
+    subject.require_run()
+    model = subject.model
+    sequences = subject.sequences(model)
+    cache = PagedCache(model, sequences, 16)
+    context = cache.context(_last_step(sequences))
+    with no_synchronisation():
+        inputs = model.prepare(cache, context)
+        model.logits(model.hidden(inputs))
+
+
+@torch.inference_mode()
+def no_host_synchronisation_on_a_gpu(subject: Subject) -> None:
+    """On a GPU, CUDA itself says that a decode step waits for nothing."""
+    model = subject.load(device=torch.device("cuda"))
+    sequences = subject.sequences(model)
+    cache = PagedCache(model, sequences, 16)
+    context = cache.context(_last_step(sequences))
+    # The first time, kernels are compiled and libraries set up.
+    for mode in ("default", "error"):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            model.logits(model.hidden(model.prepare(cache, context)))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def gpu_logits(subject: Subject) -> None:
+    """A GPU's kernels give the CPU's logits."""
+    model = subject.load(device=torch.device("cuda"))
+    runs = subject.run_alone(model, TokenSequence.incremental)
+    for number, run in enumerate(runs):
+        _check_same(subject, number, run, 0, "on a GPU")
+
+
+def state_dict_round_trip(subject: Subject) -> None:
+    """What a model needs is in its state dict."""
+    alone = subject.alone
+    state = {name: tensor.clone() for name, tensor in subject.model.network.state_dict().items()}
+    network = subject.on_meta()
+    materialize(network, torch.device("cpu"))
+    with torch.no_grad():
+        for param in network.parameters():
+            param.fill_(torch.nan)
+    network.load_state_dict(state)
+    copied = subject.tiny_model(network)
+    for number, run in enumerate(subject.run_alone(copied, TokenSequence.incremental)):
+        if not torch.equal(run.logits[0], alone[number].logits[0]):
+            how = "with the state dict of the model in a second one"
+            _check_same(subject, number, run, 0, how)
+
+
+def bfloat16(subject: Subject) -> None:
+    """In bfloat16 the model runs, and comes close to float32."""
+    alone = subject.alone
+    model = subject.load("bfloat16")
+    runs = subject.run_alone(model, TokenSequence.incremental)
+    for number, (run, exact) in enumerate(zip(runs, alone, strict=True)):
+        ours, theirs = run.logits[0], exact.logits[0]
+        apart = _relative(ours, theirs)
+        if not apart <= _BFLOAT16_TOLERANCE:
+            sizes = ", ".join(
+                f"{name} by {_relative(run.trace(0).outputs[name], rows):.1%}"
+                for name, rows in exact.trace(0).outputs.items()
+                if name in model.layers
+            )
+            raise ConformanceError(
+                f"prompt {subject.checkpoint.prompts[number].name!r} in bfloat16: logits are "
+                f"{apart:.1%} off float32's ({_BFLOAT16_TOLERANCE:.0%} is allowed); layers: {sizes}"
+            )
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    """Root mean square difference, as a part of the values' own spread."""
+    return float((ours - theirs).norm() / (theirs - theirs.mean()).norm())
+
+
+def _params(subject: Subject) -> SamplingParams:
+    count = min(subject.model_config.vocab_size, _MOST_LOGPROBS)
+    return SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=count
+    )
+
+
+def _llm(subject: Subject, **settings: Any) -> LLM:
+    defaults = {
+        "device": "cpu",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": subject.max_model_len,
+        "kv_cache_memory": "64MiB",
+        "max_num_seqs": 8,
+    }
+    return LLM(str(subject.folder), **{**defaults, **settings})
+
+
+def _generate(subject: Subject, llm: LLM, prompts: Sequence[Sequence[int]]) -> list[RequestOutput]:
+    return llm.generate([list(prompt) for prompt in prompts], _params(subject))
+
+
+def _check_output(
+    output: RequestOutput, tokens: Sequence[int], rows: Sequence[Mapping[int, float]], how: str
+) -> None:
+    """The tokens and, as log-probabilities, the logits of an output are the expected ones."""
+    completion = output.outputs[0]
+    assert completion.logprobs is not None, "they were asked for"
+    what = f"a prompt of {len(output.prompt_token_ids)} tokens {how}"
+    for step, (entry, wanted) in enumerate(zip(completion.logprobs, rows, strict=False)):
+        apart = max(abs(entry[t].logprob - wanted[t]) for t in wanted if t in entry)
+        if not apart <= TOLERANCE:
+            raise ConformanceError(
+                f"{what}: log-probabilities of new token {step} differ by {apart:.2g} "
+                f"({TOLERANCE:.0e} is allowed)"
+            )
+    if tuple(completion.token_ids) != tuple(tokens):
+        raise ConformanceError(f"{what}: new tokens {completion.token_ids}, not {list(tokens)}")
+
+
+def engine(subject: Subject) -> None:
+    """The whole engine gives what the model gives by itself, whatever its settings."""
+    subject.require_run()
+    prompts = [prompt.token_ids for prompt in subject.checkpoint.prompts]
+    expected = []
+    for prompt in prompts:
+        tokens, rows = subject.model.greedy(prompt, NEW_TOKENS)
+        expected.append((tokens, [_entry(row) for row in rows.log_softmax(dim=-1)]))
+    spans = [s for p in subject.sequences(subject.model) for s in p.prompt.atomic_spans]
+    chunk = max([8, *(end - start for start, end in spans)])
+    for settings in ({}, {"block_size": 4, "max_num_batched_tokens": chunk}):
+        with _llm(subject, **settings) as llm:
+            outputs = _generate(subject, llm, prompts)
+        how = f"through LLM({', '.join(f'{key}={value}' for key, value in settings.items())})"
+        for output, (tokens, wanted) in zip(outputs, expected, strict=True):
+            _check_output(output, tokens, wanted, how)
+
+
+def _entry(row: Tensor) -> dict[int, float]:
+    return dict(enumerate(row.tolist()))
+
+
+def _same_outputs(
+    outputs: Sequence[RequestOutput], expected: Sequence[RequestOutput], how: str
+) -> None:
+    for output, other in zip(outputs, expected, strict=True):
+        completion = other.outputs[0]
+        assert completion.logprobs is not None, "they were asked for"
+        rows = [{t: value.logprob for t, value in e.items()} for e in completion.logprobs]
+        _check_output(output, completion.token_ids, rows, how)
+
+
+def prefix_caching(subject: Subject) -> None:
+    """Blocks taken from the prefix cache are those that would be computed."""
+    subject.require_run()
+    expected = subject.checkpoint.prompts
+    prompts = [prompt.token_ids for prompt in expected]
+    # As in a chat: the next prompt is the last one with its answer.
+    longer = [(*prompt.token_ids, *prompt.new_tokens) for prompt in expected]
+    with _llm(subject, enable_prefix_caching=False) as llm:
+        first = _generate(subject, llm, prompts)
+        second = _generate(subject, llm, longer)
+    with _llm(subject, block_size=4) as llm:
+        _generate(subject, llm, prompts)
+        again = _generate(subject, llm, prompts)
+        continued = _generate(subject, llm, longer)
+    if max(map(len, prompts)) > 4 and not any(o.metrics.num_cached_tokens for o in again):
+        raise ConformanceError(
+            "prompts computed a second time take nothing from the prefix cache; cache_salts and "
+            "row state must be equal for equal prompts"
+        )
+    _same_outputs(again, first, "computed a second time, with prefix caching")
+    _same_outputs(continued, second, "that continues another one, with prefix caching")
+
+
+def tensor_parallel(subject: Subject) -> None:
+    """Two ranks give what one gives."""
+    subject.require_run()
+    prompts = [prompt.token_ids for prompt in subject.checkpoint.prompts]
+    with _llm(subject) as llm:
+        expected = _generate(subject, llm, prompts)
+    try:
+        llm = _llm(subject, tensor_parallel_size=2)
+    except ConfigError as error:
+        raise BlockedError(f"this model does not split over two ranks: {error}") from error
+    with llm:
+        outputs = _generate(subject, llm, prompts)
+    _same_outputs(outputs, expected, "with tensor_parallel_size=2")
+
+
+def graph(subject: Subject) -> None:
+    """On a GPU, replayed graphs give what eager steps give."""
+    prompts = [prompt.token_ids for prompt in subject.checkpoint.prompts]
+    settings = {"device": "cuda", "eager": True}
+    with _llm(subject, **settings) as llm:
+        expected = _generate(subject, llm, prompts)
+    with _llm(subject, **{**settings, "eager": False}) as llm:
+        outputs = _generate(subject, llm, prompts)
+    _same_outputs(outputs, expected, "with captured graphs")

@@ -1,0 +1,233 @@
+"""Tiny checkpoints, and what the reference makes of their prompts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from engine_core.testing.case import ConformanceCase, ConformanceError
+from engine_core.testing.trace import Recorder, Trace, decoder_layers
+
+NEW_TOKENS = 8
+_LENGTHS = (1, 6, 21, 45)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and what the reference continues it with, greedily.
+
+    Attributes:
+        name: for messages.
+        token_ids: the prompt.
+        new_tokens: the tokens after it.
+        prompt_logits: ``[prompt length, vocab]`` float32.
+        step_logits: ``[new tokens, vocab]`` float32; row 0 is the prompt's last one.
+        trace: of the reference, for the tokens of :attr:`sequence`; None for golden files.
+    """
+
+    name: str
+    token_ids: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    prompt_logits: Tensor
+    step_logits: Tensor
+    trace: Trace | None = None
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """Every token that is computed: the prompt and all new tokens but the last."""
+        return (*self.token_ids, *self.new_tokens[:-1])
+
+    @property
+    def logits(self) -> Tensor:
+        """``[len(sequence), vocab]``."""
+        return torch.cat([self.prompt_logits, self.step_logits[1:]])
+
+
+@dataclass(frozen=True)
+class TinyCheckpoint:
+    """A case's checkpoint on disk, with the reference's results.
+
+    Attributes:
+        folder: ``config.json`` and ``model.safetensors``.
+        prompts: with what is expected of them.
+        source: what they were computed by, for messages.
+        prefix: what the reference's module names begin with and those of a model under test may
+            not, such as "transformer".
+    """
+
+    folder: Path
+    prompts: tuple[Prompt, ...]
+    source: str
+    prefix: str = ""
+
+
+def prepare(case: ConformanceCase, folder: Path) -> TinyCheckpoint:
+    """Make the checkpoint of ``case`` in ``folder`` and run the reference on it.
+
+    Raises:
+        ConformanceError: the case's reference cannot be had, or does not fit the config.
+    """
+    if isinstance(case.reference, Path):
+        return _golden(case.reference)
+    assert case.config is not None, "a case has a config or golden files"
+    config = json.loads(json.dumps(case.config))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if case.reference == "transformers":
+            model = _from_transformers(case.name, config)
+        else:
+            model = case.reference(copy.deepcopy(config)).float().eval()  # type: ignore[operator]
+        _randomise(model)
+    if case.reference == "transformers":
+        _save_quietly(model, folder)
+    else:
+        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    given = case.prompts if case.prompts is not None else _random_prompts(model, config)
+    prompts = tuple(_run(model, list(ids), f"{len(ids)} tokens") for ids in given)
+    return TinyCheckpoint(
+        folder, prompts, type(model).__name__, getattr(model, "base_model_prefix", "")
+    )
+
+
+def _from_transformers(name: str, config: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(config)
+    model_type = values.pop("model_type", None)
+    try:
+        theirs = AutoConfig.for_model(model_type, **values)
+        model = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConformanceError(
+            f"case {name!r}: transformers has no causal model for the config of model_type "
+            f"{model_type!r} ({error}); give golden files or a function as its reference"
+        ) from error
+    return model.float().eval()
+
+
+def _save_quietly(model: Any, folder: Path) -> None:
+    """As ``save_pretrained``, which writes names as published checkpoints have them."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _randomise(model: nn.Module) -> None:
+    """Weights with which every part of a model shows in the logits; biases too, which start at 0.
+
+    Two modules that share a parameter still do.
+    """
+    for name, param in model.named_parameters():
+        param.requires_grad_(False)
+        if param.dim() > 1:
+            param.normal_(0.0, 1.5 * param.shape[-1] ** -0.5)
+        elif name.endswith("bias"):
+            param.normal_(0.0, 0.3)
+        else:
+            param.normal_(1.0, 0.3)
+
+
+def _random_prompts(model: nn.Module, config: Mapping[str, Any]) -> list[list[int]]:
+    """Prompts of several lengths, the longest as long as the config allows."""
+    embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    vocab = config.get("vocab_size") or (embedding.num_embeddings if embedding else None)
+    if vocab is None:
+        raise ConformanceError(
+            "the reference has no nn.Embedding and the config no vocab_size, so the kit cannot "
+            "choose prompts; give the case some"
+        )
+    longest = config.get("max_position_embeddings") or max(_LENGTHS) + NEW_TOKENS
+    draw = random.Random(0)
+    lengths = dict.fromkeys(min(length, longest - NEW_TOKENS) for length in _LENGTHS)
+    return [[draw.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+@torch.inference_mode()
+def _run(model: nn.Module, ids: list[int], name: str) -> Prompt:
+    """Greedy decoding: transformers' models with their cache, others over the whole again."""
+    # A copy, because models with dynamic rope scaling remember the longest sequence they saw.
+    model = copy.deepcopy(model)
+    cached = hasattr(model, "prepare_inputs_for_generation")
+    layers = _reference_layers(model)
+    recorder = Recorder(model, layers)
+    length = len(ids) + NEW_TOKENS - 1
+    sequence = list(ids)
+    rows: list[Tensor] = []
+    with recorder.recording():
+        cache: Any = None
+        start = 0
+        while len(sequence) < len(ids) + NEW_TOKENS:
+            if not cached:
+                start = 0
+            recorder.begin([(0, position) for position in range(start, len(sequence))])
+            inputs = torch.tensor([sequence[start:]])
+            if cached:
+                # Some classes with ALiBi take the mask's length for the sequence's.
+                seen = torch.ones(1, len(sequence), dtype=torch.int64)
+                output = model(inputs, attention_mask=seen, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+            else:
+                output = model(inputs)
+            logits = output if isinstance(output, Tensor) else output.logits
+            rows = [*rows[:start], *logits[0].float()]
+            start = len(sequence)
+            sequence.append(int(rows[-1].argmax()))
+    return Prompt(
+        name=name,
+        token_ids=tuple(ids),
+        new_tokens=tuple(sequence[len(ids) :]),
+        prompt_logits=torch.stack(rows[: len(ids)]),
+        step_logits=torch.stack(rows[len(ids) - 1 :]),
+        trace=recorder.trace(0, length),
+    )
+
+
+def _reference_layers(model: nn.Module) -> list[str]:
+    config = getattr(model, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
+    if count is None:
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+        count = len(lists[0]) if lists else 0
+    return decoder_layers(model, count)
+
+
+def _golden(folder: Path) -> TinyCheckpoint:
+    wanted = ("config.json", "model.safetensors", "expected.json", "expected.safetensors")
+    absent = [name for name in wanted if not (folder / name).is_file()]
+    if absent:
+        raise ConformanceError(
+            f"the golden files in {folder} are not all there: no {', '.join(absent)}. A package "
+            "that leaves them out of its wheel can be checked from its source"
+        )
+    expected = json.loads((folder / "expected.json").read_text(encoding="utf-8"))
+    tensors = load_file(folder / "expected.safetensors")
+
+    def prompt(entry: Mapping[str, Any]) -> Prompt:
+        new_tokens: Sequence[int] = entry["new_tokens"]
+        return Prompt(
+            name=entry["name"],
+            token_ids=tuple(entry["input_ids"]),
+            new_tokens=tuple(new_tokens[:NEW_TOKENS]),
+            prompt_logits=tensors[entry["prefill_logits"]].float(),
+            step_logits=tensors[entry["step_logits"]].float()[:NEW_TOKENS],
+        )
+
+    prompts = tuple(prompt(entry) for entry in expected["prompts"])
+    return TinyCheckpoint(folder, prompts, f"the golden files in {folder.name}")

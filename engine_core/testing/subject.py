@@ -1,0 +1,174 @@
+"""What the checks look at: an installed family, and one of its tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from engine_core.checkpoint import Checkpoint, open_checkpoint
+from engine_core.configs import HFConfig, ModelConfig
+from engine_core.registry import PluginReport, Registry, build_registry
+from engine_core.runtime.loader import build_on_meta, load_weights
+from engine_core.step_context import BuildContext
+from engine_core.testing.case import ConformanceCase, ConformanceError, load_cases
+from engine_core.testing.reference import TinyCheckpoint
+from engine_core.testing.tiny_model import Run, TinyModel, TokenSequence
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+class BlockedError(Exception):
+    """A check cannot run, because what it needs fails and another check says why."""
+
+
+def blocked_by(check: str) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
+    """What fails in the decorated function is the business of ``check``; others are blocked."""
+
+    def decorate(function: Callable[[Any], T]) -> Callable[[Any], T]:
+        @wraps(function)
+        def wrapper(self: Any) -> T:
+            try:
+                return function(self)
+            except BlockedError:
+                raise
+            except Exception as error:
+                raise BlockedError(
+                    f"{check} says why this cannot be checked ({type(error).__name__}: {error})"
+                ) from error
+
+        return wrapper
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Family:
+    """An installed family.
+
+    Attributes:
+        package: its import name.
+        registry: of every installed plugin.
+        report: on its own plugin.
+        cases: what its author gave.
+    """
+
+    package: str
+    registry: Registry
+    report: PluginReport
+    cases: tuple[ConformanceCase, ...]
+
+
+def find_family(package: str) -> Family:
+    """The family whose plugin is in ``package``.
+
+    Raises:
+        ConformanceError: no installed plugin is, or it is broken, or the package has no cases.
+    """
+    registry = build_registry()
+    reports = [r for r in registry.reports if r.module.split(".")[0] == package]
+    if not reports:
+        raise ConformanceError(
+            f"no entry point of group 'engine_core' names a module of {package!r}: is the package "
+            "installed, and does its pyproject.toml have [project.entry-points.engine_core]? "
+            f"Installed: {', '.join(report.module for report in registry.reports) or 'none'}"
+        )
+    if reports[0].error:
+        raise ConformanceError(reports[0].error)
+    return Family(package, registry, reports[0], load_cases(package))
+
+
+class Subject:
+    """One tiny model of a family. What its attributes need is made once, when it is asked for."""
+
+    def __init__(
+        self, family: Family, case: ConformanceCase, checkpoint: TinyCheckpoint
+    ) -> None:
+        self.family = family
+        self.case = case
+        self.checkpoint = checkpoint
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's."""
+        return self.checkpoint.folder
+
+    def open(self) -> Checkpoint:
+        """The checkpoint, opened anew."""
+        return open_checkpoint(self.folder)
+
+    def read_config(self) -> ModelConfig:
+        """The config as the family's builder reads it."""
+        return self.family.registry.model_config(HFConfig.from_folder(self.folder), self.folder)
+
+    @cached_property
+    @blocked_by("test_config_builder")
+    def model_config(self) -> ModelConfig:
+        """As :meth:`read_config`."""
+        return self.read_config()
+
+    @cached_property
+    @blocked_by("test_config_builder")
+    def model_class(self) -> type:
+        """The class that the module map names."""
+        return self.family.registry.model_class(self.model_config.architecture)
+
+    def on_meta(self, dtype: str = "float32") -> nn.Module:
+        """The model without weights."""
+        context = BuildContext(dtype=getattr(torch, dtype))
+        return build_on_meta(self.model_class, self.model_config, context)
+
+    def tiny_model(self, network: nn.Module, device: torch.device = CPU) -> TinyModel:
+        """``network``, loaded, ready to be run."""
+        processor = self.family.registry.input_processor(self.model_config)
+        return TinyModel(network, processor, device)
+
+    def load(self, dtype: str = "float32", device: torch.device = CPU) -> TinyModel:
+        """The model with its weights."""
+        network = self.on_meta(dtype)
+        load_weights(network, self.open(), str(self.folder), device)
+        return self.tiny_model(network, device)
+
+    @cached_property
+    @blocked_by("test_weights")
+    def model(self) -> TinyModel:
+        """The model in float32."""
+        return self.load()
+
+    def sequences(self, model: TinyModel) -> list[TokenSequence]:
+        """Every prompt with the reference's new tokens."""
+        return [model.sequence(p.sequence, len(p.token_ids)) for p in self.checkpoint.prompts]
+
+    def run_alone(
+        self, model: TinyModel, pieces: Callable[[TokenSequence], Sequence[tuple[int, int]]]
+    ) -> list[Run]:
+        """Each sequence by itself, in the pieces (start, count) that ``pieces`` cuts it into."""
+        return [
+            model.run([sequence], [[(0, start, count)] for start, count in pieces(sequence)])
+            for sequence in self.sequences(model)
+        ]
+
+    def compute(self) -> list[Run]:
+        """Each sequence by itself: the prompt in one step, then token by token."""
+        return self.run_alone(self.model, TokenSequence.incremental)
+
+    @cached_property
+    @blocked_by("test_logits")
+    def alone(self) -> list[Run]:
+        """As :meth:`compute`."""
+        return self.compute()
+
+    def require_run(self) -> None:
+        """Block a check of a model that cannot even run its prompts."""
+        assert len(self.alone) == len(self.checkpoint.prompts)
+
+    @property
+    def max_model_len(self) -> int:
+        """Room for the longest prompt, continued twice."""
+        return max(len(p.token_ids) + 2 * len(p.new_tokens) for p in self.checkpoint.prompts)

@@ -1,0 +1,252 @@
+"""A model under test, run step by step without an engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine_core.inputs import InputProcessor, ProcessedPrompt
+from engine_core.nn import Attention
+from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
+from engine_core.testing.trace import Recorder, Trace, decoder_layers
+
+Step = Sequence[tuple[int, int, int]]
+"""What one pass computes: (sequence, first position, number of tokens) for each row."""
+
+# Finite, as what lies behind an attention mask must be, and far from every real key or value.
+_UNWRITTEN = 100.0
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Tokens to compute, the first ``prompt_len`` of which are the prompt.
+
+    Attributes:
+        token_ids: all of them.
+        prompt: what the family's input processor made of the prompt.
+    """
+
+    token_ids: tuple[int, ...]
+    prompt: ProcessedPrompt
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt.token_ids)
+
+    def chunks(self, size: int) -> list[tuple[int, int]]:
+        """(start, count) of pieces of ``size`` tokens; longer where a span must not be cut."""
+        pieces = []
+        start = 0
+        while start < len(self.token_ids):
+            end = min(start + size, len(self.token_ids))
+            for first, last in self.prompt.atomic_spans:
+                if first < end < last:
+                    end = last
+            pieces.append((start, end - start))
+            start = end
+        return pieces
+
+    def incremental(self) -> list[tuple[int, int]]:
+        """The prompt at once, then one token at a time."""
+        rest = range(self.prompt_len, len(self.token_ids))
+        return [(0, self.prompt_len), *((position, 1) for position in rest)]
+
+
+@dataclass
+class Run:
+    """What a model made of some sequences.
+
+    Attributes:
+        logits: ``[length, vocab]`` float32 on the CPU, for each sequence.
+        recorder: what its modules put out.
+    """
+
+    logits: list[Tensor]
+    recorder: Recorder
+
+    def trace(self, sequence: int) -> Trace:
+        """The modules' outputs for one sequence."""
+        return self.recorder.trace(sequence, len(self.logits[sequence]))
+
+
+@dataclass
+class TinyModel:
+    """A loaded model, and caches made anew for each run.
+
+    Attributes:
+        network: the family's model.
+        processor: the family's input processor, or None.
+        device: where the network is.
+    """
+
+    network: nn.Module
+    processor: InputProcessor | None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        self.attention = [m for m in self.network.modules() if isinstance(m, Attention)]
+        specs = [layer.cache_spec() for layer in self.attention]
+        self.groups = list(dict.fromkeys(specs))
+        for layer, spec in zip(self.attention, specs, strict=True):
+            layer.group_id = self.groups.index(spec)
+        self.layers = decoder_layers(self.network)
+
+    def sequence(self, token_ids: Sequence[int], prompt_len: int) -> TokenSequence:
+        """``token_ids`` with what the input processor says of the prompt."""
+        prompt = tuple(token_ids[:prompt_len])
+        processed = (
+            ProcessedPrompt(prompt) if self.processor is None else self.processor.process(prompt)
+        )
+        return TokenSequence(tuple(token_ids), processed)
+
+    @torch.inference_mode()
+    def run(
+        self, sequences: Sequence[TokenSequence], steps: Sequence[Step], block_size: int = 16
+    ) -> Run:
+        """Run ``steps``, which together compute every token of every sequence."""
+        cache = PagedCache(self, sequences, block_size)
+        recorder = Recorder(self.network, self.layers)
+        logits: list[list[Tensor]] = [[] for _ in sequences]
+        with recorder.recording():
+            for step in steps:
+                recorder.begin([(s, p + i) for s, p, count in step for i in range(count)])
+                out = self.logits(self.hidden(self.prepare(cache, cache.context(step)))).to("cpu", torch.float32)
+                for (owner, _, _), rows in zip(step, out.split([c for *_, c in step]), strict=True):
+                    logits[owner].append(rows)
+        return Run([torch.cat(rows) for rows in logits], recorder)
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Sequence[int], count: int) -> tuple[list[int], Tensor]:
+        """``count`` new tokens and the logits ``[count, vocab]`` that they were chosen by."""
+        tokens: list[int] = []
+        rows: list[Tensor] = []
+        # The cache is sized for the whole; what stands in for tokens to come is never computed.
+        sequence = self.sequence([*prompt, *[0] * count], len(prompt))
+        cache = PagedCache(self, [sequence], 16)
+        start, length = 0, len(prompt)
+        for _ in range(count):
+            context = cache.context([(0, start, length)])
+            hidden = self.hidden(self.prepare(cache, context))
+            rows.append(self.logits(hidden)[-1].to("cpu", torch.float32))
+            tokens.append(int(rows[-1].argmax()))
+            start, length = len(prompt) + len(tokens) - 1, 1
+            sequence = TokenSequence((*prompt, *tokens), sequence.prompt)
+            cache.sequences = [sequence]
+        return tokens, torch.stack(rows)
+
+    def prepare(self, cache: PagedCache, context: StepContext) -> dict[str, Any]:
+        """What the model's ``forward`` gets for a step."""
+        prepare = getattr(self.network, "prepare_inputs_for_generation", None)
+        if prepare is None:
+            return context.model_inputs(cache.layers)
+        inputs: dict[str, Any] = prepare(cache.layers, context.inputs_embeds, context)
+        return inputs
+
+    def hidden(self, inputs: Mapping[str, Any]) -> Tensor:
+        """``[T, H]``, or logits if the model has no ``get_logits``."""
+        out: Tensor = self.network(**inputs)
+        return out[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[T, H]`` to ``[T, vocab]``."""
+        get_logits = getattr(self.network, "get_logits", None)
+        out: Tensor = hidden if get_logits is None else get_logits(hidden)
+        return out
+
+
+class PagedCache:
+    """The cache of one run, whose blocks are dealt out in a random order."""
+
+    def __init__(self, model: TinyModel, sequences: Sequence[TokenSequence], block_size: int) -> None:
+        self.sequences = list(sequences)
+        self._device = model.device
+        self._block_size = block_size
+        draw = random.Random(0)
+        counts = [-(-len(sequence.token_ids) // block_size) for sequence in sequences]
+        # Block 0 is nobody's, as in the engine.
+        self._tables: list[list[list[int]]] = []
+        for _ in model.groups:
+            blocks = list(range(1, sum(counts) + 1))
+            draw.shuffle(blocks)
+            self._tables.append([[blocks.pop() for _ in range(count)] for count in counts])
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        for layer in model.attention:
+            spec = model.groups[layer.group_id]
+            shape = (sum(counts) + 1, block_size, spec.num_kv_heads)
+            dtype = getattr(torch, spec.dtype)
+            self.layers.append(
+                (
+                    torch.full((*shape, spec.head_dim), _UNWRITTEN, dtype=dtype).to(self._device),
+                    torch.full((*shape, spec.v_head_dim), _UNWRITTEN, dtype=dtype).to(self._device),
+                )
+            )
+
+    def context(self, step: Step) -> StepContext:
+        """The step's context, with the same fields as the engine's runner fills."""
+        size = self._block_size
+        rows = [(row, position + i) for row, (_, position, n) in enumerate(step) for i in range(n)]
+        row_ids = [row for row, _ in rows]
+        positions = [position for _, position in rows]
+        lengths = [count for _, _, count in step]
+        kv_lens = [start + count for _, start, count in step]
+        starts = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
+        longest = max(kv_lens)
+        width = -(-longest // size)
+        owners = [self.sequences[owner] for owner, _, _ in step]
+        groups = []
+        for table in self._tables:
+            own = [table[owner] for owner, _, _ in step]
+            padded = [(blocks + [0] * width)[:width] for blocks in own]
+            slots = [own[row][p // size] * size + p % size for row, p in rows]
+            groups.append(
+                GroupMetadata(
+                    block_tables=self._tensor(padded, torch.int32), slot_mapping=self._tensor(slots)
+                )
+            )
+        decode = next((i for i, count in enumerate(lengths) if count != 1), len(lengths))
+        tokens = [owners[row].token_ids[position] for row, position in rows]
+        return StepContext(
+            input_ids=self._tensor([tokens]),
+            position_ids=self._tensor([positions]),
+            row_ids=self._tensor(row_ids),
+            attn_metadata=AttentionMetadata(
+                query_start=self._tensor(starts, torch.int32),
+                kv_lens=self._tensor(kv_lens, torch.int32),
+                max_query_len=max(lengths),
+                max_kv_len=longest,
+                num_decode_rows=decode,
+                groups=tuple(groups),
+            ),
+            row_state=self._row_state(owners),
+            token_state=self._token_state(owners, rows),
+        )
+
+    def _tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
+
+    def _row_state(self, owners: Sequence[TokenSequence]) -> dict[str, Tensor]:
+        state = {"prompt_len": self._tensor([owner.prompt_len for owner in owners])}
+        for name in owners[0].prompt.row_state:
+            values = [torch.as_tensor(owner.prompt.row_state[name]) for owner in owners]
+            state[name] = torch.stack(values).to(self._device)
+        return state
+
+    def _token_state(
+        self, owners: Sequence[TokenSequence], rows: Sequence[tuple[int, int]]
+    ) -> dict[str, Tensor]:
+        state = {}
+        for name in owners[0].prompt.token_state:
+            columns = []
+            for row, position in rows:
+                given = torch.as_tensor(owners[row].prompt.token_state[name])
+                given = given.reshape(-1, given.shape[-1])
+                beyond = position >= given.shape[1]
+                columns.append(torch.zeros_like(given[:, 0]) if beyond else given[:, position])
+            state[name] = torch.stack(columns, dim=1).to(self._device)
+        return state

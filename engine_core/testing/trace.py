@@ -1,0 +1,188 @@
+"""What every module of a model put out, and where two models part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine_core.nn import Attention
+
+TOLERANCE = 1e-4
+"""Largest difference of float32 logits that is put down to rounding."""
+
+
+def decoder_layers(model: nn.Module, count: int | None = None) -> list[str]:
+    """Names of the decoder layers: the items of the first ``nn.ModuleList`` that looks like them.
+
+    Args:
+        model: any model.
+        count: how many there must be; if None each must hold an :class:`Attention` instead.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+            continue
+        if count is None:
+            fits = all(any(isinstance(m, Attention) for m in item.modules()) for item in module)
+        else:
+            fits = len(module) == count
+        if fits:
+            return [f"{name}.{index}" for index in range(len(module))]
+    return []
+
+
+@dataclass
+class Trace:
+    """Outputs of a model's modules for one sequence.
+
+    Attributes:
+        layers: names of the decoder layers.
+        outputs: module name to ``[length, features]`` float32, in the order in which the modules
+            first finished. A decoder layer's is its residual stream.
+    """
+
+    layers: Sequence[str]
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Recorder:
+    """Records, while :meth:`recording`, what each module puts out for each token."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
+        self._model = model
+        self._layers = tuple(layers)
+        self._passes: dict[str, list[tuple[list[tuple[int, int]], Tensor]]] = {}
+        self._tokens: list[tuple[int, int]] = []
+
+    def begin(self, tokens: list[tuple[int, int]]) -> None:
+        """The next pass computes these tokens, each given as (sequence, position)."""
+        self._tokens = tokens
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Listen to the model inside the ``with`` block."""
+        handles = [
+            module.register_forward_hook(self._hook(name))
+            for name, module in self._model.named_modules()
+            if name and not isinstance(module, nn.ModuleList)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            del module, args
+            value = _main_output(output, is_layer=name in self._layers)
+            count = len(self._tokens)
+            if value is None or not value.is_floating_point():
+                return
+            if value.shape[:1] == (count,) or value.shape[:2] == (1, count):
+                rows = value.detach().to("cpu", torch.float32, copy=True).reshape(count, -1)
+                self._passes.setdefault(name, []).append((self._tokens, rows))
+
+        return hook
+
+    def trace(self, sequence: int, length: int) -> Trace:
+        """What was recorded of one sequence, of the modules that put out a row for each token."""
+        trace = Trace(self._layers)
+        for name, passes in self._passes.items():
+            found: dict[int, Tensor] = {}
+            for tokens, rows in passes:
+                for (owner, position), row in zip(tokens, rows, strict=True):
+                    if owner == sequence:
+                        found[position] = row
+            if len(found) == length and len({row.shape for row in found.values()}) == 1:
+                trace.outputs[name] = torch.stack([found[place] for place in range(length)])
+        return trace
+
+
+def _main_output(output: Any, *, is_layer: bool) -> Tensor | None:
+    """The tensor that stands for a module's output.
+
+    A decoder layer returns its hidden states, or ``(x, residual)`` whose sum they are; another
+    module may return more than one thing, the first of which is what it computed.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if not isinstance(output, tuple | list) or not output or not isinstance(output[0], Tensor):
+        return None
+    first = output[0]
+    second = output[1] if len(output) > 1 else None
+    if is_layer and isinstance(second, Tensor) and second.shape == first.shape:
+        return first + second
+    return first
+
+
+def difference(ours: Tensor, theirs: Tensor) -> tuple[float, int]:
+    """How far ``[length, ...]`` are apart at most, and the first position beyond the tolerance.
+
+    NaN counts as infinitely far.
+    """
+    apart = (ours - theirs).abs().flatten(1).nan_to_num(nan=torch.inf).amax(dim=1)
+    return float(apart.max()), int((apart > TOLERANCE).int().argmax())
+
+
+def explain(ours: Trace, theirs: Trace, prefix: str = "") -> str:
+    """Which decoder layer, and which module inside it, differs first, and by how much.
+
+    Args:
+        ours: of the model under test.
+        theirs: of the same model run in another way, or of a reference.
+        prefix: what the reference's names may begin with and ours do not.
+    """
+    pairs = _pairs(ours, theirs, prefix)
+    layers = {name: other for name, other in pairs.items() if name in ours.layers}
+    apart = {
+        name: _apart(ours.outputs[name], theirs.outputs[other]) for name, other in pairs.items()
+    }
+    if not layers:
+        return "No decoder layer of the two could be matched, so the place cannot be named."
+    first = next((name for name in layers if apart[name] > 0), None)
+    if first is None:
+        return "Every decoder layer agrees: the difference arises after the last one."
+    inside = f"{first}."
+    modules = [name for name in pairs if apart[name] > 0 and name not in layers]
+    before = next((name for name in modules if not _in_layer(name, ours.layers)), None)
+    within = next((name for name in modules if name.startswith(inside)), None)
+    sizes = ", ".join(f"{name} by {apart[name]:.2g}" for name in layers)
+    place = f"The first decoder layer that differs is {first} (layers differ: {sizes})"
+    early = before is not None and list(pairs).index(before) < list(pairs).index(first)
+    if early and before is not None:
+        return f"{place}; before it {before} differs, by {apart[before]:.2g}."
+    if within is not None:
+        return f"{place}; inside it {within} differs first, by {apart[within]:.2g}."
+    return f"{place}."
+
+
+def _in_layer(name: str, layers: Sequence[str]) -> bool:
+    return any(name.startswith(f"{layer}.") for layer in layers)
+
+
+def _pairs(ours: Trace, theirs: Trace, prefix: str) -> dict[str, str]:
+    """Modules of the same place in both: layers by their index, what is in them by its name."""
+    pairs: dict[str, str] = {}
+    for name in ours.outputs:
+        candidates = [name, f"{prefix}.{name}"]
+        for mine, other in zip(ours.layers, theirs.layers, strict=False):
+            if name == mine or name.startswith(f"{mine}."):
+                candidates = [other + name[len(mine) :]]
+        for candidate in candidates:
+            found = theirs.outputs.get(candidate)
+            if found is not None and found.shape == ours.outputs[name].shape:
+                pairs[name] = candidate
+                break
+    return pairs
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, or 0 if it is within rounding of such values."""
+    apart, _ = difference(ours, theirs)
+    scale = max(1.0, float(theirs.nan_to_num().abs().max()))
+    return apart if apart > TOLERANCE * scale else 0.0

@@ -1,0 +1,1 @@
+"""GPT-2 for engine-core: the package that docs/write-a-plugin.md is written around."""

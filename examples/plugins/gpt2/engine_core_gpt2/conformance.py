@@ -1,0 +1,19 @@
+"""The tiny model that the conformance kit proves this family with. Imports no torch."""
+
+from engine_core.testing import ConformanceCase
+
+CASES = [
+    ConformanceCase(
+        name="gpt2",
+        architecture="GPT2LMHeadModel",
+        config={
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "vocab_size": 101,
+            "n_embd": 48,
+            "n_head": 4,
+            "n_layer": 2,
+            "n_positions": 64,
+        },
+    ),
+]

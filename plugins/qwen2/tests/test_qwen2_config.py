@@ -1,0 +1,218 @@
+"""The config builders against transformers' own config classes, for configs as published."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config, Qwen3Config
+
+from engine_core.configs import HFConfig, ModelConfig
+from engine_core.errors import ConfigError
+from engine_core.registry import build_registry
+
+QWEN25_7B_INSTRUCT = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN2_05B = {
+    **QWEN25_7B_INSTRUCT,
+    "eos_token_id": 151643,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 24,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_06B = {
+    **QWEN3_8B,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "tie_word_embeddings": True,
+}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+PUBLISHED = {
+    "qwen2.5-7b-instruct": QWEN25_7B_INSTRUCT,
+    "qwen2.5-7b-instruct-yarn": {**QWEN25_7B_INSTRUCT, "rope_scaling": YARN},
+    "qwen2-0.5b": QWEN2_05B,
+    "window-from-layer-20": {
+        **QWEN25_7B_INSTRUCT,
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "max_window_layers": 20,
+    },
+    "window-on-all": {**QWEN25_7B_INSTRUCT, "use_sliding_window": True, "max_window_layers": 0},
+    "window-used-but-null": {
+        **QWEN25_7B_INSTRUCT,
+        "use_sliding_window": True,
+        "sliding_window": None,
+    },
+    "layer-types": {
+        **QWEN25_7B_INSTRUCT,
+        "use_sliding_window": True,
+        "sliding_window": 1024,
+        "layer_types": ["full_attention", "sliding_attention"] * 14,
+    },
+    "sparse": {
+        key: QWEN25_7B_INSTRUCT[key]
+        for key in (
+            "architectures",
+            "model_type",
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+        )
+    },
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-8b-yarn": {**QWEN3_8B, "rope_scaling": {**YARN, "rope_type": "yarn"}},
+    "qwen3-0.6b": QWEN3_06B,
+    "qwen3-written-by-transformers-5": {
+        **{key: value for key, value in QWEN3_8B.items() if not key.startswith("rope_")},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
+        "layer_types": ["full_attention"] * 36,
+        "dtype": "bfloat16",
+    },
+}
+
+
+def build(values: dict[str, Any]) -> ModelConfig:
+    return build_registry(plugin_errors="strict").model_config(HFConfig(values))
+
+
+@pytest.mark.parametrize("values", PUBLISHED.values(), ids=PUBLISHED.keys())
+def test_a_published_config_means_what_transformers_reads(values: dict[str, Any]) -> None:
+    reference_class = Qwen2Config if values["model_type"] == "qwen2" else Qwen3Config
+    theirs = reference_class(**values)
+    config = build(values)
+    ours = config.hf_config
+    for key in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "hidden_act",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "layer_types",
+        "sliding_window",
+    ):
+        assert getattr(ours, key) == getattr(theirs, key), key
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == config.head_dim == head_dim
+    if reference_class is Qwen3Config:
+        assert ours.attention_bias == theirs.attention_bias
+    rope = {key: value for key, value in theirs.rope_parameters.items() if key != "type"}
+    assert {**ours.rope_scaling, "rope_theta": ours.rope_theta} == rope
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [
+        ("qwen2.5-7b-instruct", 32768),
+        ("qwen2.5-7b-instruct-yarn", 131072),
+        ("qwen2-0.5b", 131072),
+        ("qwen3-8b", 40960),
+        ("qwen3-8b-yarn", 131072),
+    ],
+)
+def test_the_longest_sequence_has_the_stretch_of_yarn(name: str, longest: int) -> None:
+    config = build(PUBLISHED[name])
+    assert config.max_position_embeddings == longest
+    assert not config.may_exceed_length
+
+
+def test_a_missing_number_of_key_heads_means_one_a_query_head() -> None:
+    values = {key: value for key, value in QWEN3_8B.items() if key != "num_key_value_heads"}
+    assert build(values).num_key_value_heads == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"intermediate_size": None}, "intermediate_size"),
+        ({"intermediate_size": 18944.0}, "intermediate_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"rope_scaling": "yarn"}, "rope_scaling"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "original_max"),
+        ({"max_position_embeddings": True}, "max_position_embeddings"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"hidden_act": 3}, "hidden_act"),
+        ({"use_sliding_window": 1}, "use_sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": -1}, "sliding_window"),
+        ({"max_window_layers": -1}, "max_window_layers"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ({"layer_types": ["linear_attention"] * 28}, "layer_types"),
+        ({"layer_types": ["sliding_attention"] * 28}, "use_sliding_window"),
+    ],
+)
+def test_a_broken_config_is_refused_by_name(changes: dict[str, Any], names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        build({**QWEN25_7B_INSTRUCT, **changes})

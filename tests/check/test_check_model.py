@@ -1,0 +1,428 @@
+"""What check-model says of models that are whole, and how it says it."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import jsonschema
+import pytest
+import torch
+from check_models import Model
+from checkpoint_files import write_llama_gguf
+from golden_fixtures import GOLDEN
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from engine_core import LLM, EngineConfig
+from engine_core.check import CheckReport, Problem, check_model
+from engine_core.check.gpus import gpu_memory, gpu_names
+from engine_core.check.report import HINTS, Code
+from engine_core.cli import app
+from engine_core.errors import CacheMemoryError, ConfigError
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "check-model.md"
+runner = CliRunner(env={"COLUMNS": "100"})
+GIB = 2**30
+
+
+def found(report: CheckReport) -> list[tuple[str, str]]:
+    return [(problem.severity, problem.code) for problem in report.problems]
+
+
+def test_a_good_model(model: Model) -> None:
+    report = check_model(str(model))
+    assert report.problems == ()
+    assert (report.exit_code, report.will_run) == (0, True)
+    assert report.model_info is not None
+    assert report.model_info.architecture == "LlamaForCausalLM"
+    assert report.model_info.plugin == "llama"
+    assert report.model_info.model_class == "engine_core_llama.model.LlamaForCausalLM"
+    values = json.loads((model.folder / "config.json").read_text())
+    config = report.model_info.config
+    assert config["num_layers"] == values["num_hidden_layers"]
+    assert config["hf_config"]["hidden_size"] == values["hidden_size"]
+    tensors = load_file(model.weights)
+    assert report.weights is not None
+    assert report.weights.num_tensors == len(tensors)
+    assert report.weights.total_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert report.weights.num_parameters == sum(tensor.size for tensor in tensors.values())
+    assert report.weights.dtypes == {"float32": len(tensors)}
+    assert report.tokenizer is not None
+    assert report.tokenizer.vocab_size == 259
+    assert report.tokenizer.eos_token_id == 2
+    assert report.tokenizer.chat_template == "checkpoint"
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.parent.name for path in GOLDEN.glob("*/model.safetensors"))
+)
+def test_every_golden_model_runs(name: str) -> None:
+    report = check_model(GOLDEN / name, EngineConfig(skip_tokenizer_init=True))
+    assert report.errors == ()
+    assert report.tokenizer is None
+
+
+def test_it_is_the_engines_own_plan(model: Model) -> None:
+    settings: dict[str, Any] = {"kv_cache_memory": 2**20, "block_size": 8, "max_num_seqs": 4}
+    report = check_model(str(model), EngineConfig(**settings))
+    assert report.memory is not None
+    with LLM(str(model), **settings) as llm:
+        assert report.memory.max_model_len == llm.engine.max_model_len
+        assert report.memory.cache_bytes == 2**20
+        plan = llm.engine.cache_plan
+        assert report.memory.kv_bytes_per_token * 8 == plan.bytes_per_block
+
+
+def test_memory_given(model: Model) -> None:
+    weights = sum(tensor.nbytes for tensor in load_file(model.weights).values())
+    # 3 layers, 2 key-value heads, keys and values of 8 numbers of 4 bytes.
+    per_token = 3 * 2 * (8 + 8) * 4
+    config = EngineConfig(block_size=16, max_model_len=100)
+    # 23 blocks of 16 tokens, one of which is never handed out; a sequence takes 7.
+    memory = check_model(str(model), config, memory=weights + 23 * 16 * per_token).memory
+    assert memory is not None
+    assert memory.source == "memory"
+    assert memory.weights_bytes == weights
+    assert memory.kv_bytes_per_token == per_token
+    assert memory.max_tokens == 22 * 16
+    assert memory.full_sequences == 3
+    assert memory.max_model_len == 100
+    [group] = memory.groups
+    assert (group.num_layers, group.num_kv_heads, group.window) == (3, 2, None)
+
+
+def test_layers_of_two_kinds() -> None:
+    report = check_model(GOLDEN / "qwen2-swa", EngineConfig(skip_tokenizer_init=True))
+    assert report.memory is not None
+    assert [(group.num_layers, group.window) for group in report.memory.groups] == [
+        (1, None),
+        (2, 16),
+    ]
+
+
+def test_too_little_memory_for_the_weights(model: Model) -> None:
+    report = check_model(str(model), memory=100_000)
+    assert found(report) == [("error", "memory-weights-too-large")]
+    assert "the memory given has 100000" in report.problems[0].message
+    assert report.memory is not None
+    assert (report.memory.max_tokens, report.memory.full_sequences) == (0, 0)
+    assert report.exit_code == 1
+
+
+def test_too_little_memory_for_the_cache(model: Model) -> None:
+    config = EngineConfig(max_model_len=1000, kv_cache_memory=100_000)
+    report = check_model(str(model), config)
+    assert found(report) == [("error", "memory-cache-too-small")]
+    with pytest.raises(CacheMemoryError) as caught:
+        LLM(str(model), config)
+    assert report.errors[0].message == str(caught.value)
+
+
+def test_cache_and_weights_together_too_large(model: Model) -> None:
+    report = check_model(str(model), EngineConfig(kv_cache_memory=2**30), memory=2**29)
+    assert found(report) == [("error", "memory-cache-too-small")]
+
+
+def test_length_is_cut(model: Model) -> None:
+    report = check_model(str(model), EngineConfig(kv_cache_memory=200_000))
+    assert found(report) == [("warning", "length-cut")]
+    assert report.exit_code == 0
+
+
+def test_a_named_gpu(model: Model) -> None:
+    report = check_model(str(model), gpu="rtx 4090")
+    assert report.device == "cuda"
+    assert report.memory is not None
+    assert report.memory.gpu == "RTX-4090"
+    assert report.memory.total_bytes == 24564 * 2**20
+    assert report.memory.block_size == 64
+    # The engine takes 88% of the GPU, less the weights.
+    assert report.memory.cache_bytes == pytest.approx(0.88 * 24564 * 2**20 - 638_720, abs=2)
+
+
+def test_ranks_share_the_weights(model: Model) -> None:
+    alone = check_model(str(model), gpu="H100").memory
+    shared = check_model(str(model), EngineConfig(tensor_parallel_size=2), gpu="H100").memory
+    assert alone is not None
+    assert shared is not None
+    assert shared.num_ranks == 2
+    assert shared.kv_bytes_per_token * 2 == alone.kv_bytes_per_token
+    assert alone.weights_bytes / 2 <= shared.weights_bytes < alone.weights_bytes * 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "gib"),
+    [
+        ("H100", "H100", 80),
+        ("h200", "H200", 141),
+        ("NVIDIA A100 80GB", "A100-80GB", 80),
+        ("a100-40gb", "A100-40GB", 40),
+        ("L40S", "L40S", 45),
+        ("L40", "L40", 45),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090", 24),
+        ("4090", "RTX-4090", 24),
+    ],
+)
+def test_gpu_names(name: str, expected: str, gib: int) -> None:
+    found_name, memory = gpu_memory(name)
+    assert found_name == expected
+    assert memory / GIB == pytest.approx(gib, rel=0.03)
+
+
+def test_every_gpu_finds_itself() -> None:
+    assert [gpu_memory(name)[0] for name in gpu_names()] == list(gpu_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("A100", "A100-40GB, A100-80GB"), ("H1000", "known are.*H100"), ("", "not in the table")],
+)
+def test_gpu_that_is_not_known(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        gpu_memory(name)
+
+
+def test_special_ids(model: Model) -> None:
+    model.json("config.json", bos_token_id=5000, eos_token_id=None)
+    model.json("generation_config.json", eos_token_id=[320])
+    report = check_model(str(model))
+    assert sorted(found(report)) == [
+        ("warning", "eos-missing"),
+        ("warning", "special-id-out-of-range"),
+        ("warning", "special-id-out-of-range"),
+    ]
+    text = " ".join(problem.message for problem in report.problems)
+    assert "config.json bos_token_id 5000" in text
+    assert "generation_config.json eos_token_id 320" in text
+    # The engine runs, and min_tokens forbids only tokens that there are.
+    with LLM(str(model)) as llm:
+        params = llm.default_sampling_params().replace(max_tokens=3, min_tokens=3)
+        (output,) = llm.generate([1, 2, 3], params)
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_tokenizer_larger_than_the_vocabulary(model: Model) -> None:
+    values = json.loads((model.folder / "tokenizer.json").read_text())
+    vocab = values["model"]["vocab"]
+    vocab.update({f"word{index}": index for index in range(259, 330)})
+    (model.folder / "tokenizer.json").write_text(json.dumps(values))
+    report = check_model(str(model))
+    assert found(report) == [("warning", "tokenizer-larger-than-vocabulary")]
+    assert "has 330 tokens, the model's vocabulary 320" in report.problems[0].message
+
+
+def test_no_chat_template(model: Model) -> None:
+    model.json("tokenizer_config.json", chat_template=None)
+    report = check_model(str(model))
+    assert found(report) == [("info", "chat-template-missing")]
+    assert report.tokenizer is not None
+    assert report.tokenizer.chat_template == "none"
+
+
+def test_stored_in_another_dtype(model: Model) -> None:
+    report = check_model(str(model), EngineConfig(dtype="bfloat16"))
+    assert found(report) == [("info", "dtype-converted")]
+    assert report.memory is not None
+    assert report.memory.weights_bytes * 2 == 638_720
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_no_gpu(model: Model) -> None:
+    config = EngineConfig(device="cuda")
+    report = check_model(str(model), config)
+    assert found(report) == [("error", "device-unavailable")]
+    assert report.model_info is not None
+    with pytest.raises(ConfigError) as caught:
+        LLM(str(model), config)
+    assert report.errors[0].message == str(caught.value)
+    assert check_model(str(model), config, gpu="H100").exit_code == 0
+
+
+def test_gguf_is_read_but_not_converted(model: Model, cache_home: Path) -> None:
+    config = json.loads((model.folder / "config.json").read_text())
+    path = write_llama_gguf(model.folder / "m.gguf", load_file(model.weights), config)
+    report = check_model(path, EngineConfig(skip_tokenizer_init=True))
+    assert found(report) == [("warning", "eos-missing")]
+    assert report.weights is not None
+    assert report.weights.num_parameters == 638_720 // 4
+    assert not list(cache_home.glob("**/*.safetensors"))
+    with LLM(str(path), skip_tokenizer_init=True):
+        assert list(cache_home.glob("**/*.safetensors"))
+
+
+def test_real_gguf(smollm2_gguf: Path, cache_home: Path) -> None:
+    report = check_model(smollm2_gguf)
+    assert report.errors == ()
+    assert report.weights is not None
+    # Published as 134,515,008 parameters, tied.
+    assert report.weights.num_parameters == 134_515_008
+    assert report.tokenizer is not None
+    assert report.tokenizer.vocab_size == 49152
+    assert not list(cache_home.glob("**/*.safetensors"))
+
+
+# Llama 3 8B in bfloat16: https://huggingface.co/meta-llama/Meta-Llama-3-8B
+CONFIG_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+
+
+def write_8b(folder: Path) -> None:
+    """Four shards of headers; the rest of each file is a hole."""
+    shapes = {"model.embed_tokens.weight": [128256, 4096], "lm_head.weight": [128256, 4096]}
+    shapes["model.norm.weight"] = [4096]
+    for layer in range(32):
+        stem = f"model.layers.{layer}"
+        for name, shape in {
+            "self_attn.q_proj": [4096, 4096],
+            "self_attn.k_proj": [1024, 4096],
+            "self_attn.v_proj": [1024, 4096],
+            "self_attn.o_proj": [4096, 4096],
+            "mlp.gate_proj": [14336, 4096],
+            "mlp.up_proj": [14336, 4096],
+            "mlp.down_proj": [4096, 14336],
+            "input_layernorm": [4096],
+            "post_attention_layernorm": [4096],
+        }.items():
+            shapes[f"{stem}.{name}.weight"] = shape
+    weight_map = {}
+    for index in range(4):
+        file = f"model-{index + 1:05}-of-00004.safetensors"
+        header, position = {}, 0
+        for name in sorted(shapes)[index::4]:
+            size = 2
+            for dimension in shapes[name]:
+                size *= dimension
+            offsets = [position, position + size]
+            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": offsets}
+            weight_map[name] = file
+            position += size
+        text = json.dumps(header).encode()
+        with (folder / file).open("wb") as out:
+            out.write(struct.pack("<Q", len(text)) + text)
+            out.truncate(8 + len(text) + position)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(CONFIG_8B))
+
+
+SCRIPT = """
+import resource, sys
+from engine_core.check import check_model
+from engine_core.configs import EngineConfig
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+report = check_model(sys.argv[1], EngineConfig(skip_tokenizer_init=True), gpu="H100")
+print(report.to_json())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, file=sys.stderr)
+"""
+
+
+def test_8b_of_headers_only(tmp_path: Path) -> None:
+    write_8b(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    report = json.loads(done.stdout)
+    assert report["problems"] == []
+    assert report["weights"]["num_files"] == 4
+    assert report["weights"]["num_parameters"] == 8_030_261_248
+    assert report["memory"]["weights_bytes"] == 16_060_522_496
+    # 32 layers, 8 heads of 128, keys and values, 2 bytes.
+    assert report["memory"]["kv_bytes_per_token"] == 131_072
+    # 16 GB of tensors were not read: kilobytes on Linux, mapped pages included.
+    assert int(done.stderr.splitlines()[-1]) < 200_000
+
+
+def reports(model: Model) -> list[CheckReport]:
+    good = check_model(str(model), deep=True)
+    no_weights = Path(str(model)) / "nothing"
+    model.tensors(lambda tensors: tensors.pop("lm_head.weight"))
+    model.json("config.json", rope_scaling={"rope_type": "linear", "factor": float("inf")})
+    return [
+        good,
+        check_model(no_weights),
+        check_model(str(model)),
+        check_model(str(model), gpu="L4"),
+    ]
+
+
+def test_json_keeps_its_schema(model: Model) -> None:
+    schema = CheckReport.json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert schema["additionalProperties"] is False
+    for report in reports(model):
+        values = json.loads(report.to_json(), parse_constant=pytest.fail)
+        jsonschema.validate(values, schema)
+        assert values["schema_version"] == 1
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(values | {"problems": [{"code": "x"}]}, schema)
+
+
+def test_document_names_every_field_and_code() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w-]+)`", text))
+    assert set(get_args(Code)) == set(HINTS)
+    assert set(get_args(Code)) <= named
+    fields: set[str] = set(CheckReport.model_fields)
+    for definition in CheckReport.json_schema()["$defs"].values():
+        fields |= set(definition["properties"])
+    assert fields - named == set()
+
+
+def test_cli(model: Model) -> None:
+    result = runner.invoke(app, ["check-model", str(model), "--gpu", "H100"])
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"model         {model}"
+    assert "runs in       engine_core_llama.model.LlamaForCausalLM (plugin llama)" in lines
+    assert "(H100): weights 623.75 KiB" in result.stdout
+    assert lines[-1].startswith("It will run.")
+
+
+def test_cli_json(model: Model) -> None:
+    model.tensors(lambda tensors: tensors.pop("lm_head.weight"))
+    result = runner.invoke(app, ["check-model", str(model), "--json", "--memory", "1GiB"])
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    jsonschema.validate(report, CheckReport.json_schema())
+    assert report["memory"]["total_bytes"] == GIB
+    [problem] = [Problem(**problem) for problem in report["problems"]]
+    assert (problem.code, problem.names) == ("weights-missing", ("lm_head.weight",))
+    text = runner.invoke(app, ["check-model", str(model)]).stdout
+    assert "ERROR weights-missing: 1 tensors of the model are missing: lm_head.weight" in text
+    assert "It will not run." in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "H9000"], "GPU 'H9000' is not in the table"),
+        (["--gpu", "H100", "--memory", "1GiB"], "give one of them"),
+        (["--memory", "much"], "--memory: a size is a number of bytes"),
+        (["--deep", "--against", "x.json"], "give one of them"),
+        (["--against", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+    ],
+)
+def test_wrong_usage(model: Model, arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, ["check-model", str(model), *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())

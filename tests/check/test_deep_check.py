@@ -1,0 +1,170 @@
+"""``--deep`` and ``--against``: the first part that differs is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from check_models import Model
+from checkpoint_files import write_llama_gguf
+from golden_fixtures import GOLDEN
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from engine_core import EngineConfig
+from engine_core.check import check_model
+from engine_core.cli import app
+
+IDS = EngineConfig(skip_tokenizer_init=True)
+
+# The second of three layers has another scale than the checkpoint's family.
+WRONG = """
+from engine_core_llama.model import LlamaForCausalLM
+
+class Wrong(LlamaForCausalLM):
+    def build_layer(self, config, index):
+        layer = super().build_layer(config, index)
+        if index == 1:
+            layer.self_attn.attend.scale *= 1.5
+        return layer
+
+MODULE_MAP = {"LlamaForCausalLM": "Wrong"}
+"""
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> EngineConfig:
+    file = tmp_path / "wrong.py"
+    file.write_text(WRONG)
+    return IDS.replace(custom_module_map=str(file))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-yarn", "bloom-6heads", "qwen2-swa"])
+def test_the_same_as_transformers(name: str) -> None:
+    report = check_model(GOLDEN / name, IDS, deep=True)
+    assert report.exit_code == 0
+    comparison = report.comparison
+    assert comparison is not None
+    assert comparison.same
+    assert comparison.reference.startswith("transformers ")
+    assert [prompt.num_tokens for prompt in comparison.prompts] == [1, 7, 33]
+    layers = json.loads((GOLDEN / name / "config.json").read_text())
+    count = layers.get("num_hidden_layers") or layers["n_layer"]
+    for prompt in comparison.prompts:
+        expected = ["embedding", *(f"layer {index}" for index in range(count)), "logits"]
+        assert [part.part for part in prompt.parts] == expected
+        for part in prompt.parts:
+            assert part.relative is not None
+            assert part.relative < 1e-5
+
+
+def test_the_first_layer_that_differs_is_named(wrong: EngineConfig) -> None:
+    report = check_model(GOLDEN / "llama-gqa", wrong, deep=True)
+    assert report.exit_code == 3
+    assert report.will_run
+    assert report.comparison is not None
+    assert not report.comparison.same
+    one, *longer = report.comparison.prompts
+    # One token attends to itself, whatever the scale.
+    assert one.first_difference is None
+    for prompt in longer:
+        assert prompt.first_difference == "layer 1"
+        differs = {part.part: part.differs for part in prompt.parts}
+        assert differs == {
+            "embedding": False,
+            "layer 0": False,
+            "layer 1": True,
+            "layer 2": True,
+            "logits": True,
+        }
+    assert {problem.code for problem in report.errors} == {"comparison-differs"}
+    assert "layer 1 is the first part that differs" in report.errors[0].message
+
+
+def test_overrides_go_to_both(model: Model) -> None:
+    config = IDS.replace(hf_overrides={"rope_theta": 77.0})
+    report = check_model(str(model), config, deep=True)
+    assert report.comparison is not None
+    assert report.comparison.same
+
+
+def test_gguf_against_transformers(model: Model) -> None:
+    config = json.loads((model.folder / "config.json").read_text())
+    path = write_llama_gguf(
+        model.folder / "m.gguf", load_file(model.weights), config, quantise="F16"
+    )
+    report = check_model(path, IDS, deep=True)
+    assert report.comparison is not None
+    assert report.comparison.same
+
+
+def test_a_family_that_transformers_does_not_know() -> None:
+    report = check_model(GOLDEN / "chatglm1-tiny", IDS, deep=True)
+    assert report.exit_code == 4
+    assert report.comparison is None
+    [problem] = report.warnings
+    assert problem.code == "comparison-unavailable"
+    assert "'chatglm'" in problem.message
+
+
+def test_a_model_that_cannot_be_loaded_is_not_compared(model: Model) -> None:
+    model.tensors(lambda tensors: tensors.pop("lm_head.weight"))
+    report = check_model(str(model), deep=True)
+    assert report.exit_code == 1
+    assert report.comparison is None
+
+
+def test_a_missing_tokenizer_does_not_matter() -> None:
+    report = check_model(GOLDEN / "llama-gqa", deep=True)
+    assert report.exit_code == 1
+    assert report.comparison is not None
+    assert report.comparison.same
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "llama-dynamic", "chatglm1-realids", "chatglm2-tiny"]
+)
+def test_the_same_as_golden_outputs(name: str) -> None:
+    file = GOLDEN / name / "expected.json"
+    report = check_model(GOLDEN / name, IDS, against=file)
+    assert report.exit_code == 0
+    assert report.comparison is not None
+    assert report.comparison.same
+    assert report.comparison.reference == str(file)
+    names = [prompt["name"] for prompt in json.loads(file.read_text())["prompts"]]
+    assert [prompt.name for prompt in report.comparison.prompts] == names
+
+
+def test_not_the_golden_outputs(wrong: EngineConfig) -> None:
+    arguments = ["check-model", str(GOLDEN / "llama-gqa"), "--skip-tokenizer-init"]
+    arguments += ["--against", str(GOLDEN / "llama-gqa" / "expected.json")]
+    arguments += ["--custom-module-map", wrong.custom_module_map[0]]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 3
+    assert "differs first at logits" in result.stdout
+    assert "It runs, but its outputs are not those of the reference." in result.stdout
+
+
+def test_another_continuation(tmp_path: Path) -> None:
+    shutil.copy(GOLDEN / "llama-gqa" / "expected.safetensors", tmp_path)
+    expected = json.loads((GOLDEN / "llama-gqa" / "expected.json").read_text())
+    expected["prompts"] = expected["prompts"][:2]
+    right = expected["prompts"][1]["new_tokens"][5]
+    expected["prompts"][1]["new_tokens"][5] = (right + 1) % 320
+    (tmp_path / "expected.json").write_text(json.dumps(expected))
+    report = check_model(GOLDEN / "llama-gqa", IDS, against=tmp_path / "expected.json")
+    assert report.exit_code == 3
+    assert report.comparison is not None
+    first, second = report.comparison.prompts
+    assert first.first_wrong_token is None
+    assert (second.first_difference, second.first_wrong_token) == (None, 5)
+
+
+def test_golden_outputs_of_another_vocabulary() -> None:
+    other = GOLDEN / "chatglm1-realids" / "expected.json"
+    report = check_model(GOLDEN / "llama-gqa", IDS, against=other)
+    assert report.exit_code == 4
+    [problem] = report.warnings
+    assert "outside the vocabulary of 320" in problem.message

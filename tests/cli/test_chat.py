@@ -1,0 +1,241 @@
+"""``engine-core chat`` as a person uses it: through a pipe and in a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "llama-gqa"
+COMMAND = [sys.executable, "-m", "engine_core.cli", "chat"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+GREEDY = ["--temperature", "0", "--max-tokens", "24", "--max-model-len", "1024"]
+FRANCE = "What is the capital of France?"
+
+
+def _chat(
+    model: Path, *lines: str, arguments: list[str] = GREEDY, code: int = 0
+) -> tuple[list[str], str]:
+    """The answers to ``lines``, and what was written to stderr."""
+    done = subprocess.run(
+        [*COMMAND, str(model), *arguments],
+        input="".join(f"{line}\n" for line in lines),
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_a_conversation_goes_on_until_it_is_reset(smollm2_gguf: Path) -> None:
+    answers, said = _chat(smollm2_gguf, FRANCE, "And of Italy?", "/reset", FRANCE)
+    france, italy, again = answers
+    assert "Paris" in france
+    assert "Rome" in italy
+    assert again == france
+    assert "the conversation begins anew" in said
+    pattern = r"\[(\d+) tokens, [\d.]+ tokens/s, first after [\d.]+ s, (\d+) of 1024 in the context"
+    used = [tuple(map(int, numbers)) for numbers in re.findall(pattern, said)]
+    assert used[2] == used[0]
+    assert used[1][1] > used[0][1] + used[1][0]
+
+
+def test_settings_are_shown_and_changed(smollm2_gguf: Path) -> None:
+    answers, said = _chat(
+        smollm2_gguf,
+        "/settings bad_words Paris 'a phrase'",
+        FRANCE,
+        "/settings",
+        "/settings bad-words=none",
+        "/settings stop = capital",
+        '/settings logit_bias {"5": 1.5}',
+        "/settings logit_bias none",
+        "/reset",
+        FRANCE,
+    )
+    assert said.index("settings: temperature 0.0, max_tokens 24\n") < said.index("tokens/s")
+    assert "Paris" not in answers[0]
+    assert "settings: temperature 0.0, bad_words Paris 'a phrase', max_tokens 24" in said
+    assert "bad_words none" in said
+    assert 'logit_bias {"5": 1.5}' in said
+    assert answers[1] == "The "
+
+
+def test_a_wrong_command_changes_nothing(smollm2_gguf: Path) -> None:
+    answers, said = _chat(
+        smollm2_gguf,
+        "/temperature 3",
+        "/settings n 3",
+        "/settings top_p 5",
+        "/settings top_k 1 2",
+        "/settings logit_bias {",
+        "/settings stop '",
+        "/reset now",
+        "/settings",
+    )
+    assert answers == []
+    for message in (
+        "there is no command /temperature; /help shows them",
+        "there is no setting 'n'; there are temperature, ",
+        "not changed: SamplingParams.top_p: Input should be less than or equal to 1, got '5'",
+        "not changed: top_k takes one value, got 2",
+        "not changed: Expecting property name",
+        "not changed: No closing quotation",
+        "/reset takes nothing, got 'now'",
+    ):
+        assert message in said
+    assert said.count("settings: temperature 0.0, max_tokens 24\n") == 2
+
+
+def test_the_system_message_is_heeded_and_outlives_a_reset(smollm2_gguf: Path) -> None:
+    pirate = "You are a pirate named Redbeard. Always say your name."
+    arguments = [*GREEDY, "--system", pirate]
+    question = "Who are you?"
+    given, said = _chat(smollm2_gguf, question, arguments=arguments)
+    assert f"system message: {pirate}" in said
+    later, _ = _chat(smollm2_gguf, f"/system {pirate}", "/reset", question)
+    without, said = _chat(smollm2_gguf, "/system", question, arguments=arguments)
+    assert "Redbeard" in given[0]
+    assert later == given
+    assert "Redbeard" not in without[0]
+    assert "system message: none" in said
+
+
+def test_help_exit_and_a_message_that_begins_with_a_slash(smollm2_gguf: Path) -> None:
+    answers, said = _chat(smollm2_gguf, "/help", "", "//etc", "/exit", FRANCE)
+    assert len(answers) >= 1
+    assert "Paris" not in " ".join(answers)
+    assert "/settings NAME VALUE" in said
+    assert said.count("in the context]") == 1
+
+
+def test_a_full_context_forgets_the_oldest_turns(smollm2_gguf: Path) -> None:
+    arguments = [*GREEDY, "--max-model-len", "128", "--max-tokens", "16"]
+    lines = [f"What is {number} plus {number}?" for number in range(1, 7)]
+    answers, said = _chat(smollm2_gguf, *lines, "word " * 200, lines[0], arguments=arguments)
+    assert "the context of 128 tokens is full: the oldest turn is forgotten" in said
+    assert re.search(r"not answered: the message makes a prompt of \d+ tokens.*128; shorten", said)
+    assert said.count("in the context]") == 7
+    used = [int(number) for number in re.findall(r"(\d+) of 128 in the context", said)]
+    assert max(used) <= 128
+    # It keeps what fits instead of beginning anew.
+    assert min(used[3:]) > used[0]
+    assert len(answers) >= 7
+
+
+def test_an_answer_that_is_cut_off_is_said_to_be(smollm2_gguf: Path) -> None:
+    tell = "Tell me a long story."
+    _, said = _chat(smollm2_gguf, tell, arguments=[*GREEDY, "--max-tokens", "5"])
+    assert "(cut off: max_tokens is reached)" in said
+    arguments = ["--temperature", "0", "--max-model-len", "64"]
+    _, said = _chat(smollm2_gguf, tell, arguments=arguments)
+    assert "max_tokens none" in said
+    assert "(cut off: the context is full)" in said
+
+
+def test_a_model_that_cannot_chat_is_refused() -> None:
+    _, said = _chat(GOLDEN, "Hello", arguments=["--skip-tokenizer-init"], code=1)
+    assert said.splitlines()[-1].startswith("engine-core: error: ")
+    assert "cannot chat" in said
+
+
+class Terminal:
+    """The command in a pseudo-terminal."""
+
+    def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
+        self.process = process
+        self._master = master
+        self._seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def wait_for(self, pattern: str, seconds: float = 120) -> re.Match[str]:
+        """Read until ``pattern`` appears, and forget what came up to its end."""
+        deadline = time.monotonic() + seconds
+        while not (match := re.search(pattern, self._seen)):
+            ready, _, _ = select.select([self._master], [], [], deadline - time.monotonic())
+            assert ready, f"no {pattern!r} in {self._seen!r}"
+            try:
+                self._seen += os.read(self._master, 4096).decode(errors="replace")
+            except OSError:
+                pytest.fail(f"ended without {pattern!r}: {self._seen!r}")
+        self._seen = self._seen[match.end() :]
+        return match
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+
+@contextmanager
+def terminal(model: Path, state: Path, *arguments: str) -> Iterator[Terminal]:
+    master, slave = pty.openpty()
+    with subprocess.Popen(
+        [*COMMAND, str(model), *arguments],
+        env={**ENVIRONMENT, "XDG_STATE_HOME": str(state)},
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    ) as process:
+        os.close(slave)
+        try:
+            yield Terminal(process, master)
+        finally:
+            process.kill()
+            os.close(master)
+
+
+def test_in_a_terminal(smollm2_gguf: Path, tmp_path: Path) -> None:
+    """Ctrl-C stops an answer and then leaves; what was typed comes back with the arrow key."""
+    endless = ["--temperature", "0", "--max-model-len", "2048", "--ignore-eos"]
+    with terminal(smollm2_gguf, tmp_path, *endless) as chat:
+        chat.wait_for("settings: temperature 0.0, max_tokens none, ignore_eos on")
+        chat.wait_for(">>> ")
+        chat.type("/settings stop France.\n")
+        chat.wait_for("stop France.")
+        chat.wait_for(">>> ")
+        chat.type(f"{FRANCE}\n")
+        chat.wait_for("capital of")
+        chat.wait_for(r"tokens/s")
+        chat.wait_for(">>> ")
+        chat.type("/settings stop none\n")
+        chat.wait_for(">>> ")
+        chat.type("Count from 1 to 1000.\n")
+        chat.wait_for("1000")
+        chat.wait_for("2")  # the answer has begun
+        chat.interrupt()
+        chat.wait_for(r"\(stopped\)")
+        chat.wait_for(">>> ")
+        chat.type("\x1b[A")
+        chat.wait_for("Count from 1 to 1000")
+        chat.type("\n")
+        chat.wait_for("2")
+        chat.interrupt()
+        chat.wait_for(r"\(stopped\)")
+        chat.wait_for(">>> ")
+        chat.interrupt()
+        assert chat.process.wait(60) == 130
+    history = (tmp_path / "engine-core" / "chat_history").read_text()
+    assert FRANCE in history
+    with terminal(smollm2_gguf, tmp_path, *endless) as chat:
+        chat.wait_for(">>> ")
+        chat.type("\x1b[A")
+        chat.wait_for("Count from 1 to 1000")
+        chat.type("\x15\x04")  # clear the line, end of input
+        assert chat.process.wait(60) == 0

@@ -1,0 +1,215 @@
+"""``engine-core new-plugin``: what it writes passes the conformance kit as it is."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine_core.cli import app
+
+ROOT = Path(__file__).parents[2]
+runner = CliRunner(env={"COLUMNS": "300"})
+
+PUBLISHED = {
+    "architectures": ["MarigoldForCausalLM"],
+    "attention_bias": True,
+    "auto_map": {"AutoModelForCausalLM": "modeling_marigold.MarigoldForCausalLM"},
+    "bos_token_id": 1,
+    "eos_token_id": [2, 50000],
+    "head_dim": 128,
+    "hidden_act": "gelu",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 131072,
+    "model_type": "marigold",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+
+
+def make(*arguments: str | Path) -> str:
+    """Run the command; it must succeed."""
+    done = runner.invoke(app, ["new-plugin", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def installed(project: Path, target: Path) -> dict[str, str]:
+    """Install ``project`` into ``target`` as pip does, and the environment that sees it."""
+    command = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run(
+        [sys.executable, *command, "--target", str(target), str(project)], check=True, cwd=target
+    )
+    return {**os.environ, "PYTHONPATH": f"{target}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_config", [False, True], ids=["alone", "with-hf-config"])
+def test_the_package_passes_the_conformance_kit_unchanged(
+    tmp_path: Path, with_config: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    given = ["--hf-config", tmp_path / "config.json"] if with_config else []
+    assert "engine-core-marigold" in make("marigold", "--like", "llama", "--out", tmp_path, *given)
+    project = tmp_path / "engine-core-marigold"
+    target = tmp_path / "target"
+    target.mkdir()
+    environment = installed(project, target)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+    command = [sys.executable, "-m", "engine_core.cli", "plugins", "--json"]
+    listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    reports = {report["name"]: report for report in json.loads(listed.stdout)}
+    assert reports["marigold"]["distribution"] == "engine-core-marigold"
+    assert reports["marigold"]["architectures"] == ["MarigoldForCausalLM"]
+    assert all(report["error"] is None for report in reports.values())
+
+
+@pytest.mark.slow
+def test_the_wheel_pins_no_torch_and_holds_the_package(tmp_path: Path) -> None:
+    make("marigold", "--like", "llama", "--out", tmp_path)
+    target = tmp_path / "target"
+    target.mkdir()
+    installed(tmp_path / "engine-core-marigold", target)
+    [info] = target.glob("engine_core_marigold-0.1.0.dist-info")
+    requires = [
+        line
+        for line in (info / "METADATA").read_text().splitlines()
+        if line.startswith("Requires-D")
+    ]
+    assert [line for line in requires if "extra" not in line] == [
+        "Requires-Dist: engine-core-llm<0.2,>=0.1"
+    ]
+    assert not any("torch" in line for line in requires)
+    assert (target / "engine_core_marigold" / "py.typed").is_file()
+
+
+def test_names_and_settings_come_from_the_checkpoints_config(tmp_path: Path) -> None:
+    """Sizes stay tiny, and ids beyond the vocabulary are left out."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    make("marigold", "--like", "llama", "--hf-config", tmp_path, "--out", tmp_path)
+    package = tmp_path / "engine-core-marigold" / "engine_core_marigold"
+    values: dict[str, object] = {}
+    text = (package / "conformance.py").read_text()
+    literal = text[text.index("config=") + len("config=") : text.index(",\n    ),\n]")]
+    values = eval(literal)
+    assert values["architectures"] == ["MarigoldForCausalLM"]
+    assert values["hidden_act"] == "gelu"
+    assert values["attention_bias"] is True
+    assert values["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    assert values["hidden_size"] <= 128
+    assert values["vocab_size"] <= 1000
+    assert "head_dim" not in values
+    assert not {"eos_token_id", "auto_map", "torch_dtype"}.intersection(values)
+    assert "class MarigoldForCausalLM(" in (package / "model.py").read_text()
+
+
+def test_nothing_of_the_pattern_is_left_but_its_name(tmp_path: Path) -> None:
+    make("my-marigold-2", "--like", "llama", "--out", tmp_path)
+    project = tmp_path / "engine-core-my-marigold-2"
+    for file in project.rglob("*.py"):
+        source = file.read_text()
+        assert "engine_core_llama" not in source
+        assert "Mistral" not in source
+        assert "class Llama" not in source
+    about = tomllib.loads((project / "pyproject.toml").read_text())
+    assert about["project"]["name"] == "engine-core-my-marigold-2"
+    points = about["project"]["entry-points"]["engine_core"]
+    assert points == {"my-marigold-2": "engine_core_my_marigold_2.plugin"}
+    model = (project / "engine_core_my_marigold_2" / "model.py").read_text()
+    assert "class MyMarigold2ForCausalLM(" in model
+
+
+@pytest.mark.parametrize("family", ["bloom", "qwen2", "gpt2"])
+def test_every_simple_family_can_be_the_pattern(tmp_path: Path, family: str) -> None:
+    make("marigold", "--like", family, "--out", tmp_path)
+    for file in (tmp_path / "engine-core-marigold").rglob("*.py"):
+        compile(file.read_text(), file, "exec")
+        assert f"engine_core_{family}" not in file.read_text()
+
+
+def test_what_is_written_is_formatted_and_clean(tmp_path: Path) -> None:
+    make("marigold", "--like", "llama", "--out", tmp_path)
+    settings = ["--no-cache", "--config", str(ROOT / "pyproject.toml"), str(tmp_path)]
+    for command in (["format", "--check"], ["check", "--ignore", "D1"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, *settings],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+REFUSED = {
+    "upper case": (["My_Model"], 2, "try 'my-model'"),
+    "digit first": (["3b"], 2, "a letter first"),
+    "path": (["../escape"], 2, "PEP 503"),
+    "prefix": (["engine-core-rose"], 2, "leave out engine-core"),
+    "a family": (["llama"], 2, "taken by the installed engine-core-llama"),
+    "no such pattern": (["rose", "--like", "tulip"], 2, "no installed family is named 'tulip'"),
+    "no config": (["rose", "--hf-config", "nowhere"], 2, "no config.json"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_wrong_argument_is_refused_and_nothing_is_written(
+    tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
+    like = [] if "--like" in arguments else ["--like", "llama"]
+    done = runner.invoke(app, ["new-plugin", *arguments, *like, "--out", str(tmp_path)])
+    assert done.exit_code == code
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, 2, "already known, by plugin 'llama'"),
+        ({"architectures": []}, 1, "'architectures' must be a list that names the model"),
+        ({"architectures": ["No Name"]}, 1, "cannot be the name of a class"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, 1, "'su' is not one of"),
+    ],
+)
+def test_a_config_that_cannot_serve_is_refused_by_name(
+    tmp_path: Path, change: dict[str, object], code: int, message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED, **change}))
+    arguments = ["rose", "--like", "llama", "--hf-config", str(tmp_path), "--out", str(tmp_path)]
+    done = runner.invoke(app, ["new-plugin", *arguments])
+    assert done.exit_code == code
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert not (tmp_path / "engine-core-rose").exists()
+
+
+def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "engine-core-rose"
+    folder.mkdir()
+    (folder / "mine").write_text("work")
+    done = runner.invoke(app, ["new-plugin", "rose", "--like", "llama", "--out", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "exists already; nothing was written" in " ".join(done.stderr.split())
+    assert [path.name for path in folder.iterdir()] == ["mine"]

@@ -1,0 +1,408 @@
+"""Sampling parameters through the whole engine, against transformers on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden_fixtures import GOLDEN, SETTINGS, golden_prompts
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.configs.sampling import BeamSearchParams
+from engine_core.errors import ConfigError, RequestError
+
+MODEL = str(GOLDEN / "llama-gqa")
+VOCAB = 320
+PAD = 1
+PROMPTS = [prompt.input_ids for prompt in golden_prompts("llama-gqa")]
+SHORT = [ids for ids in PROMPTS if len(ids) < 80]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(MODEL, EngineConfig(skip_tokenizer_init=True, max_model_len=200)) as llm:
+        yield llm
+        assert not llm.engine.has_unfinished
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+def generated(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+def transformers_greedy(
+    model: PreTrainedModel, prompt: list[int], max_tokens: int = 24, **settings: Any
+) -> list[int]:
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **settings}
+    ids = model.generate(torch.tensor([prompt]), max_new_tokens=max_tokens, **settings)
+    return ids[0, len(prompt) :].tolist()
+
+
+def unpenalised(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    return transformers_greedy(model, prompt)
+
+
+# Ours, and the same for transformers' generate.
+AGREEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "repetition": ({"repetition_penalty": 1.8}, {"repetition_penalty": 1.8}),
+    "repetition below one": ({"repetition_penalty": 0.7}, {"repetition_penalty": 0.7}),
+    "bias": (
+        {"logit_bias": {5: 1.5, 17: 2.0, 300: -100.0}},
+        {"sequence_bias": [[[5], 1.5], [[17], 2.0], [[300], -100.0]]},
+    ),
+    "allowed": (
+        {"allowed_token_ids": range(100, 140)},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: list(range(100, 140))},
+    ),
+    "bias, penalty and allowed": (
+        {
+            "logit_bias": {5: 2.0, 250: 3.0},
+            "repetition_penalty": 1.3,
+            "allowed_token_ids": range(120),
+        },
+        {
+            "sequence_bias": [[[5], 2.0], [[250], 3.0]],
+            "repetition_penalty": 1.3,
+            "prefix_allowed_tokens_fn": lambda batch, ids: list(range(120)),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), AGREEING.values(), ids=AGREEING.keys())
+def test_greedy_tokens_are_those_of_transformers(
+    llm: LLM, reference: PreTrainedModel, ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    got = generated(llm, SHORT, GREEDY.replace(**ours))
+    expected = [transformers_greedy(reference, ids, **theirs) for ids in SHORT]
+    assert got == expected
+    assert got != [unpenalised(reference, ids) for ids in SHORT]
+
+
+def penalised_greedy(
+    model: PreTrainedModel, prompt: list[int], frequency: float, presence: float, steps: int
+) -> list[int]:
+    """OpenAI's formula in plain Python, on transformers' logits."""
+    output: list[int] = []
+    for _ in range(steps):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + output])).logits[0, -1].tolist()
+        scores = [
+            logit - output.count(token) * frequency - (presence if token in output else 0.0)
+            for token, logit in enumerate(logits)
+        ]
+        output.append(scores.index(max(scores)))
+    return output
+
+
+# A negative penalty repeats, a positive one avoids: both change what follows.
+PENALTIES = [(0.2, 0.0), (0.0, 0.3), (-0.1, -0.2), (0.15, 0.1)]
+
+
+@pytest.mark.parametrize(("frequency", "presence"), PENALTIES)
+def test_openai_penalties_follow_their_formula(
+    llm: LLM, reference: PreTrainedModel, frequency: float, presence: float
+) -> None:
+    params = GREEDY.replace(frequency_penalty=frequency, presence_penalty=presence)
+    got = generated(llm, SHORT, params)
+    assert got == [penalised_greedy(reference, ids, frequency, presence, 24) for ids in SHORT]
+    assert got != [unpenalised(reference, ids) for ids in SHORT]
+
+
+def test_bad_words_are_banned_at_their_last_token(llm: LLM, reference: PreTrainedModel) -> None:
+    prompt = SHORT[0]
+    free = unpenalised(reference, prompt)
+    words = ((free[3],), (free[6], free[7]), (free[9], free[10], free[11]))
+    got = generated(llm, [prompt], GREEDY.replace(bad_words=words))[0]
+    # transformers also bans a word that begins in the prompt; one without these tokens shows the
+    # same as vLLM's rule.
+    assert not {free[6], free[9]} & set(prompt[-2:])
+    expected = transformers_greedy(reference, prompt, bad_words_ids=[list(w) for w in words])
+    assert got == expected
+    assert got != free
+
+
+def everything() -> list[SamplingParams]:
+    """Parameters of every kind, those that need the host and those that do not."""
+
+    def cap(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(0, torch.tensor([len(output) % VOCAB]), -torch.inf)
+
+    base = SamplingParams(max_tokens=24, ignore_eos=True, seed=3)
+    return [
+        base.replace(repetition_penalty=1.5, frequency_penalty=0.5),
+        base.replace(bad_words=[[token] for token in range(160)]),
+        base.replace(bad_words=[[a, b] for a in range(160) for b in range(a, 160, 7)], top_k=9),
+        base.replace(logits_processors=[cap], temperature=0.0, presence_penalty=0.8),
+        base.replace(logit_bias={5: 4.0, 6: 4.0}, allowed_token_ids=range(60), top_p=0.8),
+        base.replace(min_tokens=20, stop_token_ids=range(0, 300, 3), temperature=0.0),
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    """What each of :func:`everything` gives by itself for each short prompt."""
+    with LLM(MODEL, skip_tokenizer_init=True, max_num_seqs=1, enable_prefix_caching=False) as llm:
+        prompts, params = crossed()
+        return [generated(llm, [p], q)[0] for p, q in zip(prompts, params, strict=True)]
+
+
+def crossed() -> tuple[list[list[int]], list[SamplingParams]]:
+    pairs = [(prompt, params) for prompt in SHORT for params in everything()]
+    return [prompt for prompt, _ in pairs], [params for _, params in pairs]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_no_setting_of_the_engine_shows_in_the_tokens(
+    settings: dict[str, Any], alone: list[list[int]]
+) -> None:
+    with LLM(MODEL, skip_tokenizer_init=True, max_model_len=160, **settings) as llm:
+        assert generated(llm, *crossed()) == alone
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_preemption_and_steps_in_flight_do_not_show(depth: int, alone: list[list[int]]) -> None:
+    with LLM(MODEL, skip_tokenizer_init=True, max_model_len=160) as llm:
+        one_token = llm.engine.cache_plan.bytes_per_block // 16
+    config = EngineConfig(
+        skip_tokenizer_init=True,
+        max_model_len=160,
+        block_size=4,
+        kv_cache_memory=one_token * 4 * 41,
+        max_num_batched_tokens=256,
+    )
+    with LLM(MODEL, config) as llm:
+        # On a CPU no step is left in flight by itself.
+        llm.engine._depth = depth
+        outputs = llm.generate(*crossed())
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert [output.outputs[0].token_ids for output in outputs] == alone
+
+
+def test_every_logprob_can_be_asked_for(llm: LLM) -> None:
+    prompt = golden_prompts("llama-gqa")[2]
+    params = GREEDY.replace(
+        max_tokens=2, logprobs=-1, prompt_logprobs=-1, repetition_penalty=1.5, bad_words=[[7]]
+    )
+    (output,) = llm.generate(prompt.input_ids, params)
+    entry = output.outputs[0].logprobs[0]
+    assert set(entry) == set(range(VOCAB))
+    got = torch.tensor([entry[token].logprob for token in range(VOCAB)])
+    torch.testing.assert_close(got, prompt.step_logits[0].log_softmax(-1), atol=1e-4, rtol=0)
+    assert all(len(item) == VOCAB for item in output.prompt_logprobs[1:])
+
+
+def test_completions_of_one_request_have_their_own_penalties_and_seeds(llm: LLM) -> None:
+    params = SamplingParams(
+        n=3, seed=11, max_tokens=20, ignore_eos=True, frequency_penalty=1.0, bad_words=[[4], [5, 6]]
+    )
+    (together,) = llm.generate(SHORT[1], params)
+    for index, completion in enumerate(together.outputs):
+        single = generated(llm, [SHORT[1]], params.replace(n=1, seed=11 + index))[0]
+        assert completion.token_ids == single
+
+
+def test_a_failing_processor_ends_its_request_and_no_other(llm: LLM) -> None:
+    def fail_later(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(output) == 3:
+            raise ValueError("three is too many")
+        return logits
+
+    failed, fine = llm.generate(SHORT[:2], [GREEDY.replace(logits_processors=[fail_later]), GREEDY])
+    (completion,) = failed.outputs
+    assert completion.finish_reason == "error"
+    assert "fail_later failed: ValueError: three is too many" in completion.error
+    assert len(completion.token_ids) == 3
+    assert len(fine.outputs[0].token_ids) == 24
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bias": ({"logit_bias": {3: 1.0, 320: 1.0}}, r"logit_bias \[320\] are outside the vocabulary"),
+    "allowed": ({"allowed_token_ids": [-1, 5]}, r"allowed_token_ids \[-1\]"),
+    "bad ids": ({"bad_words": [[3, 999]]}, r"bad_words \[999\]"),
+    "bad words": ({"bad_words": ["hello"]}, "bad_words as text need a tokenizer"),
+    "logprobs": ({"logprobs": 321}, "logprobs 321 is above the vocabulary of 320; -1"),
+    "prompt logprobs": ({"prompt_logprobs": 400}, "prompt_logprobs 400"),
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_the_model_cannot_serve_is_refused(
+    llm: LLM, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(SHORT[0], GREEDY.replace(**settings))
+    assert not llm.engine.has_unfinished
+
+
+SENSELESS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 0.0},
+    "presence_penalty": {"presence_penalty": 2.1},
+    "frequency_penalty": {"frequency_penalty": -2.1},
+    "logit_bias above": {"logit_bias": {1: 100.5}},
+    "logit_bias below": {"logit_bias": {1: -101}},
+    "logit_bias nan": {"logit_bias": {1: float("nan")}},
+    "logit_bias key": {"logit_bias": {"a": 1.0}},
+    "allowed_token_ids": {"allowed_token_ids": []},
+    "bad_words": {"bad_words": [""]},
+    "bad_words ids": {"bad_words": [[]]},
+    "logits_processors": {"logits_processors": [3]},
+    "logits_processors form": {"logits_processors": [lambda logits: logits]},
+    "prompt_logprobs": {"prompt_logprobs": -2},
+}
+
+
+@pytest.mark.parametrize("settings", SENSELESS.values(), ids=SENSELESS.keys())
+def test_senseless_parameters_are_refused_by_name(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"SamplingParams.{name}"):
+        SamplingParams(**settings)
+
+
+def test_the_checkpoints_own_penalty_is_a_default(tmp_path: Path) -> None:
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).symlink_to(GOLDEN / "llama-gqa" / file)
+    (tmp_path / "generation_config.json").write_text(
+        '{"repetition_penalty": 1.8, "do_sample": false, "max_new_tokens": 24}'
+    )
+    with LLM(str(tmp_path), skip_tokenizer_init=True) as llm:
+        params = llm.default_sampling_params()
+        assert params == SamplingParams(temperature=0.0, repetition_penalty=1.8, max_tokens=24)
+
+
+BEAMS: dict[str, dict[str, Any]] = {
+    "two": {"beam_width": 2, "max_tokens": 8},
+    "five": {"beam_width": 5, "max_tokens": 12},
+    "long": {"beam_width": 3, "max_tokens": 12, "length_penalty": 2.0},
+    "short": {"beam_width": 3, "max_tokens": 12, "length_penalty": -1.0},
+    "sum": {"beam_width": 4, "max_tokens": 10, "length_penalty": 0.0},
+    "past the end": {"beam_width": 3, "max_tokens": 10, "ignore_eos": True},
+    "one token": {"beam_width": 4, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("num_eos", [1, 40], ids=["one end", "many ends"])
+@pytest.mark.parametrize("settings", BEAMS.values(), ids=BEAMS.keys())
+def test_beam_search_is_that_of_transformers(
+    reference: PreTrainedModel, settings: dict[str, Any], num_eos: int
+) -> None:
+    """With one end-of-sequence token few sequences end, with many most do."""
+    params = BeamSearchParams(**settings)
+    ends = list(range(3, VOCAB, VOCAB // num_eos))[:num_eos]
+    prompts = SHORT[:3]
+    with LLM(MODEL, skip_tokenizer_init=True, hf_overrides={"eos_token_id": ends}) as llm:
+        outputs = llm.beam_search(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        width = params.beam_width
+        found = reference.generate(
+            torch.tensor([prompt]),
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=params.max_tokens,
+            length_penalty=params.length_penalty,
+            early_stopping="never",
+            do_sample=False,
+            eos_token_id=None if params.ignore_eos else ends,
+            pad_token_id=PAD,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        assert output.prompt_token_ids == prompt
+        assert len(output.sequences) == width
+        for sequence, ids, score in zip(
+            output.sequences, found.sequences, found.sequences_scores, strict=True
+        ):
+            length = len(sequence.token_ids)
+            assert ids[len(prompt) : len(prompt) + length].tolist() == sequence.token_ids
+            assert set(ids[len(prompt) + length :].tolist()) <= {PAD}
+            assert sequence.score == pytest.approx(float(score), rel=1e-5)
+            ended = sequence.token_ids[-1] in ends and not params.ignore_eos
+            assert sequence.finish_reason == ("stop" if ended else "length")
+
+
+def test_beam_search_refuses_what_it_cannot_serve(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=2)
+    with pytest.raises(RequestError, match="prompt 1: token 320"):
+        llm.beam_search([[1], [320]], params)
+    with pytest.raises(RequestError, match="prompt 0: 200 tokens"):
+        llm.beam_search([[1] * 200], params)
+    (output,) = llm.beam_search([[1] * 199], params)
+    assert [len(sequence.token_ids) for sequence in output.sequences] == [1, 1]
+    with pytest.raises(ConfigError, match="beam_width"):
+        BeamSearchParams(beam_width=0, max_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_gguf: Path) -> Iterator[LLM]:
+    config = EngineConfig(dtype="float32", kv_cache_memory="256MiB", max_model_len=512)
+    with LLM(str(smollm2_gguf), config) as llm:
+        yield llm
+
+
+TEXT = SamplingParams(temperature=0.0, max_tokens=16)
+COUNTING = "1, 2, 3, 4, 5, 6,"
+
+
+def text_of(llm: LLM, prompt: str, params: SamplingParams) -> str:
+    return llm.generate(prompt, params)[0].outputs[0].text
+
+
+def test_bad_words_stay_out_of_the_text(smollm2: LLM) -> None:
+    """Each is what the model would say next; one is written without the space before it."""
+    prompt = "The capital of France is"
+    said = text_of(smollm2, prompt, TEXT)
+    assert said.startswith(" Paris")
+    for words in (["Paris"], [" Paris"], ["Paris", "the city"]):
+        without = text_of(smollm2, prompt, TEXT.replace(bad_words=words))
+        assert without
+        assert not any(word.strip() in without for word in words)
+    # Several tokens in a row.
+    phrase = " ".join(said.split()[:3])
+    assert len(smollm2.tokenizer.encode(f" {phrase}")) > 2
+    without = text_of(smollm2, prompt, TEXT.replace(bad_words=[phrase]))
+    assert phrase not in without
+    assert without.startswith(" Paris")
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_is_left_in_if_asked_for(smollm2: LLM, include: bool) -> None:
+    free = text_of(smollm2, COUNTING, TEXT)
+    before, stop = free.split("9,")[0], "9,"
+    params = TEXT.replace(stop=[stop], include_stop_str_in_output=include)
+    streamed = [output.outputs[0].text for output in smollm2.stream(COUNTING, params)]
+    assert streamed[-1] == before + (stop if include else "")
+    assert all(late.startswith(early) for early, late in pairwise(streamed))
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_stop_token_is_left_in_if_asked_for(smollm2: LLM, include: bool, skip: bool) -> None:
+    (comma,) = smollm2.tokenizer.encode(",")
+    params = TEXT.replace(
+        stop_token_ids=[comma], include_stop_str_in_output=include, skip_special_tokens=skip
+    )
+    assert text_of(smollm2, "1, 2, 3, 4", params) == ("," if include else "")
+    end = smollm2.engine.eos_token_ids[0]
+    forced = params.replace(allowed_token_ids=[end], stop_token_ids=[])
+    name = smollm2.tokenizer.id_to_token(end)
+    expected = name if include and not skip else ""
+    assert text_of(smollm2, COUNTING, forced) == expected
+
+
+def test_beam_search_gives_text(smollm2: LLM) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+    (output,) = smollm2.beam_search("The capital of France is", params)
+    best, second = output.sequences
+    assert "Paris" in best.text
+    assert best.score > second.score
+    assert best.text != second.text

@@ -1,0 +1,94 @@
+"""Two ranks over gloo: the same tokens as one, and an end with a cause when one dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from golden_fixtures import GOLDEN, golden_prompts
+
+from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.errors import EngineDeadError, PluginLoadError, WeightsMismatchError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+
+def config(**more: object) -> EngineConfig:
+    return EngineConfig(skip_tokenizer_init=True, tensor_parallel_size=2, max_model_len=160, **more)
+
+
+# Grouped heads, biases everywhere, a tied head, and one key-value head for both ranks.
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "llama-bias-linear", "llama-tied-llama3", "llama-yarn"]
+)
+def test_two_ranks_give_the_tokens_of_the_original_code(name: str) -> None:
+    prompts = golden_prompts(name)
+    with LLM(str(GOLDEN / name), config(block_size=4, max_num_batched_tokens=256)) as llm:
+        outputs = llm.generate([prompt.input_ids for prompt in prompts], GREEDY)
+        sampled = llm.generate(prompts[1].input_ids, SamplingParams(seed=3, max_tokens=9))
+    assert [o.outputs[0].token_ids for o in outputs] == [p.new_tokens for p in prompts]
+    with LLM(str(GOLDEN / name), config().replace(tensor_parallel_size=1)) as llm:
+        alone = llm.generate(prompts[1].input_ids, SamplingParams(seed=3, max_tokens=9))
+    assert sampled[0].outputs[0].token_ids == alone[0].outputs[0].token_ids
+    assert not multiprocessing.active_children()
+
+
+def test_a_rank_that_dies_ends_the_request_with_the_cause() -> None:
+    prompt = golden_prompts("llama-gqa")[2]
+    with LLM(str(GOLDEN / "llama-gqa"), config()) as llm:
+        stream = llm.stream(prompt.input_ids, GREEDY)
+        assert next(stream).outputs[0].token_ids == prompt.new_tokens[:1]
+        victim = next(p for p in multiprocessing.active_children() if p.name.endswith("rank-1"))
+        os.kill(victim.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError) as caught:
+            list(stream)
+        # Its neighbour may notice first and say whose connection broke; both name a rank.
+        assert "rank 1 ended by signal SIGKILL" in str(caught.value) or "rank 0" in str(
+            caught.value
+        )
+        with pytest.raises(EngineDeadError):
+            llm.generate(prompt.input_ids, GREEDY)
+    assert not multiprocessing.active_children()
+
+
+def test_a_custom_module_map_reaches_every_rank(tmp_path: Path) -> None:
+    """No environment variable, no fork: each process reads the file itself."""
+    prompt = golden_prompts("llama-gqa")[2]
+    file = tmp_path / "my_family.py"
+    file.write_text(
+        "from engine_core_llama.config import LlamaConfigBuilder\n"
+        "from engine_core_llama.model import LlamaForCausalLM\n"
+        "class MyModel(LlamaForCausalLM):\n"
+        "    pass\n"
+        "class MyBuilder(LlamaConfigBuilder):\n"
+        "    @classmethod\n"
+        "    def condition(cls, hf_config):\n"
+        "        return hf_config.get('architectures') == ['MyModel']\n"
+        "MODULE_MAP = {'MyModel': 'MyModel'}\n"
+        "CONFIG_BUILDERS = [MyBuilder]\n"
+    )
+    mine = config(custom_module_map=str(file), hf_overrides={"architectures": ["MyModel"]})
+    with LLM(str(GOLDEN / "llama-gqa"), mine) as llm:
+        (output,) = llm.generate(prompt.input_ids, GREEDY)
+    assert output.outputs[0].token_ids == prompt.new_tokens
+    file.write_text("MODULE_MAP = {")
+    with pytest.raises(PluginLoadError, match="my_family"):
+        LLM(str(GOLDEN / "llama-gqa"), mine)
+    assert not multiprocessing.active_children()
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    wrong = config(hf_overrides={"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 8})
+    with pytest.raises(Exception, match=r"number of query heads \(7\) is not divisible"):
+        LLM(str(GOLDEN / "llama-gqa"), wrong)
+    assert not multiprocessing.active_children()
+
+
+def test_weights_that_do_not_fit_are_refused_as_on_one_rank() -> None:
+    wrong = config(hf_overrides={"num_hidden_layers": 4})
+    with pytest.raises(WeightsMismatchError, match=r"missing: model\.layers\.3\."):
+        LLM(str(GOLDEN / "llama-gqa"), wrong)
+    assert not multiprocessing.active_children()

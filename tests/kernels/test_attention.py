@@ -1,0 +1,284 @@
+"""Paged attention: the reference against loops, the CPU path and the kernels against both."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import TOLERANCE, Paged, error, make_paged
+from torch import Tensor
+
+from engine_core.kernels import paged_attention
+from engine_core.kernels.attention import reference
+
+ROWS = [(1, 5), (1, 33), (1, 0), (1, 1), (7, 7), (3, 21)]
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+PREFIX = torch.tensor([3, 2, 0, 1, 6, 20], dtype=torch.int32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "alibi": {"alibi_slopes": SLOPES},
+    "window": {"window": 4},
+    "window1": {"window": 1},
+    "softcap": {"softcap": 1.5},
+    "prefix": {"prefix_lens": PREFIX},
+    "window-alibi": {"window": 4, "alibi_slopes": SLOPES},
+    "window-prefix": {"window": 4, "prefix_lens": PREFIX},
+    "everything": {
+        "window": 4,
+        "prefix_lens": PREFIX,
+        "alibi_slopes": SLOPES,
+        "softcap": 1.5,
+    },
+}
+
+
+def by_loops(
+    paged: Paged,
+    scale: float,
+    *,
+    alibi_slopes: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    prefix_lens: Tensor | None = None,
+) -> Tensor:
+    """The docstring of ``paged_attention``, one query, head and key at a time, in float64."""
+    expected = torch.zeros(paged.poisoned_out().shape, dtype=torch.float64)
+    token = 0
+    for row, (num_queries, kv_len) in enumerate(paged.rows):
+        k, v = (x.double() for x in paged.dense[row])
+        for i in range(kv_len - num_queries, kv_len):
+            if kv_len == 0:
+                break
+            for head in range(paged.q.shape[1]):
+                kv_head = head * k.shape[1] // paged.q.shape[1]
+                query = paged.q[token, head].double()
+                weights, total = torch.zeros(v.shape[2], dtype=torch.float64), 0.0
+                for j in range(kv_len):
+                    near = j <= i and (window is None or j > i - window)
+                    if not near and not (prefix_lens is not None and j < prefix_lens[row]):
+                        continue
+                    logit = scale * float(query @ k[j, kv_head])
+                    if softcap is not None:
+                        logit = softcap * math.tanh(logit / softcap)
+                    if alibi_slopes is not None:
+                        logit += float(alibi_slopes[head]) * (j - i)
+                    weights += math.exp(logit) * v[j, kv_head]
+                    total += math.exp(logit)
+                expected[token, head] = weights / total
+            token += 1
+        token += num_queries if kv_len == 0 else 0
+    return expected
+
+
+def attend(paged: Paged, scale: float, **options: Any) -> Tensor:
+    return paged_attention(
+        paged.q,
+        paged.k_cache,
+        paged.v_cache,
+        scale=scale,
+        out=paged.poisoned_out(),
+        **paged.metadata(),
+        **paged.sizes(),
+        **options,
+    )
+
+
+def attend_by_reference(paged: Paged, scale: float, **options: Any) -> Tensor:
+    out = paged.poisoned_out().float()
+    reference.paged_attention(
+        paged.q, paged.k_cache, paged.v_cache, out, scale=scale, **paged.metadata(), **options
+    )
+    return out
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_reference_and_cpu_match_loops(options: dict[str, Any]) -> None:
+    paged = make_paged(ROWS, head_dim=8, v_head_dim=6, block_size=4)
+    expected = by_loops(paged, 0.4, **options)
+    assert error(attend_by_reference(paged, 0.4, **options), expected) < 1e-6
+    assert error(attend(paged, 0.4, **options), expected) < 1e-6
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_cpu_matches_reference_at_tile_boundaries(options: dict[str, Any], block_size: int) -> None:
+    rows = [(1, 130), (1, 64), (1, 129), (1, 17), (64, 64), (130, 200)]
+    paged = make_paged(rows, head_dim=32, block_size=block_size, fused=True)
+    expected = attend_by_reference(paged, 0.2, **options)
+    assert error(attend(paged, 0.2, **options), expected) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_cpu_in_low_precision(options: dict[str, Any], dtype: torch.dtype) -> None:
+    paged = make_paged([(1, 40), (1, 33), *ROWS[2:]], dtype=dtype)
+    expected = attend_by_reference(paged, 0.125, **options)
+    assert error(attend(paged, 0.125, **options), expected) < TOLERANCE[dtype]
+
+
+def test_a_prefix_longer_than_the_window_in_a_chunk_is_seen_by_all() -> None:
+    paged = make_paged([(70, 100)], head_dim=16)
+    options = {"prefix_lens": torch.tensor([90], dtype=torch.int32), "window": 3}
+    assert error(attend(paged, 0.25, **options), attend_by_reference(paged, 0.25, **options)) < 1e-6
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    rows = [(1, 1 + 37 * row % 300) for row in range(24)] + [(65, 90)]
+    paged = make_paged(rows, heads=6, kv_heads=2, head_dim=64)
+    together = attend(paged, 0.125)
+    for row in range(len(rows)):
+        begin, end = paged.query_start[row : row + 2].tolist()
+        alone = paged_attention(
+            paged.q[begin:end],
+            paged.k_cache,
+            paged.v_cache,
+            block_tables=paged.block_tables[row : row + 1],
+            query_start=torch.tensor([0, end - begin], dtype=torch.int32),
+            kv_lens=paged.kv_lens[row : row + 1],
+            max_query_len=end - begin,
+            max_kv_len=rows[row][1],
+            num_decode_rows=int(rows[row][0] == 1),
+            scale=0.125,
+        )
+        assert (alone - together[begin:end]).abs().max() < 1e-6
+
+
+def test_a_chunked_prompt_equals_a_whole_one() -> None:
+    paged = make_paged([(150, 150)], head_dim=32)
+    whole = attend(paged, 0.2)
+    for begin, end in [(0, 1), (1, 65), (65, 150)]:
+        part = paged_attention(
+            paged.q[begin:end],
+            paged.k_cache,
+            paged.v_cache,
+            block_tables=paged.block_tables,
+            query_start=torch.tensor([0, end - begin], dtype=torch.int32),
+            kv_lens=torch.tensor([end], dtype=torch.int32),
+            max_query_len=end - begin,
+            max_kv_len=end,
+            scale=0.2,
+        )
+        assert (part - whole[begin:end]).abs().max() < 1e-6
+
+
+def test_adjoining_blocks_are_read_in_place() -> None:
+    paged = make_paged([(1, 50)], head_dim=32)
+    order = paged.block_tables[0, :4].long()
+    k_cache, v_cache = paged.k_cache.clone(), paged.v_cache.clone()
+    k_cache[1:5], v_cache[1:5] = paged.k_cache[order], paged.v_cache[order]
+    out = paged_attention(
+        paged.q,
+        k_cache,
+        v_cache,
+        block_tables=torch.tensor([[1, 2, 3, 4]], dtype=torch.int32),
+        query_start=paged.query_start,
+        kv_lens=paged.kv_lens,
+        scale=0.2,
+        **paged.sizes(),
+    )
+    torch.testing.assert_close(out, attend(paged, 0.2), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(8, 4)}, r"q must be \[T, Hq, D\]"),
+        ({"q": torch.zeros(8, 3, 8)}, "multiple"),
+        ({"q": torch.zeros(8, 4, 8).half()}, "one dtype"),
+        ({"q": torch.zeros(8, 8, 4).transpose(1, 2)}, "stride 1"),
+        ({"v_cache": torch.zeros(3, 4, 2, 8)}, "agree in blocks"),
+        ({"kv_lens": torch.zeros(3, dtype=torch.int32)}, "kv_lens has 3 rows"),
+        ({"num_decode_rows": 3}, "3 decode rows of 2 rows"),
+        ({"window": 0}, "at least 1"),
+        ({"alibi_slopes": torch.zeros(2)}, r"alibi_slopes must be \[4\]"),
+        ({"prefix_lens": torch.zeros(1)}, r"prefix_lens must be \[2\]"),
+        ({"out": torch.zeros(8, 4, 4)}, "out must be contiguous"),
+    ],
+)
+def test_preconditions(change: dict[str, Any], message: str) -> None:
+    paged = make_paged([(1, 3), (7, 9)], head_dim=8, block_size=4)
+    arguments = {"q": paged.q, "k_cache": paged.k_cache, "v_cache": paged.v_cache}
+    arguments |= paged.metadata() | paged.sizes() | {"scale": 1.0} | change
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**arguments)
+
+
+def launch(paged: Paged, scale: float, **options: Any) -> Tensor:
+    from engine_core.kernels.attention import triton
+
+    out = paged.poisoned_out()
+    triton.paged_attention(
+        paged.q,
+        paged.k_cache,
+        paged.v_cache,
+        out,
+        scale=scale,
+        **paged.metadata(),
+        **paged.sizes(),
+        **options,
+    )
+    return out
+
+
+# Decode rows of one split and of several, a padding row, and chunks that fill a tile or do not.
+KERNEL_ROWS = [(1, 1), (1, 33), (1, 0), (1, 150), (70, 70), (3, 130)]
+KERNEL_PREFIX = torch.tensor([1, 20, 0, 70, 35, 128], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_kernel_options(name: str, launch_device: str) -> None:
+    options = dict(OPTIONS[name])
+    if "prefix_lens" in options:
+        options["prefix_lens"] = KERNEL_PREFIX
+    if options.get("window") == 4:
+        options["window"] = 40
+    options = {
+        key: value.to(launch_device) if isinstance(value, Tensor) else value
+        for key, value in options.items()
+    }
+    paged = make_paged(KERNEL_ROWS, device=launch_device, fused=True)
+    expected = attend_by_reference(paged, 0.125, **options)
+    assert error(launch(paged, 0.125, **options), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"head_dim": 80},
+        {"head_dim": 96, "v_head_dim": 64},
+        {"head_dim": 128},
+        {"head_dim": 256},
+        {"heads": 7, "kv_heads": 1},
+        {"heads": 71, "kv_heads": 1},
+        {"heads": 3, "kv_heads": 3},
+        {"block_size": 1},
+        {"block_size": 5},
+        {"block_size": 256},
+        {"dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_kernel_shapes(shape: dict[str, Any], launch_device: str) -> None:
+    paged = make_paged([(1, 63), (1, 130), (20, 70)], device=launch_device, **shape)
+    expected = attend_by_reference(paged, 0.1)
+    assert error(launch(paged, 0.1), expected) < TOLERANCE[paged.q.dtype]
+
+
+def test_kernel_without_splits(launch_device: str) -> None:
+    paged = make_paged([(1, 30), (1, 0), (1, 7)], device=launch_device)
+    assert error(launch(paged, 0.125), attend_by_reference(paged, 0.125)) < 1e-5
+
+
+def test_kernel_grid_of_a_larger_context(launch_device: str) -> None:
+    """A captured graph has splits for the longest context; short rows leave them unwritten."""
+    from engine_core.kernels.attention import triton
+
+    paged = make_paged([(1, 40), (1, 3)], device=launch_device)
+    out = paged.poisoned_out()
+    sizes = paged.sizes() | {"max_kv_len": 4096}
+    triton.paged_attention(
+        paged.q, paged.k_cache, paged.v_cache, out, scale=0.125, **paged.metadata(), **sizes
+    )
+    assert error(out, attend_by_reference(paged, 0.125)) < 1e-5

@@ -1,0 +1,299 @@
+"""A model file in lmdeploy's style, with only its imports changed, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden_fixtures import check_generation, golden_llm
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from engine_core.configs import HFConfig
+from engine_core.errors import WeightsMismatchError
+from engine_core.nn import lmdeploy
+from engine_core.nn.loading import load_account
+
+HERE = Path(__file__).parent
+DOCUMENT = HERE.parents[1] / "docs" / "porting-from-lmdeploy.md"
+SOURCE = HERE / "lmdeploy_style_llama.txt"
+SETTINGS = {
+    "default": {},
+    "chunks-of-8": {"max_num_seqs": 4, "max_num_batched_tokens": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def ported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The file after the document's command, as a module map that names one of its classes."""
+    folder = tmp_path_factory.mktemp("ported")
+    command = re.search(r"^sed .*$", DOCUMENT.read_text(), re.MULTILINE)
+    assert command is not None
+
+    def make(name: str) -> str:
+        file = folder / name / "my_model.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(SOURCE.read_text())
+        subprocess.run(command[0], shell=True, check=True, cwd=file.parent)
+        ours, theirs = file.read_text().splitlines(), SOURCE.read_text().splitlines()
+        changed = [line for line, other in zip(ours, theirs, strict=True) if line != other]
+        assert len(changed) == 5
+        assert all(line.startswith("from engine_core.nn.lmdeploy import ") for line in changed)
+        with file.open("a") as lines:
+            lines.write(f'MODULE_MAP = {{"LlamaForCausalLM": "{name}"}}\n')
+        return str(file)
+
+    return make
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "llama-tied-llama3", "llama-yarn", "llama-bias-linear"]
+)
+def test_a_ported_file_gives_the_logits_of_transformers(
+    ported: Callable[[str], str], name: str, settings: dict[str, Any]
+) -> None:
+    module_map = ported("MyForCausalLM")
+    check_generation(name, {"custom_module_map": module_map, **settings})
+
+
+def test_the_guides_own_shape_runs(ported: Callable[[str], str]) -> None:
+    """No mixin, and logits from forward."""
+    check_generation("llama-gqa", {"custom_module_map": ported("GuideForCausalLM")})
+
+
+@pytest.mark.slow
+def test_a_ported_file_runs_on_two_ranks(ported: Callable[[str], str]) -> None:
+    settings = {"custom_module_map": ported("MyForCausalLM"), "tensor_parallel_size": 2}
+    check_generation("llama-gqa", settings)
+
+
+def test_dynamic_scaling_is_refused(ported: Callable[[str], str]) -> None:
+    with pytest.raises(ValueError, match="dynamic NTK scaling is not supported"):
+        golden_llm("llama-dynamic", custom_module_map=ported("MyForCausalLM"))
+
+
+def linear(name: str, **more: Any) -> Callable[[], object]:
+    def build() -> object:
+        function = getattr(lmdeploy, name)
+        sizes = [4, 4] if name in ("build_gateup_linear", "build_merged_colwise_linear") else 8
+        return function(4, sizes, False, **more)
+
+    return build
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    **{
+        f"{name} quant_config": (linear(name, quant_config={"bits": 4}), "quant_config")
+        for name in (
+            "build_linear",
+            "build_colwise_linear",
+            "build_rowwise_linear",
+            "build_o_proj",
+            "build_down_linear",
+            "build_merged_colwise_linear",
+            "build_gateup_linear",
+        )
+    },
+    "qkv quant_config": (
+        lambda: lmdeploy.build_qkv_proj(4, 2, 2, 2, quant_config={"bits": 4}),
+        "quant_config",
+    ),
+    "qkv replicate": (
+        lambda: lmdeploy.build_qkv_proj(4, 2, 2, 2, num_replicate_kv_heads=2),
+        "num_replicate_kv_heads=2",
+    ),
+    "align": (linear("build_colwise_linear", tp_align_size=8), "tp_align_size=8"),
+    "unsummed": (linear("build_o_proj", is_tp=True, all_reduce=False), "all_reduce=False"),
+    "out_names": (linear("build_gateup_linear", out_names=["gate"]), "1 out_names for 2"),
+    "norm quant_config": (lambda: lmdeploy.RMSNorm(4, quant_config={"bits": 8}), "quant_config"),
+    "norm group": (lambda: lmdeploy.RMSNorm(4, all_reduce_group="attn"), "all_reduce_group"),
+    "not causal": (lambda: lmdeploy.Attention(2, 4, causal=False), "causal=False"),
+    "mla": (lambda: lmdeploy.Attention(2, 4, use_flash_mla=True), "use_flash_mla"),
+    "sinks": (lambda: lmdeploy.Attention(2, 4, learnable_sink=True), "learnable_sink"),
+    "window": (lambda: lmdeploy.Attention(2, 4, sliding_window=-1), "sliding_window=-1"),
+    "unknown": (lambda: lmdeploy.Attention(2, 4, block_sparse=7), "block_sparse=7"),
+    "embedding dtype": (
+        lambda: lmdeploy.ParallelEmbedding(8, 4, None, force_dtype=torch.float64),
+        "force_dtype",
+    ),
+    "padding": (lambda: lmdeploy.ParallelEmbedding(8, 4, 8), "padding_idx=8"),
+    "head bias": (lambda: lmdeploy.ParallelLMHead(8, 4, bias=True), "bias=True"),
+    **{
+        f"rope {kind.name}": (
+            lambda kind=kind: lmdeploy.build_rotary_embedding(8, emb_type=kind),
+            f"RopeType.{kind.name}",
+        )
+        for kind in (
+            lmdeploy.RopeType.DynamicNTKScaling,
+            lmdeploy.RopeType.LongRoPEScaling,
+            lmdeploy.RopeType.Fope,
+        )
+    },
+    "rope no enum": (lambda: lmdeploy.build_rotary_embedding(8, emb_type="yarn"), "'yarn'"),
+    "rope factor": (
+        lambda: lmdeploy.build_rotary_embedding(8, scaling_factor=2.0),
+        "scaling_factor=2.0",
+    ),
+    "mrope": (lambda: lmdeploy.build_rotary_embedding(8, mrope_params=[2, 1, 1]), "mrope_params"),
+    "longrope": (
+        lambda: lmdeploy.build_rotary_embedding(
+            8, longrope_params=lmdeploy.LongRoPEScalingParameters([1.0], [1.0], 64)
+        ),
+        "longrope_params",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_not_here_is_refused_by_name(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build()
+
+
+def test_scales_of_a_quantised_cache_are_refused() -> None:
+    attention = lmdeploy.Attention(2, 4)
+    empty = torch.empty(0)
+    with pytest.raises(ValueError, match=r"k_scales_zeros=\(3,\)"):
+        attention(empty, empty, empty, empty, empty, None, k_scales_zeros=torch.ones(3))
+
+
+def test_buffers_of_a_captured_graph_are_refused() -> None:
+    with pytest.raises(TypeError, match="Model defines fill_buffers_cudagraph"):
+        type("Model", (nn.Module, lmdeploy.CudaGraphMixin), {"fill_buffers_cudagraph": None})
+
+
+PARAMETERS = {
+    "default": ({}, {"rope_type": "default"}),
+    "linear": (
+        {"emb_type": lmdeploy.RopeType.LinearScaling, "scaling_factor": 4.0},
+        {"rope_type": "linear", "factor": 4.0},
+    ),
+    "llama3": (
+        {
+            "emb_type": lmdeploy.RopeType.Llama3,
+            "scaling_factor": 8.0,
+            "llama3_params": lmdeploy.Llama3Parameters(1.0, 4.0, 32),
+        },
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "yarn": (
+        {
+            "emb_type": lmdeploy.RopeType.Yarn,
+            "scaling_factor": 4.0,
+            "yarn_params": lmdeploy.YarnParameters(beta_fast=16, beta_slow=2),
+        },
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, "beta_slow": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PARAMETERS.values(), ids=PARAMETERS.keys())
+def test_rotation_is_that_of_transformers(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Also out of place, where the inputs stay as they were."""
+    positions = torch.arange(50).unsqueeze(0)
+    q, k = torch.randn(50, 3, 16), torch.randn(50, 2, 16)
+    config = LlamaConfig(
+        hidden_size=48,
+        num_attention_heads=3,
+        max_position_embeddings=64,
+        rope_parameters={"rope_theta": 5000.0, **theirs},
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(q, positions)
+    wanted = apply_rotary_pos_emb(q[None].transpose(1, 2), k[None].transpose(1, 2), cos, sin)
+
+    rotary = lmdeploy.build_rotary_embedding(16, 64, 5000, **ours)
+    our_cos, our_sin = rotary(q, positions)
+    torch.testing.assert_close(our_cos, cos, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(our_sin, sin, atol=1e-5, rtol=1e-5)
+    q_before, k_before = q.clone(), k.clone()
+    rotated = lmdeploy.ApplyRotaryEmb()(q, k, our_cos[0], our_sin[0], inplace=False)
+    assert torch.equal(q, q_before)
+    assert torch.equal(k, k_before)
+    for result, expected in zip(rotated, wanted, strict=True):
+        torch.testing.assert_close(result, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+    lmdeploy.ApplyRotaryEmb()(q, k, our_cos[0], our_sin[0])
+    assert torch.equal(q, rotated[0])
+
+
+def test_cos_and_sin_have_the_hidden_states_dtype() -> None:
+    rotary = lmdeploy.build_rotary_embedding(16, partial_rotary_factor=0.5)
+    cos, sin = rotary(torch.zeros(1, 3, 4, dtype=torch.bfloat16), torch.arange(3).unsqueeze(0))
+    assert cos.dtype == sin.dtype == torch.bfloat16
+    assert cos.shape == sin.shape == (1, 3, 8)
+    with pytest.raises(ValueError, match=r"position_ids must be \[1, T\], got \(3, 5\)"):
+        rotary(torch.zeros(1, 5, 4), torch.zeros(3, 5, dtype=torch.int64))
+
+
+def test_merged_shards_have_lmdeploys_names() -> None:
+    merged = lmdeploy.build_merged_colwise_linear(
+        4, [2, 3], bias=False, out_names=("one", "two"), device=torch.device("cpu")
+    )
+    one, two = torch.randn(2, 4), torch.randn(3, 4)
+    lmdeploy.load_weight(merged.weight, two, shard_id="two")
+    lmdeploy.load_weight(merged.weight, one, shard_id="one")
+    assert torch.equal(merged.weight, torch.cat((one, two)))
+
+
+def test_the_padding_row_is_zero_and_the_head_can_share_the_matrix() -> None:
+    embedding = lmdeploy.ParallelEmbedding(5, 4, -2)
+    head = lmdeploy.ParallelLMHead(5, 4)
+    head.tie_weights(embedding)
+    table = torch.randn(5, 4)
+    lmdeploy.load_weight(embedding.weight, table)
+    table[3] = 0
+    assert torch.equal(embedding(torch.arange(5)), table)
+    torch.testing.assert_close(head(table), table @ table.T)
+
+
+class TinyModel(nn.Module, lmdeploy.DeployModelMixinV1):
+    """A head that its base builds and ties."""
+
+    def __init__(self, config: Any, ctx_mgr: object) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(6, 4, config.pad_token_id)
+        self.lm_head = self.build_lm_head(4, 6, bias=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            lmdeploy.default_weight_loader(parameters[name], tensor)
+
+
+def test_the_mixin_ties_the_head_before_and_after_loading() -> None:
+    table = torch.randn(6, 4)
+    tied = TinyModel(HFConfig(), None)
+    with load_account(tied) as account:
+        tied.load_weights(account.watch([("embed.weight", table)]))
+    account.raise_mismatch("memory")
+    assert torch.equal(tied.get_logits(torch.eye(4)), table.T)
+
+    apart = TinyModel(HFConfig(tie_word_embeddings=False), None)
+    with load_account(apart) as account:
+        apart.load_weights(account.watch([("embed.weight", table)]))
+    with pytest.raises(WeightsMismatchError, match=r"missing: lm_head\.weight"):
+        account.raise_mismatch("memory")
+
+
+def test_every_name_of_the_module_is_in_the_document() -> None:
+    document = DOCUMENT.read_text()
+    unnamed = [
+        name for name in lmdeploy.__all__ if name not in document and name != "AttentionMetadata"
+    ]
+    assert unnamed == []

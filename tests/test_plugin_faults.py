@@ -1,0 +1,214 @@
+"""Installed plugins with a fault: each is named with its cause, and the other families serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden" / "llama-gqa"
+
+PROJECT = """
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "engine-core-thistle"
+version = "0.3.1"
+
+[project.entry-points.engine_core]
+thistle = "engine_core_thistle.plugin"
+
+[tool.setuptools.packages.find]
+include = ["engine_core_thistle*"]
+"""
+SOUND = """
+from engine_core import hookimpl
+
+requires_api = "0.1"
+
+
+@hookimpl
+def module_map():
+    return {"ThistleForCausalLM": "engine_core_thistle.model.ThistleForCausalLM"}
+"""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment in which pip has installed the plugin beside those of this repository."""
+
+    target: Path
+
+    def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        paths = os.pathsep.join((str(self.target), str(ROOT)))
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=self.target,
+        )
+
+    def cli(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return self.run("-m", "engine_core.cli", *arguments)
+
+    def generate(self, folder: Path) -> subprocess.CompletedProcess[str]:
+        prompt = ("--token-ids", "1,2,3", "--skip-tokenizer-init", "--max-tokens", "4")
+        return self.cli("generate", folder, *prompt, "--kv-cache-memory", "1MiB")
+
+
+Install = Callable[[str], Installed]
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Install:
+    def make(plugin: str) -> Installed:
+        project, target = tmp_path / "project", tmp_path / "target"
+        package = project / "engine_core_thistle"
+        package.mkdir(parents=True)
+        target.mkdir()
+        (project / "pyproject.toml").write_text(PROJECT)
+        (package / "__init__.py").touch()
+        (package / "plugin.py").write_text(plugin)
+        command = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
+        done = subprocess.run(
+            [sys.executable, *command, "--no-index", "--no-compile", "--target", target, project],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return Installed(target)
+
+    return make
+
+
+def checkpoint_of(architecture: str, folder: Path) -> Path:
+    """The golden checkpoint under another name."""
+    folder.mkdir()
+    config = json.loads((GOLDEN / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    (folder / "model.safetensors").symlink_to(GOLDEN / "model.safetensors")
+    return folder
+
+
+def check_reported(installed: Installed, message: str, folder: Path) -> None:
+    """The fault is in the list, in what is said when its model is asked for, and nowhere else."""
+    listed = installed.cli("plugins", "--json")
+    assert listed.returncode == 0, listed.stderr
+    reports = {report["name"]: report for report in json.loads(listed.stdout)}
+    assert message in reports["thistle"]["error"]
+    assert "'thistle'" in reports["thistle"]["error"]
+    assert reports["thistle"]["distribution"] == "engine-core-thistle"
+    assert reports["thistle"]["version"] == "0.3.1"
+    assert [name for name, report in reports.items() if report["error"]] == ["thistle"]
+
+    refused = installed.generate(checkpoint_of("ThistleForCausalLM", folder))
+    assert refused.returncode == 1
+    assert "no installed plugin knows the architecture 'ThistleForCausalLM'" in refused.stderr
+    assert f"Plugins that could not be used: thistle: {reports['thistle']['error']}" in (
+        refused.stderr
+    )
+    assert "Traceback" not in refused.stderr
+
+    strict = installed.cli("plugins", "--plugin-errors", "strict")
+    assert strict.returncode == 1
+    assert message in strict.stderr
+    check_llama_serves(installed)
+
+
+def check_llama_serves(installed: Installed) -> None:
+    served = installed.generate(GOLDEN)
+    assert served.returncode == 0, served.stderr
+    assert len(served.stdout.split()) == 4
+
+
+def test_a_syntax_error_is_named_with_its_line(install: Install, tmp_path: Path) -> None:
+    installed = install(SOUND + "\ndef broken(:\n")
+    check_reported(
+        installed, "SyntaxError: invalid syntax (plugin.py, line 12)", tmp_path / "model"
+    )
+
+
+def test_a_missing_dependency_is_named(install: Install, tmp_path: Path) -> None:
+    installed = install("import thistledown\n" + SOUND)
+    message = "ModuleNotFoundError: No module named 'thistledown'"
+    check_reported(installed, message, tmp_path / "model")
+
+
+def test_a_wrong_hook_name_is_named_with_the_right_ones(install: Install, tmp_path: Path) -> None:
+    installed = install(SOUND.replace("def module_map", "def modulemap"))
+    message = "implements unknown hook modulemap; the hooks are module_map, config_builders"
+    check_reported(installed, message, tmp_path / "model")
+
+
+def test_a_foreign_api_is_named_with_this_one(install: Install, tmp_path: Path) -> None:
+    installed = install(SOUND.replace('"0.1"', '"0.7"'))
+    message = "asks for plugin API 0.7, this core offers 0.1; install a version of the plugin"
+    check_reported(installed, message, tmp_path / "model")
+
+
+def test_a_stolen_architecture_names_both_and_a_file_decides(
+    install: Install, tmp_path: Path
+) -> None:
+    """Only who asks for the architecture that two claim is refused."""
+    stolen = SOUND.replace('"ThistleForCausalLM":', '"LlamaForCausalLM":')
+    installed = install(stolen)
+    listed = installed.cli("plugins", "--json")
+    claims = [
+        report["name"]
+        for report in json.loads(listed.stdout)
+        if "LlamaForCausalLM" in report["architectures"]
+    ]
+    assert claims == ["llama", "thistle"]
+
+    refused = installed.generate(GOLDEN)
+    assert refused.returncode == 1
+    assert (
+        "architecture 'LlamaForCausalLM' is claimed by 'llama' and 'thistle'; uninstall one, or "
+        "say which in a custom_module_map file"
+    ) in refused.stderr
+
+    # The rest of the family goes on, and so does this architecture once a file says whose it is.
+    mistral = checkpoint_of("MistralForCausalLM", tmp_path / "model")
+    assert installed.generate(mistral).returncode == 0
+    file = tmp_path / "mine.py"
+    file.write_text('MODULE_MAP = {"LlamaForCausalLM": "engine_core_llama.model.LlamaForCausalLM"}')
+    prompt = ("--token-ids", "1,2,3", "--skip-tokenizer-init", "--max-tokens", "4")
+    served = installed.cli("generate", GOLDEN, *prompt, "--custom-module-map", file)
+    assert served.returncode == 0, served.stderr
+    assert "takes LlamaForCausalLM over from plugin" in served.stderr
+
+
+DISCOVERY = """
+import sys, time
+start = time.perf_counter()
+from engine_core.registry import build_registry
+registry = build_registry(plugin_errors="strict")
+milliseconds = 1000 * (time.perf_counter() - start)
+print(milliseconds, len(registry.reports), *sys.modules.keys() & {"torch", "transformers"})
+"""
+
+
+def test_discovery_of_all_plugins_brings_no_torch(
+    record_property: Callable[[str, object], None], tmp_path: Path
+) -> None:
+    """How long it takes is written into the report; the claim is under 100 ms."""
+    done = Installed(tmp_path).run("-c", DISCOVERY)
+    assert done.returncode == 0, done.stderr
+    milliseconds, plugins, *heavy = done.stdout.split()
+    record_property("discovery_milliseconds", float(milliseconds))
+    assert int(plugins) >= 2
+    assert heavy == []

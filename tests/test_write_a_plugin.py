@@ -1,0 +1,121 @@
+"""docs/write-a-plugin.md: its code is the example package's, and its commands work."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+from textwrap import indent
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENT = ROOT / "docs" / "write-a-plugin.md"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+def code_blocks() -> list[tuple[Path, str]]:
+    """Each block of code, with the file that was linked last before it."""
+    text = DOCUMENT.read_text()
+    found = []
+    for block in BLOCK.finditer(text):
+        if block[1] in ("python", "toml"):
+            link = LINK.findall(text, 0, block.start())[-1]
+            found.append(((DOCUMENT.parent / link).resolve(), block[2]))
+    return found
+
+
+def test_the_document_shows_code() -> None:
+    names = [file.name for file, _ in code_blocks()]
+    assert {"pyproject.toml", "plugin.py", "config.py", "model.py", "conformance.py"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    code_blocks(),
+    ids=[f"{index}-{file.name}" for index, (file, _) in enumerate(code_blocks())],
+)
+def test_every_block_is_the_files_own_lines(file: Path, code: str) -> None:
+    source = f"\n{file.read_text()}"
+    assert f"\n{code}" in source, f"{file} has not these lines:\n{indent(code, '    ')}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(document: Path) -> None:
+    links = LINK.findall(document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder that looks like a clone as far as the document's commands look."""
+    folder = tmp_path / "clone"
+    shutil.copytree(
+        ROOT / "examples" / "plugins" / "gpt2",
+        folder / "examples" / "plugins" / "gpt2",
+        ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build", ".*"),
+    )
+    return folder
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A virtual environment with everything of this one but the example."""
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=False, symlinks=True)
+    borrowed = folder / "borrowed"
+    borrowed.mkdir()
+    for place in site.getsitepackages():
+        for path in Path(place).iterdir():
+            if "engine_core_gpt2" not in path.name:
+                (borrowed / path.name).symlink_to(path)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    link = folder / "lib" / version / "site-packages" / "borrowed.pth"
+    link.write_text(f"import site; site.addsitedir({str(borrowed)!r})\n")
+    for name, module in (("pip", "pip"), ("pytest", "pytest"), ("engine-core", "engine_core.cli")):
+        script = folder / "bin" / name
+        script.write_text(f'#!/bin/sh\nexec "{folder}/bin/python" -m {module} "$@"\n')
+        script.chmod(0o755)
+    return {
+        **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",  # pip reads this one the other way round
+        "PYTEST_ADDOPTS": "-q -p no:cacheprovider",
+    }
+
+
+@pytest.mark.slow
+def test_the_commands_work_one_after_the_other(clone: Path, environment: dict[str, str]) -> None:
+    commands = "".join(
+        block[2] for block in BLOCK.finditer(DOCUMENT.read_text()) if block[1] == "sh"
+    )
+    assert len(commands.splitlines()) == 7
+    done = subprocess.run(
+        ["bash", "-eux", "-c", commands],
+        cwd=clone,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (clone / "my-plugins" / "engine-core-my-model" / "pyproject.toml").is_file()
+    assert " passed" in done.stdout
+    assert re.search(r"gpt2 .*engine-core-gpt2 .*GPT2LMHeadModel .*ok", done.stdout)
+    ids = done.stdout.split("ok")[-1]
+    assert len(re.findall(r"\b\d+\b", ids)) >= 8
+    [wheel] = (clone / "dist").iterdir()
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "engine_core_gpt2/model.py" in names
+    assert "engine_core_gpt2/py.typed" in names

@@ -1,0 +1,345 @@
+"""A sound family passes the kit; each way to break it fails the checks that are made for it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from engine_core.testing import ConformanceTests
+from engine_core.testing.reference import TinyCheckpoint, prepare
+from engine_core.testing.subject import Subject, find_family
+
+SOURCE = Path(__file__).parent / "tiny_family" / "engine_core_tiny"
+PACKAGE = "engine_core_tiny"
+# Spawns processes, and is checked by the sound family alone.
+SLOW = "test_tensor_parallel"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An edit of the sound family.
+
+    Attributes:
+        file: which of its files.
+        old: what stands there, once.
+        new: what stands there instead.
+        fails: the checks that fail, with what each says; of both cases unless ``case`` is given.
+        case: the only case in which the fault shows.
+        blocked: checks that cannot run then.
+        more: other edits of the file, from old to new.
+    """
+
+    file: str
+    old: str
+    new: str
+    fails: dict[str, str]
+    case: str | None = None
+    blocked: set[str] = field(default_factory=set)
+    more: dict[str, str] = field(default_factory=dict)
+
+
+# Everything that runs a loaded model.
+RUNS = {
+    "test_logits",
+    "test_chunked_prefill",
+    "test_recomputation",
+    "test_batching",
+    "test_block_sizes",
+    "test_no_state_between_steps",
+    "test_no_host_synchronisation",
+    "test_state_dict_round_trip",
+    "test_bfloat16",
+    "test_engine",
+    "test_prefix_caching",
+}
+
+FAULTS = {
+    "wrong rope base": Fault(
+        "model.py",
+        "base=config.rope_theta",
+        "base=2 * config.rope_theta",
+        {
+            "test_logits": r"logits differ from \w+ForCausalLM by \S+ \(1e-04 is allowed\), first at "
+            r".*first decoder layer that differs is model\.layers\.0 .*inside it "
+            r"model\.layers\.0\.self_attn\.o_proj differs first"
+        },
+    ),
+    "forgotten o_proj bias": Fault(
+        "model.py",
+        "self.o_proj = build_o_proj(heads * size, hidden, bias=config.attention_bias)",
+        "self.o_proj = build_o_proj(heads * size, hidden)",
+        {"test_weights": r"unexpected: model\.layers\.0\.self_attn\.o_proj\.bias"},
+        case="biases",
+        blocked=RUNS,
+    ),
+    "o_proj bias swept under the carpet": Fault(
+        "model.py",
+        "bias=config.attention_bias)\n        self.rotate",
+        "bias=False)\n        self.rotate",
+        {
+            "test_weights": r"layers\.0\.self_attn\.o_proj\.bias.* can be left out and nobody",
+            "test_logits": r"differs is model\.layers\.0 .*inside it "
+            r"model\.layers\.0\.self_attn\.o_proj differs first",
+        },
+        case="biases",
+        more={"ignore=()": 'ignore=("o_proj.bias",)'},
+    ),
+    "a layer that ignores the residual": Fault(
+        "model.py",
+        "return x + self.mlp(self.post_attention_layernorm(x))",
+        "out = self.mlp(self.post_attention_layernorm(x))\n"
+        "        return x + out if self.index == 0 else out",
+        {
+            "test_logits": r"differs is model\.layers\.1 \(layers differ: model\.layers\.0 by 0, "
+            r"model\.layers\.1 by"
+        },
+    ),
+    "state kept across steps": Fault(
+        "model.py",
+        "        return inputs\n",
+        '        self.last_positions = inputs["position_ids"]\n        return inputs\n',
+        {"test_no_state_between_steps": r"TinyForCausalLM\.last_positions \(set\)"},
+    ),
+    "a cache of the module's own": Fault(
+        "model.py",
+        "q, k = self.rotate(q, k, *cos_sin)",
+        'self.__dict__.setdefault("seen", []).append(len(q))\n'
+        "        q, k = self.rotate(q, k, *cos_sin)",
+        {"test_no_state_between_steps": r"model\.layers\.0\.self_attn\.seen \(set\)"},
+    ),
+    "item() in prepare_inputs": Fault(
+        "model.py",
+        "        return inputs\n",
+        "        if context.position_ids.max().item() > 10**9:\n"
+        "            raise OverflowError\n"
+        "        return inputs\n",
+        {"test_no_host_synchronisation": r"engine_core_tiny/model\.py:\d+ calls item\(\)"},
+    ),
+    "a branch on a tensor": Fault(
+        "model.py",
+        "        return inputs\n",
+        "        if (context.position_ids > 10**9).any():\n"
+        "            raise OverflowError\n"
+        "        return inputs\n",
+        {"test_no_host_synchronisation": r"model\.py:\d+ calls __bool__\(\)"},
+    ),
+    "an index by a mask in a layer": Fault(
+        "model.py",
+        "        return x + self.mlp(",
+        "        assert len(x[x > 0])\n        return x + self.mlp(",
+        {"test_no_host_synchronisation": r"model\.py:\d+ calls an index by a mask"},
+    ),
+    "a table uploaded each step": Fault(
+        "model.py",
+        "        return self.model.norm(x)",
+        "        return self.model.norm(x) * torch.tensor([1.0], dtype=x.dtype)",
+        {"test_no_host_synchronisation": r"model\.py:\d+ calls torch\.tensor\(\)"},
+    ),
+    "a dropped weight": Fault(
+        "model.py",
+        "        load_stacked_weights(self, weights, stacked, ignore=())",
+        '        kept = ((n, t) for n, t in weights if "1.mlp.up_proj" not in n)\n'
+        "        load_stacked_weights(self, kept, stacked, ignore=())",
+        {
+            "test_weights": r"missing: model\.layers\.1\.mlp\.gate_up_proj\.weight; "
+            r"unexpected: model\.layers\.1\.mlp\.up_proj\.weight"
+        },
+        blocked=RUNS,
+    ),
+    "names matched loosely": Fault(
+        "model.py",
+        "        load_stacked_weights(self, weights, stacked, ignore=())",
+        '        named = ((n.removeprefix("not_"), t) for n, t in weights)\n'
+        "        load_stacked_weights(self, named, stacked, ignore=())",
+        {"test_weights": r"renamed to 'not_\S+', is loaded all the same"},
+    ),
+    "a weight beside the parameters": Fault(
+        "model.py",
+        "        load_stacked_weights(self, weights, stacked, ignore=())",
+        "        load_stacked_weights(self, weights, stacked, ignore=())\n"
+        "        self.head = self.lm_head.weight.clone()\n\n"
+        "    def get_logits(self, hidden_states: Tensor) -> Tensor:\n"
+        "        return hidden_states @ self.head.T\n",
+        {"test_state_dict_round_trip": r"has no attribute 'head'"},
+    ),
+    "wrong window": Fault(
+        "model.py",
+        "sliding_window=config.sliding_window",
+        "sliding_window=config.sliding_window and config.sliding_window + 1",
+        {
+            "test_logits": r"differs is model\.layers\.0 .*inside it "
+            r"model\.layers\.0\.self_attn\.o_proj differs first"
+        },
+        case="window",
+    ),
+    "computation that depends on the batch": Fault(
+        "model.py",
+        "        return x + self.mlp(self.post_attention_layernorm(x))",
+        "        rows = attn_metadata.query_start.shape[0] - 1\n"
+        "        return x + self.mlp(self.post_attention_layernorm(x)) * (1 + 0.01 * (rows - 1))",
+        {
+            "test_batching": r"prompt '1 tokens' batched with the others: logits differ by .*"
+            r"first decoder layer that differs is model\.layers\.0",
+            "test_engine": r"through LLM\(",
+        },
+    ),
+    "positions counted from the step's first token": Fault(
+        "model.py",
+        "        return inputs\n",
+        '        inputs["position_ids"] = context.position_ids - context.position_ids[:, :1]\n'
+        "        return inputs\n",
+        {
+            "test_logits": r"which is decode step \d",
+            "test_chunked_prefill": r"in chunks of 1: .*differs is model\.layers\.0",
+            "test_recomputation": r"in one step: .*differs is model\.layers\.0",
+            "test_batching": r"differs is model\.layers\.0",
+            "test_engine": r"log-probabilities of new token",
+            "test_prefix_caching": r"with prefix caching: log-probabilities",
+        },
+    ),
+    "keys that depend on the prompt's length": Fault(
+        "model.py",
+        "        return inputs\n",
+        # Rotary scores depend on differences alone, so that a single request shows nothing.
+        '        lengths = context.row_state["prompt_len"][context.row_ids]\n'
+        '        inputs["position_ids"] = context.position_ids - lengths\n'
+        "        return inputs\n",
+        {"test_prefix_caching": r"that continues another one, with prefix caching"},
+    ),
+    "float32 in the middle": Fault(
+        "model.py",
+        "return self.o_proj(out.flatten(1).unsqueeze(0))",
+        "return self.o_proj(out.flatten(1).unsqueeze(0).float())",
+        {"test_bfloat16": r"dtype"},
+    ),
+    "a config builder that changes its input": Fault(
+        "config.py",
+        "values = hf_config.to_dict()",
+        "values = hf_config.__dict__",
+        {"test_config_builder": r"changes the config that it is given \(.*sliding_window"},
+    ),
+    "a config builder that claims everything": Fault(
+        "config.py",
+        'return bool(hf_config.get("architectures") == ["TinyForCausalLM"])',
+        "return True",
+        {"test_config_builder": r"TinyConfigBuilder\.condition claims .*NobodysForCausalLM"},
+    ),
+    "a config that misstates the model": Fault(
+        "config.py",
+        "HFConfig(values), model_path, **kwargs)",
+        "HFConfig(values), model_path, head_dim=8, **kwargs)",
+        {"test_config_builder": r"ModelConfig\.head_dim is \{8\}, but .* built with \{16\}"},
+    ),
+    "torch at discovery": Fault(
+        "config.py",
+        "from typing import Any",
+        "from typing import Any\n\nimport torch",
+        {"test_discovery_without_torch": r"imports torch, at \S*engine_core_tiny/config\.py:6"},
+    ),
+    "an import of the engine's insides": Fault(
+        "model.py",
+        "from engine_core.configs import HFConfig",
+        "import engine_core.runtime.loader\nfrom engine_core.configs import HFConfig",
+        {"test_import_rules": r"engine_core_tiny/model\.py:\d+ imports engine_core\.runtime"},
+    ),
+    "an import of another family": Fault(
+        "config.py",
+        "from typing import Any",
+        "from typing import Any\n\nimport engine_core_llama.config",
+        {"test_import_rules": r"config\.py:6 imports engine_core_llama\S+, which is another"},
+    ),
+    "an architecture without a case": Fault(
+        "plugin.py",
+        '    return {"TinyForCausalLM"',
+        '    return {"TinyMoEForCausalLM": "engine_core_tiny.model.MoE", "TinyForCausalLM"',
+        {"test_every_architecture_has_a_case": r"no case for TinyMoEForCausalLM"},
+    ),
+}
+
+
+@contextlib.contextmanager
+def installed(folder: Path) -> Iterator[None]:
+    """As pip leaves a package behind: on the path, with its entry points."""
+    metadata = folder / f"{PACKAGE}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-core-tiny\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[engine_core]\ntiny = {PACKAGE}.plugin\n")
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
+    folder = tmp_path_factory.mktemp("sound")
+    shutil.copytree(SOURCE, folder / PACKAGE)
+    with installed(folder):
+        cases = find_family(PACKAGE).cases
+        return {c.name: prepare(c, tmp_path_factory.mktemp(c.name)) for c in cases}
+
+
+def run_kit(
+    checkpoints: dict[str, TinyCheckpoint],
+) -> tuple[dict[tuple[str, str], str], set[tuple[str, str]]]:
+    """What each failing check says, and which are blocked; keys are check and case."""
+    family = find_family(PACKAGE)
+    failed: dict[tuple[str, str], str] = {}
+    blocked: set[tuple[str, str]] = set()
+    suite = ConformanceTests()
+    subjects = {case.name: Subject(family, case, checkpoints[case.name]) for case in family.cases}
+    for name, method in inspect.getmembers(suite, inspect.ismethod):
+        if not name.startswith("test_") or name == SLOW or hasattr(method, "pytestmark"):
+            continue
+        each = subjects if "subject" in inspect.signature(method).parameters else {"": family}
+        for case, argument in each.items():
+            try:
+                method(argument)
+            except pytest.skip.Exception:
+                blocked.add((name, case))
+            except Exception as error:
+                failed[name, case] = f"{type(error).__name__}: {error}"
+    return failed, blocked
+
+
+def test_a_sound_family_passes(
+    tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
+) -> None:
+    shutil.copytree(SOURCE, tmp_path / PACKAGE)
+    with installed(tmp_path):
+        assert run_kit(checkpoints) == ({}, set())
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_is_found(
+    fault: Fault, tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
+) -> None:
+    shutil.copytree(SOURCE, tmp_path / PACKAGE)
+    file = tmp_path / PACKAGE / fault.file
+    text = file.read_text()
+    for old, new in {fault.old: fault.new, **fault.more}.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    file.write_text(text)
+    with installed(tmp_path):
+        failed, blocked = run_kit(checkpoints)
+    cases = [fault.case] if fault.case else list(checkpoints)
+    for check, message in fault.fails.items():
+        found = [text for (name, case), text in failed.items() if name == check]
+        assert found, f"{check} passes; failing are {failed}"
+        assert any(pytest.RaisesExc(Exception, match=message).matches(Exception(t)) for t in found)
+    assert {name for name, _ in failed} == set(fault.fails), failed
+    assert {case for _, case in failed} <= {*cases, ""}
+    assert {name for name, _ in blocked} == fault.blocked

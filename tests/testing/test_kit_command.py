@@ -1,0 +1,84 @@
+"""The kit from a shell, in a folder that knows nothing of this repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).parent / "tiny_family" / "engine_core_tiny"
+
+
+def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # The plugin is an entry point of the installed package; that of a source tree may be older.
+    command = [sys.executable, "-m", "pytest", "-p", "engine_core.testing.plugin"]
+    command += ["-p", "no:cacheprovider", "--pyargs", "engine_core.testing", *arguments]
+    paths = os.pathsep.join([str(folder / "site"), str(ROOT)])
+    (folder / "empty").mkdir()
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder / "empty",
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """The tiny family, installed."""
+    shutil.copytree(SOURCE, tmp_path / "site" / "engine_core_tiny")
+    metadata = tmp_path / "site" / "engine_core_tiny-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-core-tiny\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[engine_core]\ntiny = engine_core_tiny.plugin\n")
+    return tmp_path
+
+
+def test_an_installed_package_is_checked(site: Path) -> None:
+    wanted = "discovery or import_rules or (config_builder or logits) and biases"
+    done = run_pytest(site, "--model-package", "engine_core_tiny", "-v", "-k", wanted)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in (
+        "test_discovery_without_torch PASSED",
+        "test_import_rules PASSED",
+        "test_config_builder[biases] PASSED",
+        "test_logits[biases] PASSED",
+    ):
+        assert line in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "--model-package engine_core_<family>"),
+        (("--model-package", "engine_core_nowhere"), "the package cannot be found"),
+        (("--model-package", "json"), "the kit needs json.conformance with CASES"),
+    ],
+)
+def test_a_wrong_package_is_named(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    done = run_pytest(tmp_path, *arguments)
+    assert done.returncode != 0
+    assert says in done.stdout + done.stderr
+
+
+def test_a_package_without_an_entry_point_is_named(site: Path) -> None:
+    shutil.rmtree(site / "site" / "engine_core_tiny-1.0.dist-info")
+    done = run_pytest(site, "--model-package", "engine_core_tiny", "-k", "import_rules")
+    assert done.returncode == 1
+    assert "no entry point of group 'engine_core' names a module" in done.stdout
+
+
+def test_the_plugin_brings_nothing_heavy() -> None:
+    script = "import sys, engine_core.testing.plugin; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    modules = done.stdout.split()
+    assert not {"torch", "transformers", "pydantic", "engine_core.testing.suite"} & {*modules}

@@ -1,0 +1,1 @@
+"""A family in full, small enough to break on purpose."""
