@@ -170,3 +170,11 @@ def test_installed_plugin_is_found_and_removed(environment: Environment, wheels:
         assert "Traceback" not in refused.stderr
     finally:
         environment.pip("install", "--no-deps", "--no-index", wheels.plugin)
+
+
+def test_installed_command_writes_a_plugin(environment: Environment) -> None:
+    """Its templates are in the core's wheel, and its pattern's source in the plugin's."""
+    environment.cli("new-plugin", "marigold", "--like", "llama", "--out", environment.folder)
+    package = environment.folder / "engine-core-marigold" / "engine_core_marigold"
+    made = {path.name for path in package.iterdir()}
+    assert {"plugin.py", "config.py", "model.py", "conformance.py", "py.typed"} <= made

@@ -115,7 +115,12 @@ def check_reported(installed: Installed, message: str, folder: Path) -> None:
     assert reports["thistle"]["version"] == "0.3.1"
     assert [name for name, report in reports.items() if report["error"]] == ["thistle"]
 
-    refused = installed.generate(checkpoint_of("ThistleForCausalLM", folder))
+    model = checkpoint_of("ThistleForCausalLM", folder)
+    checked = installed.cli("check-model", model, "--skip-tokenizer-init")
+    assert checked.returncode == 1
+    assert f"thistle: {reports['thistle']['error']}" in checked.stdout + checked.stderr
+
+    refused = installed.generate(model)
     assert refused.returncode == 1
     assert "no installed plugin knows the architecture 'ThistleForCausalLM'" in refused.stderr
     assert f"Plugins that could not be used: thistle: {reports['thistle']['error']}" in (
@@ -138,7 +143,7 @@ def check_llama_serves(installed: Installed) -> None:
 def test_a_syntax_error_is_named_with_its_line(install: Install, tmp_path: Path) -> None:
     installed = install(SOUND + "\ndef broken(:\n")
     check_reported(
-        installed, "SyntaxError: invalid syntax (plugin.py, line 12)", tmp_path / "model"
+        installed, "SyntaxError: invalid syntax (plugin.py, line 11)", tmp_path / "model"
     )
 
 
@@ -203,12 +208,12 @@ print(milliseconds, len(registry.reports), *sys.modules.keys() & {"torch", "tran
 
 
 def test_discovery_of_all_plugins_brings_no_torch(
-    record_property: Callable[[str, object], None], tmp_path: Path
+    record_testsuite_property: Callable[[str, object], None], tmp_path: Path
 ) -> None:
     """How long it takes is written into the report; the claim is under 100 ms."""
     done = Installed(tmp_path).run("-c", DISCOVERY)
     assert done.returncode == 0, done.stderr
     milliseconds, plugins, *heavy = done.stdout.split()
-    record_property("discovery_milliseconds", float(milliseconds))
+    record_testsuite_property("discovery_milliseconds", float(milliseconds))
     assert int(plugins) >= 2
     assert heavy == []

@@ -19,7 +19,7 @@ from engine_core.configs import EngineConfig
 from engine_core.errors import ConfigError, EngineError
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, load_weights
-from engine_core.runtime.source import ModelSource, open_model
+from engine_core.runtime.source import open_model
 from engine_core.step_context import BuildContext
 from engine_core.testing.tiny_model import TinyModel
 from engine_core.testing.trace import Recorder, Trace, decoder_layers
@@ -100,13 +100,54 @@ def _golden_prompt(
     )
 
 
-def compare_with_golden(model: str, config: EngineConfig, golden: Golden) -> Comparison:
+class DeepModel:
+    """A model opened alone, in this process, to run in float32.
+
+    Attributes:
+        source: its checkpoint, and what runs it.
+
+    Raises:
+        EngineError: it cannot be opened.
+    """
+
+    def __init__(self, model: str, config: EngineConfig) -> None:
+        config = config.replace(dtype="float32", tensor_parallel_size=1)
+        self._registry = build_registry(
+            config.custom_module_map, plugin_errors=config.plugin_errors
+        )
+        self.source = open_model(model, config, self._registry)
+
+    def not_finite(self) -> tuple[str, ...]:
+        """Names of the tensors that hold NaN or infinite numbers; reads all of them."""
+        return tuple(
+            name
+            for name, tensor in self.source.checkpoint.weights()
+            if tensor.is_floating_point() and not _is_finite(tensor)
+        )
+
+    def load(self) -> TinyModel:
+        """The model with its weights."""
+        source = self.source
+        context = BuildContext(dtype=source.dtype)
+        network = build_on_meta(source.model_class, source.model_config, context)
+        load_weights(network, source.checkpoint, source.name, source.device)
+        processor = self._registry.input_processor(source.model_config)
+        return TinyModel(network, processor, source.device)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # There is no test for floats of one byte.
+    numbers = tensor.float() if tensor.itemsize == 1 else tensor
+    return bool(numbers.isfinite().all())
+
+
+def compare_with_golden(model: DeepModel, golden: Golden) -> Comparison:
     """Logits of each prompt, and its greedy continuation, against a file's.
 
     Raises:
         EngineError: the model cannot be loaded, or the file is of another vocabulary.
     """
-    ours, source = _load(model, config)
+    source, ours = model.source, model.load()
     vocab_size = source.model_config.vocab_size
     prompts = []
     for prompt in golden.prompts:
@@ -137,19 +178,16 @@ def compare_with_golden(model: str, config: EngineConfig, golden: Golden) -> Com
     return _comparison(str(golden.path), prompts)
 
 
-def compare_with_transformers(model: str, config: EngineConfig) -> Comparison:
+def compare_with_transformers(model: DeepModel) -> Comparison:
     """Every decoder layer's output and the logits, against transformers' model.
-
-    Args:
-        model: as the user named it.
-        config: the settings of the check; dtype and tokenizer do not matter here.
 
     Raises:
         NoReferenceError: transformers does not know the architecture or cannot load it.
         EngineError: the model cannot be loaded.
     """
-    ours, source = _load(model, config)
+    source = model.source
     reference_class = _transformers_class(source.checkpoint.hf_config.to_dict())
+    ours = model.load()
     model_config = source.model_config
     draw = random.Random(0)
     longest = model_config.max_position_embeddings
@@ -175,19 +213,6 @@ def compare_with_transformers(model: str, config: EngineConfig) -> Comparison:
 
     name = f"transformers {transformers.__version__} {type(theirs).__name__}"
     return _comparison(name, compared)
-
-
-def _load(model: str, config: EngineConfig) -> tuple[TinyModel, ModelSource]:
-    """The model alone in float32, in this process."""
-    config = config.replace(dtype="float32", tensor_parallel_size=1)
-    registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
-    source = open_model(model, config, registry)
-    network = build_on_meta(
-        source.model_class, source.model_config, BuildContext(dtype=source.dtype)
-    )
-    load_weights(network, source.checkpoint, source.name, source.device)
-    processor = registry.input_processor(source.model_config)
-    return TinyModel(network, processor, source.device), source
 
 
 def _trace(model: TinyModel, token_ids: Sequence[int]) -> tuple[Tensor, Trace]:

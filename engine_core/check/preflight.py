@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 import engine_core
-from engine_core.check.deep import Golden, compare_with_golden, compare_with_transformers
+from engine_core.check.deep import (
+    DeepModel,
+    Golden,
+    compare_with_golden,
+    compare_with_transformers,
+)
 from engine_core.check.gpus import gpu_memory
 from engine_core.check.report import (
     HINTS,
@@ -406,26 +411,18 @@ class _Check:
         errors = {problem.code for problem in self.problems if problem.severity == "error"}
         if errors - _ABOUT_TEXT:
             return
-        assert self.checkpoint is not None, "without a checkpoint there is an error"
-        bad = [
-            name
-            for name, tensor in self.checkpoint.weights()
-            if tensor.is_floating_point() and not tensor.to(torch.float32).isfinite().all()
-        ]
-        if bad:
-            shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
-            self._add(
-                "weights-not-finite",
-                "error",
-                f"{len(bad)} tensors hold NaN or infinite numbers: {shown}",
-                tuple(bad),
-            )
-            return
         try:
+            model = DeepModel(self.model, self.config)
+            bad = model.not_finite()
+            if bad:
+                shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+                message = f"{len(bad)} tensors hold NaN or infinite numbers: {shown}"
+                self._add("weights-not-finite", "error", message, bad)
+                return
             self.comparison = (
-                compare_with_golden(self.model, self.config, golden)
-                if golden is not None
-                else compare_with_transformers(self.model, self.config)
+                compare_with_transformers(model)
+                if golden is None
+                else compare_with_golden(model, golden)
             )
         except EngineError as error:
             self._add("comparison-unavailable", "warning", str(error))

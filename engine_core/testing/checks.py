@@ -403,9 +403,7 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 def _params(subject: Subject) -> SamplingParams:
     count = min(subject.model_config.vocab_size, _MOST_LOGPROBS)
-    return SamplingParams(
-        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=count
-    )
+    return SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=count)
 
 
 def _llm(subject: Subject, **settings: Any) -> LLM:
@@ -481,6 +479,7 @@ def prefix_caching(subject: Subject) -> None:
     prompts = [prompt.token_ids for prompt in expected]
     # As in a chat: the next prompt is the last one with its answer.
     longer = [(*prompt.token_ids, *prompt.new_tokens) for prompt in expected]
+    longer = [ids for ids in longer if len(ids) + NEW_TOKENS <= subject.max_model_len]
     with _llm(subject, enable_prefix_caching=False) as llm:
         first = _generate(subject, llm, prompts)
         second = _generate(subject, llm, longer)

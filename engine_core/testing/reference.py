@@ -85,12 +85,12 @@ def prepare(case: ConformanceCase, folder: Path) -> TinyCheckpoint:
         if case.reference == "transformers":
             model = _from_transformers(case.name, config)
         else:
-            model = case.reference(copy.deepcopy(config)).float().eval()  # type: ignore[operator]
+            model = case.reference(copy.deepcopy(config)).float().eval()
         _randomise(model)
     if case.reference == "transformers":
         _save_quietly(model, folder)
     else:
-        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     given = case.prompts if case.prompts is not None else _random_prompts(model, config)
@@ -107,7 +107,9 @@ def _from_transformers(name: str, config: dict[str, Any]) -> Any:
     model_type = values.pop("model_type", None)
     try:
         theirs = AutoConfig.for_model(model_type, **values)
-        model = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            theirs, attn_implementation="eager"
+        )
     except (ValueError, TypeError, AttributeError) as error:
         raise ConformanceError(
             f"case {name!r}: transformers has no causal model for the config of model_type "
@@ -121,12 +123,12 @@ def _save_quietly(model: Any, folder: Path) -> None:
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model.save_pretrained(folder)
     finally:
         if shown:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _randomise(model: nn.Module) -> None:

@@ -87,9 +87,7 @@ def find_family(package: str) -> Family:
 class Subject:
     """One tiny model of a family. What its attributes need is made once, when it is asked for."""
 
-    def __init__(
-        self, family: Family, case: ConformanceCase, checkpoint: TinyCheckpoint
-    ) -> None:
+    def __init__(self, family: Family, case: ConformanceCase, checkpoint: TinyCheckpoint) -> None:
         self.family = family
         self.case = case
         self.checkpoint = checkpoint
@@ -170,5 +168,8 @@ class Subject:
 
     @property
     def max_model_len(self) -> int:
-        """Room for the longest prompt, continued twice."""
-        return max(len(p.token_ids) + 2 * len(p.new_tokens) for p in self.checkpoint.prompts)
+        """Room for the longest prompt, continued twice, as far as the model is made for it."""
+        wanted = max(len(p.token_ids) + 2 * len(p.new_tokens) for p in self.checkpoint.prompts)
+        if self.model_config.may_exceed_length:
+            return wanted
+        return min(wanted, self.model_config.max_position_embeddings)

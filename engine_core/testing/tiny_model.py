@@ -116,7 +116,9 @@ class TinyModel:
         with recorder.recording():
             for step in steps:
                 recorder.begin([(s, p + i) for s, p, count in step for i in range(count)])
-                out = self.logits(self.hidden(self.prepare(cache, cache.context(step)))).to("cpu", torch.float32)
+                out = self.logits(self.hidden(self.prepare(cache, cache.context(step)))).to(
+                    "cpu", torch.float32
+                )
                 for (owner, _, _), rows in zip(step, out.split([c for *_, c in step]), strict=True):
                     logits[owner].append(rows)
         return Run([torch.cat(rows) for rows in logits], recorder)
@@ -163,7 +165,9 @@ class TinyModel:
 class PagedCache:
     """The cache of one run, whose blocks are dealt out in a random order."""
 
-    def __init__(self, model: TinyModel, sequences: Sequence[TokenSequence], block_size: int) -> None:
+    def __init__(
+        self, model: TinyModel, sequences: Sequence[TokenSequence], block_size: int
+    ) -> None:
         self.sequences = list(sequences)
         self._device = model.device
         self._block_size = block_size

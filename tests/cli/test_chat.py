@@ -103,16 +103,16 @@ def test_a_wrong_command_changes_nothing(smollm2_gguf: Path) -> None:
 
 
 def test_the_system_message_is_heeded_and_outlives_a_reset(smollm2_gguf: Path) -> None:
-    pirate = "You are a pirate named Redbeard. Always say your name."
+    pirate = "You are a pirate. Talk like one."
     arguments = [*GREEDY, "--system", pirate]
     question = "Who are you?"
     given, said = _chat(smollm2_gguf, question, arguments=arguments)
     assert f"system message: {pirate}" in said
     later, _ = _chat(smollm2_gguf, f"/system {pirate}", "/reset", question)
     without, said = _chat(smollm2_gguf, "/system", question, arguments=arguments)
-    assert "Redbeard" in given[0]
+    assert "Captain" in given[0]
     assert later == given
-    assert "Redbeard" not in without[0]
+    assert "Captain" not in without[0]
     assert "system message: none" in said
 
 
@@ -207,25 +207,27 @@ def test_in_a_terminal(smollm2_gguf: Path, tmp_path: Path) -> None:
     with terminal(smollm2_gguf, tmp_path, *endless) as chat:
         chat.wait_for("settings: temperature 0.0, max_tokens none, ignore_eos on")
         chat.wait_for(">>> ")
-        chat.type("/settings stop France.\n")
-        chat.wait_for("stop France.")
+        chat.type("/settings max_tokens 5\n")
+        chat.wait_for("max_tokens 5\r\n")
         chat.wait_for(">>> ")
         chat.type(f"{FRANCE}\n")
-        chat.wait_for("capital of")
-        chat.wait_for(r"tokens/s")
+        chat.wait_for("The capital of France")
+        chat.wait_for(r"\[5 tokens, [\d.]+ tokens/s")
+        chat.wait_for("max_tokens is reached")
         chat.wait_for(">>> ")
-        chat.type("/settings stop none\n")
+        chat.type("/settings max_tokens none\n")
+        chat.wait_for("max_tokens none\r\n")
         chat.wait_for(">>> ")
-        chat.type("Count from 1 to 1000.\n")
-        chat.wait_for("1000")
-        chat.wait_for("2")  # the answer has begun
+        chat.type("Tell me a long story.\n")
+        chat.wait_for("story\\.\r\n")
+        chat.wait_for(r"\w+ \w+ \w+")  # the answer has begun
         chat.interrupt()
         chat.wait_for(r"\(stopped\)")
         chat.wait_for(">>> ")
         chat.type("\x1b[A")
-        chat.wait_for("Count from 1 to 1000")
+        chat.wait_for("Tell me a long story\\.")
         chat.type("\n")
-        chat.wait_for("2")
+        chat.wait_for(r"\w+ \w+ \w+")
         chat.interrupt()
         chat.wait_for(r"\(stopped\)")
         chat.wait_for(">>> ")
@@ -236,6 +238,6 @@ def test_in_a_terminal(smollm2_gguf: Path, tmp_path: Path) -> None:
     with terminal(smollm2_gguf, tmp_path, *endless) as chat:
         chat.wait_for(">>> ")
         chat.type("\x1b[A")
-        chat.wait_for("Count from 1 to 1000")
+        chat.wait_for("Tell me a long story")
         chat.type("\x15\x04")  # clear the line, end of input
         assert chat.process.wait(60) == 0

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.testing import ConformanceTests
+from engine_core.errors import EngineError
+from engine_core.testing import ConformanceError, ConformanceTests, checks
 from engine_core.testing.reference import TinyCheckpoint, prepare
 from engine_core.testing.subject import Subject, find_family
 
@@ -67,8 +68,8 @@ FAULTS = {
         "base=config.rope_theta",
         "base=2 * config.rope_theta",
         {
-            "test_logits": r"logits differ from \w+ForCausalLM by \S+ \(1e-04 is allowed\), first at "
-            r".*first decoder layer that differs is model\.layers\.0 .*inside it "
+            "test_logits": r"logits differ from \w+ForCausalLM by \S+ \(1e-04 is allowed\), "
+            r"first at .*first decoder layer that differs is model\.layers\.0 .*inside it "
             r"model\.layers\.0\.self_attn\.o_proj differs first"
         },
     ),
@@ -270,7 +271,9 @@ def installed(folder: Path) -> Iterator[None]:
     """As pip leaves a package behind: on the path, with its entry points."""
     metadata = folder / f"{PACKAGE}-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-core-tiny\nVersion: 1.0\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: engine-core-tiny\nVersion: 1.0\n"
+    )
     (metadata / "entry_points.txt").write_text(f"[engine_core]\ntiny = {PACKAGE}.plugin\n")
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
@@ -314,12 +317,27 @@ def run_kit(
     return failed, blocked
 
 
-def test_a_sound_family_passes(
-    tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
-) -> None:
+def test_a_sound_family_passes(tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]) -> None:
     shutil.copytree(SOURCE, tmp_path / PACKAGE)
     with installed(tmp_path):
         assert run_kit(checkpoints) == ({}, set())
+
+
+def test_a_fault_of_two_ranks_is_found(
+    tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
+) -> None:
+    """Heads of the whole model where those of this rank are meant."""
+    shutil.copytree(SOURCE, tmp_path / PACKAGE)
+    file = tmp_path / PACKAGE / "model.py"
+    text = file.read_text()
+    assert text.count("self.qkv_proj.num_q_heads,") == 1
+    file.write_text(text.replace("self.qkv_proj.num_q_heads,", "heads,"))
+    with installed(tmp_path):
+        family = find_family(PACKAGE)
+        subject = Subject(family, family.cases[0], checkpoints[family.cases[0].name])
+        checks.logits(subject)
+        with pytest.raises((EngineError, ConformanceError)):
+            checks.tensor_parallel(subject)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())

@@ -130,7 +130,9 @@ def test_absent_golden_files_are_named(tmp_path: Path) -> None:
 
 
 def test_a_model_that_transformers_does_not_know(tmp_path: Path) -> None:
-    with pytest.raises(ConformanceError, match="model_type 'nobodys'.*give golden files or a func"):
+    with pytest.raises(
+        ConformanceError, match=r"model_type 'nobodys'.*give golden files or a func"
+    ):
         prepare(case(config={**CONFIG, "model_type": "nobodys"}), tmp_path)
 
 
@@ -142,10 +144,19 @@ def test_a_window_that_no_prompt_reaches_is_refused(tmp_path: Path) -> None:
         checks.logits(subject(wide, prepare(wide, tmp_path)))
 
 
+def test_a_prompt_as_long_as_the_model_allows_is_checked(tmp_path: Path) -> None:
+    own = case()
+    full = subject(own, prepare(own, tmp_path))
+    assert full.max_model_len == CONFIG["max_position_embeddings"]
+    checks.engine(full)
+    checks.prefix_caching(full)
+
+
 def test_what_cannot_be_split_is_not_pretended(tmp_path: Path) -> None:
-    """One key and value head does not split over two ranks."""
-    with pytest.raises(BlockedError, match=r"does not split.*key and value heads \(1\)"):
-        checks.tensor_parallel(subject(case(), prepare(case(), tmp_path)))
+    heads = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
+    odd = case(config={**CONFIG, **heads})
+    with pytest.raises(BlockedError, match=r"does not split over two ranks: .*heads \(3\)"):
+        checks.tensor_parallel(subject(odd, prepare(odd, tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +169,24 @@ def test_what_cannot_be_split_is_not_pretended(tmp_path: Path) -> None:
 def test_a_case_that_contradicts_itself(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         case(**changes)
+
+
+@pytest.mark.parametrize(
+    ("package", "says"),
+    [
+        ("engine_core_nowhere", "the package cannot be found; the kit needs engine_core_nowhere."),
+        ("json", "a module json.conformance cannot be found; the kit needs json.conformance with"),
+    ],
+)
+def test_a_package_without_cases_is_named(package: str, says: str) -> None:
+    with pytest.raises(ConformanceError) as caught:
+        load_cases(package)
+    assert says in str(caught.value)
+
+
+def test_a_package_without_an_entry_point_is_named() -> None:
+    with pytest.raises(ConformanceError, match=r"no entry point.* names a module of 'json'.*insta"):
+        find_family("json")
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ class TinyForCausalLM(nn.Module):
         context: StepContext | None = None,
     ) -> dict[str, Any]:
         inputs = context.model_inputs(past_key_values)
+        inputs["inputs_embeds"] = inputs_embeds
         return inputs
 
     def load_weights(self, weights: Weights) -> None:
