@@ -30,7 +30,6 @@ ENGINE_OPTIONS = OptionGroup(EngineConfig)
 # What makes no sense for one answer that is read as it comes; --seed is the engine's.
 _NOT_FOR_CHAT = ("n", "logprobs", "prompt_logprobs", "logits_processors")
 SAMPLING_OPTIONS = OptionGroup(SamplingParams, skip=("seed", *_NOT_FOR_CHAT))
-_NAME_AND_VALUE = re.compile(r"([^\s=]*)(?:\s*=\s*|\s*)(.*)", re.DOTALL)
 _SETTINGS = [name for name in SamplingParams.model_fields if name not in _NOT_FOR_CHAT]
 
 _PROMPT = ">>> "
@@ -149,13 +148,13 @@ class _Chat:
             self.show_settings()
             return
         # "name=value" is what many write.
-        given, value = _NAME_AND_VALUE.fullmatch(rest).groups()  # type: ignore[union-attr]
+        given, *value = re.split(r"\s*=\s*|\s+", rest, maxsplit=1)
         name = given.lstrip("-").replace("-", "_")
         if name not in _SETTINGS:
             _say(f"there is no setting {given!r}; there are {', '.join(_SETTINGS)}")
             return
         try:
-            changed = self._sampling.replace(**{name: _parsed(name, value)})
+            changed = self._sampling.replace(**{name: _parsed(name, *value)})
         except (ConfigError, ValueError) as error:
             _say(f"not changed: {error}")
             return
@@ -256,7 +255,7 @@ def _written(value: Any) -> str:
     return str(value)
 
 
-def _parsed(name: str, text: str) -> Any:
+def _parsed(name: str, text: str = "") -> Any:
     """What was written after a setting's name; the config model checks it."""
     if text == "none":
         return None

@@ -125,11 +125,11 @@ class _Module:
 def _defined(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return [node.name]
-    if isinstance(node, ast.Assign):
-        return [item.id for item in node.targets if isinstance(item, ast.Name)]
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        return [node.target.id]
-    return []
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    inner = [item for target in targets for item in ast.walk(target)]
+    return [item.id for item in inner if isinstance(item, ast.Name)]
 
 
 def _import_lines(node: ast.Import | ast.ImportFrom, used: set[str]) -> list[str]:

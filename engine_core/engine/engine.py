@@ -6,20 +6,24 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.engine.sampling import resolve_sampling
 from engine_core.engine.startup import load
+from engine_core.engine.step_stats import StepStats
 from engine_core.errors import EngineDeadError, RequestError
 from engine_core.inputs import ProcessedPrompt
+from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.runner import PendingStep
 from engine_core.scheduler import Request, RequestUpdate
 from engine_core.steps import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
+    StepPlan,
     TokenLogprobs,
 )
 from engine_core.text import TextStream, Tokenizer
@@ -88,6 +92,7 @@ class Engine:
         tokenizer: None with ``skip_tokenizer_init``.
         eos_token_ids: the tokens that end a sequence.
         startup: seconds that each phase of loading took.
+        step_stats: where the time of its steps went; put a new one here to begin anew.
     """
 
     def __init__(self, model: str, config: EngineConfig | None = None) -> None:
@@ -109,7 +114,8 @@ class Engine:
         self._input_processor = loaded.input_processor
         self._executor = loaded.executor
         self._depth = loaded.depth
-        self._flight: deque[PendingStep] = deque()
+        self._flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self.step_stats = StepStats()
         self._states: dict[str, _State] = {}
         self._owners: dict[str, tuple[_State, int]] = {}
         self._drawn_seeds = 0
@@ -237,19 +243,45 @@ class Engine:
             EngineDeadError: the model failed; every request is lost.
         """
         self._check_alive()
+        stats = self.step_stats
         try:
+            stats.begin()
             plan = self.scheduler.schedule()
+            stats.scheduled()
             if plan is not None:
-                self._flight.append(self._executor.submit(plan))
+                self._flight.append((plan, self._executor.submit(plan)))
+                stats.submitted(plan)
             if not self._flight or (plan is not None and len(self._flight) <= self._depth):
                 return []
-            return self._apply(self.scheduler.update(self._flight.popleft().result()))
+            done, pending = self._flight.popleft()
+            result = pending.result()
+            stats.waited(done)
+            outputs = self._apply(self.scheduler.update(result))
+            stats.applied()
+            return outputs
         except Exception as error:
             self._dead = error
             self._executor.close()
             raise EngineDeadError(
                 f"the engine stopped in a step: {type(error).__name__}: {error}"
             ) from error
+
+    def trace_layers(self) -> AbstractContextManager[LayerTrace]:
+        """Record what each layer gives in the first prefill and the first decode step.
+
+        ::
+
+            with engine.trace_layers() as trace:
+                ...  # add_request, step
+            for step in trace.steps:
+                print(step.phase, step.first_non_finite)
+
+        Steps are slower while they are recorded, and forward hooks are there only then.
+
+        Raises:
+            ConfigError: ``tensor_parallel_size`` is above 1, or a GPU is used without ``eager``.
+        """
+        return self._executor.trace_layers()
 
     def close(self) -> None:
         """Drop the model and its cache; the engine cannot be used after."""

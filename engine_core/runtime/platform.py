@@ -125,3 +125,13 @@ def cache_budget(config: EngineConfig, device: torch.device, *, pending: int = 0
 def gpu_cache_budget(free: int, total: int) -> int:
     """Bytes for the KV cache of a GPU with ``total`` bytes, of which ``free`` are not taken."""
     return max(0, int(free - (1 - _GPU_CACHE_SHARE) * total))
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on ``device``, without waiting for what the device is doing.
+
+    From pageable memory a copy to a GPU would wait for all work before it.
+    """
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -17,6 +17,7 @@ from engine_core.nn.attention import Attention
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.runtime.graphs import DecodeGraphs
 from engine_core.runtime.memory import CachePlan
+from engine_core.runtime.platform import to_device
 from engine_core.runtime.sampler import Sampler, token_logprobs
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 from engine_core.steps import Admission, RowResult, StepPlan, StepResult, TokenLogprobs
@@ -225,21 +226,21 @@ class ModelRunner:
         )
         state = {"prompt_len": admission.prompt_len, **admission.prompt.row_state}
         for name, given in state.items():
-            value = torch.as_tensor(given, device=self.device)
+            value = torch.as_tensor(given)
             if name not in self._row_state:
                 shape = (self._max_rows, *value.shape)
                 self._row_state[name] = torch.zeros(shape, dtype=value.dtype, device=self.device)
-            self._row_state[name][row] = value
+            # A number is filled in by a kernel's argument, without a transfer.
+            self._row_state[name][row] = (
+                value.item() if value.dim() == 0 else to_device(value, self.device)
+            )
         for name, array in self._rows[row].token_state.items():
             self._token_state_widths[name] = array.shape[0]
         if self._graphs is not None:
             self._graphs.set_state(self._row_state, self._token_state_widths)
 
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(array), self.device)
 
     def _context(self, plan: StepPlan) -> tuple[StepContext, IntArray]:
         """The step's context and where each row's tokens begin, ``[R + 1]``."""

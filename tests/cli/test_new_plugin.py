@@ -1,5 +1,6 @@
 """``engine-core new-plugin``: what it writes passes the conformance kit as it is."""
 
+import ast
 import json
 import os
 import subprocess
@@ -111,10 +112,9 @@ def test_names_and_settings_come_from_the_checkpoints_config(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     make("marigold", "--like", "llama", "--hf-config", tmp_path, "--out", tmp_path)
     package = tmp_path / "engine-core-marigold" / "engine_core_marigold"
-    values: dict[str, object] = {}
     text = (package / "conformance.py").read_text()
     literal = text[text.index("config=") + len("config=") : text.index(",\n    ),\n]")]
-    values = eval(literal)
+    values = ast.literal_eval(literal)
     assert values["architectures"] == ["MarigoldForCausalLM"]
     assert values["hidden_act"] == "gelu"
     assert values["attention_bias"] is True
@@ -142,16 +142,12 @@ def test_nothing_of_the_pattern_is_left_but_its_name(tmp_path: Path) -> None:
     assert "class MyMarigold2ForCausalLM(" in model
 
 
-@pytest.mark.parametrize("family", ["bloom", "qwen2", "gpt2"])
-def test_every_simple_family_can_be_the_pattern(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "bloom", "qwen2", "gpt2"])
+def test_any_family_with_cases_can_be_the_pattern(tmp_path: Path, family: str) -> None:
+    """What is written is formatted, and every name in it is defined."""
     make("marigold", "--like", family, "--out", tmp_path)
     for file in (tmp_path / "engine-core-marigold").rglob("*.py"):
-        compile(file.read_text(), file, "exec")
         assert f"engine_core_{family}" not in file.read_text()
-
-
-def test_what_is_written_is_formatted_and_clean(tmp_path: Path) -> None:
-    make("marigold", "--like", "llama", "--out", tmp_path)
     settings = ["--no-cache", "--config", str(ROOT / "pyproject.toml"), str(tmp_path)]
     for command in (["format", "--check"], ["check", "--ignore", "D1"]):
         done = subprocess.run(
@@ -161,6 +157,14 @@ def test_what_is_written_is_formatted_and_clean(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_family_whose_cases_have_no_config_is_no_pattern(tmp_path: Path) -> None:
+    arguments = ["rose", "--like", "chatglm", "--out", str(tmp_path)]
+    done = runner.invoke(app, ["new-plugin", *arguments])
+    assert done.exit_code == 1
+    assert "no conformance case with a config to start from" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 REFUSED = {

@@ -183,6 +183,27 @@ def test_a_row_taken_again_after_a_preemption_goes_on_alike(
         assert token == expected[step]
 
 
+def test_the_output_is_what_was_chosen_whatever_a_captured_step_leaves_behind() -> None:
+    """A decode graph writes its own best token to ``last_tokens`` before the sampler chooses."""
+    seen: list[list[int]] = []
+
+    def look(output: list[int], logits: Tensor) -> Tensor:
+        seen.append(output)
+        return logits
+
+    sampler = Sampler(1, CPU)
+    params = make({"bad_words": ((5, 6),)}, 0, logits_processors=(look,))
+    sampler.admit(0, [1], 1, params, ())
+    logits = torch.zeros(1, 8)
+    logits[0, 5] = 2.0
+    assert sampler.sample(logits, [0], [1]).token_ids.tolist() == [5]
+    sampler.last_tokens.fill_(3)
+    logits = torch.tensor([[0.0, 0, 0, 0, 0, 0, 2, 1]])
+    assert sampler.sample(logits, [0], [2]).token_ids.tolist() == [7]
+    assert sampler.last_tokens.tolist() == [7]
+    assert seen == [[], [5]]
+
+
 def test_the_two_forms_of_a_processor() -> None:
     calls: list[Any] = []
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine_core.configs import SamplingParams
 from engine_core.configs.sampling import takes_prompt
+from engine_core.runtime.platform import to_device
 from engine_core.runtime.sampler.draws import DrawParams, draw_from_all, draw_top_k, draw_top_p
 from engine_core.runtime.sampler.transforms import apply_penalties, ban_tokens
 
@@ -96,6 +97,8 @@ class Sampler:
         self._max_rows = max_rows
         self._device = device
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        # The same, but never written by a captured step, which leaves its own best token there.
+        self._chosen = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._numbers = torch.zeros(max_rows, len(_NUMBERS), dtype=torch.float64, device=device)
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._requests: dict[int, _Request] = {}
@@ -122,10 +125,10 @@ class Sampler:
             eos_token_ids: what ``min_tokens`` bans besides the request's own stop tokens.
         """
         assert params.seed is not None, "the engine gives every request a seed"
-        self._numbers[row] = torch.tensor(
-            [getattr(params, name) for name in _NUMBERS], dtype=torch.float64, device=self._device
-        )
-        self._seeds[row] = params.seed
+        if params.changes_logits or not params.greedy:
+            numbers = [getattr(params, name) for name in _NUMBERS]
+            self._numbers[row] = to_device(torch.tensor(numbers, dtype=torch.float64), self._device)
+            self._seeds[row] = params.seed
         self._requests[row] = _Request(
             params=params,
             prompt=list(token_ids[:prompt_len]),
@@ -159,6 +162,7 @@ class Sampler:
         tokens = logits.argmax(dim=-1)
         self._draw(tokens, logits, requests, device_rows, positions)
         self.last_tokens[device_rows] = tokens
+        self._chosen[device_rows] = tokens
         counted = [place for place, request in enumerate(requests) if request.params.has_penalties]
         if counted:
             assert self._output_counts is not None, "the penalties were applied just now"
@@ -167,7 +171,7 @@ class Sampler:
         return SampledTokens(tokens, status, failures)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(torch.tensor(values, dtype=torch.int64), self._device)
 
     def _adjust(
         self,
@@ -270,7 +274,7 @@ class Sampler:
         positions: Sequence[int],
     ) -> None:
         """Bring the host's knowledge of the output up to the positions; waits for the device."""
-        latest = self.last_tokens[self._tensor([rows[place] for place in places])].tolist()
+        latest = self._chosen[self._tensor([rows[place] for place in places])].tolist()
         for place, token in zip(places, latest, strict=True):
             request = requests[place]
             missing = positions[place] - len(request.prompt) - len(request.output)
