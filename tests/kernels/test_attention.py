@@ -124,6 +124,17 @@ def test_a_prefix_longer_than_the_window_in_a_chunk_is_seen_by_all() -> None:
     assert error(attend(paged, 0.25, **options), attend_by_reference(paged, 0.25, **options)) < 1e-6
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 12])
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_cpu_rows_of_one_length_that_do_not_fill_their_block(
+    length: int, window: int | None
+) -> None:
+    """They need no mask, so nothing of the block beyond them may be gathered."""
+    paged = make_paged([(1, length)] * 3, head_dim=16, block_size=4)
+    expected = attend_by_reference(paged, 0.25, window=window)
+    assert error(attend(paged, 0.25, window=window), expected) < 1e-6
+
+
 def test_a_row_does_not_depend_on_its_batch() -> None:
     rows = [(1, 1 + 37 * row % 300) for row in range(24)] + [(65, 90)]
     paged = make_paged(rows, heads=6, kv_heads=2, head_dim=64)

@@ -157,11 +157,9 @@ def _attend_group(
     columns = torch.minimum(first_block + torch.arange(num_columns), torch.tensor(last)[:, None])
     blocks = block_tables.index_select(0, index).gather(1, columns)
     slots = blocks[:, :, None] * block_size + torch.arange(block_size, dtype=blocks.dtype)
-    slots = slots.view(num_rows, -1)
-    num_slots = slots.shape[1]
-    if window is None:
-        num_slots = max(row_lens)
-        slots = slots[:, :num_slots]
+    # What the longest row leaves of its last block is no token of anybody.
+    num_slots = max(n - a * block_size for n, a in zip(row_lens, first, strict=True))
+    slots = slots.view(num_rows, -1)[:, :num_slots]
     positions = first_block * block_size + torch.arange(num_slots)
     kv_len = torch.tensor(row_lens)[:, None]
     bias = None
