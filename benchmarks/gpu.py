@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.workloads import SHAPES, measure, write_config
+from benchmarks.workloads import SHAPES, write_config
 from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.bench.workloads import measure
 
 # name -> (floor, vLLM, lmdeploy); None where it was not measured.
 Peers = dict[str, tuple[float | None, float | None, float | None]]

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine_core.configs import EngineConfig, SamplingParams
+    from engine_core.configs import BeamSearchParams, EngineConfig, SamplingParams
     from engine_core.engine import LLM, Engine
     from engine_core.registry.hookspecs import API_VERSION, hookimpl
     from engine_core.steps import CompletionOutput, Logprob, RequestOutput
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BeamSearchParams": "engine_core.configs",
     "API_VERSION": "engine_core.registry.hookspecs",
     "CompletionOutput": "engine_core.steps",
     "Engine": "engine_core.engine",
@@ -32,6 +33,7 @@ _HOMES = {
 __all__ = [
     "API_VERSION",
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "Engine",
     "EngineConfig",

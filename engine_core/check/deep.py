@@ -18,11 +18,12 @@ from engine_core.checkpoint import Checkpoint
 from engine_core.configs import EngineConfig
 from engine_core.errors import ConfigError, EngineError
 from engine_core.registry import build_registry
+from engine_core.runtime.layer_trace import decoder_layers
 from engine_core.runtime.loader import build_on_meta, load_weights
 from engine_core.runtime.source import open_model
 from engine_core.step_context import BuildContext
 from engine_core.testing.tiny_model import TinyModel
-from engine_core.testing.trace import Recorder, Trace, decoder_layers
+from engine_core.testing.trace import Recorder, Trace
 
 # Relative to a token's norm. Correct float32 implementations are apart by 1e-6 a layer, up to 1e-5
 # after many of them; a wrong rotation, a missed scale or a swapped half are apart by 1e-1 and more.

@@ -60,7 +60,7 @@ from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
 from engine_core.runtime.loader import build_on_meta, check_weights, weight_bytes
 from engine_core.runtime.memory import plan_cache
-from engine_core.runtime.source import ModelSource, check_sizes, open_files, refuse_quantized
+from engine_core.runtime.source import open_files, read_config, refuse_quantized
 from engine_core.step_context import BuildContext
 from engine_core.text import Tokenizer
 
@@ -173,8 +173,6 @@ class _Check:
         self._check_tokenizer(self.checkpoint)
         if self.model_config is not None and self.dtype is not None:
             self._check_network(self.model_config, self.dtype, self.checkpoint)
-            with self._collecting():
-                self.registry.input_processor(self.model_config)
 
     def _open(self, registry: Registry, device: torch.device) -> None:
         with self._collecting():
@@ -192,11 +190,13 @@ class _Check:
         with self._collecting("quantization-unsupported"):
             refuse_quantized(checkpoint.hf_config)
         with self._collecting():
-            self.model_config = registry.model_config(checkpoint.hf_config, checkpoint.folder)
+            self.model_config = read_config(registry, checkpoint)
         if self.model_config is None:
             return
         with self._collecting():
             self.model_class = registry.model_class(self.model_config.architecture)
+        with self._collecting():
+            registry.input_processor(self.model_config)
         device = self.device or torch.device("cpu")
         self.dtype = platform.resolve_dtype(self.config, device, self.model_config.dtype)
         self._check_special_ids(self.model_config, checkpoint)
@@ -278,18 +278,14 @@ class _Check:
     def _check_network(self, model_config: ModelConfig, dtype: str, checkpoint: Checkpoint) -> None:
         if self.model_class is None:
             return
-        device = self.device or torch.device("cpu")
-        torch_dtype: torch.dtype = getattr(torch, dtype)
         with self._collecting():
-            check_sizes(model_config, checkpoint)
-            context = BuildContext(dtype=torch_dtype, tp_size=self.config.tensor_parallel_size)
+            context = BuildContext(
+                dtype=getattr(torch, dtype), tp_size=self.config.tensor_parallel_size
+            )
             self.network = build_on_meta(self.model_class, model_config, context)
-        source = ModelSource(
-            self.model, checkpoint, model_config, self.model_class, device, torch_dtype
-        )
         max_model_len = None
         with self._collecting("option-invalid"):
-            max_model_len = find_max_model_len(source, self.config)
+            max_model_len = find_max_model_len(model_config, self.config, self.model)
         if self.network is None:
             return
         if checkpoint.has_weights:

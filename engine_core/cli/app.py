@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from engine_core import __version__
+from engine_core.cli.bench import bench
 from engine_core.cli.chat import chat
 from engine_core.cli.check_model import check_model
 from engine_core.cli.env import env
@@ -42,7 +43,7 @@ def _root(
     """Run transformer language models whose families are plugins."""
 
 
-for _command in (generate, chat, check_model, plugins, new_plugin, env):
+for _command in (generate, chat, bench, check_model, plugins, new_plugin, env):
     app.command()(_command)
 
 

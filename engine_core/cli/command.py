@@ -53,11 +53,13 @@ def _takes_none(field: FieldInfo) -> bool:
     return field.default is not None and types.NoneType in _members(field.annotation)
 
 
-def _help(field: FieldInfo) -> str:
+def _help(field: FieldInfo, own_default: Any) -> str:
     text = (field.description or "").partition("\n")[0]
     if repeats(field):
         text += " May be given again."
-    default = field.get_default(call_default_factory=True)
+    default = own_default
+    if default is None:
+        default = field.get_default(call_default_factory=True)
     if default is None or default == () or default == {}:
         return text
     shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
@@ -79,6 +81,7 @@ class OptionGroup(Generic[Config]):
             being written out cannot be written on a command line either, and are left out.
         only: the fields taken; all if None.
         skip: fields left out.
+        defaults: values of fields that this command takes in place of the model's own.
     """
 
     def __init__(
@@ -87,8 +90,10 @@ class OptionGroup(Generic[Config]):
         *,
         only: Collection[str] | None = None,
         skip: Collection[str] = (),
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self._model = model
+        self._defaults = dict(defaults or {})
         self._fields = {
             name: field
             for name, field in model.model_fields.items()
@@ -110,7 +115,7 @@ class OptionGroup(Generic[Config]):
         option = typer.Option(
             flags,
             metavar=metavar,
-            help=_help(field),
+            help=_help(field, self._defaults.get(name)),
             show_default=False,
         )
         return inspect.Parameter(
@@ -145,7 +150,7 @@ class OptionGroup(Generic[Config]):
             typer.BadParameter: a value is out of range; names the option.
         """
         try:
-            return self._model(**self.given(options))
+            return self._model(**{**self._defaults, **self.given(options)})
         except ConfigError as error:
             message = re.sub(
                 rf"\b{self._model.__name__}\.(\w+)", lambda match: _flag(match[1]), str(error)

@@ -8,12 +8,14 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine_core.cli.command import OptionGroup, command
+from engine_core.cli.trace_layers import traced_layers
 from engine_core.configs import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
@@ -172,6 +174,19 @@ def _run(
     return results
 
 
+def _check_can_trace(
+    prompts: Sequence[Prompt], config: EngineConfig, given: Mapping[str, Any]
+) -> None:
+    if len(prompts) > 1:
+        raise typer.BadParameter(f"--trace-layers takes one prompt, got {len(prompts)}")
+    if config.tensor_parallel_size > 1:
+        raise typer.BadParameter(
+            "--trace-layers sees the layers of this process only; leave --tensor-parallel-size out"
+        )
+    if given.get("eager") is False:
+        raise typer.BadParameter("--trace-layers needs --eager; leave --no-eager out")
+
+
 @command(SAMPLING_OPTIONS, ENGINE_OPTIONS)
 def generate(
     model: Annotated[
@@ -198,6 +213,14 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object for each prompt.")
     ] = False,
+    trace_layers: Annotated[
+        bool,
+        typer.Option(
+            "--trace-layers",
+            help="Print what each layer gives in the first prefill and decode steps; one prompt. "
+            "It implies --eager.",
+        ),
+    ] = False,
     **options: Any,
 ) -> None:
     """Generate text: one prompt is streamed, several run as a batch.
@@ -210,11 +233,14 @@ def generate(
         raise typer.BadParameter("--system needs --chat")
     conversations = [_conversation(prompt, system) for prompt in prompts] if chat else []
     config = ENGINE_OPTIONS.build(options)
+    if trace_layers:
+        _check_can_trace(prompts, config, ENGINE_OPTIONS.given(options))
+        config = config.replace(eager=True)
     SAMPLING_OPTIONS.build(options)  # a wrong value is found before the model is loaded
 
     from engine_core import LLM
 
-    with LLM(model, config) as llm:
+    with LLM(model, config) as llm, traced_layers(llm) if trace_layers else nullcontext():
         sampling = llm.default_sampling_params().replace(**SAMPLING_OPTIONS.given(options))
         results = _run(
             llm,

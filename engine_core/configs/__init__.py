@@ -5,10 +5,11 @@ from engine_core.configs.cache import CacheConfig, KVCacheSpec
 from engine_core.configs.engine import EngineConfig
 from engine_core.configs.hf_config import HFConfig
 from engine_core.configs.model import ModelConfig
-from engine_core.configs.sampling import SamplingParams
+from engine_core.configs.sampling import BeamSearchParams, SamplingParams
 from engine_core.configs.scheduler import SchedulerConfig
 
 __all__ = [
+    "BeamSearchParams",
     "CacheConfig",
     "ConfigBuilder",
     "DefaultConfigBuilder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import time
 from collections import deque
@@ -27,6 +28,10 @@ from engine_core.steps import (
     TokenLogprobs,
 )
 from engine_core.text import TextStream, Tokenizer
+
+# How many steps in a row must be done early, or be waited for, before repeats change.
+_EARLY_STEPS = 4
+_WAITING_STEPS = 64
 
 
 class TextPrompt(TypedDict):
@@ -119,7 +124,13 @@ class Engine:
         self._states: dict[str, _State] = {}
         self._owners: dict[str, tuple[_State, int]] = {}
         self._drawn_seeds = 0
+        self.scheduler.repeat_limit = 1
+        self._early = 0
+        self._waits = 0
         self._dead: BaseException | None = None
+        # What was made so far lives as long as the engine. A full collection that visits all of it
+        # would cost several steps.
+        gc.freeze()
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's ``generation_config.json`` recommends, over our own defaults."""
@@ -254,6 +265,7 @@ class Engine:
             if not self._flight or (plan is not None and len(self._flight) <= self._depth):
                 return []
             done, pending = self._flight.popleft()
+            self._adapt_repeats(done, pending)
             result = pending.result()
             stats.waited(done)
             outputs = self._apply(self.scheduler.update(result))
@@ -265,6 +277,28 @@ class Engine:
             raise EngineDeadError(
                 f"the engine stopped in a step: {type(error).__name__}: {error}"
             ) from error
+
+    def _adapt_repeats(self, plan: StepPlan, pending: PendingStep) -> None:
+        """Have decode steps repeated on the device if it waits for the host, and only then.
+
+        A step that is done before its result is asked for was shorter than the host's work for
+        one; with more tokens a plan there is less of that.
+        """
+        scheduler = self.scheduler
+        if plan.rows[-1].num_tokens > 1 or plan.repeat < scheduler.repeat_limit:
+            return
+        if pending.done:
+            self._waits = 0
+            self._early += 1
+            if self._early >= _EARLY_STEPS:
+                self._early = 0
+                scheduler.repeat_limit = min(2 * plan.repeat, scheduler.config.max_repeat)
+        else:
+            self._early = 0
+            self._waits += 1
+            if self._waits >= _WAITING_STEPS:
+                self._waits = 0
+                scheduler.repeat_limit = max(1, plan.repeat // 2)
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """Record what each layer gives in the first prefill and the first decode step.

@@ -44,6 +44,8 @@ class Loaded:
 
 # Steps submitted before the first result is read. A CPU computes a step while it is submitted.
 _DEPTH = {"cpu": 0, "cuda": 2}
+# How often a plan may be replayed before the host looks: a request that ended is found out so late.
+_MAX_REPEAT = {"cpu": 1, "cuda": 8}
 
 
 def load(model: str, config: EngineConfig) -> Loaded:
@@ -61,7 +63,7 @@ def load(model: str, config: EngineConfig) -> Loaded:
         source = open_model(model, config, registry)
         generation_config = source.checkpoint.generation_config
         eos_token_ids = find_eos_token_ids(source.model_config, generation_config)
-        max_model_len = find_max_model_len(source, config)
+        max_model_len = find_max_model_len(source.model_config, config, model)
     with phases.timed("tokenizer"):
         tokenizer = open_tokenizer(config, source.checkpoint)
     executor = build_executor(source, config)
@@ -74,6 +76,7 @@ def load(model: str, config: EngineConfig) -> Loaded:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
+                max_repeat=_MAX_REPEAT[source.device.type],
             )
             groups = [KVCacheGroup(spec, plan.cache_config) for spec in plan.groups]
             scheduler = Scheduler(scheduler_config, groups)
@@ -124,18 +127,18 @@ def find_eos_token_ids(
     return tuple(token for token in ids if token not in outside)
 
 
-def find_max_model_len(source: ModelSource, config: EngineConfig) -> int:
-    """The longest sequence wanted, before the cache's memory is looked at.
+def find_max_model_len(model_config: ModelConfig, config: EngineConfig, model: str) -> int:
+    """The longest sequence wanted, before the cache's memory is looked at; ``model`` is its name.
 
     Raises:
         ConfigError: more is asked for than the model can do.
     """
-    longest = source.model_config.max_position_embeddings
+    longest = model_config.max_position_embeddings
     wanted = config.max_model_len or longest
-    if wanted > longest and not source.model_config.may_exceed_length:
+    if wanted > longest and not model_config.may_exceed_length:
         raise ConfigError(
-            f"max_model_len {wanted} is above the {longest} tokens that {source.name} is made "
-            "for; to stretch it, give a rope_scaling in hf_overrides"
+            f"max_model_len {wanted} is above the {longest} tokens that {model} is made for; to "
+            "stretch it, give a rope_scaling in hf_overrides"
         )
     return wanted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -10,6 +11,7 @@ import signal
 import tempfile
 import traceback
 from collections import deque
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, Protocol
 
 from engine_core.configs import EngineConfig, SchedulerConfig
 from engine_core.errors import ConfigError, EngineDeadError, EngineError
+from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.runner import PendingStep
 from engine_core.runtime.source import ModelSource, open_model
@@ -40,6 +43,9 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Begin a step; results are to be asked for in the order of submission."""
+
+    def trace_layers(self) -> AbstractContextManager[LayerTrace]:
+        """Record layers' outputs of the steps submitted in the ``with`` block."""
 
     def close(self) -> None:
         """Free everything."""
@@ -85,12 +91,22 @@ class InProcessExecutor:
         """Run a step."""
         return self._live().submit(plan)
 
+    def trace_layers(self) -> AbstractContextManager[LayerTrace]:
+        """Record layers' outputs of the steps submitted in the ``with`` block.
+
+        Raises:
+            ConfigError: steps would be replayed as CUDA graphs.
+        """
+        return self._live().trace_layers()
+
     def close(self) -> None:
         """Drop the model and its cache."""
         self._worker = None
         if self._device.type == "cuda":
             import torch
 
+            # Parameters and layers know each other; their memory is wanted back now.
+            gc.collect()
             torch.cuda.empty_cache()
 
     def _live(self) -> Worker:
@@ -143,6 +159,17 @@ class ProcessExecutor:
         """Send a step to every rank."""
         self._send("submit", plan)
         return PendingStep(self._next_result)
+
+    def trace_layers(self) -> AbstractContextManager[LayerTrace]:
+        """Refuse: the layers are in other processes.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "layers can be traced only in this process, and with tensor_parallel_size "
+            f"{len(self._processes)} they are in others; leave it out"
+        )
 
     def close(self) -> None:
         """End the processes; those that do not within 5 s are killed."""

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, one a batch-size bucket, that need no input of the host."""
+"""Steps as CUDA graphs, which need little or no input of the host."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine_core.runtime.block_tables import BlockTables
+from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 
 # Powers of two, and from 16 on the half-way points too: a bucket is at most a third larger than
@@ -20,8 +21,15 @@ _RING = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
-    """A captured step of one bucket, and the tensors that it leaves its results in."""
+class Captured:
+    """A captured step, and the tensors that it leaves its results in.
+
+    Attributes:
+        graph: to be replayed.
+        logits: ``[rows, V]`` float32.
+        tokens: ``[rows]`` int64, the most probable ones.
+        status: ``[rows]`` int8, 1 where the logits are not finite.
+    """
 
     graph: torch.cuda.CUDAGraph
     logits: Tensor
@@ -29,48 +37,33 @@ class _Graph:
     status: Tensor
 
 
-class DecodeGraphs:
-    """Captures and replays decode steps of the persistent batch.
+@dataclass(frozen=True, slots=True)
+class GraphState:
+    """What captured steps share with the runner.
 
-    A replay takes each row's last token from the device, computes it at the row's position, leaves
-    the most probable next token as the row's last one, and moves the position on: replayed again
-    it computes the step after, without a word from the host. Rows of padding stand at position
-    -1: they store nothing and stay where they are.
+    Attributes:
+        logits_of: runs the model on a context and gives the logits, ``[S, V]`` float32, of the
+            tokens at the given places.
+        tables: the block tables of each cache group.
+        last_tokens: ``[max_rows + 1]`` int64, the token that each row sampled last; the last row
+            is that of padding.
+        max_rows: sequences at once.
+        max_model_len: bounds the lengths that attention is captured for.
     """
 
-    def __init__(
-        self,
-        logits_of: Callable[[StepContext], Tensor],
-        tables: Sequence[BlockTables],
-        last_tokens: Tensor,
-        max_rows: int,
-        max_model_len: int,
-    ) -> None:
-        """Nothing is captured yet.
+    logits_of: Callable[[StepContext, Tensor | None], Tensor]
+    tables: Sequence[BlockTables]
+    last_tokens: Tensor
+    max_rows: int
+    max_model_len: int
 
-        Args:
-            logits_of: runs the model on a context of B rows of one token: ``[B, V]`` float32.
-            tables: the block tables of each cache group.
-            last_tokens: ``[max_rows + 1]`` int64, the token that each row sampled last.
-            max_rows: rows of the persistent batch; that of padding comes after them.
-            max_model_len: bounds the lengths that attention is captured for.
-        """
-        self._logits_of = logits_of
-        self._tables = tables
-        self._last_tokens = last_tokens
-        self._max_rows = max_rows
-        self._max_model_len = max_model_len
-        device = last_tokens.device
-        self._device = device
-        self._buckets = [size for size in _BUCKETS if size < max_rows] + [max_rows]
-        # Row numbers, then positions: what the host writes before the first replay of a plan.
-        self._static = torch.full((2, max_rows), -1, dtype=torch.int64, device=device)
-        self._static[0] = max_rows
-        self._input_ring = [
-            torch.empty(2, max_rows, dtype=torch.int64, pin_memory=True) for _ in range(_RING)
-        ]
-        self._turn = 0
-        self._graphs: dict[int, _Graph] = {}
+
+class _Graphs:
+    """What the two kinds of captured steps have in common."""
+
+    def __init__(self, state: GraphState) -> None:
+        self._state = state
+        self._device = state.last_tokens.device
         self._row_state: Mapping[str, Tensor] = {}
         self._token_state: Mapping[str, int] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -81,77 +74,99 @@ class DecodeGraphs:
         Graphs captured with other names are dropped.
         """
         if row_state.keys() != self._row_state.keys() or token_state != self._token_state:
-            self._graphs.clear()
             self._row_state = dict(row_state)
             self._token_state = dict(token_state)
+            self._drop()
+
+    def _drop(self) -> None:
+        raise NotImplementedError
+
+    def _capture(self, step: Callable[[], tuple[Tensor, Tensor, Tensor]]) -> Captured:
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            # Compiles and tunes what a capture must not.
+            step()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            results = step()
+        return Captured(graph, *results)
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The most probable tokens, and 1 where logits are not finite."""
+        status = (~logits.amax(dim=-1).isfinite()).to(torch.int8)
+        return logits.argmax(dim=-1), status
+
+
+class DecodeGraphs(_Graphs):
+    """Steps in which every row decodes, one graph a batch-size bucket.
+
+    A replay takes each row's last token from the device, computes it at the row's position, leaves
+    the most probable next token as the row's last one, and moves the position on: replayed again
+    it computes the step after, without a word from the host. Rows of padding stand at position
+    -1: they store nothing and stay where they are.
+    """
+
+    def __init__(self, state: GraphState) -> None:
+        """Nothing is captured yet."""
+        super().__init__(state)
+        rows = state.max_rows
+        self._buckets = [size for size in _BUCKETS if size < rows] + [rows]
+        # Row numbers, then positions: what the host writes before the first replay of a plan.
+        self._static = torch.full((2, rows), -1, dtype=torch.int64, device=self._device)
+        self._static[0] = rows
+        self._ring = [
+            torch.empty(2, rows, dtype=torch.int64, pin_memory=True) for _ in range(_RING)
+        ]
+        self._turn = 0
+        self._graphs: dict[int, Captured] = {}
 
     def capture_all(self) -> None:
         """Capture every bucket, the largest first so that the smaller ones reuse its memory."""
         for bucket in reversed(self._buckets):
             self._get(bucket)
 
-    def begin(self, rows: Sequence[int], positions: Sequence[int]) -> int:
-        """Set the rows, and the positions of the tokens they compute; returns the bucket."""
+    def begin(self, rows: Sequence[int], positions: Sequence[int]) -> Captured:
+        """Set the rows, and the positions of the tokens they compute; returns what to replay."""
         count = len(rows)
         bucket = self._buckets[bisect_left(self._buckets, count)]
         # Capturing runs the step and so moves the static inputs; it comes before they are set.
-        self._get(bucket)
+        captured = self._get(bucket)
         self._turn = (self._turn + 1) % _RING
-        host = self._input_ring[self._turn].numpy()
+        pinned = self._ring[self._turn]
+        host = pinned.numpy()
         host[0, :count] = rows
         host[1, :count] = positions
-        host[0, count:bucket] = self._max_rows
+        host[0, count:bucket] = self._state.max_rows
         host[1, count:bucket] = -1
         for line in range(2):
-            self._static[line, :bucket].copy_(
-                self._input_ring[self._turn][line, :bucket], non_blocking=True
-            )
-        for table in self._tables:
+            self._static[line, :bucket].copy_(pinned[line, :bucket], non_blocking=True)
+        for table in self._state.tables:
             table.flush()
-        return bucket
+        return captured
 
-    def replay(self, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the step once.
+    def _drop(self) -> None:
+        self._graphs.clear()
 
-        Returns:
-            Logits ``[bucket, V]`` float32, tokens ``[bucket]`` int64 and status ``[bucket]`` int8
-            (1 where the logits are not finite), all overwritten by the next replay.
-        """
-        captured = self._graphs[bucket]
-        captured.graph.replay()
-        return captured.logits, captured.tokens, captured.status
-
-    def _get(self, bucket: int) -> _Graph:
+    def _get(self, bucket: int) -> Captured:
         if bucket not in self._graphs:
-            self._graphs[bucket] = self._capture(bucket)
+            self._static[0] = self._state.max_rows
+            self._static[1] = -1
+            self._graphs[bucket] = self._capture(lambda: self._step(bucket))
         return self._graphs[bucket]
-
-    def _capture(self, bucket: int) -> _Graph:
-        self._static[0] = self._max_rows
-        self._static[1] = -1
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            # Compiles and tunes what a capture must not.
-            self._step(bucket)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            logits, tokens, status = self._step(bucket)
-        return _Graph(graph, logits, tokens, status)
 
     def _step(self, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
         rows, positions = self._static[:, :bucket]
-        logits = self._logits_of(self._context(rows, positions, bucket))
-        status = (~logits.amax(dim=-1).isfinite()).to(torch.int8)
-        tokens = logits.argmax(dim=-1)
-        self._last_tokens[rows] = tokens
+        logits = self._state.logits_of(self._context(rows, positions, bucket), None)
+        tokens, status = self._choose(logits)
+        self._state.last_tokens[rows] = tokens
         positions += positions >= 0
         return logits, tokens, status
 
     def _context(self, rows: Tensor, positions: Tensor, bucket: int) -> StepContext:
         groups = []
-        for table in self._tables:
+        for table in self._state.tables:
             blocks = table.device_table[rows]
             column = (positions.clamp(min=0) // table.block_size).unsqueeze(-1)
             block = blocks.gather(-1, column).squeeze(-1).to(torch.int64)
@@ -159,14 +174,14 @@ class DecodeGraphs:
             groups.append(GroupMetadata(blocks, torch.where(positions < 0, positions, slots)))
         places = torch.arange(bucket + 1, device=self._device)
         return StepContext(
-            input_ids=self._last_tokens[rows].unsqueeze(0),
+            input_ids=self._state.last_tokens[rows].unsqueeze(0),
             position_ids=positions.clamp(min=0).unsqueeze(0),
             row_ids=places[:bucket],
             attn_metadata=AttentionMetadata(
                 query_start=places.to(torch.int32),
                 kv_lens=(positions + 1).to(torch.int32),
                 max_query_len=1,
-                max_kv_len=self._max_model_len,
+                max_kv_len=self._state.max_model_len,
                 num_decode_rows=bucket,
                 groups=tuple(groups),
             ),
@@ -176,3 +191,213 @@ class DecodeGraphs:
                 for name, width in self._token_state.items()
             },
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MixedStep:
+    """A step with prefill chunks, as the host knows it. R rows, T tokens, decode rows first.
+
+    Attributes:
+        rows: ``[R]``, rows of the persistent batch.
+        starts: ``[R + 1]``, where each row's tokens begin.
+        num_decode_rows: rows of one token before the others.
+        token_ids: ``[T]``; -1 where only the device knows it.
+        positions: ``[T]``.
+        row_ids: ``[T]``, the place in ``rows`` of each token.
+        slots: ``[T]`` a cache group.
+        samples: ``[R]`` bool, which rows sample.
+        token_state: what families keep a token, ``[k, T]`` by name.
+    """
+
+    rows: IntArray
+    starts: IntArray
+    num_decode_rows: int
+    token_ids: IntArray
+    positions: IntArray
+    row_ids: IntArray
+    slots: Sequence[IntArray]
+    samples: IntArray
+    token_state: Mapping[str, IntArray]
+
+
+# Decode rows and prefill rows that a mixed step is captured for.
+_DECODE_ROWS = (0, 16, 64, 256, 512)
+_PREFILL_ROWS = (1, 8, 32)
+# How often a shape is met before it is captured: that costs as much as two steps.
+_MEETINGS = 2
+
+
+class MixedGraphs(_Graphs):
+    """Steps with prefill chunks, one graph for each (tokens, decode rows, prefill rows) bucket.
+
+    The host sends all of a step's numbers in one transfer. Tokens of padding are stored nowhere,
+    and rows of padding have no tokens.
+    """
+
+    def __init__(self, state: GraphState, max_tokens: int) -> None:
+        """Nothing is captured yet; shapes are captured when they are met for the second time.
+
+        ``max_tokens``: in a step of more the device is the slower one, and a graph's padding
+        would only add to its work.
+        """
+        super().__init__(state)
+        self._max_tokens = max_tokens
+        self._graphs: dict[tuple[int, int, int], tuple[Captured, Tensor]] = {}
+        self._met: dict[tuple[int, int, int], int] = {}
+        self._ring: list[Tensor | None] = [None] * _RING
+        self._turn = 0
+
+    def begin(self, step: MixedStep) -> tuple[Captured, IntArray] | None:
+        """Set the step; what to replay, and the place of each of its rows in the results.
+
+        None if this step is to be run without a graph.
+        """
+        key = self._key(step)
+        if key is None:
+            return None
+        if key not in self._graphs:
+            self._met[key] = self._met.get(key, 0) + 1
+            if self._met[key] < _MEETINGS:
+                return None
+            static = self._empty(key)
+            self._graphs[key] = (self._capture(lambda: self._step(key, static)), static)
+        captured, static = self._graphs[key]
+        packed, places = self._pack(key, step)
+        self._turn = (self._turn + 1) % _RING
+        pinned = self._ring[self._turn]
+        if pinned is None or pinned.shape[0] < packed.shape[0]:
+            pinned = torch.empty(packed.shape[0], dtype=torch.int64, pin_memory=True)
+            self._ring[self._turn] = pinned
+        pinned.numpy()[: packed.shape[0]] = packed
+        static.copy_(pinned[: packed.shape[0]], non_blocking=True)
+        for table in self._state.tables:
+            table.flush()
+        return captured, places
+
+    def _drop(self) -> None:
+        self._graphs.clear()
+        self._met.clear()
+
+    def _key(self, step: MixedStep) -> tuple[int, int, int] | None:
+        num_prefill = len(step.rows) - step.num_decode_rows
+        decode = next((size for size in _DECODE_ROWS if size >= step.num_decode_rows), None)
+        prefill = next((size for size in _PREFILL_ROWS if size >= num_prefill), None)
+        if decode is None or prefill is None:
+            return None
+        tokens = decode + len(step.token_ids) - step.num_decode_rows
+        # Powers of two, then steps of a quarter of one: at most a quarter is padding.
+        grain = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
+        tokens = -(-tokens // grain) * grain
+        return (tokens, decode, prefill) if tokens <= self._max_tokens else None
+
+    def _sizes(self, key: tuple[int, int, int]) -> dict[str, int]:
+        """How many numbers of each kind a step of this shape has, in the order they are sent."""
+        tokens, decode, prefill = key
+        rows = decode + prefill
+        return {
+            "token_ids": tokens,
+            "positions": tokens,
+            "row_ids": tokens,
+            **{f"slots {index}": tokens for index in range(len(self._state.tables))},
+            **{f"state {name}": width * tokens for name, width in self._token_state.items()},
+            "rows": rows,
+            "starts": rows + 1,
+            "kv_lens": rows,
+            "last": rows,
+            "samples": rows,
+        }
+
+    def _empty(self, key: tuple[int, int, int]) -> Tensor:
+        """Inputs of a step that is padding alone."""
+        sizes = self._sizes(key)
+        values = {name: np.zeros(size, dtype=np.int64) for name, size in sizes.items()}
+        for index in range(len(self._state.tables)):
+            values[f"slots {index}"][:] = -1
+        values["rows"][:] = self._state.max_rows
+        values["starts"][:] = np.minimum(np.arange(sizes["starts"]), key[1])
+        return torch.from_numpy(np.concatenate(list(values.values()))).to(self._device)
+
+    def _pack(self, key: tuple[int, int, int], step: MixedStep) -> tuple[IntArray, IntArray]:
+        """The step's numbers with padding between decode and prefill rows and at the end."""
+        tokens, decode, _ = key
+        sizes = self._sizes(key)
+        num_decode = step.num_decode_rows
+        num_rows, num_tokens = len(step.rows), len(step.token_ids)
+        # Where rows and tokens of the step are put.
+        row_places = np.arange(num_rows)
+        row_places[num_decode:] += decode - num_decode
+        token_places = np.arange(num_tokens)
+        token_places[num_decode:] += decode - num_decode
+
+        def spread(values: IntArray, size: int, places: IntArray, padding: int) -> IntArray:
+            out = np.full(size, padding, dtype=np.int64)
+            out[places] = values
+            return out
+
+        starts = np.empty(sizes["starts"], dtype=np.int64)
+        starts[:decode] = np.arange(decode)
+        num_prefill = num_rows - num_decode
+        shifted = step.starts[num_decode:] + (decode - num_decode)
+        starts[decode : decode + num_prefill + 1] = shifted
+        starts[decode + num_prefill + 1 :] = shifted[-1]
+        last = step.starts[1:] - 1
+        values = {
+            "token_ids": spread(step.token_ids, tokens, token_places, 0),
+            "positions": spread(step.positions, tokens, token_places, 0),
+            "row_ids": spread(row_places[step.row_ids], tokens, token_places, 0),
+            **{
+                f"slots {index}": spread(slots, tokens, token_places, -1)
+                for index, slots in enumerate(step.slots)
+            },
+            **{
+                f"state {name}": np.concatenate(
+                    [
+                        spread(line, tokens, token_places, 0)
+                        for line in step.token_state.get(
+                            name, np.zeros((width, num_tokens), dtype=np.int64)
+                        )
+                    ]
+                )
+                for name, width in self._token_state.items()
+            },
+            "rows": spread(step.rows, sizes["rows"], row_places, self._state.max_rows),
+            "starts": starts,
+            "kv_lens": spread(step.positions[last] + 1, sizes["rows"], row_places, 0),
+            "last": spread(token_places[last], sizes["rows"], row_places, 0),
+            "samples": spread(step.samples, sizes["rows"], row_places, 0),
+        }
+        return np.concatenate([values[name] for name in sizes]), row_places
+
+    def _step(self, key: tuple[int, int, int], static: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, decode, _ = key
+        sizes = self._sizes(key)
+        named = dict(zip(sizes, static.split(list(sizes.values())), strict=True))
+        rows = named["rows"]
+        latest = self._state.last_tokens[rows]
+        input_ids = named["token_ids"]
+        input_ids = torch.where(input_ids < 0, latest[named["row_ids"]], input_ids)
+        context = StepContext(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=named["positions"].unsqueeze(0),
+            row_ids=named["row_ids"],
+            attn_metadata=AttentionMetadata(
+                query_start=named["starts"].to(torch.int32),
+                kv_lens=named["kv_lens"].to(torch.int32),
+                max_query_len=tokens - decode,
+                max_kv_len=self._state.max_model_len,
+                num_decode_rows=decode,
+                groups=tuple(
+                    GroupMetadata(table.device_table[rows], named[f"slots {index}"])
+                    for index, table in enumerate(self._state.tables)
+                ),
+            ),
+            row_state={name: state[rows] for name, state in self._row_state.items()},
+            token_state={
+                name: named[f"state {name}"].view(width, tokens)
+                for name, width in self._token_state.items()
+            },
+        )
+        logits = self._state.logits_of(context, named["last"])
+        chosen, status = self._choose(logits)
+        self._state.last_tokens[rows] = torch.where(named["samples"] > 0, chosen, latest)
+        return logits, chosen, status

@@ -9,12 +9,15 @@ import torch
 
 from engine_core.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig
-from engine_core.errors import ConfigError, CorruptCheckpointError
+from engine_core.errors import ConfigError, CorruptCheckpointError, EngineError
 from engine_core.registry import Registry
 from engine_core.runtime import platform
 
 # Keys of config.json under which tools leave how they quantised the weights.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+# What families call their number of layers; each has a tensor at least.
+_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_MOST_LAYERS = 10_000
 # A tensor may be a transposed, packed or split part of what the config speaks of, but no dimension
 # of a model is so many times larger than every dimension of its tensors.
 _MOST_SPLIT = 64
@@ -31,6 +34,7 @@ class ModelSource:
         model_class: the family's class.
         device: where it will run.
         dtype: the element type that it will run with.
+        has_input_processor: whether the family says more of a prompt than its tokens.
     """
 
     name: str
@@ -39,6 +43,7 @@ class ModelSource:
     model_class: type
     device: torch.device
     dtype: torch.dtype
+    has_input_processor: bool
 
 
 class _GGUFAdapters(Mapping[str, type]):
@@ -72,9 +77,8 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
     device = platform.resolve_device(config)
     checkpoint = open_files(model, config, registry, device)
     refuse_quantized(checkpoint.hf_config)
-    model_config = registry.model_config(checkpoint.hf_config, checkpoint.folder)
+    model_config = read_config(registry, checkpoint)
     model_class = registry.model_class(model_config.architecture)
-    check_sizes(model_config, checkpoint)
     return ModelSource(
         name=model,
         checkpoint=checkpoint,
@@ -82,6 +86,7 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
         model_class=model_class,
         device=device,
         dtype=getattr(torch, platform.resolve_dtype(config, device, model_config.dtype)),
+        has_input_processor=registry.input_processor(model_config) is not None,
     )
 
 
@@ -125,20 +130,47 @@ def refuse_quantized(hf_config: HFConfig) -> None:
             )
 
 
-def check_sizes(model_config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Refuse a config far beyond its tensors, before a model of that size is built.
+def read_config(registry: Registry, checkpoint: Checkpoint) -> ModelConfig:
+    """The model config that the family's builder makes of the checkpoint's.
+
+    Sizes far beyond what the files hold are refused before anything is built of that size.
 
     Raises:
-        CorruptCheckpointError: a size is out of all proportion to what the checkpoint holds.
+        EngineError: as :meth:`Registry.model_config`.
+        ConfigError: the builder fails on the config.
+        CorruptCheckpointError: a size is out of all proportion to the tensors.
     """
-    if not checkpoint.has_weights:
-        return
+    hf_config = checkpoint.hf_config
+    _check_layers(hf_config, checkpoint)
+    try:
+        model_config = registry.model_config(hf_config, checkpoint.folder)
+    except EngineError:
+        raise
+    except Exception as error:  # Families check what they know of; a config may hold anything.
+        raise ConfigError(
+            f"{checkpoint.folder / 'config.json'} cannot be understood: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if checkpoint.has_weights:
+        _check_sizes(model_config, checkpoint)
+    return model_config
+
+
+def _check_layers(hf_config: HFConfig, checkpoint: Checkpoint) -> None:
+    # Before the builder, which may make a list of that length.
+    most = len(checkpoint.headers) if checkpoint.has_weights else _MOST_LAYERS
+    held = f"the whole checkpoint {checkpoint.folder} holds {most} tensors"
+    for key in _LAYER_KEYS:
+        value = hf_config.get(key)
+        if isinstance(value, int) and value > most:
+            raise CorruptCheckpointError(
+                f"config.json: {key} is {value}, but "
+                + (held if checkpoint.has_weights else f"no model has more than {most}")
+            )
+
+
+def _check_sizes(model_config: ModelConfig, checkpoint: Checkpoint) -> None:
     headers = checkpoint.headers
-    if model_config.num_layers > len(headers):
-        raise CorruptCheckpointError(
-            f"config.json says that there are {model_config.num_layers} layers, but the whole "
-            f"checkpoint {checkpoint.folder} holds {len(headers)} tensors"
-        )
     largest = max((size for header in headers.values() for size in header.shape), default=0)
     for name in (
         "vocab_size",

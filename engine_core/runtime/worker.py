@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from engine_core.configs import EngineConfig, KVCacheSpec, SchedulerConfig
+from engine_core.errors import ConfigError
 from engine_core.nn.attention import Attention
 from engine_core.runtime import platform
+from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.loader import (
     build_on_meta,
     check_weights,
@@ -46,6 +50,7 @@ class Worker:
         self._config = config
         self._context = replace(context, dtype=source.dtype)
         self._runner: ModelRunner | None = None
+        self._trace: LayerTrace | None = None
 
     def load(self) -> WorkerReport:
         """Build the model and read this rank's weights.
@@ -81,9 +86,31 @@ class Worker:
             eos_token_ids=eos_token_ids,
             # Collectives inside a captured step have not been tried.
             eager=self._config.eager or self._context.tp_size > 1,
+            # What a row keeps is known when the first request brings it.
+            capture_at_start=not self._source.has_input_processor,
         )
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run a step; see :meth:`ModelRunner.submit`."""
         assert self._runner is not None, "start comes before submit"
-        return self._runner.submit(plan)
+        if self._trace is None:
+            return self._runner.submit(plan)
+        with self._trace.step(plan):
+            return self._runner.submit(plan)
+
+    @contextmanager
+    def trace_layers(self) -> Iterator[LayerTrace]:
+        """Record layers' outputs of the steps submitted in the ``with`` block.
+
+        Raises:
+            ConfigError: steps would be replayed as CUDA graphs, in which no layer is called.
+        """
+        if self._source.device.type == "cuda" and not self._config.eager:
+            raise ConfigError(
+                "layers cannot be traced in CUDA graphs, whose steps call no layer; set eager"
+            )
+        self._trace = LayerTrace(self._model)
+        try:
+            yield self._trace
+        finally:
+            self._trace = None

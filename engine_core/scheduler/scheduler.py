@@ -103,6 +103,10 @@ class Scheduler:
         config: limits.
         groups: the cache groups of the model; all have the same block size.
 
+    Attributes:
+        repeat_limit: how often a plan may be replayed now; its user may lower it from
+            ``config.max_repeat`` and raise it again.
+
     Raises:
         ConfigError: there is no group, or block sizes or prefix caching differ.
     """
@@ -116,6 +120,7 @@ class Scheduler:
             )
         self.config = config
         self.groups = tuple(groups)
+        self.repeat_limit = config.max_repeat
         self._block_size = groups[0].block_size
         self._prefix_caching = groups[0].enable_prefix_caching
         self._windowed = [i for i, group in enumerate(groups) if group.spec.window is not None]
@@ -184,7 +189,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run before a result comes in or a request."""
-        draft = _Draft(self.config.max_num_batched_tokens, self.config.max_repeat)
+        draft = _Draft(self.config.max_num_batched_tokens, self.repeat_limit)
         self._continue_running(draft)
         if not draft.short_of_blocks:
             self._admit_waiting(draft)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -344,7 +345,10 @@ def no_host_synchronisation_on_a_gpu(subject: Subject) -> None:
     # The first time, kernels are compiled and libraries set up.
     for mode in ("default", "error"):
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode(mode)
+        with warnings.catch_warnings():
+            # That this mode of torch's does not yet see everything.
+            warnings.simplefilter("ignore", UserWarning)
+            torch.cuda.set_sync_debug_mode(mode)
         try:
             model.logits(model.hidden(model.prepare(cache, context)))
         finally:

@@ -100,10 +100,9 @@ def _imports(tree: ast.AST, typing_blocks: set[int]) -> Iterator[tuple[int, str,
 
 
 _DISCOVERY = """
-import importlib, json, sys
+import importlib, json, os, sys
 
 package, module, heavy = sys.argv[1], sys.argv[2], sys.argv[3].split(",")
-blame = []
 
 class Watch:
     def find_spec(self, name, path=None, target=None):
@@ -114,7 +113,9 @@ class Watch:
                     own = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                     break
                 frame = frame.f_back
-            blame.append((name, own or "something that it uses"))
+            # The rest would only take time.
+            print(json.dumps([name, own or "something that it uses"]), flush=True)
+            os._exit(0)
         return None
 
 sys.meta_path.insert(0, Watch())
@@ -124,7 +125,7 @@ for hook in ("config_builders", "input_processors"):
         importlib.import_module(item.__module__)
 for hook in ("module_map", "gguf_adapters"):
     getattr(plugin, hook, dict)()
-print(json.dumps(blame))
+print("null")
 """
 
 
@@ -144,9 +145,9 @@ def check_discovery(package: str, module: str) -> None:
     )
     if done.returncode != 0:
         raise ConformanceError(f"{module} cannot be imported in a fresh process: {done.stderr}")
-    blame: list[tuple[str, str]] = json.loads(done.stdout.splitlines()[-1])
-    if blame:
-        name, place = blame[0]
+    blame: tuple[str, str] | None = json.loads(done.stdout.splitlines()[-1])
+    if blame is not None:
+        name, place = blame
         raise ConformanceError(
             f"discovery of {module} imports {name}, at {place}: every start of engine-core would "
             "pay for it, whatever the model. Import it in the module that holds the model class, "

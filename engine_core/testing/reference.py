@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from engine_core.runtime.layer_trace import decoder_layers
 from engine_core.testing.case import ConformanceCase, ConformanceError
-from engine_core.testing.trace import Recorder, Trace, decoder_layers
+from engine_core.testing.trace import Recorder, Trace
 
 NEW_TOKENS = 8
 _LENGTHS = (1, 6, 21, 45)

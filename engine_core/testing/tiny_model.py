@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from engine_core.inputs import InputProcessor, ProcessedPrompt
 from engine_core.nn import Attention
+from engine_core.runtime.layer_trace import decoder_layers
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
-from engine_core.testing.trace import Recorder, Trace, decoder_layers
+from engine_core.testing.trace import Recorder, Trace
 
 Step = Sequence[tuple[int, int, int]]
 """What one pass computes: (sequence, first position, number of tokens) for each row."""

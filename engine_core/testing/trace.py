@@ -10,29 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine_core.nn import Attention
+from engine_core.runtime.layer_trace import main_output
 
 TOLERANCE = 1e-4
 """Largest difference of float32 logits that is put down to rounding."""
-
-
-def decoder_layers(model: nn.Module, count: int | None = None) -> list[str]:
-    """Names of the decoder layers: the items of the first ``nn.ModuleList`` that looks like them.
-
-    Args:
-        model: any model.
-        count: how many there must be; if None each must hold an :class:`Attention` instead.
-    """
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) == 0:
-            continue
-        if count is None:
-            fits = all(any(isinstance(m, Attention) for m in item.modules()) for item in module)
-        else:
-            fits = len(module) == count
-        if fits:
-            return [f"{name}.{index}" for index in range(len(module))]
-    return []
 
 
 @dataclass
@@ -79,7 +60,7 @@ class Recorder:
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             del module, args
-            value = _main_output(output, is_layer=name in self._layers)
+            value = main_output(output, is_layer=name in self._layers)
             count = len(self._tokens)
             if value is None or not value.is_floating_point():
                 return
@@ -101,23 +82,6 @@ class Recorder:
             if len(found) == length and len({row.shape for row in found.values()}) == 1:
                 trace.outputs[name] = torch.stack([found[place] for place in range(length)])
         return trace
-
-
-def _main_output(output: Any, *, is_layer: bool) -> Tensor | None:
-    """The tensor that stands for a module's output.
-
-    A decoder layer returns its hidden states, or ``(x, residual)`` whose sum they are; another
-    module may return more than one thing, the first of which is what it computed.
-    """
-    if isinstance(output, Tensor):
-        return output
-    if not isinstance(output, tuple | list) or not output or not isinstance(output[0], Tensor):
-        return None
-    first = output[0]
-    second = output[1] if len(output) > 1 else None
-    if is_layer and isinstance(second, Tensor) and second.shape == first.shape:
-        return first + second
-    return first
 
 
 def difference(ours: Tensor, theirs: Tensor) -> tuple[float, int]:

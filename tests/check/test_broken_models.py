@@ -344,7 +344,25 @@ BROKEN: dict[str, tuple[Callable[[Model], Any], set[str], type[EngineError], str
         config(num_hidden_layers=10**9),
         {"checkpoint-corrupt"},
         CorruptCheckpointError,
-        "there are 1000000000 layers",
+        r"num_hidden_layers is 1000000000, but .* tensors",
+    ),
+    "a billion layers in a family that lists them": (
+        config(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, n_layer=10**9),
+        {"checkpoint-corrupt"},
+        CorruptCheckpointError,
+        "n_layer is 1000000000",
+    ),
+    "no key-value heads": (
+        config(num_key_value_heads=0),
+        {"config-invalid"},
+        ConfigError,
+        "num_key_value_heads|cannot be understood",
+    ),
+    "a model type that is a number": (
+        config(architectures=["ChatGLMModel"], model_type=7),
+        {"config-invalid"},
+        ConfigError,
+        "cannot be understood|model_type|architecture",
     ),
     "a hidden size of a trillion": (
         config(hidden_size=10**12),
@@ -537,11 +555,22 @@ def test_broken_weights_do_not_hide_config_and_tokenizer(model: Model) -> None:
     cut(model)
     model.json("config.json", architectures=["NobodysForCausalLM"])
     bad_tokenizer(model)
+    model.json("config.json", num_hidden_layers=10)
     assert codes(check_model(str(model))) == {
         "checkpoint-corrupt",
         "architecture-unknown",
         "tokenizer-unusable",
     }
+
+
+def test_broken_weights_and_a_billion_layers(model: Model) -> None:
+    """The config is still looked at, but not believed."""
+    cut(model)
+    model.json("config.json", num_hidden_layers=10**9)
+    report = check_model(str(model))
+    messages = [problem.message for problem in report.errors]
+    assert "is truncated" in messages[0]
+    assert "no model has more than 10000" in messages[1]
 
 
 def test_broken_chat_template(model: Model) -> None:

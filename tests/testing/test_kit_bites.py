@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.errors import EngineError
 from engine_core.testing import ConformanceError, ConformanceTests, checks
 from engine_core.testing.reference import TinyCheckpoint, prepare
 from engine_core.testing.subject import Subject, find_family
@@ -326,17 +325,19 @@ def test_a_sound_family_passes(tmp_path: Path, checkpoints: dict[str, TinyCheckp
 def test_a_fault_of_two_ranks_is_found(
     tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
 ) -> None:
-    """Heads of the whole model where those of this rank are meant."""
+    """A projection whose partial sums are not added up, because its weight is used by hand."""
     shutil.copytree(SOURCE, tmp_path / PACKAGE)
     file = tmp_path / PACKAGE / "model.py"
     text = file.read_text()
-    assert text.count("self.qkv_proj.num_q_heads,") == 1
-    file.write_text(text.replace("self.qkv_proj.num_q_heads,", "heads,"))
+    call = "self.o_proj(out.flatten(1).unsqueeze(0))"
+    by_hand = "nn.functional.linear(out.flatten(1)[None], self.o_proj.weight, self.o_proj.bias)"
+    assert text.count(call) == 1
+    file.write_text(text.replace(call, by_hand))
     with installed(tmp_path):
         family = find_family(PACKAGE)
         subject = Subject(family, family.cases[0], checkpoints[family.cases[0].name])
         checks.logits(subject)
-        with pytest.raises((EngineError, ConformanceError)):
+        with pytest.raises(ConformanceError, match="with tensor_parallel_size=2: log-prob"):
             checks.tensor_parallel(subject)
 
 

@@ -1,0 +1,62 @@
+"""Weight matrices in the form in which a CPU multiplies by them fastest."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class PackedMatrix(Protocol):
+    """A matrix ``[out_features, in_features]``, repacked once the weights are loaded.
+
+    Attributes:
+        nbytes: bytes that it takes.
+    """
+
+    nbytes: int
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x [..., in_features]`` to ``x @ matrix.T + bias``, in x's dtype."""
+
+    def dense(self) -> Tensor:
+        """The numbers again, ``[out_features, in_features]``; slow."""
+
+
+class OneDNNMatrix:
+    """An unquantised matrix in oneDNN's blocked layout.
+
+    Where torch's ``linear`` reorders the weight in each call, or leaves it to a BLAS made for large
+    matrices, this reads it once: on one Zen 5 core a row times ``3072 x 576`` takes 0.13 ms instead
+    of 0.41 in bfloat16, and 0.4 instead of 0.85 in float32. From 128 rows on they are equal.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        """``weight`` is not kept; see :func:`onednn_packs` for what it may be."""
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self.nbytes = weight.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ matrix.T + bias``."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+        return out
+
+    def dense(self) -> Tensor:
+        """The numbers again."""
+        return self._weight.to_dense()
+
+
+@cache
+def _onednn_dtypes() -> tuple[torch.dtype, ...]:
+    if not torch.backends.mkldnn.is_available():
+        return ()
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return (torch.float32, torch.bfloat16)
+    return (torch.float32,)
+
+
+def onednn_packs(weight: Tensor) -> bool:
+    """Whether :class:`OneDNNMatrix` takes this weight: on a CPU, of a type that it can multiply."""
+    return weight.device.type == "cpu" and weight.dtype in _onednn_dtypes()

@@ -1,0 +1,44 @@
+"""Four-bit blocks that come quantised from the checkpoint."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine_core.nn.linear import Linear
+from engine_core.nn.quantization.int4 import GROUP_SIZE, Int4Matrix
+
+
+class BlockLinearMethod:
+    """A weight ``scales * codes + minima`` in groups of 32, as the checkpoint stores it.
+
+    Only the scales and minima change: they are rounded to bfloat16, as torch's kernel has them.
+    """
+
+    def create_weights(
+        self,
+        layer: Linear,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+    ) -> None:
+        """Make ``qweight [out, in]`` of codes 0 to 15, ``scales`` and ``minima [out, in / 32]``."""
+        codes = torch.empty(out_features, in_features, dtype=torch.uint8, device=device)
+        layer.add_parameter("qweight", codes, input_dim=1)
+        for name in ("scales", "minima"):
+            numbers = torch.empty(out_features, in_features // GROUP_SIZE, device=device)
+            layer.add_parameter(name, numbers.float(), input_dim=1)
+
+    def process_after_load(self, layer: Linear) -> None:
+        """Pack the codes for torch's kernel."""
+        codes, scales, minima = (
+            layer.get_parameter(name) for name in ("qweight", "scales", "minima")
+        )
+        matrix = Int4Matrix(codes, scales, minima + 8 * scales, layer.dtype)
+        layer.set_packed(matrix, "qweight", "scales", "minima")
+
+    def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ weight.T + bias``."""
+        assert layer.packed is not None, "the weights are packed after they are loaded"
+        return layer.packed.multiply(x, bias)
