@@ -220,9 +220,12 @@ class MixedStep:
     token_state: Mapping[str, IntArray]
 
 
-# Decode rows and prefill rows that a mixed step is captured for.
-_DECODE_ROWS = (0, 16, 64, 256, 512)
+# Decode rows and prefill rows that a mixed step is captured for, few: in steps so small that they
+# are captured the device has time for padding.
+_DECODE_ROWS = (0, 32, 256, 512)
 _PREFILL_ROWS = (1, 8, 32)
+# Prompts that come alone are captured at start-up, for the first one's sake.
+_SINGLE_PROMPTS = (128, 256, 512, 1024, 2048, 4096)
 # How often a shape is met before it is captured: that costs as much as two steps.
 _MEETINGS = 2
 
@@ -259,8 +262,7 @@ class MixedGraphs(_Graphs):
             self._met[key] = self._met.get(key, 0) + 1
             if self._met[key] < _MEETINGS:
                 return None
-            static = self._empty(key)
-            self._graphs[key] = (self._capture(lambda: self._step(key, static)), static)
+            self._add(key)
         captured, static = self._graphs[key]
         packed, places = self._pack(key, step)
         self._turn = (self._turn + 1) % _RING
@@ -274,6 +276,16 @@ class MixedGraphs(_Graphs):
             table.flush()
         return captured, places
 
+    def capture_single_prompts(self, max_tokens: int) -> None:
+        """Capture prompts that come alone, of up to ``max_tokens`` tokens."""
+        for tokens in reversed(_SINGLE_PROMPTS):
+            if tokens <= min(max_tokens, self._max_tokens):
+                self._add((tokens, 0, 1))
+
+    def _add(self, key: tuple[int, int, int]) -> None:
+        static = self._empty(key)
+        self._graphs[key] = (self._capture(lambda: self._step(key, static)), static)
+
     def _drop(self) -> None:
         self._graphs.clear()
         self._met.clear()
@@ -285,8 +297,8 @@ class MixedGraphs(_Graphs):
         if decode is None or prefill is None:
             return None
         tokens = decode + len(step.token_ids) - step.num_decode_rows
-        # Powers of two, then steps of a quarter of one: at most a quarter is padding.
-        grain = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
+        # Powers of two and the half-way points between them.
+        grain = max(64, 1 << max(0, (tokens - 1).bit_length() - 2))
         tokens = -(-tokens // grain) * grain
         return (tokens, decode, prefill) if tokens <= self._max_tokens else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,8 +137,13 @@ class ModelRunner:
             self._mixed_graphs = MixedGraphs(state, _launch_bound_tokens(model, len(layers)))
             self._name_state()
             if capture_at_start:
+                # A capture begins with a full collection of garbage, and there is none here.
+                gc.freeze()
                 with torch.inference_mode():
                     self._decode_graphs.capture_all()
+                    self._mixed_graphs.capture_single_prompts(
+                        scheduler_config.max_num_batched_tokens
+                    )
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:
@@ -149,7 +155,8 @@ class ModelRunner:
                 table.append(row.row, blocks)
         if self._decode_graphs is not None and self._only_decodes(plan):
             return self._replay(self._decode_graphs, plan)
-        assert plan.repeat == 1, f"only a captured step is repeated, not {plan.repeat} times"
+        if plan.repeat > 1:
+            return self._repeat(plan)
         step = self._mixed_step(plan)
         if self._mixed_graphs is not None and not self._wants_prompt_logprobs(plan):
             captured = self._mixed_graphs.begin(step)
@@ -162,6 +169,15 @@ class ModelRunner:
             return PendingStep(lambda: _result(plan, {}, {}, prompt_logprobs, {}))
         logits = self._logits(hidden, step.starts[1:][sampled] - 1)
         return self._sample(plan, sampled, logits, prompt_logprobs)
+
+    def _repeat(self, plan: StepPlan) -> PendingStep:
+        """Run a step of decode rows again and again without a graph."""
+        turns = []
+        for turn in range(plan.repeat):
+            none = ((),) * len(self._tables)
+            rows = tuple(row._replace(start=row.start + turn, new_blocks=none) for row in plan.rows)
+            turns.append(self.submit(StepPlan(plan.step_id, rows)))
+        return _joined(plan, turns)
 
     def _forward(self, context: StepContext) -> Tensor:
         """Hidden states ``[1, T, H]``, or logits of a model without ``get_logits``."""

@@ -265,6 +265,35 @@ def test_two_hundred_requests_give_what_each_gives_alone() -> None:
     assert together == alone
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_steps_repeated_on_the_runner_give_the_same(
+    temperature: float, logprobs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = GREEDY.replace(temperature=temperature, seed=11, logprobs=logprobs, max_tokens=13)
+    results = []
+    for repeat in (1, 4):
+        with LLM(MODEL, skip_tokenizer_init=True) as llm:
+            scheduler = llm.engine.scheduler
+            scheduler.config = scheduler.config.replace(max_repeat=repeat)
+            scheduler.repeat_limit = repeat
+            repeats = []
+            submit = llm.engine._executor.submit
+            monkeypatch.setattr(
+                llm.engine._executor,
+                "submit",
+                lambda plan, submit=submit, repeats=repeats: (
+                    repeats.append(plan.repeat) or submit(plan)
+                ),
+            )
+            results.append(llm.generate(IDS, params))
+            # A prefill, then twelve decode steps.
+            assert repeats == ([1] * 13 if repeat == 1 else [1, 4, 4, 4])
+    assert tokens(results[0]) == tokens(results[1])
+    for one, two in zip(*results, strict=True):
+        assert one.outputs[0].logprobs == two.outputs[0].logprobs
+
+
 def test_closing_frees_the_model_and_refuses_more_work() -> None:
     llm = LLM(MODEL, skip_tokenizer_init=True)
     model = weakref.ref(llm.engine._executor._worker._model)
