@@ -26,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_RETRIES ?= 5
 export PIP_DEFAULT_TIMEOUT ?= 60
 
-.PHONY: help demo models test lint types imports unit test-gpu clean
+.PHONY: help demo models test lint types imports unit test-gpu bench-gpu bench-kernels clean
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 
@@ -48,11 +48,18 @@ types: $(VENV)/.test ## Check types.
 imports: $(VENV)/.test ## Check which package may import which.
 	$(BIN)/lint-imports
 
+# A process a core with one thread each: the models are too small to be worth two.
 unit: $(VENV)/.test models ## Run the tests; ARGS goes to pytest.
-	$(BIN)/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal $(ARGS)
 
 test-gpu: $(VENV)/.test models ## Run the tests that need a CUDA GPU.
 	$(BIN)/pytest -m gpu $(ARGS)
+
+bench-gpu: $(VENV)/.runtime ## Run the shared workloads on a GPU beside the peers' figures.
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+bench-kernels: $(VENV)/.runtime ## Check and time every kernel on a GPU.
+	$(BIN)/python benchmarks/kernels.py $(ARGS)
 
 clean: ## Remove the virtual environments, the fetched models and every cache.
 	rm -rf $(VENV) .venv-ci $(CACHE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
