@@ -1,6 +1,16 @@
-"""What every test folder shares: tests marked ``gpu`` are skipped on a machine without one."""
+"""What every test folder shares.
+
+Tests marked ``gpu`` are skipped on a machine without one. There Triton is to interpret its kernels,
+and it decides at its import, which any test may cause.
+"""
+
+import os
+from pathlib import Path
 
 import pytest
+
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

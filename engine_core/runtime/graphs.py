@@ -226,8 +226,6 @@ _DECODE_ROWS = (0, 32, 256, 512)
 _PREFILL_ROWS = (1, 8, 32)
 # Prompts that come alone are captured at start-up, for the first one's sake.
 _SINGLE_PROMPTS = (128, 256, 512, 1024, 2048, 4096)
-# How often a shape is met before it is captured: that costs as much as two steps.
-_MEETINGS = 2
 
 
 class MixedGraphs(_Graphs):
@@ -238,7 +236,7 @@ class MixedGraphs(_Graphs):
     """
 
     def __init__(self, state: GraphState, max_tokens: int) -> None:
-        """Nothing is captured yet; shapes are captured when they are met for the second time.
+        """Nothing is captured yet; shapes are captured when they are first met.
 
         ``max_tokens``: in a step of more the device is the slower one, and a graph's padding
         would only add to its work.
@@ -246,7 +244,6 @@ class MixedGraphs(_Graphs):
         super().__init__(state)
         self._max_tokens = max_tokens
         self._graphs: dict[tuple[int, int, int], tuple[Captured, Tensor]] = {}
-        self._met: dict[tuple[int, int, int], int] = {}
         self._ring: list[Tensor | None] = [None] * _RING
         self._turn = 0
 
@@ -259,9 +256,6 @@ class MixedGraphs(_Graphs):
         if key is None:
             return None
         if key not in self._graphs:
-            self._met[key] = self._met.get(key, 0) + 1
-            if self._met[key] < _MEETINGS:
-                return None
             self._add(key)
         captured, static = self._graphs[key]
         packed, places = self._pack(key, step)
@@ -288,7 +282,6 @@ class MixedGraphs(_Graphs):
 
     def _drop(self) -> None:
         self._graphs.clear()
-        self._met.clear()
 
     def _key(self, step: MixedStep) -> tuple[int, int, int] | None:
         num_prefill = len(step.rows) - step.num_decode_rows
@@ -296,10 +289,10 @@ class MixedGraphs(_Graphs):
         prefill = next((size for size in _PREFILL_ROWS if size >= num_prefill), None)
         if decode is None or prefill is None:
             return None
-        tokens = decode + len(step.token_ids) - step.num_decode_rows
+        chunks = len(step.token_ids) - step.num_decode_rows
         # Powers of two and the half-way points between them.
-        grain = max(64, 1 << max(0, (tokens - 1).bit_length() - 2))
-        tokens = -(-tokens // grain) * grain
+        grain = max(64, 1 << max(0, (chunks - 1).bit_length() - 2))
+        tokens = decode + -(-chunks // grain) * grain
         return (tokens, decode, prefill) if tokens <= self._max_tokens else None
 
     def _sizes(self, key: tuple[int, int, int]) -> dict[str, int]:
