@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,7 @@ class BuildContext:
         tp_rank: this process's rank among those that share the model.
         tp_size: how many processes share it.
         process_group: their ``torch.distributed`` group; None if ``tp_size`` is 1.
+        quantization: how the loader quantises the layers, "int8" or "int4"; None for not at all.
     """
 
     dtype: torch.dtype | None = None
@@ -35,6 +36,7 @@ class BuildContext:
     tp_rank: int = 0
     tp_size: int = 1
     process_group: Any = None
+    quantization: Literal["int8", "int4"] | None = None
 
 
 _DEFAULT = BuildContext()

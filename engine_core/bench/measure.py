@@ -28,9 +28,6 @@ from engine_core.engine.step_stats import StepKind, StepStats
 from engine_core.errors import ConfigError, RequestError
 from engine_core.runtime.platform import resolve_device, resolve_dtype
 
-# Requests of the run of a throughput workload that is not counted: enough for a batch.
-_WARM_UP_REQUESTS = 8
-
 
 @dataclass(slots=True)
 class _Repeat:
@@ -65,9 +62,7 @@ def measure_latency(
         RequestError: a request failed.
     """
     prompts, outputs = [prompt_len] * batch_size, [output_len] * batch_size
-    return _measure(
-        llm.engine, prompts, outputs, batch_size, repeats, random.Random(seed), streaming=True
-    )
+    return _measure(llm.engine, prompts, outputs, repeats, random.Random(seed), streaming=True)
 
 
 def measure_throughput(
@@ -81,7 +76,7 @@ def measure_throughput(
 ) -> Measurement:
     """Measure requests of mixed lengths that are all there from the beginning.
 
-    A run of some of them comes first and is not counted. Outputs are not streamed.
+    One run of all of them comes first and is not counted. Outputs are not streamed.
 
     Args:
         llm: the engine; it must have no requests.
@@ -98,8 +93,7 @@ def measure_throughput(
     generator = random.Random(seed)
     prompts = [generator.randint(*prompt_lens) for _ in range(num_requests)]
     outputs = [generator.randint(*output_lens) for _ in range(num_requests)]
-    warm_up = min(num_requests, _WARM_UP_REQUESTS)
-    return _measure(llm.engine, prompts, outputs, warm_up, repeats, generator, streaming=False)
+    return _measure(llm.engine, prompts, outputs, repeats, generator, streaming=False)
 
 
 def measure_shared(llm: LLM, *, batches: Sequence[int], mix: int) -> SharedMeasurement:
@@ -182,7 +176,6 @@ def _measure(
     engine: Engine,
     prompt_lens: Sequence[int],
     output_lens: Sequence[int],
-    warm_up: int,
     repeats: int,
     generator: random.Random,
     *,
@@ -192,13 +185,15 @@ def _measure(
     _check_length(engine, prompt_lens[longest], output_lens[longest])
     vocab = engine.model_config.vocab_size
 
-    def run(count: int) -> _Repeat:
-        prompts = [workloads.random_ids(size, vocab, generator) for size in prompt_lens[:count]]
-        return _run(engine, prompts, output_lens[:count], streaming=streaming)
+    def run() -> _Repeat:
+        prompts = [workloads.random_ids(size, vocab, generator) for size in prompt_lens]
+        return _run(engine, prompts, output_lens, streaming=streaming)
 
-    run(warm_up)
+    # All of it, not a few requests: on a GPU the first step of a size compiles and captures, which
+    # took 1 s of a throughput run that takes 0.02 s after.
+    run()
     stats = engine.step_stats = StepStats()
-    runs = [run(len(prompt_lens)) for _ in range(repeats)]
+    runs = [run() for _ in range(repeats)]
     prompt_tokens, output_tokens = sum(prompt_lens), sum(output_lens)
 
     def rate(count: int) -> Spread:

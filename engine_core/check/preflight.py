@@ -58,8 +58,9 @@ from engine_core.errors import (
 from engine_core.nn.attention import Attention
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
-from engine_core.runtime.loader import build_on_meta, check_weights, weight_bytes
+from engine_core.runtime.loader import build_on_meta, check_weights
 from engine_core.runtime.memory import plan_cache
+from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.source import open_files, read_config, refuse_quantized
 from engine_core.step_context import BuildContext
 from engine_core.text import Tokenizer
@@ -279,8 +280,11 @@ class _Check:
         if self.model_class is None:
             return
         with self._collecting():
+            mode = self.config.quantization
             context = BuildContext(
-                dtype=getattr(torch, dtype), tp_size=self.config.tensor_parallel_size
+                dtype=getattr(torch, dtype),
+                tp_size=self.config.tensor_parallel_size,
+                quantization=None if mode == "gguf" else mode,
             )
             self.network = build_on_meta(self.model_class, model_config, context)
         max_model_len = None

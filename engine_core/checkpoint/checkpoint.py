@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine_core.checkpoint.gguf import GGUFAdapter
+    from engine_core.checkpoint.gguf_convert import GGUFWeights
 
 LoadFormat = Literal["auto", "safetensors", "bin", "gguf", "dummy"]
 
@@ -38,6 +39,7 @@ class Checkpoint:
         hf_config: the checkpoint's own config, with the overrides applied.
         generation_config: ``generation_config.json``, or an empty dictionary.
         has_weights: false if it was opened with the dummy format.
+        gguf: the tensors of a GGUF file that was opened without conversion, else None.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class Checkpoint:
         generation_config: dict[str, Any],
         files: Mapping[WeightFile, Collection[str]],
         tokenizer_folder: Callable[[], Path] | None = None,
+        gguf: GGUFWeights | None = None,
     ) -> None:
+        self.gguf = gguf
         self.folder = folder
         self.hf_config = hf_config
         self.generation_config = generation_config
@@ -102,6 +106,22 @@ class Checkpoint:
         _ = self.headers  # Every file is checked before the first tensor is handed out.
         for file in self._files:
             yield from file.tensors()
+
+    def keeping_blocks(self, names: Collection[str]) -> Checkpoint:
+        """This checkpoint with some matrices as they are quantised in the GGUF file.
+
+        See ``GGUFWeights.keeping_blocks``.
+        """
+        assert self.gguf is not None, "only a GGUF file that was not converted has blocks"
+        kept = self.gguf.keeping_blocks(names)
+        return Checkpoint(
+            self.folder,
+            self.hf_config,
+            self.generation_config,
+            {kept: ()},
+            self._tokenizer_folder,
+            gguf=kept,
+        )
 
 
 def open_checkpoint(
@@ -165,7 +185,12 @@ def _open_gguf(
         hf_config = apply_overrides(HFConfig(translated.config), hf_overrides or {})
         files: dict[WeightFile, Collection[str]] = {translated.weights: ()}
         return Checkpoint(
-            path.parent, hf_config, translated.generation_config, files, tokenizer_folder
+            path.parent,
+            hf_config,
+            translated.generation_config,
+            files,
+            tokenizer_folder,
+            gguf=translated.weights,
         )
     try:
         folder = convert_gguf(path, adapters, dtype)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from engine_core.checkpoint.gguf_blocks import Blocks
+
 _MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
 # Value type -> its struct code.
@@ -111,6 +113,16 @@ class GGUFFile:
                 "gguf package cannot dequantise; upgrade it or take another quantisation"
             ) from error
         return out.reshape(tensor.shape)
+
+    def read_blocks(self, name: str) -> Blocks:
+        """The matrix ``name``, whose type is one of ``BLOCK_TYPES``, as it is quantised."""
+        import numpy as np
+
+        from engine_core.checkpoint.gguf_blocks import unpack_blocks
+
+        tensor = self.tensors[name]
+        raw = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
+        return unpack_blocks(raw, tensor.type_name, tensor.shape)
 
 
 class GGUFAdapter(Protocol):

@@ -7,15 +7,17 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.checkpoint.disk_cache import DiskCache, file_key
 from engine_core.checkpoint.files import TensorHeader, check_regular_file
 from engine_core.checkpoint.gguf import GGUFAdapter, GGUFFile, GGUFTensor, read_architecture
+from engine_core.checkpoint.gguf_blocks import BLOCK_TYPES, GROUP_SIZE
 from engine_core.checkpoint.safetensors_file import SafetensorsWriter
 from engine_core.configs.dtypes import DTYPES, itemsize
 from engine_core.errors import (
@@ -26,6 +28,8 @@ from engine_core.errors import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -33,11 +37,15 @@ logger = logging.getLogger(__name__)
 # Raised whenever the files written here change, so that old entries of the cache are left alone.
 FORMAT_VERSION = 2
 _MAX_THREADS = 8
+_BLOCK_LEAVES = ("qweight", "scales", "minima")
 _UNQUANTISED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class GGUFWeights:
     """A GGUF file's tensors, named and ordered as in an ordinary checkpoint.
+
+    Each is converted to numbers when it is asked for, but for those that :meth:`keeping_blocks`
+    names.
 
     Attributes:
         path: the file.
@@ -51,6 +59,8 @@ class GGUFWeights:
         self.path = gguf.path
         self._gguf = gguf
         self._adapter = adapter
+        self._dtype = dtype
+        self._kept: frozenset[str] = frozenset()
         self._sources: dict[str, GGUFTensor] = {}
         for tensor in gguf.tensors.values():
             name = adapter.tensor_name(tensor.name)
@@ -70,8 +80,88 @@ class GGUFWeights:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors in file order, each converted when it is asked for."""
-        for name in self.headers:
-            yield name, self.convert(name)
+        import torch
+
+        for name in self._sources:
+            if name not in self._kept:
+                yield name, self.convert(name)
+                continue
+            source = self._sources[name].name
+            order = self._row_order(source)
+            blocks = self._gguf.read_blocks(source)
+            arrays: tuple[NDArray[Any], ...] = (blocks.codes, blocks.scales, blocks.minima)
+            for leaf, array in zip(_BLOCK_LEAVES, arrays, strict=True):
+                ordered = array if order is None else array[order]
+                yield _with_leaf(name, leaf), torch.from_numpy(ordered)
+
+    @cached_property
+    def block_tensors(self) -> frozenset[str]:
+        """The matrices ``<layer>.weight`` that :meth:`keeping_blocks` can keep."""
+        names = []
+        for name, source in self._sources.items():
+            if (
+                name.endswith(".weight")
+                and source.type_name in BLOCK_TYPES
+                and len(source.shape) == 2
+            ):
+                try:
+                    self._row_order(source.name)
+                except _NoRowOrderError:
+                    continue
+                names.append(name)
+        return frozenset(names)
+
+    def keeping_blocks(self, names: Collection[str]) -> GGUFWeights:
+        """The same tensors, with some of :attr:`block_tensors` as they are quantised.
+
+        Instead of ``<layer>.weight [N, K]`` there are ``<layer>.qweight [N, K]`` uint8, and
+        ``<layer>.scales`` and ``<layer>.minima [N, K / 32]`` float32, as in :class:`Blocks`.
+        """
+        unknown = set(names) - self.block_tensors
+        assert not unknown, f"not in 4-bit blocks: {sorted(unknown)}"
+        kept = GGUFWeights(self._gguf, self._adapter, self._dtype)
+        kept._kept = frozenset(names)
+        headers: dict[str, TensorHeader] = {}
+        for name, header in self.headers.items():
+            if name not in kept._kept:
+                headers[name] = header
+                continue
+            rows, columns = header.shape
+            for leaf in _BLOCK_LEAVES:
+                own = _with_leaf(name, leaf)
+                dtype, size, width = (
+                    ("uint8", 1, columns)
+                    if leaf == "qweight"
+                    else ("float32", 4, columns // GROUP_SIZE)
+                )
+                shape = (rows, width)
+                headers[own] = TensorHeader(own, dtype, shape, self.path, size * rows * width)
+        kept.headers = headers
+        return kept
+
+    def _row_order(self, name: str) -> NDArray[np.int64] | None:
+        """Which row the adapter puts where, None if it leaves the matrix as it is.
+
+        Raises:
+            _NoRowOrderError: it does something else than to reorder rows.
+        """
+        import numpy as np
+
+        shape = self._gguf.tensors[name].shape
+        rows = np.broadcast_to(np.arange(shape[0], dtype=np.float32)[:, None], shape)
+        moved = self._adapter.transform(name, rows)
+        if moved is rows:
+            return None
+        columns = np.broadcast_to(np.arange(shape[1], dtype=np.float32), shape)
+        order = moved[:, 0]
+        if (
+            moved.shape != shape
+            or not np.array_equal(moved, np.broadcast_to(order[:, None], shape))
+            or not np.array_equal(np.sort(order), rows[:, 0])
+            or not np.array_equal(self._adapter.transform(name, columns), columns)
+        ):
+            raise _NoRowOrderError
+        return order.astype(np.int64)
 
     def convert(self, name: str) -> Tensor:
         """The tensor ``name``, turned back into numbers and brought to the usual order.
@@ -110,6 +200,14 @@ class GGUFWeights:
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
+
+
+class _NoRowOrderError(Exception):
+    """An adapter's transform is more than another order of the rows."""
+
+
+def _with_leaf(name: str, leaf: str) -> str:
+    return f"{name.removesuffix('weight')}{leaf}"
 
 
 @dataclass(frozen=True, slots=True)

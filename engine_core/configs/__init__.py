@@ -2,7 +2,7 @@
 
 from engine_core.configs.builder import ConfigBuilder, DefaultConfigBuilder
 from engine_core.configs.cache import CacheConfig, KVCacheSpec
-from engine_core.configs.engine import EngineConfig
+from engine_core.configs.engine import EngineConfig, Quantization
 from engine_core.configs.hf_config import HFConfig
 from engine_core.configs.model import ModelConfig
 from engine_core.configs.sampling import BeamSearchParams, SamplingParams
@@ -17,6 +17,7 @@ __all__ = [
     "HFConfig",
     "KVCacheSpec",
     "ModelConfig",
+    "Quantization",
     "SamplingParams",
     "SchedulerConfig",
 ]

@@ -103,13 +103,18 @@ class Attention(nn.Module):
         attn_metadata: AttentionMetadata,
     ) -> Tensor:
         """``q [T, heads, D]``, ``k [T, kv, D]``, ``v [T, kv, Dv]`` to ``[T, heads, Dv]``."""
-        group = attn_metadata.groups[self.group_id]
-        store_kv(k, v, k_cache, v_cache, group.slot_mapping)
+        store_kv(k, v, k_cache, v_cache, attn_metadata.groups[self.group_id].slot_mapping)
+        return self.attend(q, k_cache, v_cache, attn_metadata)
+
+    def attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, attn_metadata: AttentionMetadata
+    ) -> Tensor:
+        """``q [T, heads, D]`` to ``[T, heads, Dv]``; this step's keys and values are stored."""
         return paged_attention(
             q,
             k_cache,
             v_cache,
-            block_tables=group.block_tables,
+            block_tables=attn_metadata.groups[self.group_id].block_tables,
             query_start=attn_metadata.query_start,
             kv_lens=attn_metadata.kv_lens,
             max_query_len=attn_metadata.max_query_len,

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from engine_core.nn.activation import build_gated_activation
+from engine_core.kernels import linear, rotary_store
+from engine_core.nn.activation import SiluAndMul, build_gated_activation
 from engine_core.nn.attention import Attention, KVCacheLayer
 from engine_core.nn.linear import (
+    UnquantizedLinearMethod,
     build_down_linear,
     build_gateup_linear,
     build_o_proj,
@@ -66,13 +68,41 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """``x [1, T, H]`` to ``[1, T, H]``; ``cos_sin`` None for no rotation."""
         q, k, v = self.qkv_proj.split_qkv(self.qkv_proj(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if cos_sin is not None:
-            q, k = self.rotate(q, k, *cos_sin)
-        out = self.attend(q, k, v, *cache[:2], attn_metadata)
+        if q.is_cuda and cos_sin is not None:
+            self._normalise_rotate_store(q, k, v, cos_sin, cache, attn_metadata)
+            out = self.attend.attend(q, *cache[:2], attn_metadata)
+        else:
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if cos_sin is not None:
+                q, k = self.rotate(q, k, *cos_sin)
+            out = self.attend(q, k, v, *cache[:2], attn_metadata)
         projected: Tensor = self.o_proj(out.flatten(1).unsqueeze(0))
         return projected
+
+    def _normalise_rotate_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: CosSin,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+    ) -> None:
+        """In one launch what the norms, ``rotate`` and the first half of ``attend`` do."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        rotary_store(
+            q,
+            k,
+            v,
+            *cos_sin,
+            *cache[:2],
+            attn_metadata.groups[self.attend.group_id].slot_mapping,
+            q_weight=None if q_norm is None else q_norm.weight,
+            k_weight=None if k_norm is None else k_norm.weight,
+            eps=0.0 if q_norm is None else q_norm.eps,
+            interleaved=self.rotate.interleaved,
+        )
 
 
 class GatedMLP(nn.Module):
@@ -95,7 +125,15 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[1, T, H]`` to ``[1, T, H]``."""
-        out: Tensor = self.down_proj(self.act(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(self._gate_and_up(x))
+        return out
+
+    def _gate_and_up(self, x: Tensor) -> Tensor:
+        layer = self.gate_up_proj
+        fused = isinstance(self.act, SiluAndMul) and type(layer.method) is UnquantizedLinearMethod
+        if x.is_cuda and fused:
+            return linear(x, layer.weight, layer.bias, gated=True)
+        out: Tensor = self.act(layer(x))
         return out
 
 

@@ -6,13 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine_core.kernels import linear
 from engine_core.nn.distributed import all_gather_last_dim, all_reduce
 from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
+from engine_core.nn.packing import MatrixModule
+from engine_core.nn.quantization import Int8Matrix
 from engine_core.step_context import current_build_context
 
 
-class _VocabularySplit(nn.Module):
-    """A matrix ``[vocab, hidden]`` of which each rank keeps an equal run of rows, padded."""
+class VocabularySplit(MatrixModule):
+    """A matrix ``[vocab, hidden]`` of which each rank keeps an equal run of rows, padded.
+
+    Attributes:
+        dtype: of the weight as it was built, and of the activations.
+        quantized: whether the matrix is to be packed in 8 bits; set by the loader.
+    """
 
     def __init__(
         self,
@@ -23,6 +31,8 @@ class _VocabularySplit(nn.Module):
     ) -> None:
         super().__init__()
         self.context = current_build_context()
+        self.dtype = dtype or self.context.dtype or torch.get_default_dtype()
+        self.quantized = False
         self.vocab_size = vocab_size
         self.rows = -(-vocab_size // self.context.tp_size)
         self.first = self.context.tp_rank * self.rows
@@ -47,26 +57,34 @@ class _VocabularySplit(nn.Module):
             param[mine.shape[0] :].zero_()
 
 
-class Embedding(_VocabularySplit):
+class Embedding(VocabularySplit):
     """Token ids to vectors."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """``[...]`` int64 to ``[..., hidden]``."""
         if self.context.tp_size == 1:
-            return F.embedding(input_ids, self.weight)
+            return self._take(input_ids)
         local = input_ids - self.first
         outside = (local < 0) | (local >= self.rows)
-        out = F.embedding(local.masked_fill(outside, 0), self.weight)
+        out = self._take(local.masked_fill(outside, 0))
         return all_reduce(out.masked_fill(outside.unsqueeze(-1), 0), self.context)
 
+    def _take(self, rows: Tensor) -> Tensor:
+        if isinstance(self.packed, Int8Matrix):
+            return self.packed.take(rows)
+        return F.embedding(rows, self.weight)
 
-class LMHead(_VocabularySplit):
+
+class LMHead(VocabularySplit):
     """Hidden states to logits."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., hidden]`` to ``[..., vocab]``, the same on every rank."""
-        logits = all_gather_last_dim(F.linear(hidden_states, self.weight), self.context)
-        return logits[..., : self.vocab_size]
+        if self.packed is None:
+            local = linear(hidden_states, self.weight)
+        else:
+            local = self.packed.multiply(hidden_states, None)
+        return all_gather_last_dim(local, self.context)[..., : self.vocab_size]
 
 
 def build_embedding(

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine_core.kernels import linear
 from engine_core.nn.distributed import all_reduce, divide
 from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
+from engine_core.nn.packing import MatrixModule, OneDNNMatrix, PackedMatrix, onednn_packs
 from engine_core.step_context import current_build_context
 
 
@@ -36,7 +37,7 @@ class LinearMethod(Protocol):
 
 
 class UnquantizedLinearMethod:
-    """A plain weight ``[out_features, in_features]``."""
+    """A plain weight ``[out_features, in_features]``; on a CPU in oneDNN's layout."""
 
     def create_weights(
         self,
@@ -50,12 +51,21 @@ class UnquantizedLinearMethod:
         weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         layer.add_parameter("weight", weight, input_dim=1)
 
+    def pack(self, weight: Tensor) -> PackedMatrix | None:
+        """What to multiply by instead of the loaded ``weight``, or None to leave it as it is."""
+        return OneDNNMatrix(weight) if onednn_packs(weight) else None
+
     def process_after_load(self, layer: Linear) -> None:
-        """Nothing to repack."""
+        """Put what :meth:`pack` makes in the weight's place."""
+        packed = self.pack(layer.weight)
+        if packed is not None:
+            layer.set_packed(packed, "weight")
 
     def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``F.linear``."""
-        return F.linear(x, layer.weight, bias)
+        """``x @ weight.T + bias``."""
+        if layer.packed is not None:
+            return layer.packed.multiply(x, bias)
+        return linear(x, layer.weight, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +78,17 @@ class _Part:
     offset: int
 
 
-class Linear(nn.Module):
+class Linear(MatrixModule):
     """A linear layer as this rank keeps it. Use the ``build_*`` functions.
 
     Its output rows are one or several parts (a merged layer); each part is split over the ranks, or
     kept whole by all. ``rowwise`` splits the input instead and sums the results over the ranks.
+
+    Attributes:
+        bias: ``[out_features]``, or None.
+        dtype: of the weight as it was built, and of the activations.
     """
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
@@ -114,12 +127,20 @@ class Linear(nn.Module):
         self.out_features = offset
         if rowwise:
             self.in_features = divide(in_features, self.context.tp_size, "in_features of a linear")
+        self.dtype = dtype or torch.get_default_dtype()
         self.method: LinearMethod = method or UnquantizedLinearMethod()
         self.method.create_weights(self, self.in_features, self.out_features, dtype, device)
         if not bias:
             self.register_parameter("bias", None)
         else:
             self.add_parameter("bias", torch.empty(self.out_features, dtype=dtype, device=device))
+
+    def set_method(self, method: LinearMethod) -> None:
+        """Take another arithmetic before anything is loaded."""
+        device = self.weight.device
+        del self.weight
+        self.method = method
+        method.create_weights(self, self.in_features, self.out_features, self.dtype, device)
 
     def add_parameter(self, name: str, data: Tensor, input_dim: int | None = None) -> None:
         """Register a parameter whose dimension 0 is the output and which loads by parts."""

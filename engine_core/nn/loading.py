@@ -39,6 +39,7 @@ class LoadAccount:
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._sizes = {name: param.numel() for name, param in model.named_parameters()}
         self._filled: dict[str, dict[Any, int]] = {name: {} for name in self._sizes}
+        self._sources: dict[str, set[str]] = {name: set() for name in self._sizes}
         self._offered: dict[str, int] = {}
         self._taken: set[str] = set()
         self._by_storage: dict[int, str] = {}
@@ -78,9 +79,20 @@ class LoadAccount:
         if name is not None:
             self._filled[name][shard_id] = numel
         source = self._source(tensor)
+        if name is not None and source is not None:
+            self._sources[name].add(source)
         self.ignore(source)
         if refused is not None:
             self._wrong.append(f"{source}: {refused}")
+
+    def is_filled(self, param: nn.Parameter) -> bool:
+        """Whether all parts of a parameter of the model were filled."""
+        name = self._names[id(param)]
+        return sum(self._filled[name].values()) >= self._sizes[name]
+
+    def sources(self, param: nn.Parameter) -> frozenset[str]:
+        """The tensors that a parameter of the model was filled from."""
+        return frozenset(self._sources[self._names[id(param)]])
 
     def ignore(self, name: str | None) -> None:
         """The tensor ``name`` is known to the model, filled or not."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class PackedMatrix(Protocol):
@@ -23,6 +23,33 @@ class PackedMatrix(Protocol):
 
     def dense(self) -> Tensor:
         """The numbers again, ``[out_features, in_features]``; slow."""
+
+
+class MatrixModule(nn.Module):
+    """A layer around one matrix ``weight``, which may be packed once it is loaded.
+
+    Attributes:
+        weight: ``[out_features, in_features]`` of this rank. Once its memory is given up it is no
+            parameter any more: each access turns the packed matrix back, which is slow.
+        packed: what is used instead of the weight, if anything is.
+    """
+
+    weight: nn.Parameter
+    packed: PackedMatrix | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and name not in self._parameters and self.packed is not None:
+            return self.packed.dense()
+        return super().__getattr__(name)
+
+    def set_packed(self, packed: PackedMatrix, *parameters: str) -> None:
+        """Use ``packed`` from now on; the memory of the named parameters is given up."""
+        for name in parameters:
+            param = self._parameters.pop(name)
+            assert param is not None, f"there is no parameter {name!r}"
+            # Whoever still holds the parameter does not hold its memory.
+            param.data = param.data.new_empty(0)
+        self.packed = packed
 
 
 class OneDNNMatrix:

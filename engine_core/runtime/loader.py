@@ -8,10 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from engine_core.checkpoint import Checkpoint
 from engine_core.configs import ModelConfig
 from engine_core.errors import CheckpointError, ConfigError, EngineError
 from engine_core.nn.linear import Linear
-from engine_core.nn.loading import load_account, materialize
+from engine_core.nn.loading import LoadAccount, load_account, materialize
+from engine_core.runtime.packing import Packer, quantize
 from engine_core.step_context import BuildContext, StepContextManager, building
 
 
@@ -30,7 +32,7 @@ def build_on_meta(model_class: type, model_config: ModelConfig, context: BuildCo
     """The model without memory for its parameters.
 
     Raises:
-        ConfigError: its class cannot be built from this config.
+        ConfigError: its class cannot be built from this config, or nothing of it quantised.
     """
     try:
         with building(context), torch.device("meta"):
@@ -49,16 +51,13 @@ def build_on_meta(model_class: type, model_config: ModelConfig, context: BuildCo
             f"{model_class.__name__} cannot be built from this config: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if context.quantization is not None:
+        quantize(model, context.quantization)
     return model.eval()
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the model's parameters, shared ones once."""
-    return sum(param.numel() * param.itemsize for param in dict.fromkeys(model.parameters()))
-
-
-def check_weights(model: nn.Module, source: WeightSource, where: str) -> None:
-    """Load a model on meta from headers alone.
+def check_weights(model: nn.Module, source: WeightSource, where: str) -> LoadAccount:
+    """Load a model on meta from headers alone; returns which tensors fill which parameters.
 
     Raises:
         WeightsMismatchError: tensors are missing, unexpected or of the wrong shape or kind.
@@ -79,23 +78,68 @@ def check_weights(model: nn.Module, source: WeightSource, where: str) -> None:
                 f"{where}: {type(error).__name__}: {error}"
             ) from error
     account.raise_mismatch(where)
+    return account
 
 
-def load_weights(model: nn.Module, source: WeightSource, where: str, device: torch.device) -> None:
+def keep_blocks(model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Checkpoint:
+    """Have a model on meta keep the 4-bit blocks of a GGUF file; returns the file's tensors for it.
+
+    ``account`` is that of :func:`check_weights`.
+
+    Raises:
+        ConfigError: the file has no blocks that torch can multiply.
+    """
+    assert checkpoint.gguf is not None, "open_files opens a GGUF file without conversion"
+    in_blocks = [
+        layer.weight
+        for layer in model.modules()
+        if isinstance(layer, Linear)
+        and account.sources(layer.weight) <= checkpoint.gguf.block_tensors
+    ]
+    kept = quantize(model, "gguf", in_blocks)
+    return checkpoint.keeping_blocks({name for param in kept for name in account.sources(param)})
+
+
+def load_weights(
+    model: nn.Module,
+    source: WeightSource,
+    where: str,
+    device: torch.device,
+    *,
+    pack: bool = False,
+) -> float:
     """Give a model on meta its memory and its weights.
+
+    Args:
+        model: as :func:`build_on_meta` made it.
+        source: the checkpoint.
+        where: its name for messages.
+        device: where the model will run.
+        pack: whether layers repack, or quantise, their weights for their kernels. Without it, all
+            parameters are there under their names, and quantised layers cannot run.
+
+    Returns:
+        seconds that the packing took.
 
     Raises:
         WeightsMismatchError: as :func:`check_weights`.
     """
     materialize(model, device)
+    packer = Packer(model) if pack else None
     with load_account(model) as account:
-        model.load_weights(account.watch(source.weights()))  # type: ignore[operator]
+        weights = account.watch(source.weights())
+        if packer is not None:
+            weights = packer.watch(account, weights)
+        model.load_weights(weights)  # type: ignore[operator]
     account.raise_mismatch(where)
-    _process_after_load(model)
+    if packer is None:
+        return 0.0
+    packer.finish()
+    return packer.seconds
 
 
-def dummy_weights(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Give a model on meta its memory and small random weights."""
+def dummy_weights(model: nn.Module, device: torch.device, seed: int) -> float:
+    """Give a model on meta its memory and small random weights; seconds that packing them took."""
     materialize(model, device)
     generator = torch.Generator(device=device).manual_seed(seed)
     for param in dict.fromkeys(model.parameters()):
@@ -104,10 +148,6 @@ def dummy_weights(model: nn.Module, device: torch.device, seed: int) -> None:
             param.data.fill_(1.0)
         else:
             param.data.normal_(0.0, 0.02, generator=generator)
-    _process_after_load(model)
-
-
-def _process_after_load(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.method.process_after_load(module)
+    packer = Packer(model)
+    packer.finish()
+    return packer.seconds

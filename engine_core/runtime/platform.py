@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from pathlib import Path
 
@@ -15,6 +16,8 @@ _CPU_CACHE_SHARE = 0.4
 _CPU_CACHE_MOST = 4 * 2**30
 # Left for activations, the sampler's float32 logits and the allocator's rounding.
 _GPU_CACHE_SHARE = 0.88
+# Parameters of mallopt, from malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -92,6 +95,20 @@ def total_memory(device: torch.device) -> int:
     with contextlib.suppress(OSError, ValueError):  # No cgroup v2, or no limit ("max").
         memory = min(memory, int((_CGROUP / "memory.max").read_text()))
     return memory
+
+
+def keep_freed_memory() -> None:
+    """Have glibc's malloc keep what is freed for the next request instead of returning it.
+
+    By default it maps every large tensor anew, whose pages the system must then clear one by one:
+    an RMSNorm of 512 x 576 takes 865 us so, and 90 otherwise. What is free now is returned before.
+    Another libc is left alone.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.malloc_trim(0)
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def check_weights_fit(nbytes: int, device: torch.device) -> None:

@@ -102,16 +102,30 @@ def open_files(
 
     Raises:
         CheckpointError: a file is not there or cannot be used.
+        ConfigError: the quantisation asked for is not possible with these files or this device.
         UnknownArchitectureError: no plugin reads a GGUF file of this architecture.
     """
-    return open_checkpoint(
+    quantization = config.quantization
+    if quantization is not None and device.type != "cpu":
+        raise ConfigError(
+            f"quantization {quantization!r} is multiplied by torch's CPU kernels and cannot run on "
+            f"{device}; set device='cpu', or leave it out"
+        )
+    checkpoint = open_checkpoint(
         resolve_model(model, config.revision),
         load_format=config.load_format,
         gguf_adapters=_GGUFAdapters(registry),
         dtype=platform.resolve_dtype(config, device, None),
         hf_overrides=config.hf_overrides,
-        convert=convert,
+        # Its blocks are to be kept, not converted.
+        convert=convert and quantization != "gguf",
     )
+    if quantization == "gguf" and checkpoint.gguf is None:
+        raise ConfigError(
+            f"quantization 'gguf' keeps the blocks of a GGUF file, and {model} is none; "
+            "'int8' and 'int4' quantise any checkpoint"
+        )
+    return checkpoint
 
 
 def refuse_quantized(hf_config: HFConfig) -> None:

@@ -15,10 +15,11 @@ from engine_core.runtime.loader import (
     build_on_meta,
     check_weights,
     dummy_weights,
+    keep_blocks,
     load_weights,
-    weight_bytes,
 )
 from engine_core.runtime.memory import CachePlan
+from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.phases import Phases
 from engine_core.runtime.runner import ModelRunner, PendingStep
 from engine_core.runtime.source import ModelSource
@@ -48,7 +49,8 @@ class Worker:
         """``context`` says which rank it is; its dtype is taken from ``source``."""
         self._source = source
         self._config = config
-        self._context = replace(context, dtype=source.dtype)
+        at_load = config.quantization if config.quantization != "gguf" else None
+        self._context = replace(context, dtype=source.dtype, quantization=at_load)
         self._runner: ModelRunner | None = None
         self._trace: LayerTrace | None = None
 
@@ -64,20 +66,29 @@ class Worker:
             self._model = build_on_meta(source.model_class, source.model_config, self._context)
             layers = [m for m in self._model.modules() if isinstance(m, Attention)]
             specs = tuple(layer.cache_spec() for layer in layers)
+            checkpoint = source.checkpoint
             if config.load_format != "dummy":
-                check_weights(self._model, source.checkpoint, source.name)
+                account = check_weights(self._model, checkpoint, source.name)
+                if config.quantization == "gguf":
+                    checkpoint = keep_blocks(self._model, checkpoint, account)
             platform.check_weights_fit(weight_bytes(self._model), source.device)
         with phases.timed("weights"):
             if config.load_format == "dummy":
-                dummy_weights(self._model, source.device, config.seed)
+                packing = dummy_weights(self._model, source.device, config.seed)
             else:
-                load_weights(self._model, source.checkpoint, source.name, source.device)
+                packing = load_weights(
+                    self._model, checkpoint, source.name, source.device, pack=True
+                )
+        phases["weights"] -= packing
+        phases["packing"] = packing
         return WorkerReport(specs, platform.cache_budget(config, source.device), phases)
 
     def start(
         self, plan: CachePlan, scheduler_config: SchedulerConfig, eos_token_ids: tuple[int, ...]
     ) -> None:
         """Make the cache and the persistent batch."""
+        if self._source.device.type == "cpu":
+            platform.keep_freed_memory()
         self._runner = ModelRunner(
             self._model,
             plan,

@@ -12,8 +12,10 @@ from engine_core import kernels
 from engine_core.kernels.activation import reference as activation_reference
 from engine_core.kernels.attention import reference as attention_reference
 from engine_core.kernels.kv_store import reference as kv_store_reference
+from engine_core.kernels.linear import reference as linear_reference
 from engine_core.kernels.norm import reference as norm_reference
 from engine_core.kernels.rotary import reference as rotary_reference
+from engine_core.kernels.rotary_store import reference as rotary_store_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -153,6 +155,8 @@ def native_matrix(device: str) -> Iterator[Case]:
         yield from _activation_cases(device, dtype)
         yield from _rotary_cases(device, dtype)
         yield from _store_cases(device, dtype)
+        yield from _rotary_store_cases(device, dtype)
+        yield from _linear_cases(device, dtype)
         yield from _attention_cases(device, dtype)
 
 
@@ -282,6 +286,93 @@ def _store_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             dtype,
             lambda t=tokens, d=head_dim, e=v_head_dim, b=block_size: run(t, d, e, b),  # type: ignore[misc]
         )
+
+
+def _rotary_store_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(tokens: int, head_dim: int, half: int, interleaved: bool, norm: bool) -> float:
+        heads, kv_heads, block_size = 14, 2, 16
+        qkv = _randn(tokens, heads + 2 * kv_heads, head_dim, device=device, dtype=dtype)
+        angles = _randn(tokens, half, device=device, dtype=torch.float32)
+        weights = 1 + 0.3 * _randn(2, head_dim, device=device, dtype=dtype)
+        slots = torch.randperm((tokens // block_size + 1) * block_size, device=device)[:tokens]
+        slots[::5] = -1
+        results = []
+        for values, op in (
+            (qkv.float(), rotary_store_reference.rotary_store),
+            (qkv, kernels.rotary_store),
+        ):
+            q, k, v = values.split([heads, kv_heads, kv_heads], dim=1)
+            cache = torch.zeros(
+                2, tokens // block_size + 1, block_size, kv_heads, head_dim, device=device
+            ).to(values.dtype)
+            op(
+                q,
+                k,
+                v,
+                angles.cos(),
+                angles.sin(),
+                cache[0],
+                cache[1],
+                slots,
+                q_weight=weights[0].to(values.dtype) if norm else None,
+                k_weight=weights[1].to(values.dtype) if norm else None,
+                eps=1e-6,
+                interleaved=interleaved,
+            )
+            results.append((q, cache))
+        (q_expected, cache_expected), (q_got, cache_got) = results
+        worst = max(error(q_got, q_expected), error(cache_got, cache_expected))
+        # With norms a value is rounded three times, in the other ops once or twice.
+        return worst / 2 if norm else worst
+
+    for tokens, head_dim, half in [(1, 64, 32), (63, 80, 16), (300, 128, 64), (64, 256, 64)]:
+        for interleaved in (False, True):
+            for norm in (False, True):
+                name = f"{tokens}x{head_dim}-{half}"
+                name += "-interleaved" * interleaved + "-norm" * norm
+                yield Case(
+                    "rotary_store",
+                    name,
+                    dtype,
+                    lambda t=tokens, d=head_dim, h=half, i=interleaved, n=norm: run(t, d, h, i, n),  # type: ignore[misc]
+                )
+
+
+def _linear_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(rows: int, n: int, k: int, gated: bool) -> float:
+        generator = torch.Generator(device).manual_seed(rows + n + k)
+
+        def randn(*shape: int) -> Tensor:
+            values = torch.randn(*shape, generator=generator, device=device)
+            return values.to(dtype)
+
+        x, bias = randn(rows, k), randn(n)
+        weight = randn(n, k) / k**0.5
+        expected = linear_reference.linear(x.float(), weight.float(), bias.float(), gated=gated)
+        # Every program count is used again: the second launch must find it as the first did.
+        got = [kernels.linear(x, weight, bias, gated=gated) for _ in range(2)]
+        if not torch.equal(*got):
+            return torch.inf
+        return error(got[0], expected)
+
+    for rows in (1, 2, 16, 17, 33, 64, 100, 128, 129):
+        for n, k, gated in [
+            (28672, 4096, True),
+            (9728, 896, True),
+            (65537, 2056, False),
+            (6144, 4096, False),
+            (4096, 14336, False),
+            (4095, 4104, False),
+            (896, 4864, False),
+            (1152, 896, False),
+            (1000, 904, False),
+        ]:
+            yield Case(
+                "linear[gated]" if gated else "linear",
+                f"{rows}x{n}x{k}",
+                dtype,
+                lambda r=rows, n=n, k=k, g=gated: run(r, n, k, g),  # type: ignore[misc]
+            )
 
 
 DECODE_ROWS = [(1, 1), (1, 63), (1, 128), (1, 0), (1, 1000), (1, 4097)]

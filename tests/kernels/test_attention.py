@@ -282,11 +282,25 @@ def test_kernel_without_splits(launch_device: str) -> None:
     assert error(launch(paged, 0.125), attend_by_reference(paged, 0.125)) < 1e-5
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
+def test_kernel_merges_splits_in_rounds(
+    options: dict[str, Any], launch_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine_core.kernels.attention import triton
+
+    monkeypatch.setattr(triton, "_MERGED_SPLITS", 2)
+    monkeypatch.setattr(triton, "_MIN_SPLIT", 32)
+    paged = make_paged([(1, 200), (1, 97)], heads=6, device=launch_device)
+    expected = attend_by_reference(paged, 0.125, **options)
+    for _ in range(2):  # the second launch finds the counts that the first one left
+        assert error(launch(paged, 0.125, **options), expected) < 1e-5
+
+
 def test_kernel_grid_of_a_larger_context(launch_device: str) -> None:
     """A captured graph has splits for the longest context; short rows leave them unwritten."""
     from engine_core.kernels.attention import triton
 
-    paged = make_paged([(1, 40), (1, 3)], device=launch_device)
+    paged = make_paged([(1, 140), (1, 40), (1, 3)], device=launch_device)
     out = paged.poisoned_out()
     sizes = paged.sizes() | {"max_kv_len": 4096}
     triton.paged_attention(

@@ -2,8 +2,9 @@
 
     python tests/references/make_smollm2.py PATH/SmolLM2-135M-Instruct.Q4_1.gguf
 
-transformers (which needs accelerate for this) dequantises the file itself; nothing of engine-core computes an expected value. The
-prompts' token ids are inputs, made with the tokenizer of the file's metadata.
+transformers (which needs accelerate for this) dequantises the file itself; nothing of engine-core
+computes an expected value. The prompts' token ids are inputs, made with the tokenizer of the file's
+metadata.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from engine_core.kernels.activation import reference
+from engine_core.kernels.activation import cpu
 
 __all__ = ["gelu_and_mul", "silu_and_mul"]
 
@@ -28,7 +28,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
         from engine_core.kernels.activation import triton
 
         return triton.act_and_mul(x, "silu")
-    return reference.silu_and_mul(x)
+    return cpu.silu_and_mul(x)
 
 
 def gelu_and_mul(x: Tensor, approximate: Literal["tanh", "none"] = "tanh") -> Tensor:
@@ -51,7 +51,7 @@ def gelu_and_mul(x: Tensor, approximate: Literal["tanh", "none"] = "tanh") -> Te
         from engine_core.kernels.activation import triton
 
         return triton.act_and_mul(x, "gelu_tanh" if approximate == "tanh" else "gelu")
-    return reference.gelu_and_mul(x, approximate)
+    return cpu.gelu_and_mul(x, approximate)
 
 
 def _check(op: str, x: Tensor) -> None:

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
+
 
 @triton.jit
 def _act_and_mul_kernel(
@@ -16,10 +18,13 @@ def _act_and_mul_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < SIZE
+    wait(PDL)
     gate = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + SIZE + cols, mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":
@@ -42,6 +47,13 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     # 8 values a thread in 4 warps: one 16-byte load of bfloat16 for the gate and one for up.
     block = min(1024, triton.next_power_of_2(size))
     _act_and_mul_kernel[(rows.shape[0], triton.cdiv(size, block))](
-        out, rows, rows.stride(0), SIZE=size, BLOCK=block, ACTIVATION=activation, num_warps=4
+        out,
+        rows,
+        rows.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        ACTIVATION=activation,
+        num_warps=4,
+        **pdl_options(x.device),
     )
     return out

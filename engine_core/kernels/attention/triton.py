@@ -1,25 +1,36 @@
 """Paged attention on a GPU.
 
-Decode rows go through a split-KV kernel (flash-decoding, Dao et al. 2023) and a kernel that merges
-the splits, all other rows through a tiled kernel with an online softmax (Dao 2023). Both pack the
-query heads of one KV head into the rows of one ``tl.dot``, so a key is read once for all of them.
-Logits are kept in units of log 2, since a GPU has an exp2 instruction.
+Decode rows go through a split-KV kernel (flash-decoding, Dao et al. 2023) whose last program of a
+row and head merges the splits, all other rows through a tiled kernel with an online softmax (Dao
+2023). Both pack the query heads of one KV head into the rows of one ``tl.dot``, so a key is read
+once for all of them. Logits are kept in units of log 2, since a GPU has an exp2 instruction.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.launch.triton import (
+    arrival_counts,
+    arrives_last,
+    launch_dependents,
+    pdl_options,
+    wait,
+)
+
 _LOG2E = 1.4426950408889634
 
-# 32 partial results of 128 values are merged by one program in registers, and 32 splits of 8 KV
-# heads put two programs on each of an H200's 132 multiprocessors for a single row.
-_MAX_SPLITS = 32
+# Splits of a row at most: enough for 8 programs on each of 132 multiprocessors from 16 unsplit.
+# Each has 64 tokens at least, or merging them costs more than they save.
+_MAX_SPLITS = 64
+_MIN_SPLIT = 64
+_MERGED_SPLITS = 16
 
 
 @triton.jit
@@ -143,19 +154,73 @@ def _attend_tiles(
 
 
 @triton.jit
-def _split_range(kv_len, window, num_splits, BLOCK_N: tl.constexpr, CROP: tl.constexpr):
-    """First visible token of a decode row, and tokens a split: a multiple of BLOCK_N."""
+def _split_range(
+    kv_len, window, num_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, CROP: tl.constexpr
+):
+    """First visible token of a decode row, and tokens a split: a multiple of BLOCK_N.
+
+    Of 64 at least, or merging takes longer than the splits save.
+    """
     first = 0
     if CROP:
         first = tl.maximum(kv_len - window, 0)
-    per_split = tl.cdiv(tl.cdiv(kv_len - first, num_splits), BLOCK_N) * BLOCK_N
+    per_split = tl.maximum(tl.cdiv(kv_len - first, num_splits), MIN_SPLIT)
+    per_split = tl.cdiv(per_split, BLOCK_N) * BLOCK_N
     return first, per_split
+
+
+@triton.jit
+def _merge_splits(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    heads,
+    head_mask,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """Merge the first ``num_splits`` splits of some heads of one row, in the splits' order."""
+    dims = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros([BLOCK_HEADS, BLOCK_DV], dtype=tl.float32)
+    total = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
+    maximum = tl.full([BLOCK_HEADS], float("-inf"), dtype=tl.float32)
+    for start in range(0, num_splits, BLOCK_SPLITS):
+        splits = start + tl.arange(0, BLOCK_SPLITS)
+        mask = (splits < num_splits)[:, None] & head_mask[None, :]
+        partial = splits[:, None] * NUM_HEADS + heads[None, :]
+        lse = tl.load(lse_ptr + partial, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(
+            partial_ptr + partial[:, :, None] * DV + dims[None, None, :],
+            mask=mask[:, :, None] & (dims < DV)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_maximum = tl.maximum(maximum, tl.max(lse, axis=0))
+        # With a prefix and a window a head may have seen nothing: -inf - -inf would be NaN.
+        subtrahend = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(lse - subtrahend[None, :])
+        rescale = tl.exp2(maximum - subtrahend)
+        total = total * rescale + tl.sum(weights, axis=0)
+        acc = acc * rescale[:, None] + tl.sum(weights[:, :, None] * values, axis=0)
+        maximum = new_maximum
+    y = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(
+        out_ptr + heads[:, None] * DV + dims[None, :],
+        y.to(out_ptr.dtype.element_ty),
+        mask=head_mask[:, None] & (dims < DV)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["window", "num_splits"])
 def _decode_kernel(
     out_ptr,
+    partial_ptr,
     lse_ptr,
+    arrivals_ptr,
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
@@ -189,26 +254,39 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
     HAS_SPLITS: tl.constexpr,
+    MERGED_SPLITS: tl.constexpr,
+    MERGED_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Up to BLOCK_G query heads of one KV head of one row over one split of its tokens.
 
-    With HAS_SPLITS ``out`` is ``[R, num_splits, Hq, Dv]`` float32 and ``lse`` its logarithmic
-    denominators; splits without tokens are not written. Without, ``out`` is ``[R, Hq, Dv]``.
+    If more than one split has tokens, ``partial [R, num_splits, Hq, Dv]`` float32 takes the results
+    and ``lse`` their logarithmic denominators; the last program to arrive merges them,
+    MERGED_SPLITS of MERGED_HEADS at a time.
     """
+    launch_dependents(PDL)
     G_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_G - 1) // BLOCK_G
     kv_head = (tl.program_id(0) // G_TILES).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    # The kernel before stores the newest tokens, and launches this one once it has waited itself:
+    # lengths are older than it and need no wait.
     kv_len = tl.load(kv_lens_ptr + row)
     first, per_split = _split_range(
-        kv_len, window, num_splits, BLOCK_N, HAS_WINDOW and not HAS_PREFIX
+        kv_len, window, num_splits, MIN_SPLIT, BLOCK_N, HAS_WINDOW and not HAS_PREFIX
     )
     low = first + split * per_split
     high = tl.minimum(low + per_split, kv_len)
-    if HAS_SPLITS and low >= high:
+    # The first split writes the zeros of a row without tokens.
+    if split > 0 and low >= high:
         return
+    k_cache_ptr += kv_head * k_head_stride
+    v_cache_ptr += kv_head * v_head_stride
+    block_tables_ptr += row * table_stride
+    wait(PDL)
 
     in_group = tl.program_id(0) % G_TILES * BLOCK_G + tl.arange(0, BLOCK_G)
     heads = kv_head * GROUP_SIZE + in_group
@@ -235,9 +313,9 @@ def _decode_kernel(
         slopes,
         low,
         high,
-        k_cache_ptr + kv_head * k_head_stride,
-        v_cache_ptr + kv_head * v_head_stride,
-        block_tables_ptr + row * table_stride,
+        k_cache_ptr,
+        v_cache_ptr,
+        block_tables_ptr,
         k_block_stride,
         k_slot_stride,
         v_block_stride,
@@ -264,51 +342,35 @@ def _decode_kernel(
     y = acc / safe[:, None]
     dims_v = tl.arange(0, BLOCK_DV)
     mask = head_mask[:, None] & (dims_v < DV)[None, :]
+    out_ptrs = out_ptr + (row * NUM_HEADS + heads)[:, None] * DV + dims_v[None, :]
     if HAS_SPLITS:
-        partial = (row * num_splits + split) * NUM_HEADS + heads
-        tl.store(out_ptr + partial[:, None] * DV + dims_v[None, :], y, mask=mask)
-        tl.store(lse_ptr + partial, maximum + tl.log2(safe), mask=head_mask)
+        used = tl.cdiv(kv_len - first, per_split)
+        if used > 1:
+            partial = (row * num_splits + split) * NUM_HEADS + heads
+            tl.store(partial_ptr + partial[:, None] * DV + dims_v[None, :], y, mask=mask)
+            tl.store(lse_ptr + partial, maximum + tl.log2(safe), mask=head_mask)
+            arrivals_ptr += row * tl.num_programs(0) + tl.program_id(0)
+            if arrives_last(arrivals_ptr, used):
+                first_head = tl.program_id(0) % G_TILES * BLOCK_G
+                for in_tile in range(0, min(BLOCK_G, GROUP_SIZE), MERGED_HEADS):
+                    merged = first_head + in_tile + tl.arange(0, MERGED_HEADS)
+                    _merge_splits(
+                        out_ptr + row * NUM_HEADS * DV,
+                        partial_ptr + row * num_splits * NUM_HEADS * DV,
+                        lse_ptr + row * num_splits * NUM_HEADS,
+                        kv_head * GROUP_SIZE + merged,
+                        merged < GROUP_SIZE,
+                        used,
+                        NUM_HEADS,
+                        DV,
+                        BLOCK_DV,
+                        MERGED_SPLITS,
+                        MERGED_HEADS,
+                    )
+        else:
+            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        offsets = (row * NUM_HEADS + heads)[:, None] * DV + dims_v[None, :]
-        tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["window", "num_splits"])
-def _combine_kernel(
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    kv_lens_ptr,
-    window,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    CROP: tl.constexpr,
-):
-    """Merge the splits of one head of one decode row."""
-    head = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64)
-    kv_len = tl.load(kv_lens_ptr + row)
-    first, per_split = _split_range(kv_len, window, num_splits, BLOCK_N, CROP)
-    splits = tl.arange(0, BLOCK_SPLITS)
-    written = (splits < num_splits) & (first + splits * per_split < kv_len)
-    partial = (row * num_splits + splits) * NUM_HEADS + head
-    lse = tl.load(lse_ptr + partial, mask=written, other=float("-inf"))
-    maximum = tl.max(lse, axis=0)
-    weights = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
-    dims = tl.arange(0, BLOCK_DV)
-    values = tl.load(
-        partial_ptr + partial[:, None] * DV + dims[None, :],
-        mask=written[:, None] & (dims < DV)[None, :],
-        other=0.0,
-    )
-    total = tl.sum(weights, axis=0)
-    y = tl.sum(weights[:, None] * values, axis=0) / tl.where(total > 0.0, total, 1.0)
-    offsets = (row * NUM_HEADS + head) * DV + dims
-    tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=dims < DV)
+        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["window", "first_row"])
@@ -349,8 +411,11 @@ def _prefill_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK_M (query, head) pairs of one KV head of one row, heads of a query adjacent."""
+    launch_dependents(PDL)
+    wait(PDL)
     kv_head = tl.program_id(0).to(tl.int64)
     # The last tiles see the most keys: they start first, so that short ones fill the end.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -452,10 +517,45 @@ def _shared_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
-def _num_splits(num_programs: int, max_kv_len: int, block_n: int, device: torch.device) -> int:
-    """Splits that give every multiprocessor two programs, none shorter than a tile."""
-    wanted = triton.cdiv(2 * _num_multiprocessors(device), num_programs)
-    return max(1, min(int(wanted), int(triton.cdiv(max_kv_len, block_n)), _MAX_SPLITS))
+@dataclass(frozen=True, slots=True)
+class _DecodeTile:
+    """How decode attention is cut.
+
+    Attributes:
+        block_n: tokens of a tile.
+        num_warps: warps of a program.
+        num_stages: tiles in flight, their block numbers counted as one.
+        programs: to be reached on each multiprocessor by splitting rows.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+def _decode_tile(dims: int, float32: bool, num_programs: int) -> _DecodeTile:
+    """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
+
+    On an H200 in bfloat16 at 1024 tokens, us (64 tokens, 4 warps, 3 stages before): 8 KV heads of
+    128, 1 row 7.5 (9.0), 8 rows 15 (19), 32 rows 39 (50), 256 rows 251 (253, the floor is 251); 2
+    KV heads of 64, 1 row 5.2 (7.6), 8 rows 7.2 (10.8), 32 rows 11 (15), 256 rows 37 (46).
+    """
+    if float32:
+        return _DecodeTile(16 if dims > 128 else 32, 8, 3, 2)
+    if num_programs >= 256:
+        # Tiles of 16 KiB.
+        return _DecodeTile(8192 // max(dims, 64), 4, 2, 2)
+    if dims > 128:
+        return _DecodeTile(32, 4, 2, 8)
+    return _DecodeTile(32, 2 if dims > 64 or num_programs < 16 else 1, 2, 8)
+
+
+def _num_splits(num_programs: int, max_kv_len: int, tile: _DecodeTile, device: torch.device) -> int:
+    """Splits that give every multiprocessor its programs, none shorter than allowed."""
+    wanted = triton.cdiv(tile.programs * _num_multiprocessors(device), num_programs)
+    longest = triton.cdiv(max_kv_len, max(tile.block_n, _MIN_SPLIT))
+    return max(1, min(int(wanted), int(longest), _MAX_SPLITS))
 
 
 def paged_attention(
@@ -507,26 +607,30 @@ def paged_attention(
         "HAS_SOFTCAP": softcap is not None,
         "HAS_PREFIX": prefix_lens is not None,
         "PRECISION": "ieee" if float32 else "tf32",
+        **pdl_options(q.device),
     }
     if num_decode_rows:
         block_g = min(64, max(16, triton.next_power_of_2(group_size)))
-        # A tile of keys of 16 KiB; three in flight leave room for two programs of 96 KiB each on a
-        # multiprocessor with 227 KiB of shared memory.
-        block_n = 32 if wide or float32 else 64
-        if wide and float32:
-            block_n = 16
         programs = num_decode_rows * num_kv_heads * triton.cdiv(group_size, block_g)
-        num_splits = _num_splits(programs, max_kv_len, block_n, q.device)
-        if num_splits == 1:
-            target, lse = out, None
-        else:
+        tile = _decode_tile(max(block_d, block_dv), float32, programs)
+        num_splits = _num_splits(programs, max_kv_len, tile, q.device)
+        partial = lse = arrivals = None
+        if num_splits > 1:
             shape = (num_decode_rows, num_splits, num_heads)
-            target = torch.empty((*shape, v_head_dim), dtype=torch.float32, device=q.device)
+            partial = torch.empty((*shape, v_head_dim), dtype=torch.float32, device=q.device)
             lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+            arrivals = arrival_counts(q.device, programs)
+        merged_heads = triton.next_power_of_2(min(group_size, block_g))
+        # 64 registers of each thread hold partial results.
+        merged_heads = max(
+            1, min(merged_heads, 2048 * tile.num_warps // (_MERGED_SPLITS * block_dv))
+        )
         grid = (num_kv_heads * triton.cdiv(group_size, block_g), num_decode_rows, num_splits)
         _decode_kernel[grid](
-            target,
+            out,
+            partial,
             lse,
+            arrivals,
             q,
             k_cache,
             v_cache,
@@ -540,27 +644,14 @@ def paged_attention(
             *strides,
             **constants,
             BLOCK_G=block_g,
-            BLOCK_N=block_n,
+            BLOCK_N=tile.block_n,
+            MIN_SPLIT=_MIN_SPLIT,
             HAS_SPLITS=num_splits > 1,
-            num_warps=8 if float32 else 4,
-            num_stages=3,
+            MERGED_SPLITS=_MERGED_SPLITS,
+            MERGED_HEADS=merged_heads,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )
-        if num_splits > 1:
-            _combine_kernel[(num_heads, num_decode_rows)](
-                out,
-                target,
-                lse,
-                kv_lens,
-                window or 0,
-                num_splits,
-                NUM_HEADS=num_heads,
-                DV=v_head_dim,
-                BLOCK_DV=block_dv,
-                BLOCK_N=block_n,
-                BLOCK_SPLITS=triton.next_power_of_2(num_splits),
-                CROP=window is not None and prefix_lens is None,
-                num_warps=4,
-            )
     if num_rows > num_decode_rows and max_query_len:
         pairs = max_query_len * group_size
         # 128 x 64 tiles of 256 dimensions take 192 KiB of shared memory, of 128 dimensions 96.

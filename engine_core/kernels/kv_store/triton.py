@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
+
 
 @triton.jit
 def _store_heads(
@@ -48,7 +50,11 @@ def _store_kv_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    # In this order, so that attention, launched next, may read lengths before it waits.
+    wait(PDL)
+    launch_dependents(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tokens, heads = rows // NUM_HEADS, rows % NUM_HEADS
     slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)
@@ -102,4 +108,5 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         BLOCK_DV=triton.next_power_of_2(v.shape[2]),
         BLOCK_ROWS=block_rows,
         num_warps=4,
+        **pdl_options(k.device),
     )

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
@@ -29,13 +31,17 @@ def _norm_kernel(
     CENTRED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    launch_dependents(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_H)
     mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
     outer, inner = rows // inner_rows, rows % inner_rows
     out_offsets = rows[:, None] * H + cols[None, :]
 
+    weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    wait(PDL)
     x_rows = outer * x_outer_stride + inner * x_inner_stride
     x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -50,8 +56,6 @@ def _norm_kernel(
         x = tl.where(mask, x - (tl.sum(x, axis=1) / H)[:, None], 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / H + eps)
     y = x * inverse[:, None]
-
-    weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
     if not CENTRED:
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
     y = y * weight[None, :]
@@ -107,5 +111,6 @@ def norm(
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         num_warps=4 if block_h <= 2048 else 8 if block_h <= 8192 else 16,
+        **pdl_options(x.device),
     )
     return out, total

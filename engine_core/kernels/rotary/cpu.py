@@ -5,18 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine_core.kernels.rotary import reference
-
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
     """Rotate ``q [T, Hq, D]`` and ``k [T, Hk, D]`` in place.
 
-    In float32, q and k that are neighbours in a fused qkv are rotated as one tensor, with one
-    temporary: 17 us instead of 38 for one token.
+    Q and k that are neighbours in a fused qkv are rotated as one tensor: in float32 with one
+    temporary, 17 us instead of 38 for one token; in lower precision on one copy in float32, 10 us.
     """
-    if q.dtype != torch.float32:
-        reference.apply_rotary(q, k, cos, sin, interleaved=interleaved)
-        return
     if cos.dim() == 2:
         cos, sin = cos[None], sin[None]
     size = 2 * cos.shape[-1]
@@ -24,7 +19,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
     strides = q.stride()
     adjoining = (
         strides == k.stride()
-        and k.data_ptr() == q.data_ptr() + 4 * num_heads * strides[1]
+        and k.data_ptr() == q.data_ptr() + q.itemsize * num_heads * strides[1]
         and k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
     )
     if adjoining:
@@ -35,7 +30,23 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
         c, s = cos[section].unsqueeze(1), sin[section].unsqueeze(1)
         for x in tensors:
             part = x[..., section * size : (section + 1) * size]
+            if part.dtype != torch.float32:
+                _rotate_copy(part, c, s, interleaved)
+                continue
             a, b = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
             a_sin = a * s
             a.mul_(c).addcmul_(b, s, value=-1)
             b.mul_(c).add_(a_sin)
+
+
+def _rotate_copy(x: Tensor, c: Tensor, s: Tensor, interleaved: bool) -> None:
+    """Rotate ``x [T, heads, 2 * half]`` of low precision; ``c`` and ``s`` are ``[T, 1, half]``."""
+    dim = -1 if interleaved else -2
+    pairs = x.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    x32 = pairs.float()
+    a, b = x32.unbind(dim)
+    out = x32 * c.unsqueeze(dim)
+    out_a, out_b = out.unbind(dim)
+    out_a.addcmul_(b, s, value=-1)
+    out_b.addcmul_(a, s)
+    pairs.copy_(out)

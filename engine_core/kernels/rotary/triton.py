@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
+
 
 @triton.jit
 def _rotate_heads(
@@ -62,7 +64,10 @@ def _rotary_kernel(
     INTERLEAVED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    launch_dependents(PDL)
+    wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -107,4 +112,5 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
         num_warps=4,
+        **pdl_options(q.device),
     )

@@ -51,6 +51,11 @@ class Int8Matrix:
         """Whether torch's kernel can multiply a matrix of this shape."""
         return shape[1] % _ROW_MULTIPLE == 0
 
+    @staticmethod
+    def size(shape: torch.Size) -> int:
+        """Bytes of the codes and scales of a matrix of this shape."""
+        return shape[0] * (shape[1] + 2)
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ matrix.T + bias``."""
         if x.numel() <= _MOST_KERNEL_ROWS * x.shape[-1]:

@@ -1,0 +1,92 @@
+"""What kernels share about their launch: early launches, and programs that wait for none.
+
+Programmatic dependent launch: a kernel is launched while the one before it still runs. It may touch
+nothing that an earlier kernel writes, or reads and it overwrites, before it waits. Most kernels
+here let their successor launch at once: a chain of small kernels then waits on the device, instead
+of being launched one after another. A dependent kernel in a CUDA graph on an H200 takes 0.60 us
+then, not 0.88. Each waits for the whole of the kernel before, and that one waited too, so what lies
+further back is complete as well. If a kernel lets its successor launch only after it waited itself,
+the successor may read without waiting whatever was written before that kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Work is split over programs only where there are too few for every multiprocessor, so no launch
+# needs more counts than a GPU has multiprocessors, times a few.
+_MAX_ARRIVALS = 4096
+
+
+@triton.jit
+def launch_dependents(PDL: tl.constexpr):
+    """Let the next kernel be launched, as soon as all programs of this one have called this."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait until the kernel before is complete and what it wrote is visible."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch_l2(pointers, sizes):
+    """Ask for ``sizes`` bytes from each of ``pointers``, multiples of 16, in the L2 cache."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers.to(tl.uint64), sizes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def arrives_last(arrivals_ptr, expected):
+    """Whether this program is the last of ``expected`` to call this; what all wrote is visible.
+
+    The count at ``arrivals_ptr`` is 0 before the first and after the last.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == expected - 1
+    if last:
+        tl.store(arrivals_ptr, 0)
+    return last
+
+
+@functools.cache
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """The launch options of a kernel that has a ``PDL`` argument: Hopper and later can."""
+    able = (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+
+
+def arrival_counts(device: torch.device, count: int) -> Tensor:
+    """``[>= count]`` int32 zeros for :func:`arrives_last`, one tensor a stream.
+
+    Launches on one stream follow each other, and each leaves the counts as it found them. The first
+    call on a stream must not be inside a graph capture.
+    """
+    assert count <= _MAX_ARRIVALS, f"{count} tiles are split, at most {_MAX_ARRIVALS} can be"
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _arrival_counts(device, stream)
+
+
+@functools.cache
+def _arrival_counts(device: torch.device, stream: int) -> Tensor:
+    del stream
+    return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)

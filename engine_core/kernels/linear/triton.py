@@ -1,0 +1,325 @@
+"""Linears of few rows on a GPU: the time is that of reading the weight once."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine_core.kernels.launch.triton import (
+    arrival_counts,
+    arrives_last,
+    launch_dependents,
+    pdl_options,
+    prefetch_l2,
+    wait,
+)
+
+
+@triton.jit
+def _prefetch(weight_ptr, rows, first, last, row_stride, part, PARTS: tl.constexpr):
+    """Bring the first PARTS times ``part`` columns of each row's run into the L2 cache."""
+    cols = first + tl.arange(0, PARTS) * part
+    pointers = weight_ptr + rows.to(tl.int64)[:, None] * row_stride + cols[None, :]
+    size = tl.minimum(last - cols, part) * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    prefetch_l2(pointers, tl.broadcast_to(size[None, :], pointers.shape))
+
+
+@triton.jit
+def _multiply(acc, x, w, MODE: tl.constexpr, PRECISION: tl.constexpr):
+    """Add a tile's products: ``x [BLOCK_M, BLOCK_K]``, ``w [BLOCK_N, BLOCK_K]``."""
+    if MODE == "vector":
+        acc += w.to(tl.float32) * x.to(tl.float32)
+    elif MODE == "wx":
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _zeros(MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    if MODE == "vector":
+        acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    elif MODE == "wx":
+        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    return acc
+
+
+@triton.jit
+def _rows_by_cols(acc, MODE: tl.constexpr):
+    """The accumulator as ``[BLOCK_M, BLOCK_N]``."""
+    if MODE == "vector":
+        acc = tl.sum(acc, axis=1)[None, :]
+    elif MODE == "wx":
+        acc = tl.trans(acc)
+    return acc
+
+
+@triton.jit
+def _sum_splits(partial_ptr, offsets, mask, size, SPLITS: tl.constexpr):
+    """The splits' results, always added in the same order."""
+    acc = tl.load(partial_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        acc += tl.load(
+            partial_ptr + split * size + offsets, mask=mask, other=0.0, cache_modifier=".cg"
+        )
+    return acc
+
+
+@triton.jit
+def _biased(acc, bias_ptr, n, mask, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "prefetch_programs", "prefetch_part"])
+def _linear_kernel(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    num_rows,
+    x_stride,
+    N,
+    K,
+    prefetch_programs,
+    prefetch_part,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MODE: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N columns of all rows, over one of SPLITS equal runs of K.
+
+    N is the number of output columns; GATED, the weight has 2 N rows, gate then up. ``partial`` is
+    ``[SPLITS, 1 or 2, num_rows, N]`` float32; the last program of a tile to arrive adds it up.
+    """
+    launch_dependents(PDL)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_mask = n < N
+    # Rows beyond the last one read it once more: loads of the weight need no mask.
+    w_rows = tl.minimum(n, N - 1)
+    per_split = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
+    low = split * per_split
+    high = tl.minimum(low + per_split, K)
+    if PDL and tile + split * tl.num_programs(0) < prefetch_programs:
+        _prefetch(weight_ptr, w_rows, low, high, K, prefetch_part, PREFETCH_PARTS)
+        if GATED:
+            _prefetch(weight_ptr, w_rows + N, low, high, K, prefetch_part, PREFETCH_PARTS)
+    wait(PDL)
+
+    rows = tl.arange(0, BLOCK_M)
+    row_mask = rows < num_rows
+    cols = low + tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + cols[None, :]
+    w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * K + cols[None, :]
+    up_ptrs = w_ptrs + N.to(tl.int64) * K
+    acc = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
+    up = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
+    for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
+        if EVEN_K:
+            x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
+            w = tl.load(w_ptrs)
+        else:
+            k_mask = (start + tl.arange(0, BLOCK_K) < high)[None, :]
+            x = tl.load(x_ptrs, mask=row_mask[:, None] & k_mask, other=0.0)
+            w = tl.load(w_ptrs, mask=k_mask, other=0.0)
+        acc = _multiply(acc, x, w, MODE, PRECISION)
+        if GATED:
+            w = tl.load(up_ptrs) if EVEN_K else tl.load(up_ptrs, mask=k_mask, other=0.0)
+            up = _multiply(up, x, w, MODE, PRECISION)
+            up_ptrs += BLOCK_K
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    acc = _rows_by_cols(acc, MODE)
+    if GATED:
+        up = _rows_by_cols(up, MODE)
+
+    offsets = rows[:, None] * N + n[None, :]
+    mask = row_mask[:, None] & n_mask[None, :]
+    last = True
+    if SPLITS > 1:
+        size = num_rows * N * (2 if GATED else 1)
+        tl.store(partial_ptr + split * size + offsets, acc, mask=mask)
+        if GATED:
+            tl.store(partial_ptr + split * size + num_rows * N + offsets, up, mask=mask)
+        last = arrives_last(arrivals_ptr + tile, SPLITS)
+    if last:
+        if SPLITS > 1:
+            acc = _sum_splits(partial_ptr, offsets, mask, size, SPLITS)
+            if GATED:
+                up = _sum_splits(partial_ptr + num_rows * N, offsets, mask, size, SPLITS)
+        acc = _biased(acc, bias_ptr, n, n_mask, HAS_BIAS)
+        if GATED:
+            # Rounded where a linear followed by silu_and_mul rounds.
+            up = _biased(up, bias_ptr, N + n, n_mask, HAS_BIAS)
+            gate = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
+            acc = gate * tl.sigmoid(gate) * up.to(out_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# The first wave of programs prefetches: four on each multiprocessor of an H200. With all of them at
+# it a decode step of Llama 3 8B takes 4% longer.
+_PREFETCH_PROGRAMS = 528
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a linear is cut.
+
+    Attributes:
+        block_n: output columns of a program.
+        block_k: columns of the weight that it multiplies at a time.
+        splits: programs that share the columns of the weight.
+        mode: "wx" multiplies the weight by x (the matrix units of Hopper want 64 rows of the
+            first operand), "xw" x by the weight, "vector" without matrix units (one row).
+        num_warps: warps of a program.
+        num_stages: tiles in flight.
+        prefetch: columns of the weight brought to the L2 cache before x is waited for.
+    """
+
+    block_n: int
+    block_k: int
+    splits: int = 1
+    mode: str = "xw"
+    num_warps: int = 4
+    num_stages: int = 4
+    prefetch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """Shapes for which a tile was seen to win; bounds are inclusive."""
+
+    gated: bool
+    rows: tuple[int, int]
+    n: tuple[int, int]
+    k: tuple[int, int]
+    tile: Tile
+
+
+# On an H200 in bfloat16, inside the CUDA graph of 8 layers of Llama 3 8B, or 24 of Qwen2 0.5B, at
+# 1024 tokens, and their heads. Above the tiles are the shapes that they were chosen at, and us of
+# the whole chain with cuBLAS and with the tile.
+_TILES = (
+    # 28672x4096: 1 row 1331, 1296; 16 rows 1503, 1465; 32 rows 1746, 1705; 64 rows 1924, 1886;
+    # 128 rows 2485, 2450.
+    _Shapes(True, (1, 1), (8192, 1 << 20), (2048, 1 << 15), Tile(4, 512, 1, "vector", 4, 3)),
+    _Shapes(True, (2, 64), (8192, 1 << 20), (2048, 1 << 15), Tile(64, 128, 1, "wx", 4, 4)),
+    _Shapes(True, (65, 128), (8192, 1 << 20), (2048, 1 << 15), Tile(128, 64, 1, "xw", 8, 4, 256)),
+    # 9728x896: 1 row 1002, 914; 16 rows 1119, 1020; 32 rows 1246, 1144; 64 rows 1357, 1273.
+    _Shapes(True, (1, 16), (4096, 1 << 20), (512, 2047), Tile(64, 128, 1, "wx", 4, 4)),
+    _Shapes(True, (17, 64), (4096, 1 << 20), (512, 2047), Tile(64, 64, 1, "wx", 4, 6)),
+    # 128256x4096: 1 row 1237, 1224; 16 rows 1413, 1403; 32 rows 1646, 1631; 64 rows 1843, 1819.
+    _Shapes(False, (1, 1), (65536, 1 << 20), (2048, 8192), Tile(16, 256, 1, "vector", 4, 4, 512)),
+    _Shapes(False, (2, 32), (65536, 1 << 20), (2048, 8192), Tile(64, 128, 1, "wx", 4, 4, 256)),
+    _Shapes(False, (33, 64), (65536, 1 << 20), (2048, 8192), Tile(128, 64, 1, "wx", 4, 4)),
+    # 6144x4096: 1 row 1267, 1264; 16 rows 1444, 1438; 32 rows 1682, 1669; 64 rows 1862, 1855.
+    _Shapes(False, (1, 1), (5121, 8192), (2048, 8192), Tile(8, 512, 1, "vector", 4, 3, 512)),
+    _Shapes(False, (2, 32), (5121, 8192), (2048, 8192), Tile(64, 256, 1, "wx", 4, 3, 256)),
+    _Shapes(False, (33, 64), (5121, 8192), (2048, 8192), Tile(64, 128, 1, "wx", 4, 4, 256)),
+    # 4096x14336: 1 row 1296, 1267; 4096x4096: 1264, 1237.
+    _Shapes(False, (1, 1), (2048, 5120), (2048, 1 << 15), Tile(4, 1024, 1, "vector", 4, 3, 512)),
+    # 4096x14336: 16 rows 1465, 1444; 32 rows 1705, 1682; 4096x4096: 1438, 1413; 1669, 1648.
+    _Shapes(False, (2, 32), (2048, 5120), (2048, 1 << 15), Tile(64, 256, 2, "wx", 4, 3, 256)),
+    # 4096x14336: 64 rows 1886, 1862; 4096x4096: 1855, 1843.
+    _Shapes(False, (33, 64), (2048, 5120), (8192, 1 << 15), Tile(64, 128, 2, "xw", 4, 4, 256)),
+    _Shapes(False, (33, 64), (2048, 5120), (2048, 8191), Tile(32, 256, 1, "xw", 4, 4, 512)),
+    # 896x4864: 1 row 914, 826; 16 rows 1020, 963; 32 rows 1144, 1095; 64 rows 1273, 1234.
+    _Shapes(False, (1, 1), (512, 2047), (2048, 1 << 15), Tile(4, 1024, 1, "vector", 4, 3)),
+    _Shapes(False, (2, 32), (512, 2047), (2048, 1 << 15), Tile(64, 128, 4, "wx", 4, 4, 256)),
+    _Shapes(False, (33, 64), (512, 2047), (2048, 1 << 15), Tile(32, 256, 4, "xw", 4, 4, 512)),
+    # 1152x896: 1 row 826, 747; 16 rows 962, 934. 896x896: 16 rows 934, 919; 1 row loses.
+    _Shapes(False, (1, 1), (1024, 2047), (512, 2047), Tile(8, 512, 1, "vector", 4, 3, 256)),
+    _Shapes(False, (2, 16), (1024, 2047), (512, 2047), Tile(64, 64, 2, "xw", 4, 6, 256)),
+    _Shapes(False, (2, 16), (512, 1023), (512, 2047), Tile(64, 256, 2, "wx", 4, 3, 512)),
+)
+
+
+def choose_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> Tile | None:
+    """The tile for ``rows`` of 16-bit values by a weight ``[n, k]``, or None where cuBLAS wins."""
+    if rows > 128 or k % 8 or not _fits(device):
+        return None
+    for shapes in _TILES:
+        if shapes.gated == gated and all(
+            low <= size <= high
+            for size, (low, high) in ((rows, shapes.rows), (n, shapes.n), (k, shapes.k))
+        ):
+            return shapes.tile
+    return None
+
+
+@functools.cache
+def _fits(device: torch.device) -> bool:
+    """Whether the GPU has the shared memory of the one that the tiles were chosen on."""
+    properties = torch.cuda.get_device_properties(device)
+    shared_memory: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return torch.version.hip is None and shared_memory >= 227 * 1024
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, *, gated: bool) -> Tensor:
+    """``x [M, K]`` by ``weight [N, K]`` to ``[M, N]``, or ``[M, N / 2]`` if ``gated``.
+
+    K is a multiple of 8, x's rows are contiguous, the weight is, and starts at a multiple of 16
+    bytes.
+    """
+    num_rows, k = x.shape
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
+    partial = arrivals = None
+    tiles = triton.cdiv(n, tile.block_n)
+    if tile.splits > 1:
+        shape = (tile.splits, 2 if gated else 1, num_rows, n)
+        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+        arrivals = arrival_counts(x.device, tiles)
+    block_m = 1 if tile.mode == "vector" else max(16, triton.next_power_of_2(num_rows))
+    # One request a thread.
+    parts = max(1, 32 * tile.num_warps // tile.block_n)
+    _linear_kernel[(tiles, tile.splits)](
+        out,
+        x,
+        weight,
+        bias,
+        partial,
+        arrivals,
+        num_rows,
+        x.stride(0),
+        n,
+        k,
+        _PREFETCH_PROGRAMS,
+        triton.cdiv(tile.prefetch, 8 * parts) * 8,
+        BLOCK_M=block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        SPLITS=tile.splits,
+        MODE=tile.mode,
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        EVEN_K=k % (tile.block_k * tile.splits) == 0,
+        STAGES=tile.num_stages,
+        PREFETCH_PARTS=parts,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps,
+        **pdl_options(x.device),
+    )
+    return out

@@ -1,0 +1,34 @@
+"""What normalising, rotating and storing do, by the ops that do one of them each."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine_core.kernels.kv_store import store_kv
+from engine_core.kernels.norm import rms_norm
+from engine_core.kernels.rotary import apply_rotary
+
+
+def rotary_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    interleaved: bool,
+) -> None:
+    """Arguments as in the public wrapper."""
+    if q_weight is not None and k_weight is not None:
+        q.copy_(rms_norm(q, q_weight, eps))
+        k = rms_norm(k, k_weight, eps)
+    else:
+        k = k.clone()
+    apply_rotary(q, k, cos, sin, interleaved=interleaved)
+    store_kv(k, v, k_cache, v_cache, slot_mapping)

@@ -1,0 +1,117 @@
+"""Linears of few rows, with and without the gated activation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import TOLERANCE, error
+from torch import Tensor
+
+from engine_core.kernels import linear
+
+SHAPES = [(1, 40, 96), (3, 40, 96), (17, 40, 64), (5, 6, 24), (2, 130, 72), (64, 16, 8)]
+
+
+def case(
+    rows: int, n: int, k: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x with gaps between its rows, a weight of unit variance in its results, a bias."""
+    x = torch.randn(rows, k + 8, device=device)[:, :k].to(dtype)
+    wide = torch.empty(rows, k + 8, device=device, dtype=dtype)
+    wide[:, :k] = x
+    weight = (torch.randn(n, k, device=device) / k**0.5).to(dtype)
+    return wide[:, :k], weight, torch.randn(n, device=device).to(dtype)
+
+
+def formula(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    y = x.double() @ weight.double().T
+    if bias is not None:
+        y = y + bias.double()
+    if not gated:
+        return y
+    gate, up = y.chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_is_the_formula(dtype: torch.dtype, with_bias: bool, gated: bool) -> None:
+    x, weight, bias = case(3, 40, 96, dtype)
+    chosen = bias if with_bias else None
+    got = linear(x.view(3, 1, 96), weight, chosen, gated=gated)
+    assert got.shape == (3, 1, 20 if gated else 40)
+    assert got.dtype == dtype
+    assert error(got[:, 0], formula(x, weight, chosen, gated)) < TOLERANCE[dtype]
+
+
+def test_no_rows() -> None:
+    assert linear(torch.zeros(0, 8), torch.zeros(4, 8), gated=True).shape == (0, 2)
+
+
+def test_preconditions() -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(5, 8)
+    with pytest.raises(ValueError, match=r"weight \(5, 8\)"):
+        linear(torch.zeros(2, 7), weight)
+    with pytest.raises(ValueError, match=r"bias \(4,\)"):
+        linear(x, weight, torch.zeros(4))
+    with pytest.raises(ValueError, match="even N"):
+        linear(x, weight, gated=True)
+
+
+TILES: list[dict[str, Any]] = [
+    {"block_n": 16, "block_k": 32},
+    {"block_n": 16, "block_k": 32, "splits": 2},
+    {"block_n": 32, "block_k": 16, "splits": 4, "mode": "wx"},
+    {"block_n": 16, "block_k": 64, "mode": "wx"},
+    {"block_n": 4, "block_k": 32, "mode": "vector"},
+    {"block_n": 8, "block_k": 16, "splits": 3, "mode": "vector"},
+]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel(
+    shape: tuple[int, int, int], tile: dict[str, Any], gated: bool, launch_device: str
+) -> None:
+    from engine_core.kernels.linear import triton
+
+    if tile.get("mode") == "vector" and shape[0] > 1:
+        shape = (1, *shape[1:])
+    # Not bfloat16: the interpreter's products of it are wrong.
+    for dtype, with_bias in ((torch.float32, True), (torch.float16, False)):
+        x, weight, bias = case(*shape, dtype, launch_device)
+        chosen = bias if with_bias else None
+        expected = formula(x, weight, chosen, gated)
+        for _ in range(2):  # the second launch finds the counts that the first one left
+            got = triton.linear(x, weight, chosen, triton.Tile(**tile), gated=gated)
+            assert error(got, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "gated"),
+    [(1, 28672, 4096, True), (32, 4096, 14336, False), (64, 896, 4864, False)],
+)
+def test_shapes_of_the_table_have_a_tile(
+    rows: int, n: int, k: int, gated: bool, monkeypatch: pytest.MonkeyPatch, launch_device: str
+) -> None:
+    from engine_core.kernels.linear import triton
+
+    monkeypatch.setattr(triton, "_fits", lambda device: True)
+    device = torch.device(launch_device)
+    assert triton.choose_tile(rows, n, k, gated, device) is not None
+    assert triton.choose_tile(rows, n, k + 4, gated, device) is None
+    assert triton.choose_tile(4096, n, k, gated, device) is None
+
+
+def test_every_tile_can_multiply_its_rows(launch_device: str) -> None:
+    from engine_core.kernels.linear import triton
+
+    for shapes in triton._TILES:
+        assert shapes.rows[1] == 1 or shapes.tile.mode != "vector"
+        assert shapes.tile.prefetch % 8 == 0
+        # Arrivals are counted a tile.
+        assert shapes.tile.splits == 1 or shapes.n[1] <= 4096 * shapes.tile.block_n

@@ -1,0 +1,153 @@
+"""Norms of q and k, rotation and storing in one op, against the formulas one after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import TOLERANCE, error
+from torch import Tensor
+
+from engine_core.kernels import rotary_store
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"norm": True},
+    {"interleaved": True},
+    {"interleaved": True, "norm": True},
+    {"half": 5},
+    {"half": 5, "norm": True},
+    {"half": 4, "interleaved": True, "norm": True},
+    {"tokens": 1},
+    {"heads": 33, "kv_heads": 3},
+    {"head_dim": 80, "half": 40},
+    {"head_dim": 256, "half": 64, "norm": True},
+    {"v_head_dim": 24},
+    {"block_size": 1},
+    {"sections": 2, "half": 4},
+    {"dtype": torch.float16, "norm": True},
+    {"dtype": torch.bfloat16, "norm": True},
+]
+
+
+def make(
+    device: str = "cpu",
+    tokens: int = 7,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    v_head_dim: int | None = None,
+    half: int = 8,
+    sections: int = 1,
+    block_size: int = 4,
+    norm: bool = False,
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Positional and keyword arguments; every third token is not stored, the caches are NaN."""
+    v_head_dim = v_head_dim or head_dim
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, max(head_dim, v_head_dim), device=device)
+    q, k, v = qkv.to(dtype).split([heads, kv_heads, kv_heads], dim=1)
+    angles = 6 * torch.rand(sections, tokens, half, device=device)
+    if sections == 1:
+        angles = angles[0]
+    num_blocks = tokens // block_size + 2
+    slots = torch.randperm(num_blocks * block_size)[:tokens].to(device)
+    slots[1::3] = -1
+    caches = [
+        torch.full((num_blocks, block_size, kv_heads, size), torch.nan, dtype=dtype, device=device)
+        for size in (head_dim, v_head_dim)
+    ]
+    weights = (
+        (1 + 0.3 * torch.randn(2, head_dim, device=device)).to(dtype) if norm else (None, None)
+    )
+    given = [q[..., :head_dim], k[..., :head_dim], v[..., :v_head_dim]]
+    options = {
+        "q_weight": weights[0],
+        "k_weight": weights[1],
+        "eps": 1e-5,
+        "interleaved": interleaved,
+    }
+    return [*given, angles.cos(), angles.sin(), *caches, slots], options
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, options: Any) -> Tensor:
+    """Normalised and rotated, in float64."""
+    x = x.double()
+    if weight is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + options["eps"]).sqrt() * weight.double()
+    if cos.dim() == 2:
+        cos, sin = cos[None], sin[None]
+    half = cos.shape[-1]
+    out = x.clone()
+    for section in range(cos.shape[0]):
+        for pair in range(half):
+            start = 2 * half * section
+            i, j = (2 * pair, 2 * pair + 1) if options["interleaved"] else (pair, pair + half)
+            c, s = cos[section, :, None, pair].double(), sin[section, :, None, pair].double()
+            out[..., start + i] = x[..., start + i] * c - x[..., start + j] * s
+            out[..., start + j] = x[..., start + j] * c + x[..., start + i] * s
+    return out
+
+
+def check(op: Any, given: list[Tensor], options: dict[str, Any]) -> None:
+    q, k, v, cos, sin, k_cache, v_cache, slots = given
+    expected_q = turned(q, cos, sin, options["q_weight"], options)
+    expected_k = turned(k, cos, sin, options["k_weight"], options)
+    v_before = v.clone()
+    op(*given, **options)
+    # Two roundings with norms: a normalised value, then its product.
+    tolerance = 2 * TOLERANCE[q.dtype]
+    assert error(q, expected_q) < tolerance
+    flat_k, flat_v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    stored = slots >= 0
+    assert error(flat_k[slots[stored]], expected_k[stored]) < tolerance
+    assert torch.equal(flat_v[slots[stored]], v_before[stored])
+    untouched = torch.ones(len(flat_k), dtype=torch.bool, device=q.device)
+    untouched[slots[stored]] = False
+    assert flat_k[untouched].isnan().all()
+    assert flat_v[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_is_the_formula(options: dict[str, Any]) -> None:
+    check(rotary_store, *make(**options))
+
+
+@pytest.mark.parametrize("options", [case for case in CASES if "sections" not in case], ids=str)
+def test_kernel(options: dict[str, Any], launch_device: str) -> None:
+    """The wrapper takes the separate ops for sections."""
+    from engine_core.kernels.rotary_store import triton
+
+    check(triton.rotary_store, *make(launch_device, **options))
+
+
+def test_keys_are_left_alone() -> None:
+    given, options = make(norm=True)
+    before = given[1].clone()
+    rotary_store(*given, **options)
+    assert torch.equal(given[1], before)
+
+
+def test_preconditions() -> None:
+    given, options = make()
+
+    def call(index: int, value: Tensor, **changed: Any) -> None:
+        rotary_store(*given[:index], value, *given[index + 1 :], **{**options, **changed})
+
+    with pytest.raises(ValueError, match="slot_mapping"):
+        call(7, given[7].int())
+    with pytest.raises(ValueError, match="the caches"):
+        call(5, given[5][..., :8])
+    with pytest.raises(ValueError, match="one dtype"):
+        call(1, given[1].half())
+    with pytest.raises(ValueError, match="stride 1"):
+        call(6, given[6].transpose(1, 3).contiguous().transpose(1, 3))
+    with pytest.raises(ValueError, match="cos and sin"):
+        call(3, given[3][:2])
+    with pytest.raises(ValueError, match="both be"):
+        call(0, given[0], q_weight=torch.ones(16))
+    wide = torch.zeros(7, 9)
+    with pytest.raises(ValueError, match="exceed the head dimension 16"):
+        rotary_store(*given[:3], wide, wide, *given[5:], **options)
