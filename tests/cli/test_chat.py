@@ -182,7 +182,7 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def leave(self) -> int:
-        """Interrupt at the prompt; one that comes just before readline waits is seen by the next."""
+        """Interrupt at the prompt; one just before readline waits is seen by the next."""
         for _ in range(30):
             self.interrupt()
             with suppress(subprocess.TimeoutExpired):
