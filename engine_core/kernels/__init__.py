@@ -7,6 +7,7 @@ faster path. Nothing here imports triton before a CUDA tensor is given.
 
 from engine_core.kernels.activation import gelu_and_mul, silu_and_mul
 from engine_core.kernels.attention import paged_attention
+from engine_core.kernels.greedy import choose_greedy
 from engine_core.kernels.kv_store import store_kv
 from engine_core.kernels.linear import linear
 from engine_core.kernels.norm import layer_norm, rms_norm
@@ -15,6 +16,7 @@ from engine_core.kernels.rotary_store import rotary_store
 
 __all__ = [
     "apply_rotary",
+    "choose_greedy",
     "gelu_and_mul",
     "layer_norm",
     "linear",

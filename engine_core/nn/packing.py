@@ -9,6 +9,10 @@ import torch
 from torch import Tensor, nn
 
 
+# Looking the overload up takes a microsecond a call.
+_linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
+
+
 class PackedMatrix(Protocol):
     """A matrix ``[out_features, in_features]``, repacked once the weights are loaded.
 
@@ -67,7 +71,7 @@ class OneDNNMatrix:
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ matrix.T + bias``."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+        out: Tensor = _linear_pointwise(x, self._weight, bias, "none", [], "")
         return out
 
     def dense(self) -> Tensor:

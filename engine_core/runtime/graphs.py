@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_core.kernels import choose_greedy
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 
@@ -93,11 +94,6 @@ class _Graphs:
             results = step()
         return Captured(graph, *results)
 
-    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The most probable tokens, and 1 where logits are not finite."""
-        status = (~logits.amax(dim=-1).isfinite()).to(torch.int8)
-        return logits.argmax(dim=-1), status
-
 
 class DecodeGraphs(_Graphs):
     """Steps in which every row decodes, one graph a batch-size bucket.
@@ -159,7 +155,7 @@ class DecodeGraphs(_Graphs):
     def _step(self, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
         rows, positions = self._static[:, :bucket]
         logits = self._state.logits_of(self._context(rows, positions, bucket), None)
-        tokens, status = self._choose(logits)
+        tokens, status = choose_greedy(logits)
         self._state.last_tokens[rows] = tokens
         positions += positions >= 0
         return logits, tokens, status
@@ -403,6 +399,6 @@ class MixedGraphs(_Graphs):
             },
         )
         logits = self._state.logits_of(context, named["last"])
-        chosen, status = self._choose(logits)
+        chosen, status = choose_greedy(logits)
         self._state.last_tokens[rows] = torch.where(named["samples"] > 0, chosen, latest)
         return logits, chosen, status

@@ -151,6 +151,10 @@ class ConformanceTests:
         """Prefix caching changes no result."""
         _run(checks.prefix_caching, subject)
 
+    def test_quantised(self, subject: Subject) -> None:
+        """With int8 weights it comes close to what it gives without."""
+        _run(checks.quantised, subject)
+
     if "tensor_parallel_size" in EngineConfig.model_fields:
 
         def test_tensor_parallel(self, subject: Subject) -> None:

@@ -59,6 +59,7 @@ RUNS = {
     "test_bfloat16",
     "test_engine",
     "test_prefix_caching",
+    "test_quantised",
 }
 
 FAULTS = {

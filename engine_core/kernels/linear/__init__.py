@@ -13,8 +13,8 @@ __all__ = ["linear"]
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
     """``x @ weight.T + bias``, or :func:`~engine_core.kernels.silu_and_mul` of it if ``gated``.
 
-    Accumulated in float32 and rounded once; before silu_and_mul too. On a GPU, shapes for which
-    a kernel was seen to beat cuBLAS take that kernel: few rows of bfloat16 or float16.
+    Rounded before silu_and_mul too. On a GPU, shapes for which a kernel was seen to beat cuBLAS
+    take that kernel, which accumulates in float32: few rows of bfloat16 or float16.
 
     Args:
         x: ``[..., K]``.

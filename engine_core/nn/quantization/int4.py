@@ -23,6 +23,10 @@ _CHUNK = 2**20
 _MOST_KERNEL_ROWS = 256
 
 
+# Looking the overload up takes a microsecond a call.
+_int4pack_mm = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zero points such that ``(code - 8) * scale + zero`` is near ``weight``.
 
@@ -126,9 +130,7 @@ class Int4Matrix:
         return self.shape[0] % _BLOCK_ROWS == 0 and _blocks_as_on_avx512()
 
     def _multiply_packed(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x, self._packed, GROUP_SIZE, self._scales_and_zeros
-        )
+        out: Tensor = _int4pack_mm(x, self._packed, GROUP_SIZE, self._scales_and_zeros)
         return out
 
     def _multiply_dense(self, x: Tensor) -> Tensor:
@@ -149,8 +151,7 @@ class Int4Matrix:
 
 
 def _pack(codes: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    return packed
+    return torch._convert_weight_to_int4pack_for_cpu(codes, 1)
 
 
 def _unpack(packed: Tensor) -> Tensor:

@@ -1,0 +1,87 @@
+"""Greedy choice on a GPU: many programs a row, of which the last to arrive decides."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine_core.kernels.launch.triton import (
+    arrival_counts,
+    arrives_last,
+    launch_dependents,
+    pdl_options,
+    wait,
+)
+
+# Logits of a program: 128 rows of 32 such blocks are many times the programs of a GPU, one row of
+# 128,000 logits still gives one to each of 32 multiprocessors.
+_BLOCK = 4096
+
+
+@triton.jit
+def _choose_greedy_kernel(
+    tokens_ptr,
+    status_ptr,
+    best_ptr,
+    place_ptr,
+    arrivals_ptr,
+    logits_ptr,
+    row_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch_dependents(PDL)
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    cols = block * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + row * row_stride + cols, mask=cols < VOCAB, other=float("-inf"))
+    logits = logits.to(tl.float32)
+    # A comparison loses NaN, infinity wins it.
+    logits = tl.where(logits == logits, logits, float("inf"))
+    best = tl.max(logits, axis=0)
+    place = tl.min(tl.where(logits == best, cols, VOCAB), axis=0)
+    tl.store(best_ptr + row * BLOCKS + block, best)
+    tl.store(place_ptr + row * BLOCKS + block, place)
+    if arrives_last(arrivals_ptr + row, BLOCKS):
+        blocks = tl.arange(0, BLOCK_BLOCKS)
+        offsets = row * BLOCKS + blocks
+        mask = blocks < BLOCKS
+        bests = tl.load(best_ptr + offsets, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        places = tl.load(place_ptr + offsets, mask=mask, other=VOCAB, cache_modifier=".cg")
+        best = tl.max(bests, axis=0)
+        token = tl.min(tl.where(bests == best, places, VOCAB), axis=0)
+        tl.store(tokens_ptr + row, token.to(tl.int64))
+        tl.store(status_ptr + row, (tl.abs(best) == float("inf")).to(tl.int8))
+
+
+def choose_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens ``[B]`` int64 and status ``[B]`` int8 of ``logits [B, V]``."""
+    num_rows, vocab = logits.shape
+    device = logits.device
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    status = torch.empty(num_rows, dtype=torch.int8, device=device)
+    if num_rows == 0:
+        return tokens, status
+    blocks = triton.cdiv(vocab, _BLOCK)
+    _choose_greedy_kernel[(num_rows, blocks)](
+        tokens,
+        status,
+        torch.empty(num_rows, blocks, dtype=torch.float32, device=device),
+        torch.empty(num_rows, blocks, dtype=torch.int32, device=device),
+        arrival_counts(device, num_rows),
+        logits,
+        logits.stride(0),
+        VOCAB=vocab,
+        BLOCK=_BLOCK,
+        BLOCKS=blocks,
+        BLOCK_BLOCKS=triton.next_power_of_2(blocks),
+        num_warps=8,
+        **pdl_options(device),
+    )
+    return tokens, status
