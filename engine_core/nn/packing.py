@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-
 # Looking the overload up takes a microsecond a call.
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
 
