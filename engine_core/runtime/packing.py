@@ -38,8 +38,8 @@ def quantize(
 
     A layer stays as it is if torch's kernels cannot multiply its shape, if another module shares
     its weight, or if the model's class names it, or a module around it, in ``quantization_skip``.
-    The vocabulary's matrices take 8 bits with ``int8`` and ``int4``: with 4 they would lose as much
-    as all the others together (see ``benchmarks/README.md``).
+    The vocabulary's matrices take 8 bits with ``int8`` and ``int4``: with 4 the divergence from
+    float32 would grow by a quarter (see ``benchmarks/README.md``).
 
     Args:
         model: on meta, nothing is loaded yet.

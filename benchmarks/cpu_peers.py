@@ -1,0 +1,354 @@
+"""engine-core beside transformers and llama.cpp on this machine's CPU, in one run.
+
+    python benchmarks/cpu_peers.py --peers-env FOLDER [--rounds 5] [--threads N] [--model FILE.gguf]
+
+SmolLM2 from its Q4_1 GGUF file, greedy: a prompt of 512 tokens, decoding after it, and a batch of
+16 prompts of mixed lengths. Every engine lives in a process of its own and they take turns, round
+by round, because these machines are noisy: a ratio is the median of the rounds' ratios. The peers
+are installed into the environment FOLDER if it is not there; llama-cpp-python is built from source,
+and left out where that fails. Without --peers-env only engine-core is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+PEERS = ("transformers==5.23.0", "accelerate", "gguf", "torch")
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+
+PROMPT, DECODED = 512, 64
+BATCH, BATCH_DECODED = 16, 48
+# SmolLM2-135M: what the layers' linears and the tied vocabulary hold.
+LINEAR_WEIGHTS, VOCABULARY_WEIGHTS = 106_168_320, 28_311_552
+# Bytes of weights that a decoded token reads; None where it is not ours to say.
+BYTES = {
+    "engine-core bf16": 2 * (LINEAR_WEIGHTS + VOCABULARY_WEIGHTS),
+    "engine-core int4": LINEAR_WEIGHTS * 5 // 8 + VOCABULARY_WEIGHTS,
+    "engine-core int8": LINEAR_WEIGHTS + VOCABULARY_WEIGHTS,
+    "engine-core gguf": LINEAR_WEIGHTS * 5 // 8 + 2 * VOCABULARY_WEIGHTS,
+    "transformers bf16": 2 * (LINEAR_WEIGHTS + VOCABULARY_WEIGHTS),
+    "llama.cpp Q4_1": LINEAR_WEIGHTS * 5 // 8 + VOCABULARY_WEIGHTS * 17 // 16,
+}
+BASELINES = {"llama.cpp": "llama.cpp Q4_1", "transformers": "transformers bf16"}
+
+
+class Subject(Protocol):
+    """One engine with the model loaded."""
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> None:
+        """Complete every prompt with exactly so many greedy tokens."""
+
+
+class EngineCore:
+    """engine-core, with a quantisation or none."""
+
+    def __init__(self, model: str, threads: int, mode: str) -> None:
+        import torch
+
+        from engine_core import LLM, EngineConfig, SamplingParams
+
+        torch.set_num_threads(threads)
+        config = EngineConfig(
+            dtype="bfloat16",
+            quantization=None if mode == "bf16" else mode,
+            enable_prefix_caching=False,
+            kv_cache_memory="1GiB",
+            max_model_len=1024,
+            skip_tokenizer_init=True,
+        )
+        self._llm = LLM(model, config)
+        self._params = SamplingParams(temperature=0.0, ignore_eos=True)
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> None:
+        self._llm.generate(prompts, self._params.replace(max_tokens=tokens))
+
+    def profile(self, prompt: list[int]) -> dict[str, float]:
+        """Milliseconds of a decode step that kernels take, by what they do."""
+        from torch.profiler import ProfilerActivity, profile
+
+        engine, steps = self._llm.engine, 20
+        engine.add_request(prompt, self._params.replace(max_tokens=steps + 10))
+        for _ in range(5):
+            engine.step()
+        with profile(activities=[ProfilerActivity.CPU]) as record:
+            for _ in range(steps):
+                engine.step()
+        while engine.has_unfinished:
+            engine.step()
+        kinds = {"linears": ("linear_pointwise", "pack_mm"), "attention": ("attention",)}
+        out = dict.fromkeys(kinds, 0.0)
+        for event in record.key_averages():
+            for kind, parts in kinds.items():
+                if any(part in event.key for part in parts):
+                    out[kind] += event.self_cpu_time_total / steps / 1e3
+        return out
+
+
+class Transformers:
+    """transformers' ``generate``; prompts of different lengths are padded on the left."""
+
+    def __init__(self, model: str, threads: int, mode: str) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        transformers.utils.logging.disable_progress_bar()
+        path = Path(model)
+        self._torch, self._transformers = torch, transformers
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.bfloat16
+        ).eval()
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> None:
+        longest = max(map(len, prompts))
+        ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        config = self._transformers.GenerationConfig(
+            do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0
+        )
+        with self._torch.inference_mode():
+            out = self._model.generate(
+                self._torch.tensor(ids),
+                attention_mask=self._torch.tensor(mask),
+                generation_config=config,
+            )
+        assert out.shape[1] == longest + tokens
+
+
+class LlamaCpp:
+    """llama.cpp through llama-cpp-python, one sequence at a time."""
+
+    def __init__(self, model: str, threads: int, mode: str) -> None:
+        from llama_cpp import Llama
+
+        self._llama = Llama(
+            model, n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> None:
+        for prompt in prompts:
+            self._llama.reset()
+            self._llama.eval(prompt)
+            for _ in range(tokens - 1):
+                self._llama.eval([self._llama.sample(temp=0.0)])
+            self._llama.sample(temp=0.0)
+
+
+SUBJECTS: dict[str, Callable[[str, int, str], Subject]] = {
+    "engine-core": EngineCore,
+    "transformers": Transformers,
+    "llama.cpp": LlamaCpp,
+}
+
+
+def serve(name: str, model: str, threads: int) -> None:
+    """Answer tasks, one a line, until the input ends."""
+    # Only answers go to the real standard output.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    kind, _, mode = name.partition(" ")
+    subject: Any = SUBJECTS[kind](model, threads, mode)
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        task = json.loads(line)
+        if task["do"] == "profile":
+            answer: Any = subject.profile(task["prompt"])
+        elif task["do"] == "bandwidth":
+            answer = read_bandwidth()
+        else:
+            start = time.perf_counter()
+            subject.generate(task["prompts"], task["tokens"])
+            answer = time.perf_counter() - start
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def read_bandwidth() -> float:
+    """GB/s at which all threads together read a tensor far larger than the caches."""
+    import torch
+
+    numbers = torch.ones(2**27)
+    numbers.sum()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        numbers.sum()
+        times.append(time.perf_counter() - start)
+    return numbers.nbytes / min(times) / 1e9
+
+
+class Worker:
+    """A process that serves one subject."""
+
+    def __init__(self, name: str, python: str, model: str, threads: int) -> None:
+        self.name = name
+        command = [python, __file__, "--serve", name, "--model", model, "--threads", str(threads)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self._answer()
+
+    def ask(self, do: str, **values: Any) -> Any:
+        """Give a task and wait for its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def seconds(self, prompts: list[list[int]], tokens: int) -> float:
+        """How long it takes to complete the prompts."""
+        return float(self.ask("generate", prompts=prompts, tokens=tokens))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended with {self._process.wait()}")
+        return json.loads(line)
+
+
+def prepare_peers(folder: Path) -> str:
+    """The Python of the environment ``folder``, made if it is not there."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *PEERS], check=True)
+        # With AMX, which it finds by itself, this release crashes.
+        flags = {**os.environ, "CMAKE_ARGS": "-DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF"}
+        subprocess.run([str(python), "-m", "pip", "install", "-q", LLAMA_CPP], env=flags)
+    return str(python)
+
+
+def measure(worker: Worker, long: list[list[int]], batch: list[list[int]]) -> dict[str, float]:
+    """Tokens a second of one round."""
+    once = worker.seconds(long, 1)
+    many = worker.seconds(long, DECODED + 1)
+    figures = {"prefill": PROMPT / once, "decode": DECODED / (many - once)}
+    if not worker.name.startswith("llama.cpp"):
+        figures["batch"] = BATCH * BATCH_DECODED / worker.seconds(batch, BATCH_DECODED)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers-env", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.model, options.threads)
+        return
+
+    draw = random.Random(0)
+
+    def prompt(length: int) -> list[int]:
+        return [draw.randrange(1000, 40000) for _ in range(length)]
+
+    batch = [prompt(draw.randrange(32, PROMPT)) for _ in range(BATCH)]
+    names = {f"engine-core {mode}": sys.executable for mode in ("bf16", "int8", "int4", "gguf")}
+    if options.peers_env is not None:
+        peers = prepare_peers(options.peers_env)
+        names |= {"transformers bf16": peers, "llama.cpp Q4_1": peers}
+    workers = []
+    for name, python in names.items():
+        try:
+            workers.append(Worker(name, python, options.model, options.threads))
+        except RuntimeError as error:
+            print(f"left out: {error}")
+    ours = workers[0]
+    rounds: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
+    bandwidths = []
+    for worker in workers:
+        worker.seconds([prompt(64)], 4)
+    for number in range(options.rounds):
+        bandwidths.append(ours.ask("bandwidth"))
+        long = [prompt(PROMPT)]
+        for worker in workers:
+            rounds[worker.name].append(measure(worker, long, batch))
+        print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
+    parts = {w.name: w.ask("profile", prompt=prompt(PROMPT)) for w in workers[:4]}
+    for worker in workers:
+        worker.close()
+    report(rounds, bandwidths, parts, options.threads)
+
+
+def report(
+    rounds: dict[str, list[dict[str, float]]],
+    bandwidths: list[float],
+    parts: dict[str, dict[str, float]],
+    threads: int,
+) -> None:
+    """Print the tables, in Markdown."""
+    bandwidth = statistics.median(bandwidths)
+    print(f"{time.strftime('%Y-%m-%d')}, {_cpu()}, {threads} threads, {bandwidth:.1f} GB/s read\n")
+    print("| tokens/s, median | prefill of 512 | decode | batch of 16 | of the bandwidth |")
+    print("|---|---|---|---|---|")
+    medians = {}
+    for name, figures in rounds.items():
+        row = {key: statistics.median(f[key] for f in figures) for key in figures[0]}
+        medians[name] = row
+        share = row["decode"] * BYTES[name] / 1e9 / bandwidth
+        batch = f"{row['batch']:.0f}" if "batch" in row else ""
+        print(f"| {name} | {row['prefill']:.0f} | {row['decode']:.1f} | {batch} | {share:.0%} |")
+    print("\n| ratio, median of the rounds (least to most) | prefill | decode | batch |")
+    print("|---|---|---|---|")
+    for name, figures in rounds.items():
+        for kind, baseline in BASELINES.items():
+            if not name.startswith("engine-core") or baseline not in rounds:
+                continue
+            cells = []
+            for key in ("prefill", "decode", "batch"):
+                pairs = zip(figures, rounds[baseline], strict=True)
+                ratios = sorted(own[key] / base[key] for own, base in pairs if key in base)
+                cells.append(
+                    f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+                    if ratios
+                    else ""
+                )
+            print(f"| {name} / {kind} | {' | '.join(cells)} |")
+    print("\n| ms of a decode step | all | linears | attention | rest |")
+    print("|---|---|---|---|---|")
+    for name, kinds in parts.items():
+        step = 1e3 / medians[name]["decode"]
+        rest = step - sum(kinds.values())
+        print(
+            f"| {name} | {step:.1f} | {kinds['linears']:.1f} | {kinds['attention']:.1f} | "
+            f"{rest:.1f} ({rest / step:.0%}) |"
+        )
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    main()
