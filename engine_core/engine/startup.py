@@ -12,7 +12,7 @@ from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.configs.builder import token_ids
 from engine_core.errors import ConfigError
 from engine_core.inputs import InputProcessor
-from engine_core.registry import Registry, build_registry
+from engine_core.registry import build_registry
 from engine_core.runtime import platform
 from engine_core.runtime.executor import Executor, build_executor
 from engine_core.runtime.memory import CachePlan, plan_cache
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 class Loaded:
     """What an engine is made of."""
 
-    registry: Registry
     model_config: ModelConfig
     tokenizer: Tokenizer | None
     input_processor: InputProcessor | None
@@ -85,7 +84,6 @@ def load(model: str, config: EngineConfig) -> Loaded:
         executor.close()
         raise
     return Loaded(
-        registry=registry,
         model_config=source.model_config,
         tokenizer=tokenizer,
         input_processor=registry.input_processor(source.model_config),
