@@ -15,7 +15,7 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 EXAMPLES := $(patsubst %/pyproject.toml,%,$(wildcard examples/plugins/*/pyproject.toml))
 FAMILIES := $(patsubst %/__init__.py,%,$(wildcard $(addsuffix /engine_core_*/__init__.py,$(PLUGINS) $(EXAMPLES))))
 PROJECTS := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
-EDITABLE := -e . $(PLUGINS:%=-e %)
+EDITABLE := -e '.[cpu]' $(PLUGINS:%=-e %)
 empty :=
 space := $(empty) $(empty)
 
@@ -26,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_RETRIES ?= 5
 export PIP_DEFAULT_TIMEOUT ?= 60
 
-.PHONY: help demo models test lint types imports unit test-gpu bench-gpu bench-kernels clean
+.PHONY: help demo models test lint types imports unit browser soak test-gpu bench-gpu bench-cpu bench-kernels clean
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 
@@ -48,9 +48,22 @@ types: $(VENV)/.test ## Check types.
 imports: $(VENV)/.test ## Check which package may import which.
 	$(BIN)/lint-imports
 
+browser: ## Install Chromium for the tests of the web page, where apt can.
+	@if command -v chromium chromium-browser google-chrome >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing Chromium"; apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium >/dev/null; \
+	else echo "no Chromium: the tests of the web page are skipped"; fi
+
 # A process a core with one thread each: the models are too small to be worth two.
-unit: $(VENV)/.test models ## Run the tests; ARGS goes to pytest.
+unit: $(VENV)/.test models browser ## Run the tests; ARGS goes to pytest.
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal $(ARGS)
+
+# The first two run side by side: on two cores all of it takes about twelve minutes.
+soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, then thousands of odd bodies.
+	export OMP_NUM_THREADS=1; \
+	ENGINE_CORE_SOAK_SECONDS=600 $(BIN)/pytest -s tests/soak/test_server_soak.py & server=$$!; \
+	ENGINE_CORE_SOAK_SECONDS=300 $(BIN)/pytest -s tests/soak/test_engine_soak.py; wait $$server
+	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_SCHEMA_EXAMPLES=2000 $(BIN)/pytest tests/server/test_schema.py
 
 test-gpu: $(VENV)/.test models ## Run the tests that need a CUDA GPU.
 	$(BIN)/pytest -m gpu $(ARGS)
@@ -58,11 +71,14 @@ test-gpu: $(VENV)/.test models ## Run the tests that need a CUDA GPU.
 bench-gpu: $(VENV)/.runtime ## Run the shared workloads on a GPU beside the peers' figures.
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
+bench-cpu: $(VENV)/.runtime $(SMOLLM2) ## Compare with transformers and llama.cpp on this CPU, side by side.
+	$(BIN)/python benchmarks/cpu_peers.py --peers-env .venv-peers $(ARGS)
+
 bench-kernels: $(VENV)/.runtime ## Check and time every kernel on a GPU.
 	$(BIN)/python benchmarks/kernels.py $(ARGS)
 
 clean: ## Remove the virtual environments, the fetched models and every cache.
-	rm -rf $(VENV) .venv-ci $(CACHE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-ci .venv-peers $(CACHE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.created:

@@ -5,12 +5,21 @@ and it decides at its import, which any test may cause.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+with suppress(ImportError):  # a machine with a GPU may run its tests without hypothesis
+    from hypothesis import settings
+
+    # How long an example takes says more about what else runs than about the code.
+    settings.register_profile("engine-core", deadline=None)
+    settings.load_profile("engine-core")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

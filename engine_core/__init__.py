@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine_core.configs import BeamSearchParams, EngineConfig, SamplingParams
-    from engine_core.engine import LLM, Engine
+    from engine_core.configs import BeamSearchParams, EngineConfig, GuidedParams, SamplingParams
+    from engine_core.engine import LLM, AsyncEngine, Engine
     from engine_core.registry.hookspecs import API_VERSION, hookimpl
     from engine_core.steps import CompletionOutput, Logprob, RequestOutput
 
@@ -19,10 +19,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BeamSearchParams": "engine_core.configs",
+    "AsyncEngine": "engine_core.engine",
     "API_VERSION": "engine_core.registry.hookspecs",
     "CompletionOutput": "engine_core.steps",
     "Engine": "engine_core.engine",
     "EngineConfig": "engine_core.configs",
+    "GuidedParams": "engine_core.configs",
     "LLM": "engine_core.engine",
     "Logprob": "engine_core.steps",
     "RequestOutput": "engine_core.steps",
@@ -33,10 +35,12 @@ _HOMES = {
 __all__ = [
     "API_VERSION",
     "LLM",
+    "AsyncEngine",
     "BeamSearchParams",
     "CompletionOutput",
     "Engine",
     "EngineConfig",
+    "GuidedParams",
     "Logprob",
     "RequestOutput",
     "SamplingParams",

@@ -15,6 +15,8 @@
     │   └── UnknownArchitectureError      no plugin claims it
     ├── CacheMemoryError                  the memory given holds too few KV blocks
     ├── RequestError (ValueError)         this one request is refused; the others go on
+    │   └── QueueFullError                not now: too many wait already
+    ├── RequestTimeoutError               a request was not done in the time it had
     └── EngineDeadError                   the engine cannot go on; says the root cause
 
 A message names the culprit, what was offered and what to do about it.
@@ -90,6 +92,14 @@ class CacheMemoryError(EngineError):
 
 class RequestError(EngineError, ValueError):
     """One request is refused; every other request goes on."""
+
+
+class QueueFullError(RequestError):
+    """As many sequences wait as may; the request can be served later."""
+
+
+class RequestTimeoutError(EngineError):
+    """A request had a deadline and was ended at it."""
 
 
 class EngineDeadError(EngineError):

@@ -85,6 +85,8 @@ class AttentionMetadata:
         groups: one entry a cache group; a layer knows which is its own.
         prefix_lens: ``[R]`` int32, tokens at the beginning of a row that every token of it sees
             (a bidirectional context); None if there is none.
+        memos: for each cache group what attention keeps from one layer to the next; see
+            :func:`engine_core.kernels.paged_attention`.
     """
 
     query_start: Tensor
@@ -94,6 +96,7 @@ class AttentionMetadata:
     num_decode_rows: int
     groups: tuple[GroupMetadata, ...]
     prefix_lens: Tensor | None = None
+    memos: dict[int, dict[Any, Any]] = field(default_factory=dict, init=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

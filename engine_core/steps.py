@@ -1,7 +1,8 @@
 """The frozen carriers that cross rooms: what one stage writes and the next one reads.
 
-``Request`` (scheduler) -> :class:`StepPlan` -> ``StepContext`` (runtime) -> :class:`StepResult`
--> :class:`RequestOutput`. Each is written by one stage and never changed after.
+:class:`CoreRequest` -> ``Request`` (scheduler) -> :class:`StepPlan` -> ``StepContext`` (runtime) ->
+:class:`StepResult` -> :class:`TokenUpdate` -> :class:`RequestOutput`. Each is written by one stage
+and never changed after.
 """
 
 from __future__ import annotations
@@ -13,6 +14,26 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from engine_core.configs import SamplingParams
     from engine_core.inputs import ProcessedPrompt
+
+
+class CoreRequest(NamedTuple):
+    """One sequence to generate, in tokens. Written by the text half of the engine.
+
+    A named tuple, as it goes from process to process.
+
+    Attributes:
+        request_id: unique among the unfinished sequences.
+        prompt: what the family's input processor returned.
+        sampling: the sequence's own parameters: ``n`` is 1 and the seed is set.
+        arrival_time: ``time.monotonic`` seconds.
+        priority: lower runs first; sequences of equal priority run in the order of their arrival.
+    """
+
+    request_id: str
+    prompt: ProcessedPrompt
+    sampling: SamplingParams
+    arrival_time: float
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +84,10 @@ class PlanRow(NamedTuple):
     sample: bool
 
 
+SwapPairs = tuple[tuple[int, int], ...]
+"""``(block, slot)`` of each block of one cache group that is copied to or from host memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, from the scheduler to the runner.
@@ -73,12 +98,18 @@ class StepPlan:
         admitted: requests whose row begins with this step; applied before the rows run.
         repeat: how often the whole step is run; above 1 only if every row decodes and its blocks
             cover all repeats.
+        swap_out: for each cache group, pairs of a block and the slot of host memory that it is
+            copied to, in this order, after every earlier step and before anything of this one. The
+            block may belong to a row of this step already. Empty if there is nothing to copy.
+        swap_in: the same in the other direction, after ``swap_out`` and before the rows run.
     """
 
     step_id: int
     rows: tuple[PlanRow, ...]
     admitted: tuple[Admission, ...] = ()
     repeat: int = 1
+    swap_out: tuple[SwapPairs, ...] = ()
+    swap_in: tuple[SwapPairs, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -129,6 +160,65 @@ class StepResult:
 
     step_id: int
     rows: tuple[RowResult, ...]
+
+
+class TokenUpdate(NamedTuple):
+    """What a step brought for one sequence, in tokens. Written by the core of the engine.
+
+    A named tuple, as it goes from process to process.
+
+    Attributes:
+        request_id: as in :class:`CoreRequest`.
+        new_token_ids: the tokens accepted; the last is the stop token if one ended the sequence.
+        logprobs: one mapping a token, or None.
+        prompt_logprobs: one mapping for each prompt token but the first, all in one update; None in
+            every other.
+        finish_reason: None while it goes on; see :class:`CompletionOutput`.
+        stop_reason: the stop token; None for end of sequence.
+        error: the message if the reason is "error".
+        num_cached_tokens: prompt tokens taken from the prefix cache.
+        num_preemptions: how often it lost its blocks until now.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class EngineStats(NamedTuple):
+    """What an engine holds now, and what it did since its start. Written by its core.
+
+    Attributes:
+        running: sequences with a row of the batch.
+        waiting: sequences without one, preempted ones included.
+        kv_cache_usage: share of the cache's blocks that sequences hold, in [0, 1].
+        added: sequences that it took.
+        aborted: sequences that were ended from outside, stop strings aside.
+        steps: steps submitted; one that is repeated on the device counts as often.
+        prompt_tokens: tokens of the prompts that got a row.
+        generated_tokens: tokens accepted after the prompts.
+        prefix_cache_queries: prompt tokens looked up in the prefix cache.
+        prefix_cache_hits: those that were found there.
+        num_preemptions: how often a sequence lost its blocks and got a row again.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    added: int = 0
+    aborted: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

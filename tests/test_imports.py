@@ -23,6 +23,7 @@ LIGHT = [
     "import engine_core.cli",
     "import engine_core.configs",
     "import engine_core.inputs",
+    "import engine_core.parsers",
     "import engine_core.registry",
     "from engine_core.registry import build_registry; build_registry(plugin_errors='strict')",
     "import engine_core.scheduler",
@@ -40,6 +41,22 @@ def test_brings_no_heavy_module(statement: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+def test_discovery_is_light() -> None:
+    # Of its time, pydantic's import would be more than the half.
+    script = (
+        "import sys; from engine_core.registry import build_registry; "
+        "registry = build_registry(plugin_errors='strict'); "
+        "print(*registry.architectures, *sys.modules.keys() & {'pydantic', 'jinja2', 'numpy'})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    words = set(done.stdout.split())
+    assert {"LlamaForCausalLM", "BloomForCausalLM"} <= words
+    assert not words & {"pydantic", "jinja2", "numpy"}
 
 
 # Families that the core must not know. "llama3" is also a kind of rope scaling, written so in the

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import os
 import re
 import shutil
 import site
 import subprocess
 import sys
+import tokenize
 import venv
 import zipfile
 from pathlib import Path
@@ -52,6 +55,42 @@ def test_every_block_is_the_files_own_lines(file: Path, code: str) -> None:
 def test_every_link_leads_somewhere(document: Path) -> None:
     links = LINK.findall(document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+LINES = re.compile(r"^\| \[.+\]\((.+)\) \| (\d+) \|$", re.MULTILINE)
+STATED = [
+    (DOCUMENT.parent / path, int(lines)) for path, lines in LINES.findall(DOCUMENT.read_text())
+]
+
+
+def lines_of_code(file: Path) -> int:
+    """Lines with something on them that is no comment and no docstring."""
+    source = file.read_text()
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    strings = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, holders) and ast.get_docstring(node) is not None
+        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+    }
+    empty = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return len(
+        {
+            line
+            for token in tokens
+            if token.type not in {*empty, tokenize.ENDMARKER}
+            for line in range(token.start[0], token.end[0] + 1)
+        }
+        - strings
+    )
+
+
+def test_the_lines_of_code_are_those_stated() -> None:
+    assert len(STATED) == 5
+    assert {file.parent.name: lines_of_code(file) for file, _ in STATED} == {
+        file.parent.name: lines for file, lines in STATED
+    }
 
 
 @pytest.fixture

@@ -57,15 +57,21 @@ def extend_block_keys(
         TypeError: a token is not an integer.
         OverflowError: a token does not fit 64 bits.
     """
+    first = len(keys) * block_size
+    last = len(token_ids) // block_size * block_size
+    if first >= last:
+        return
+    # As bytes at once: a conversion for each block would take longer than its hash.
+    content = memoryview(array("q", token_ids[first:last])).cast("B")
+    size = len(content) // ((last - first) // block_size)
     parent = keys[-1][0] if keys else _ROOT
-    for start in range(len(keys) * block_size, len(token_ids) - block_size + 1, block_size):
-        end = start + block_size
-        content = array("q", token_ids[start:end])
+    for index, start in enumerate(range(first, last, block_size)):
+        chain = parent + content[index * size : (index + 1) * size]
         for span_start, span_end in spans:
-            if span_start < end and start < span_end:
-                content.extend((span_start, span_end))
-                content.extend(token_ids[span_start:span_end])
-        parent = blake2b(parent + content.tobytes(), digest_size=32).digest()
+            if span_start < start + block_size and start < span_end:
+                span = array("q", (span_start, span_end, *token_ids[span_start:span_end]))
+                chain += span.tobytes()
+        parent = blake2b(chain, digest_size=32).digest()
         keys.append((parent, salts))
 
 
@@ -109,28 +115,37 @@ class PrefixCache:
                 count = index
         return count
 
-    def acquire(self, keys: Sequence[BlockKey], count: int) -> list[int]:
-        """A block table of the first ``count`` blocks, with a reference to each visible one.
+    def blocks(self, keys: Sequence[BlockKey], count: int, first: int) -> list[int]:
+        """The cached blocks ``first`` to ``count - 1``; ``count`` comes from ``longest``.
 
-        Blocks that no later query sees are the null block. ``count`` comes from ``longest``.
+        Args:
+            keys: keys of the request's full blocks.
+            count: length of the cached prefix, in blocks.
+            first: index of the first block that the request sees; blocks before it may be gone.
         """
-        first = self.first_visible_block(count * self._block_size)
-        table = [NULL_BLOCK] * first
+        found = []
         for index in range(first, count):
             block = self._pool.find(keys[index])
             assert block is not None, f"block {index} of a cached prefix of {count} is not cached"
+            found.append(block)
+        return found
+
+    def acquire(self, keys: Sequence[BlockKey], count: int, first: int) -> list[int]:
+        """A block table of cached blocks, with a reference to each visible one.
+
+        The arguments are those of :meth:`blocks`. Blocks before ``first`` are the null block; the
+        table has ``max(first, count)`` entries.
+        """
+        table = [NULL_BLOCK] * first
+        for block in self.blocks(keys, count, first):
             self._pool.acquire(block)
             table.append(block)
         return table
 
-    def num_free_taken(self, keys: Sequence[BlockKey], count: int) -> int:
+    def num_free_taken(self, keys: Sequence[BlockKey], count: int, first: int) -> int:
         """How many blocks ``acquire`` would take out of the free list."""
-        taken = 0
-        for index in range(self.first_visible_block(count * self._block_size), count):
-            block = self._pool.find(keys[index])
-            assert block is not None, f"block {index} of a cached prefix of {count} is not cached"
-            taken += self._pool.is_free(block)
-        return taken
+        is_free = self._pool.is_free
+        return sum(is_free(block) for block in self.blocks(keys, count, first))
 
     def register(self, block: int, key: BlockKey) -> None:
         """Make a full block findable; every token in it is computed and accepted."""

@@ -58,7 +58,7 @@ from engine_core.errors import (
 from engine_core.nn.attention import Attention
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
-from engine_core.runtime.loader import build_on_meta, check_weights
+from engine_core.runtime.loader import build_on_meta, check_weights, keep_blocks
 from engine_core.runtime.memory import plan_cache
 from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.source import open_files, read_config, refuse_quantized
@@ -238,7 +238,7 @@ class _Check:
 
     def _check_tokenizer(self, checkpoint: Checkpoint) -> None:
         with self._collecting():
-            self.tokenizer = open_tokenizer(self.config, checkpoint)
+            self.tokenizer = open_tokenizer(self.config, checkpoint, self.model_config)
         tokenizer = self.tokenizer
         if tokenizer is None:
             return
@@ -294,7 +294,9 @@ class _Check:
             return
         if checkpoint.has_weights:
             try:
-                check_weights(self.network, checkpoint, self.model)
+                account = check_weights(self.network, checkpoint, self.model)
+                if mode == "gguf":
+                    keep_blocks(self.network, checkpoint, account)
             except WeightsMismatchError as error:
                 self._add_mismatch(error)
             except EngineError as error:

@@ -17,6 +17,7 @@ from engine_core.cli.env import env
 from engine_core.cli.generate import generate
 from engine_core.cli.new_plugin import new_plugin
 from engine_core.cli.plugins import plugins
+from engine_core.cli.serve import serve
 
 app = typer.Typer(
     name="engine-core",
@@ -43,7 +44,7 @@ def _root(
     """Run transformer language models whose families are plugins."""
 
 
-for _command in (generate, chat, bench, check_model, plugins, new_plugin, env):
+for _command in (generate, chat, serve, bench, check_model, plugins, new_plugin, env):
     app.command()(_command)
 
 

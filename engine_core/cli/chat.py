@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -19,16 +19,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine_core.cli.answer import Answer
 from engine_core.cli.command import OptionGroup, command, repeats
+from engine_core.cli.remote import RemoteModel
 from engine_core.configs import EngineConfig, SamplingParams
-from engine_core.errors import ConfigError, RequestError
+from engine_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
 
 if TYPE_CHECKING:
     from engine_core import LLM, RequestOutput
 
 ENGINE_OPTIONS = OptionGroup(EngineConfig)
 # What makes no sense for one answer that is read as it comes; --seed is the engine's.
-_NOT_FOR_CHAT = ("n", "logprobs", "prompt_logprobs", "logits_processors")
+_NOT_FOR_CHAT = ("n", "logprobs", "prompt_logprobs", "logits_processors", "guided")
 SAMPLING_OPTIONS = OptionGroup(SamplingParams, skip=("seed", *_NOT_FOR_CHAT))
 _SETTINGS = [name for name in SamplingParams.model_fields if name not in _NOT_FOR_CHAT]
 
@@ -89,14 +91,56 @@ class _Stop:
         self.wanted = True
 
 
-class _Chat:
-    """The loop's state: the model, the conversation and the settings."""
+class _LocalModel:
+    """A model of this process."""
 
-    def __init__(self, llm: LLM, sampling: SamplingParams, system: str | None) -> None:
+    def __init__(self, llm: LLM) -> None:
         self._llm = llm
+        self.max_len: int | None = llm.engine.max_model_len
+
+    def count(self, messages: Sequence[Mapping[str, Any]]) -> int | None:
+        """Tokens of the prompt that ``messages`` make."""
+        return len(self._llm.render_chat(messages)["prompt_token_ids"])
+
+    def stream(
+        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams
+    ) -> Generator[Answer, None, None]:
+        """Answer ``messages``; yields the whole answer so far after each step."""
+        outputs = self._llm.stream_chat(messages, sampling)
+        return self._answers(outputs)
+
+    def _answers(
+        self, outputs: Generator[RequestOutput, None, None]
+    ) -> Generator[Answer, None, None]:
+        with contextlib.closing(outputs):
+            for output in outputs:
+                made = output.outputs[0]
+                yield Answer(made.text, len(made.token_ids), made.finish_reason, made.error)
+
+
+class _Chat:
+    """The loop's state: the model, the conversation and the settings.
+
+    Args:
+        model: answers.
+        sampling: how.
+        system: the system message, or None.
+        given: the settings that someone asked for. A server is told of no others, so that it takes
+            what it recommends.
+    """
+
+    def __init__(
+        self,
+        model: _LocalModel | RemoteModel,
+        sampling: SamplingParams,
+        system: str | None,
+        given: Iterable[str] = (),
+    ) -> None:
+        self._model = model
         self._sampling = sampling
+        self._given = set(given)
         self._conversation = _Conversation(system)
-        self._max_len = llm.engine.max_model_len
+        self._max_len = model.max_len
         self._commands: dict[str, Callable[[str], None]] = {
             "/system": self._set_system,
             "/reset": self._reset,
@@ -122,12 +166,15 @@ class _Chat:
 
     def show_settings(self) -> None:
         """Everything that differs from the defaults, and temperature and max_tokens."""
-        shown = {"temperature", "max_tokens"}
+        remote = isinstance(self._model, RemoteModel)
+        shown = self._given if remote else {"temperature", "max_tokens"}
         parts = []
         for name in _SETTINGS:
             value = getattr(self._sampling, name)
-            if name in shown or value != getattr(_DEFAULTS, name):
+            if name in shown or (not remote and value != getattr(_DEFAULTS, name)):
                 parts.append(f"{name} {_written(value)}")
+        if remote and not parts:
+            parts.append("the server's own")
         system = self._conversation.system
         _say(f"settings: {', '.join(parts)}")
         _say(f"system message: {system or 'that of the chat template, if it has one'}")
@@ -159,88 +206,98 @@ class _Chat:
             _say(f"not changed: {error}")
             return
         self._sampling = changed
+        self._given.add(name)
         _say(f"{name} {_written(getattr(changed, name))}")
 
     def _answer(self, question: str) -> None:
         """Stream the answer to ``question``, and remember both."""
         try:
             prompt_len = self._make_room(question)
-            outputs = self._llm.stream_chat(self._conversation.messages(question), self._sampling)
-        except RequestError as error:
+            answers = self._stream(self._conversation.messages(question))
+            start = time.monotonic()
+            with _Stop() as stop, contextlib.closing(answers):
+                answer, first = _print_stream(answers, stop)
+        except EngineDeadError:
+            raise
+        except EngineError as error:
             _say(f"not answered: {error}")
             return
-        start = time.monotonic()
-        with _Stop() as stop, contextlib.closing(outputs):
-            output, first = _print_stream(outputs, stop)
         end = time.monotonic()
-        if output is None or first is None:
+        if answer is None or first is None:
             _say("(stopped before the answer began)")
             return
-        completion = output.outputs[0]
-        if completion.finish_reason == "error":
-            _say(f"not answered: {completion.error}")
+        if answer.finish_reason == "error":
+            _say(f"not answered: {answer.error}")
             return
-        self._conversation.turns.append((question, completion.text))
-        count = len(completion.token_ids)
+        self._conversation.turns.append((question, answer.text))
+        count = answer.num_tokens
         speed = f"{(count - 1) / (end - first):.1f} tokens/s, " if count > 1 else ""
-        _say(
-            f"[{count} tokens, {speed}first after {first - start:.2f} s, "
-            f"{prompt_len + count} of {self._max_len} in the context]"
-        )
-        if completion.finish_reason is None:
+        used = ""
+        if prompt_len is not None and self._max_len is not None:
+            used = f", {prompt_len + count} of {self._max_len} in the context"
+        _say(f"[{count} tokens, {speed}first after {first - start:.2f} s{used}]")
+        if answer.finish_reason is None:
             _say("(stopped)")
-        elif completion.finish_reason == "length":
-            full = prompt_len + count >= self._max_len
+        elif answer.finish_reason == "length":
+            full = (
+                prompt_len is not None
+                and self._max_len is not None
+                and prompt_len + count >= self._max_len
+            )
             _say(f"(cut off: {'the context is full' if full else 'max_tokens is reached'})")
 
-    def _make_room(self, question: str) -> int:
+    def _stream(self, messages: list[dict[str, str]]) -> Generator[Answer, None, None]:
+        if isinstance(self._model, _LocalModel):
+            return self._model.stream(messages, self._sampling)
+        options = self._sampling.model_dump(mode="json", include=self._given)
+        return self._model.stream(messages, options)
+
+    def _make_room(self, question: str) -> int | None:
         """Drop the oldest turns until the answer has room; the prompt's length in tokens.
 
-        Room is max_tokens, or a quarter of the context if that is less.
+        Room is max_tokens, or a quarter of the context if that is less. Where a server does not
+        tell how long a prompt is, none is dropped.
         """
-        room = self._max_len // 4
-        if self._sampling.max_tokens is not None:
-            room = min(room, self._sampling.max_tokens)
         turns = self._conversation.turns
         kept = list(turns)
+        limit = self._max_len
+        room = 0 if limit is None else limit // 4
+        if self._sampling.max_tokens is not None:
+            room = min(room, self._sampling.max_tokens)
         while True:
-            prompt = self._llm.render_chat(self._conversation.messages(question))
-            length = len(prompt["prompt_token_ids"])
-            if length + room <= self._max_len or not turns:
+            length = self._model.count(self._conversation.messages(question))
+            if limit is None or length is None or length + room <= limit or not turns:
                 break
             del turns[0]
-        if length >= self._max_len:
+        if limit is not None and length is not None and length >= limit:
             turns[:] = kept
             raise RequestError(
                 f"the message makes a prompt of {length} tokens, and the context holds "
-                f"{self._max_len}; shorten it"
+                f"{limit}; shorten it"
             )
         dropped = len(kept) - len(turns)
         if dropped:
             which = "oldest turn is" if dropped == 1 else f"oldest {dropped} turns are"
-            _say(f"(the context of {self._max_len} tokens is full: the {which} forgotten)")
+            _say(f"(the context of {limit} tokens is full: the {which} forgotten)")
         return length
 
 
 _DEFAULTS = SamplingParams()
 
 
-def _print_stream(
-    outputs: Iterator[RequestOutput], stop: _Stop
-) -> tuple[RequestOutput | None, float | None]:
-    """Print text as it comes; the last output, and when the first token came."""
+def _print_stream(answers: Iterator[Answer], stop: _Stop) -> tuple[Answer | None, float | None]:
+    """Print text as it comes; the last answer, and when the first token came."""
     written = 0
-    output = first = None
-    for output in outputs:
-        completion = output.outputs[0]
-        if first is None and completion.token_ids:
+    answer = first = None
+    for answer in answers:
+        if first is None and answer.num_tokens:
             first = time.monotonic()
-        print(completion.text[written:], end="", flush=True)
-        written = len(completion.text)
+        print(answer.text[written:], end="", flush=True)
+        written = len(answer.text)
         if stop.wanted:
             break
     print(flush=True)
-    return output, first
+    return answer, first
 
 
 def _written(value: Any) -> str:
@@ -313,19 +370,50 @@ def _read_prompted() -> Iterator[str]:
 @command(SAMPLING_OPTIONS, ENGINE_OPTIONS)
 def chat(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file or hub id.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Checkpoint folder, .gguf file or hub id; with --url, a model's name there.",
+        ),
+    ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Talk to a running server, like http://localhost:8000, instead."
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", envvar="ENGINE_CORE_API_KEY", help="The server's key."),
+    ] = None,
     **options: Any,
 ) -> None:
     """Talk with a model. Each line is a message; /help shows the commands.
 
     Answers go to stdout, everything else to stderr. When the context is full, the oldest turns are
     forgotten. A sampling option that is not given comes from the checkpoint's
-    generation_config.json, or else is the default shown; but max_tokens is none.
+    generation_config.json, or else is the default shown; but max_tokens is none. With --url it is
+    the server's.
     """
     config = ENGINE_OPTIONS.build(options)
-    SAMPLING_OPTIONS.build(options)  # a wrong value is found before the model is loaded
+    chosen = SAMPLING_OPTIONS.build(options)  # a wrong value is found before the model is loaded
+    given = SAMPLING_OPTIONS.given(options)
+    if url is not None:
+        of_engine = [f"--{name.replace('_', '-')}" for name in ENGINE_OPTIONS.given(options)]
+        # Its seed is that of the requests, as offline.
+        of_engine = [name for name in of_engine if name != "--seed"]
+        if of_engine:
+            raise typer.BadParameter(
+                f"{', '.join(of_engine)}: set when the server is started; leave out with --url"
+            )
+        if "seed" in ENGINE_OPTIONS.given(options):
+            chosen, given = chosen.replace(seed=config.seed), {**given, "seed": config.seed}
+        remote = RemoteModel(url, model, api_key)
+        _talk(_Chat(remote, chosen, system, given), f"{remote.name} at {url}", remote.max_len)
+        return
+    if model is None:
+        raise typer.BadParameter("give a MODEL, or the --url of a server")
 
     from engine_core import LLM
 
@@ -333,10 +421,15 @@ def chat(
         recommended = llm.default_sampling_params()
         if "max_tokens" not in recommended.model_fields_set:
             recommended = recommended.replace(max_tokens=None)
-        sampling = recommended.replace(**SAMPLING_OPTIONS.given(options))
+        sampling = recommended.replace(**given)
         llm.render_chat([{"role": "user", "content": "Hello"}])  # refuses what cannot chat
-        session = _Chat(llm, sampling, system)
-        _say(f"{model}, {llm.engine.max_model_len} tokens of context; /help shows the commands")
-        session.show_settings()
-        with _typed_lines() as lines:
-            session.run(lines)
+        local = _LocalModel(llm)
+        _talk(_Chat(local, sampling, system), model, local.max_len)
+
+
+def _talk(session: _Chat, name: str, max_len: int | None) -> None:
+    context = "" if max_len is None else f"{max_len} tokens of context; "
+    _say(f"{name}, {context}/help shows the commands")
+    session.show_settings()
+    with _typed_lines() as lines:
+        session.run(lines)

@@ -24,6 +24,7 @@ _PACKAGES = (
     "pluggy",
     "pydantic",
     "numpy",
+    "numba",
 )
 
 

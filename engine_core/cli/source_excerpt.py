@@ -7,6 +7,7 @@ import importlib.util
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import indent
 
 from engine_core.errors import PluginLoadError
 
@@ -65,9 +66,14 @@ class _Module:
         self._tree = ast.parse(text)
         self.definitions: dict[str, ast.stmt] = {}
         self.imports: dict[str, tuple[str, str]] = {}
+        # What stands under "if TYPE_CHECKING:".
+        self._for_types: list[ast.stmt] = []
         for node in self._tree.body:
             for defined in _defined(node):
                 self.definitions[defined] = node
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                self._for_types += node.body
+        for node in (*self._tree.body, *self._for_types):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     self.imports[alias.asname or alias.name] = (node.module, alias.name)
@@ -81,13 +87,12 @@ class _Module:
         """The source of these definitions."""
         kept = [node for node in self._tree.body if names.intersection(_defined(node))]
         used = set().union(*(self.uses(name) for name in names))
-        imports = [
-            line
-            for node in self._tree.body
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for line in _import_lines(node, used)
-        ]
-        parts = [self._group(imports)]
+        for_types = _imports(self._for_types, used)
+        if for_types:
+            used.add("TYPE_CHECKING")
+        parts = [self._group(_imports(self._tree.body, used))]
+        if for_types:
+            parts.append("\nif TYPE_CHECKING:\n" + indent("\n".join(for_types), "    "))
         last: ast.stmt | None = None
         for node in kept:
             first, end = self._span(node)
@@ -130,6 +135,15 @@ def _defined(node: ast.stmt) -> list[str]:
         targets = [node.target]
     inner = [item for target in targets for item in ast.walk(target)]
     return [item.id for item in inner if isinstance(item, ast.Name)]
+
+
+def _imports(body: Iterable[ast.stmt], used: set[str]) -> list[str]:
+    return [
+        line
+        for node in body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for line in _import_lines(node, used)
+    ]
 
 
 def _import_lines(node: ast.Import | ast.ImportFrom, used: set[str]) -> list[str]:

@@ -1,12 +1,42 @@
-"""Frozen configuration models and the builders that fill them. Imports no torch."""
+"""Frozen configuration models and the builders that fill them. Imports no torch.
 
-from engine_core.configs.builder import ConfigBuilder, DefaultConfigBuilder
-from engine_core.configs.cache import CacheConfig, KVCacheSpec
-from engine_core.configs.engine import EngineConfig, Quantization
-from engine_core.configs.hf_config import HFConfig
-from engine_core.configs.model import ModelConfig
-from engine_core.configs.sampling import BeamSearchParams, SamplingParams
-from engine_core.configs.scheduler import SchedulerConfig
+Names are loaded on first use (PEP 562): what a plugin's discovery needs comes without pydantic.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine_core.configs.builder import ConfigBuilder, DefaultConfigBuilder, check_kinds
+    from engine_core.configs.cache import CacheConfig, KVCacheSpec
+    from engine_core.configs.engine import EngineConfig, Quantization
+    from engine_core.configs.hf_config import HFConfig
+    from engine_core.configs.model import ModelConfig
+    from engine_core.configs.rope import longest_sequence, rope_keys
+    from engine_core.configs.sampling import BeamSearchParams, GuidedParams, SamplingParams
+    from engine_core.configs.scheduler import SchedulerConfig
+    from engine_core.configs.tokenizer import SentencePieceFormat
+
+_HOMES = {
+    "BeamSearchParams": "engine_core.configs.sampling",
+    "CacheConfig": "engine_core.configs.cache",
+    "ConfigBuilder": "engine_core.configs.builder",
+    "DefaultConfigBuilder": "engine_core.configs.builder",
+    "EngineConfig": "engine_core.configs.engine",
+    "GuidedParams": "engine_core.configs.sampling",
+    "HFConfig": "engine_core.configs.hf_config",
+    "KVCacheSpec": "engine_core.configs.cache",
+    "ModelConfig": "engine_core.configs.model",
+    "Quantization": "engine_core.configs.engine",
+    "SamplingParams": "engine_core.configs.sampling",
+    "SchedulerConfig": "engine_core.configs.scheduler",
+    "SentencePieceFormat": "engine_core.configs.tokenizer",
+    "check_kinds": "engine_core.configs.builder",
+    "longest_sequence": "engine_core.configs.rope",
+    "rope_keys": "engine_core.configs.rope",
+}
 
 __all__ = [
     "BeamSearchParams",
@@ -14,10 +44,28 @@ __all__ = [
     "ConfigBuilder",
     "DefaultConfigBuilder",
     "EngineConfig",
+    "GuidedParams",
     "HFConfig",
     "KVCacheSpec",
     "ModelConfig",
     "Quantization",
     "SamplingParams",
     "SchedulerConfig",
+    "SentencePieceFormat",
+    "check_kinds",
+    "longest_sequence",
+    "rope_keys",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'engine_core.configs' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from engine_core.configs.dtypes import DTYPES
 from engine_core.configs.hf_config import HFConfig
-from engine_core.configs.model import ModelConfig
 from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_core.configs.model import ModelConfig
 
 
 @runtime_checkable
@@ -51,6 +55,32 @@ def checkpoint_dtype(hf_config: HFConfig) -> str | None:
     return name
 
 
+def is_positive(value: Any) -> bool:
+    """Whether it is a finite number above zero, and no truth value."""
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def check_kinds(values: Mapping[str, Any], examples: Mapping[str, Any]) -> None:
+    """Refuse values of a config that are of another kind than the examples under their keys.
+
+    A truth value stands for truth values, a string for strings, an integer for positive integers
+    and a float for positive numbers.
+
+    Raises:
+        ConfigError: names the first key whose value is missing or does not fit.
+    """
+    for key, example in examples.items():
+        value = values.get(key)
+        if isinstance(example, bool | str):
+            fits = type(value) is type(example)
+            kind = "a string" if isinstance(example, str) else "true or false"
+        else:
+            fits = is_positive(value) and (isinstance(example, float) or type(value) is int)
+            kind = "a positive number" if isinstance(example, float) else "a positive integer"
+        if not fits:
+            raise ConfigError(f"config.json: {key} must be {kind}, got {value!r}")
+
+
 class DefaultConfigBuilder:
     """Reads configs that use the names most decoder-only families share.
 
@@ -71,6 +101,9 @@ class DefaultConfigBuilder:
         Raises:
             ConfigError: a key is missing or has a value of the wrong kind.
         """
+        # Imported here, so that discovering plugins does not wait for pydantic.
+        from engine_core.configs.model import ModelConfig
+
         del model_path
         values: dict[str, Any] = {"hf_config": hf_config, **kwargs}
         if "architecture" not in values:

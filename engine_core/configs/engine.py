@@ -77,7 +77,9 @@ class EngineConfig(FrozenConfig):
     )
     max_num_seqs: int = Field(default=256, gt=0, description="Sequences that run at once.")
     max_num_batched_tokens: int = Field(
-        default=2048, gt=0, description="Tokens computed in one step; longer prompts are chunked."
+        default=2048,
+        gt=0,
+        description="Prompt tokens computed in one step; longer prompts are chunked.",
     )
     block_size: int | None = Field(
         default=None,
@@ -89,12 +91,19 @@ class EngineConfig(FrozenConfig):
         gt=0,
         description="Bytes for the KV cache, like 4GiB; a share of what is free if not set.",
     )
+    swap_space: Bytes = Field(
+        default=0,
+        ge=0,
+        description="Bytes of host memory a rank, like 4GiB, for the KV cache of preempted "
+        "sequences; with 0 it is computed again.",
+    )
     enable_prefix_caching: bool = Field(
         default=True, description="Share the cached blocks of equal prompt beginnings."
     )
     eager: bool = Field(
         default=False,
-        description="Launch every kernel by itself, for debugging; a CPU always does.",
+        description="Launch every kernel by itself, for debugging: no CUDA graphs, and on a CPU no "
+        "recorded steps.",
     )
     tensor_parallel_size: int = Field(
         default=1, gt=0, description="Processes, or GPUs, that share the model."

@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field
 from engine_core.configs.base import FrozenConfig
 from engine_core.configs.dtypes import DType
 from engine_core.configs.hf_config import HFConfig
+from engine_core.configs.tokenizer import SentencePieceFormat
 
 
 class ModelConfig(FrozenConfig):
@@ -30,6 +31,11 @@ class ModelConfig(FrozenConfig):
         eos_token_ids: tokens that end a sequence.
         default_chat_template: the family's jinja template, for checkpoints whose tokenizer brings
             none; None if the family has no format of its own.
+        sentencepiece: how the family's SentencePiece file is used, for checkpoints without a
+            tokenizer.json; None leaves such a folder to transformers.
+        tool_parser: the name, among those of the hook ``tool_parsers``, of what reads this model's
+            calls of tools; None if the config does not tell.
+        reasoning_parser: the same for its reasoning and the hook ``reasoning_parsers``.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -48,3 +54,6 @@ class ModelConfig(FrozenConfig):
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     default_chat_template: str | None = None
+    sentencepiece: SentencePieceFormat | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from typing import Annotated, Any, Self
 
@@ -39,6 +40,68 @@ _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 _TokenSequence = Annotated[tuple[int, ...], Field(min_length=1)]
 
 
+class GuidedParams(FrozenConfig):
+    """What a generated text must be; exactly one of the fields is given.
+
+    The text is held to it from its first token on, and may end exactly where it is complete. How
+    each is written, and which parts of JSON schema are known, is llguidance's documentation.
+    """
+
+    json_object: bool = Field(default=False, description="Any JSON object.")
+    json_schema: dict[str, Any] | bool | None = Field(
+        default=None,
+        description="JSON that this schema allows: a dictionary, or the same as text.",
+    )
+    regex: str | None = Field(
+        default=None, min_length=1, description="Text that the whole expression matches."
+    )
+    choice: tuple[str, ...] | None = Field(
+        default=None, min_length=1, description="One of these texts."
+    )
+    grammar: str | None = Field(
+        default=None, min_length=1, description="A grammar in llguidance's variant of Lark."
+    )
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _schema_from_text(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON: {error}") from None
+
+    @field_validator("choice")
+    @classmethod
+    def _no_empty_choice(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is not None and "" in value:
+            raise ValueError("an empty text cannot be chosen")
+        return value
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if self.json_schema is False:
+            raise ValueError("the schema false allows no text at all")
+        given = self._given
+        if len(given) != 1:
+            raise ValueError(
+                f"exactly one of {', '.join(type(self).model_fields)} is to be given, got "
+                f"{' and '.join(given) or 'none'}"
+            )
+        return self
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return self._given[0]
+
+    @property
+    def _given(self) -> list[str]:
+        fields = type(self).model_fields
+        return [name for name in fields if getattr(self, name) not in (None, False)]
+
+
 class SamplingParams(FrozenConfig):
     """How one request chooses its tokens; the command line's options are made from it.
 
@@ -49,7 +112,8 @@ class SamplingParams(FrozenConfig):
     2. ``repetition_penalty``, then ``frequency_penalty`` and ``presence_penalty``;
     3. ``bad_words`` and ``min_tokens``;
     4. ``logits_processors``, in the order given;
-    5. unless greedy: ``temperature``, ``top_k``, ``top_p``, ``min_p``.
+    5. ``guided``, which nothing before it can undo;
+    6. unless greedy: ``temperature``, ``top_k``, ``top_p``, ``min_p``.
 
     Log-probabilities are reported as the model gave them, before all of this.
     """
@@ -146,6 +210,11 @@ class SamplingParams(FrozenConfig):
         exclude=True,
         description="Functions that change the logits; see LogitsProcessor. Offline use only.",
     )
+    guided: GuidedParams | None = Field(
+        default=None,
+        exclude=True,
+        description="What the text must be: JSON, a JSON schema, a regular expression, ...",
+    )
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -202,6 +271,16 @@ class SamplingParams(FrozenConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _guided_may_end(self) -> Self:
+        if self.guided is not None and (self.min_tokens or self.ignore_eos):
+            name = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise ValueError(
+                f"{name} cannot be kept by a guided text, which ends where it is complete; leave "
+                "one of them out"
+            )
+        return self
+
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
@@ -226,12 +305,15 @@ class SamplingParams(FrozenConfig):
             or self.min_tokens
             or self.bad_words
             or self.logits_processors
+            or self.guided is not None
         )
 
     @property
     def needs_host(self) -> bool:
         """Whether the host must see each token before the next one is chosen."""
-        return bool(self.stop or self.bad_words or self.logits_processors)
+        return bool(
+            self.stop or self.bad_words or self.logits_processors or self.guided is not None
+        )
 
 
 class BeamSearchParams(FrozenConfig):

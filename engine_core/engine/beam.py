@@ -12,7 +12,7 @@ from engine_core.errors import RequestError
 from engine_core.steps import CompletionOutput, TokenLogprobs
 
 if TYPE_CHECKING:
-    from engine_core.engine.engine import Prompt
+    from engine_core.engine.frontend import Prompt
     from engine_core.engine.llm import LLM
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.configs.sampling import BeamSearchParams
 from engine_core.engine.beam import BeamSearchOutput, beam_search
-from engine_core.engine.engine import Engine, Prompt, TokensPrompt
+from engine_core.engine.engine import Engine
+from engine_core.engine.frontend import Message, Prompt, TokensPrompt
 from engine_core.errors import RequestError
 from engine_core.steps import RequestOutput
 from engine_core.text import Tokenizer
 
-Message = Mapping[str, Any]
+_T = TypeVar("_T")
 
 
 class LLM:
@@ -85,6 +86,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Complete one or many prompts.
@@ -93,6 +95,7 @@ class LLM:
             prompts: ``str``, ``list[int]``, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``,
                 or a list of these.
             sampling_params: for all prompts, or one a prompt; the checkpoint's defaults if None.
+            priority: for all prompts, or one a prompt; lower runs first, and 0 is what None means.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -103,12 +106,14 @@ class LLM:
             EngineDeadError: the model failed.
         """
         every = _as_prompts(prompts)
-        params = _one_each(sampling_params, len(every))
+        params = _one_each(sampling_params, len(every), "sampling_params", SamplingParams)
+        priorities = _one_each(priority, len(every), "priorities", int)
         ids: list[str] = []
         try:
-            for index, (prompt, param) in enumerate(zip(every, params, strict=True)):
+            each = zip(every, params, priorities, strict=True)
+            for index, (prompt, param, number) in enumerate(each):
                 try:
-                    ids.append(self._add(prompt, param, streaming=False))
+                    ids.append(self._add(prompt, param, streaming=False, priority=number or 0))
                 except RequestError as error:
                     raise RequestError(f"prompt {index}: {error}") from error
             return self._run(ids, progress)
@@ -209,22 +214,18 @@ class LLM:
         Raises:
             RequestError: the messages do not fit the template, or there is none.
         """
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None:
-            raise RequestError("this engine has no tokenizer, so it cannot chat")
-        if chat_template is None and not tokenizer.chat_templates:
-            chat_template = self.model_config.default_chat_template
-        text = tokenizer.apply_chat_template(
+        token_ids = self.engine.frontend.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
-            tools=tools,
             chat_template=chat_template,
+            tools=tools,
         )
-        # The template writes the special tokens itself.
-        return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt_token_ids": token_ids}
 
-    def _add(self, prompt: Prompt, params: SamplingParams | None, *, streaming: bool) -> str:
-        request_id = self.engine.add_request(prompt, params, streaming=streaming)
+    def _add(
+        self, prompt: Prompt, params: SamplingParams | None, *, streaming: bool, priority: int = 0
+    ) -> str:
+        request_id = self.engine.add_request(prompt, params, streaming=streaming, priority=priority)
         self._inboxes[request_id] = deque()
         return request_id
 
@@ -305,12 +306,12 @@ def _as_conversations(messages: Any) -> list[Sequence[Message]]:
     return list(messages)
 
 
-def _one_each(params: Any, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    every = list(params)
+def _one_each(given: Any, count: int, name: str, kind: type[_T]) -> list[_T | None]:
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    every = list(given)
     if len(every) != count:
         raise RequestError(
-            f"{count} prompts, but {len(every)} sampling_params: give one for all or one for each"
+            f"{count} prompts, but {len(every)} {name}: give one for all or one for each"
         )
     return every

@@ -7,38 +7,69 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_core.cache import KVCacheGroup
-from engine_core.checkpoint import Checkpoint, resolve_model
+from engine_core.checkpoint import Checkpoint
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.configs.builder import token_ids
+from engine_core.engine.frontend import choose_tokenizer
+from engine_core.engine.grammar_source import find_grammar_compiler
 from engine_core.errors import ConfigError
-from engine_core.inputs import InputProcessor
-from engine_core.registry import build_registry
+from engine_core.kernels import compiled
+from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
 from engine_core.runtime.executor import Executor, build_executor
 from engine_core.runtime.memory import CachePlan, plan_cache
 from engine_core.runtime.phases import Phases
 from engine_core.runtime.source import ModelSource, open_model
+from engine_core.runtime.swap import count_swap_blocks
 from engine_core.runtime.worker import WorkerReport
 from engine_core.scheduler import Scheduler
-from engine_core.text import Tokenizer, load_tokenizer
+from engine_core.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """What an engine is made of."""
+class Opened:
+    """A model that was found and understood, and not loaded yet.
 
-    model_config: ModelConfig
-    tokenizer: Tokenizer | None
-    input_processor: InputProcessor | None
+    Attributes:
+        registry: the plugins.
+        source: the checkpoint and what runs it.
+        config: the engine's settings.
+        generation_config: the checkpoint's.
+        eos_token_ids: the tokens that end a sequence.
+        max_model_len: the longest sequence wanted.
+        phases: seconds that each part took.
+    """
+
+    registry: Registry
+    source: ModelSource
+    config: EngineConfig
+    generation_config: dict[str, Any]
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    phases: Phases
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the core of an engine is made of.
+
+    Attributes:
+        scheduler: with an empty cache.
+        executor: ready for steps.
+        cache_plan: the blocks there are, and the longest sequence.
+        scheduler_config: the scheduler's limits.
+        depth: steps submitted before the first result is read.
+        eos_token_ids: the tokens that end a sequence.
+    """
+
     scheduler: Scheduler
     executor: Executor
     cache_plan: CachePlan
+    scheduler_config: SchedulerConfig
     depth: int
-    generation_config: dict[str, Any]
     eos_token_ids: tuple[int, ...]
-    phases: Phases
 
 
 # Steps submitted before the first result is read. A CPU computes a step while it is submitted.
@@ -47,10 +78,8 @@ _DEPTH = {"cpu": 0, "cuda": 2}
 _MAX_REPEAT = {"cpu": 1, "cuda": 8}
 
 
-def load(model: str, config: EngineConfig) -> Loaded:
-    """Find, check and load a model.
-
-    Everything that can be refused is refused before memory is taken for it.
+def open_engine(model: str, config: EngineConfig) -> Opened:
+    """Find and check a model; no memory is taken for it.
 
     Raises:
         EngineError: the model cannot run; which part of the tree says why.
@@ -63,47 +92,69 @@ def load(model: str, config: EngineConfig) -> Loaded:
         generation_config = source.checkpoint.generation_config
         eos_token_ids = find_eos_token_ids(source.model_config, generation_config)
         max_model_len = find_max_model_len(source.model_config, config, model)
-    with phases.timed("tokenizer"):
-        tokenizer = open_tokenizer(config, source.checkpoint)
+    return Opened(
+        registry=registry,
+        source=source,
+        config=config,
+        generation_config=generation_config,
+        eos_token_ids=eos_token_ids,
+        max_model_len=max_model_len,
+        phases=phases,
+    )
+
+
+def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
+    """Load a model and make its cache; ``opened.phases`` says how long each part took.
+
+    ``tokenizer`` is the model's if this process has it.
+
+    Raises:
+        EngineError: the model cannot run; which part of the tree says why.
+    """
+    source, config, phases = opened.source, opened.config, opened.phases
+    if source.device.type == "cpu" and not compiled.available():
+        logger.info("decode steps would be faster with numba: pip install 'engine-core-llm[cpu]'")
     executor = build_executor(source, config)
     try:
         report = executor.load()
         phases.update(report.phases)
         with phases.timed("cache"):
-            plan = _plan_cache(report, source, config, max_model_len)
+            plan = _plan_cache(report, source, config, opened.max_model_len)
             scheduler_config = SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
                 max_repeat=_MAX_REPEAT[source.device.type],
+                num_swap_blocks=count_swap_blocks(
+                    config.swap_space, plan, config.tensor_parallel_size
+                ),
             )
             groups = [KVCacheGroup(spec, plan.cache_config) for spec in plan.groups]
             scheduler = Scheduler(scheduler_config, groups)
-            executor.start(plan, scheduler_config, eos_token_ids)
+            executor.start(
+                plan,
+                scheduler_config,
+                opened.eos_token_ids,
+                find_grammar_compiler(source, config, tokenizer),
+            )
     except BaseException:
         executor.close()
         raise
     return Loaded(
-        model_config=source.model_config,
-        tokenizer=tokenizer,
-        input_processor=registry.input_processor(source.model_config),
         scheduler=scheduler,
         executor=executor,
         cache_plan=plan,
+        scheduler_config=scheduler_config,
         depth=_DEPTH[source.device.type],
-        generation_config=generation_config,
-        eos_token_ids=eos_token_ids,
-        phases=phases,
+        eos_token_ids=opened.eos_token_ids,
     )
 
 
-def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """The tokenizer of ``config.tokenizer`` or else the checkpoint's; None if none is wanted."""
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is not None:
-        return load_tokenizer(resolve_model(config.tokenizer, config.revision))
-    return load_tokenizer(checkpoint.tokenizer_folder)
+def open_tokenizer(
+    config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig | None
+) -> Tokenizer | None:
+    """See :func:`choose_tokenizer`; the folder is the checkpoint's."""
+    return choose_tokenizer(config, lambda: checkpoint.tokenizer_folder, model_config)
 
 
 def find_eos_token_ids(

@@ -3,6 +3,7 @@
 from engine_core.nn.activation import GeluAndMul, SiluAndMul, build_gated_activation
 from engine_core.nn.attention import Attention, KVCacheLayer, alibi_slopes
 from engine_core.nn.blocks import CosSin, DecoderLayer, GatedMLP, SelfAttention
+from engine_core.nn.causal_lm import CausalLM
 from engine_core.nn.decoder import Decoder, RotaryCausalLM
 from engine_core.nn.embedding import Embedding, LMHead, build_embedding, build_lm_head
 from engine_core.nn.linear import (
@@ -30,6 +31,7 @@ from engine_core.nn.rotary import (
 __all__ = [
     "ApplyRotaryEmb",
     "Attention",
+    "CausalLM",
     "CosSin",
     "Decoder",
     "DecoderLayer",

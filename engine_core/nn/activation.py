@@ -8,9 +8,10 @@ from typing import Literal
 from torch import Tensor, nn
 
 from engine_core.kernels import gelu_and_mul, silu_and_mul
+from engine_core.nn.module import Module
 
 
-class SiluAndMul(nn.Module):
+class SiluAndMul(Module):
     """``silu(gate) * up`` of ``[..., gate | up]``."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -18,7 +19,7 @@ class SiluAndMul(nn.Module):
         return silu_and_mul(x)
 
 
-class GeluAndMul(nn.Module):
+class GeluAndMul(Module):
     """``gelu(gate) * up`` of ``[..., gate | up]``."""
 
     def __init__(self, approximate: Literal["tanh", "none"] = "none") -> None:

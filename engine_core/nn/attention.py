@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine_core.configs import KVCacheSpec
 from engine_core.configs.dtypes import dtype_name
 from engine_core.kernels import paged_attention, store_kv
+from engine_core.nn.module import Module
 from engine_core.step_context import AttentionMetadata, current_build_context
 
 KVCacheLayer = tuple[Tensor, Tensor]
@@ -33,7 +34,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device="cpu")
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Stores this step's keys and values and attends over all of them.
 
     Attributes:
@@ -125,4 +126,5 @@ class Attention(nn.Module):
             window=self.window,
             softcap=self.softcap,
             prefix_lens=attn_metadata.prefix_lens,
+            memo=attn_metadata.memos.setdefault(self.group_id, {}),
         )

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 
-from engine_core.kernels import linear, rotary_store
+from engine_core.kernels import (
+    Undivided,
+    linear,
+    linear_add,
+    rotary_store,
+    rotary_store_is_fused,
+    takes_undivided,
+)
 from engine_core.nn.activation import SiluAndMul, build_gated_activation
 from engine_core.nn.attention import Attention, KVCacheLayer
 from engine_core.nn.linear import (
+    Linear,
     UnquantizedLinearMethod,
     build_down_linear,
     build_gateup_linear,
     build_o_proj,
     build_qkv_proj,
 )
+from engine_core.nn.module import Module
 from engine_core.nn.norm import RMSNorm
 from engine_core.nn.rotary import ApplyRotaryEmb
 from engine_core.step_context import AttentionMetadata
@@ -23,7 +33,7 @@ from engine_core.step_context import AttentionMetadata
 CosSin = tuple[Tensor, Tensor]
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Module):
     """Project to q, k, v; normalise q and k if wanted; rotate; store; attend; project back."""
 
     def __init__(
@@ -67,8 +77,19 @@ class SelfAttention(nn.Module):
         attn_metadata: AttentionMetadata,
     ) -> Tensor:
         """``x [1, T, H]`` to ``[1, T, H]``; ``cos_sin`` None for no rotation."""
+        projected: Tensor = self.o_proj(self.heads(x, cos_sin, cache, attn_metadata))
+        return projected
+
+    def heads(
+        self,
+        x: Tensor | Undivided,
+        cos_sin: CosSin | None,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+    ) -> Tensor:
+        """What is projected back, ``[1, T, heads * head_dim]``."""
         q, k, v = self.qkv_proj.split_qkv(self.qkv_proj(x))
-        if q.is_cuda and cos_sin is not None:
+        if cos_sin is not None and rotary_store_is_fused(q):
             self._normalise_rotate_store(q, k, v, cos_sin, cache, attn_metadata)
             out = self.attend.attend(q, *cache[:2], attn_metadata)
         else:
@@ -77,8 +98,7 @@ class SelfAttention(nn.Module):
             if cos_sin is not None:
                 q, k = self.rotate(q, k, *cos_sin)
             out = self.attend(q, k, v, *cache[:2], attn_metadata)
-        projected: Tensor = self.o_proj(out.flatten(1).unsqueeze(0))
-        return projected
+        return out.flatten(1).unsqueeze(0)
 
     def _normalise_rotate_store(
         self,
@@ -105,7 +125,7 @@ class SelfAttention(nn.Module):
         )
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Module):
     """``down(act(gate(x)) * up(x))``."""
 
     def __init__(
@@ -125,20 +145,25 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[1, T, H]`` to ``[1, T, H]``."""
-        out: Tensor = self.down_proj(self._gate_and_up(x))
+        out: Tensor = self.down_proj(self.gate_and_up(x))
         return out
 
-    def _gate_and_up(self, x: Tensor) -> Tensor:
+    def gate_and_up(self, x: Tensor | Undivided) -> Tensor:
+        """What is projected down, ``[1, T, intermediate_size]``."""
         layer = self.gate_up_proj
         fused = isinstance(self.act, SiluAndMul) and type(layer.method) is UnquantizedLinearMethod
-        if x.is_cuda and fused:
+        if isinstance(x, Undivided) or (x.is_cuda and fused):
             return linear(x, layer.weight, layer.bias, gated=True)
         out: Tensor = self.act(layer(x))
         return out
 
 
-class DecoderLayer(nn.Module):
-    """A pre-norm decoder layer: attention, then feed-forward, each added to the residual."""
+class DecoderLayer(Module):
+    """A pre-norm decoder layer: attention, then feed-forward, each added to the residual.
+
+    Where few tokens are computed on a GPU, the additions and norms are part of the linears before
+    them, and the norms' divisions part of the linears after them: see :class:`Undivided`.
+    """
 
     def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module]) -> None:
         """``norm`` makes each of the two norms; it takes ``(x, residual)`` as RMSNorm does."""
@@ -147,20 +172,79 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.input_layernorm = norm()
         self.post_attention_layernorm = norm()
+        # The layer after this one, in a tuple, which keeps it from being a part of this one.
+        self._next: tuple[DecoderLayer, ...] = ()
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Undivided,
         residual: Tensor | None,
         cos_sin: CosSin | None,
         cache: KVCacheLayer,
         attn_metadata: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | Undivided, Tensor]:
         """``(x, residual)`` to the next layer's; their sum is the residual stream."""
-        if residual is None:
+        if isinstance(x, Undivided):
+            assert residual is not None, "the layer before gives the residual too"
+        elif residual is None:
             residual, x = x, self.input_layernorm(x)
         else:
             x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, cos_sin, cache, attn_metadata)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        attention, mlp = self._fused_parts(residual)
+        if attention is None or mlp is None:
+            x = self.self_attn(x, cos_sin, cache, attn_metadata)
+            x, residual = self.post_attention_layernorm(x, residual)
+            return self.mlp(x), residual
+        heads = attention.heads(x, cos_sin, cache, attn_metadata)
+        x, residual = _add(attention.o_proj, heads, residual, self.post_attention_layernorm)
+        gated = mlp.gate_and_up(x)
+        for layer in self._next:
+            if layer._fused_parts(residual)[0] is not None:
+                return _add(mlp.down_proj, gated, residual, layer.input_layernorm)
+        return mlp.down_proj(gated), residual
+
+    def _fused_parts(self, x: Tensor) -> tuple[SelfAttention, GatedMLP] | tuple[None, None]:
+        """Attention and MLP if they take norms without divisions for ``x [1, T, H]``."""
+        attention, mlp = self.self_attn, self.mlp
+        if not x.is_cuda or x.shape[-2] > _MAX_FUSED_TOKENS:
+            return None, None
+        if type(attention) is not SelfAttention or type(mlp) is not GatedMLP:
+            return None, None
+        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        fits = (
+            isinstance(mlp.act, SiluAndMul)
+            and type(self.input_layernorm) is RMSNorm
+            and type(self.post_attention_layernorm) is RMSNorm
+            and all(type(layer.method) is UnquantizedLinearMethod for layer in linears)
+            and all(layer.context.tp_size == 1 for layer in linears)
+            # Who watches a module is shown what it says that it gives.
+            and not any(module._forward_hooks for module in (self, attention, mlp))
+            and takes_undivided(
+                x,
+                attention.qkv_proj.weight,
+                attention.o_proj.weight,
+                mlp.down_proj.weight,
+                gated=mlp.gate_up_proj.weight,
+            )
+        )
+        return (attention, mlp) if fits else (None, None)
+
+
+# No linear of more rows has a kernel of ours in each place.
+_MAX_FUSED_TOKENS = 64
+
+
+def link_layers(layers: Sequence[nn.Module]) -> None:
+    """Let each :class:`DecoderLayer` know the one after it, whose norm it may fuse.
+
+    To be called where ``(x, residual)`` of one layer goes to the next and nowhere else.
+    """
+    for layer, following in pairwise(layers):
+        if type(layer) is DecoderLayer and type(following) is DecoderLayer:
+            layer._next = (following,)
+
+
+def _add(layer: Linear, x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Undivided, Tensor]:
+    """The norm of ``residual + layer(x)`` without its division, and that sum."""
+    assert isinstance(norm, RMSNorm), "what the layer's parts are was looked at before"
+    return linear_add(x, layer.weight, layer.bias, residual, norm.weight, norm.eps)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
 from engine_core.nn.attention import KVCacheLayer
-from engine_core.nn.blocks import CosSin
+from engine_core.nn.blocks import CosSin, link_layers
+from engine_core.nn.causal_lm import CausalLM
 from engine_core.nn.embedding import build_embedding, build_lm_head
 from engine_core.nn.loading import Weights, load_stacked_weights
 from engine_core.nn.norm import RMSNorm
@@ -34,6 +35,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = build_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
+        link_layers(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
@@ -51,14 +53,12 @@ class Decoder(nn.Module):
         return out
 
 
-class RotaryCausalLM(nn.Module, ABC):
+class RotaryCausalLM(CausalLM, ABC):
     """A :class:`Decoder` under a language-model head; a family says what its layers are.
 
     Parameters are named as in transformers' checkpoints (``model.layers.0.self_attn.o_proj``), with
     q, k, v and gate, up merged.
     """
-
-    support_cuda_graph = True
 
     def __init__(
         self,
@@ -103,11 +103,6 @@ class RotaryCausalLM(nn.Module, ABC):
         out: Tensor = self.model(x, cos_sin, past_key_values, attn_metadata)
         return out
 
-    def get_logits(self, hidden_states: Tensor) -> Tensor:
-        """``[..., H]`` to ``[..., vocab]``."""
-        out: Tensor = self.lm_head(hidden_states)
-        return out
-
     def prepare_inputs_for_generation(
         self,
         past_key_values: list[KVCacheLayer],
@@ -115,8 +110,8 @@ class RotaryCausalLM(nn.Module, ABC):
         context: StepContext | None = None,
     ) -> dict[str, Any]:
         """The arguments of ``forward`` for one step."""
+        inputs = super().prepare_inputs_for_generation(past_key_values, inputs_embeds, context)
         assert context is not None, "the runner passes the step's context"
-        inputs = context.model_inputs(past_key_values)
         if isinstance(self.rotary_emb, DynamicNTKRotaryEmbedding):
             inputs["rope_lengths"] = rope_lengths(context)
         return inputs

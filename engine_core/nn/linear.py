@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine_core.kernels import linear
+from engine_core.kernels import Undivided, linear
 from engine_core.nn.distributed import all_reduce, divide
 from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
 from engine_core.nn.packing import MatrixModule, OneDNNMatrix, PackedMatrix, onednn_packs
@@ -182,8 +182,13 @@ class Linear(MatrixModule):
             tensor = tensor.narrow(input_dim, self.context.tp_rank * local, local)
         copy_checked(param.narrow(0, part.offset, part.size), tensor)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x [..., in_features of this rank]`` to ``[..., out_features of this rank]``."""
+    def forward(self, x: Tensor | Undivided) -> Tensor:
+        """``x [..., in_features of this rank]`` to ``[..., out_features of this rank]``.
+
+        Only a plain linear that is not split over ranks takes an :class:`Undivided`.
+        """
+        if isinstance(x, Undivided):
+            return linear(x, self.weight, self.bias)
         if not self.rowwise or self.context.tp_size == 1:
             # Past Module.__getattr__, which takes half a microsecond.
             return self.method.apply(self, x, self._parameters["bias"])
@@ -239,6 +244,11 @@ class QKVLinear(Linear):
 
     def split_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[..., out]`` to views q ``[T, heads, D]``, k ``[T, kv, D]`` and v ``[T, kv, Dv]``."""
+        if self.head_size == self.head_size_v:
+            heads = x.view(-1, self.num_q_heads + 2 * self.num_kv_heads, self.head_size)
+            sizes = (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)
+            q, k, v = heads.split_with_sizes(sizes, dim=1)
+            return q, k, v
         q, k, v = x.flatten(0, -2).split(self.split_sizes, dim=-1)
         return (
             q.unflatten(-1, (self.num_q_heads, self.head_size)),

@@ -27,7 +27,7 @@ from engine_core.configs import HFConfig
 from engine_core.nn.attention import Attention as _Attention
 from engine_core.nn.distributed import divide
 from engine_core.nn.linear import Linear, QKVLinear
-from engine_core.nn.loading import _ACCOUNT, Weights, copy_checked, load_weight
+from engine_core.nn.loading import _ACCOUNT, copy_checked, load_weight
 from engine_core.nn.rotary import DynamicNTKRotaryEmbedding
 from engine_core.nn.rotary import RotaryEmbedding as _RotaryEmbedding
 from engine_core.step_context import (
@@ -275,29 +275,7 @@ def build_merged_colwise_linear(
     return Linear(in_features, parts, bias=bias, dtype=dtype, device=device)
 
 
-def build_gateup_linear(
-    in_features: int,
-    all_out_features: Sequence[int],
-    bias: bool,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    quant_config: Any = None,
-    is_tp: bool = True,
-    out_names: Sequence[Hashable] | None = None,
-    dp_gather: bool = True,
-    prefix: str = "",
-) -> Linear:
-    """The merged gate and up projections of a gated MLP."""
-    return build_merged_colwise_linear(
-        in_features,
-        all_out_features,
-        bias,
-        dtype=dtype,
-        device=device,
-        quant_config=quant_config,
-        is_tp=is_tp,
-        out_names=out_names,
-    )
+build_gateup_linear = build_merged_colwise_linear
 
 
 def build_qkv_proj(
@@ -711,7 +689,7 @@ _GRAPH_HOOKS = (
 
 
 class _PortedModel(type):
-    """Makes models as lmdeploy does: a full config, and tied weights before they are loaded."""
+    """Makes models as lmdeploy does: with a full config and its context."""
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
         super().__init__(name, bases, namespace)
@@ -726,15 +704,11 @@ class _PortedModel(type):
             cls.prepare_inputs_for_generation = _with_lmdeploy_context(
                 namespace["prepare_inputs_for_generation"]
             )
-        if "load_weights" in namespace:
-            cls.load_weights = _with_update(namespace["load_weights"])
 
     def __call__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(config, HFConfig):
             config = HFConfig({**_CONFIG_DEFAULTS, **config.to_dict()})
-        model = super().__call__(config, *args, **kwargs)
-        _update_weights(model)
-        return model
+        return super().__call__(config, *args, **kwargs)
 
 
 def _with_lmdeploy_context(prepare: Any) -> Any:
@@ -751,27 +725,12 @@ def _with_lmdeploy_context(prepare: Any) -> Any:
     return prepare_inputs_for_generation
 
 
-def _with_update(load: Any) -> Any:
-    def load_weights(self: Any, weights: Weights) -> None:
-        load(self, weights)
-        _update_weights(self)
-
-    return load_weights
-
-
-def _update_weights(model: Any) -> None:
-    update = getattr(model, "update_weights", None)
-    if update is not None:
-        update()
-
-
 class DeployModelMixin(metaclass=_PortedModel):
     """Base of ported models.
 
     Around a model's own methods it does what lmdeploy's engine does: keys that transformers'
-    config classes always have are there, ``update_weights`` is called after the construction, so
-    that tied weights need no tensor of their own, and after loading, and
-    ``prepare_inputs_for_generation`` gets lmdeploy's :class:`StepContext`.
+    config classes always have are there, and ``prepare_inputs_for_generation`` gets lmdeploy's
+    :class:`StepContext`.
     """
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.kernels import layer_norm, rms_norm
+from engine_core.nn.module import Module
 from engine_core.step_context import current_build_context
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Module):
     """Root mean square norm (Zhang and Sennrich, 2019), rounded as transformers' Llama rounds."""
 
     def __init__(
@@ -40,7 +41,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, residual=residual)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Module):
     """Layer norm (Ba, Kiros and Hinton, 2016)."""
 
     def __init__(

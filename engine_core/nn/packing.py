@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from engine_core.nn.module import Module
+
 # Looking the overload up takes a microsecond a call.
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
 
@@ -28,7 +30,7 @@ class PackedMatrix(Protocol):
         """The numbers again, ``[out_features, in_features]``; slow."""
 
 
-class MatrixModule(nn.Module):
+class MatrixModule(Module):
     """A layer around one matrix ``weight``, which may be packed once it is loaded.
 
     Attributes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine_core.kernels import apply_rotary
+from engine_core.nn.module import Module
 
 
 class RotaryEmbedding(nn.Module):
@@ -84,6 +85,48 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
         base = self.base * stretch ** (self.rotary_dim / (self.rotary_dim - 2))
         inv_freq = 1.0 / base**self.exponents
         return self._cos_sin(position_ids.reshape(-1, 1).float() * inv_freq)
+
+
+class MultimodalRotaryEmbedding(RotaryEmbedding):
+    """Three positions a token, in time, height and width, of which each angle uses one (M-RoPE).
+
+    Qwen2-VL (Wang et al., 2024) gives the first ``sections[0]`` angles to time, and so on; Qwen3-VL
+    deals them out in turn, and what is left over to time. A token of text has three equal
+    positions, and is rotated as by :class:`RotaryEmbedding`.
+    """
+
+    axes: Tensor
+
+    def __init__(self, inv_freq: Tensor, sections: Sequence[int], *, interleaved: bool) -> None:
+        """``sections``: how many of the ``half`` angles go to each axis.
+
+        Raises:
+            ValueError: they are not three that add up to ``half``.
+        """
+        super().__init__(inv_freq)
+        half = inv_freq.shape[0]
+        if len(sections) != 3 or sum(sections) != half:
+            raise ValueError(
+                f"mrope_section must be three numbers that add up to {half}, half of the rotary "
+                f"dimensions; got {list(sections)}"
+            )
+        if interleaved:
+            axes = torch.zeros(half, dtype=torch.int64, device="cpu")
+            for axis in (1, 2):
+                axes[axis : 3 * sections[axis] : 3] = axis
+        else:
+            axes = torch.arange(3, device="cpu").repeat_interleave(
+                torch.tensor(list(sections), device="cpu")
+            )
+        self.register_buffer("axes", axes, persistent=False)
+
+    def forward(
+        self, position_ids: Tensor, rope_lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Positions ``[3, T]``, or ``[1, T]`` of text, to cos and sin ``[T, half]``, float32."""
+        if position_ids.shape[0] == 1:
+            return super().forward(position_ids, rope_lengths)
+        return self._cos_sin(position_ids[self.axes].T.float() * self.inv_freq)
 
 
 def rope_lengths(context: Any) -> Tensor:
@@ -172,12 +215,23 @@ def _yarn(dim: int, base: float, max_position: int, scaling: Scaling) -> RotaryE
     )
 
 
+def _multimodal(dim: int, base: float, max_position: int, scaling: Scaling) -> RotaryEmbedding:
+    del max_position
+    sections = scaling.get("mrope_section")
+    if not isinstance(sections, Sequence) or not all(isinstance(size, int) for size in sections):
+        raise ValueError(f"rope_scaling needs a list 'mrope_section', got {dict(scaling)}")
+    return MultimodalRotaryEmbedding(
+        _inv_freq(dim, base), sections, interleaved=bool(scaling.get("mrope_interleaved", False))
+    )
+
+
 _VARIANTS: dict[str, Callable[[int, float, int, Scaling], RotaryEmbedding]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "mrope": _multimodal,
 }
 
 
@@ -201,6 +255,8 @@ def build_rotary_embedding(
     """
     scaling = scaling or {}
     variant = scaling.get("rope_type", scaling.get("type", "default"))
+    if variant == "default" and "mrope_section" in scaling:
+        variant = "mrope"  # as newer checkpoints write it
     if variant not in _VARIANTS:
         raise ValueError(f"rope_scaling type {variant!r} is not one of {', '.join(_VARIANTS)}")
     if rotary_dim % 2:
@@ -230,7 +286,7 @@ def build_rotary_embedding_from_config(config: Any) -> RotaryEmbedding:
     )
 
 
-class ApplyRotaryEmb(nn.Module):
+class ApplyRotaryEmb(Module):
     """Rotates queries and keys in place."""
 
     def __init__(self, interleaved: bool = False) -> None:

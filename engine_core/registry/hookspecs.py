@@ -39,5 +39,13 @@ class HookSpecs:
     def gguf_adapters(self) -> dict[str, str]:  # type: ignore[empty-body]
         """Map GGUF architecture names to ``"package.module.Class"`` of a GGUFAdapter."""
 
+    @hookspec
+    def tool_parsers(self) -> dict[str, str]:  # type: ignore[empty-body]
+        """Map names to ``"package.module.Class"`` of a ToolParser, which reads calls of tools."""
+
+    @hookspec
+    def reasoning_parsers(self) -> dict[str, str]:  # type: ignore[empty-body]
+        """Map names to ``"package.module.Class"`` of a ReasoningParser."""
+
 
 HOOK_NAMES = tuple(name for name in vars(HookSpecs) if not name.startswith("_"))

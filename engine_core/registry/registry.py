@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import importlib
 import importlib.util
 import logging
@@ -14,11 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-import importlib_metadata
+import importlib_metadata as metadata
 import pluggy
 
-from engine_core.configs import ConfigBuilder, DefaultConfigBuilder, HFConfig, ModelConfig
+from engine_core.configs.builder import DefaultConfigBuilder
 from engine_core.errors import (
+    ConfigError,
     DuplicateArchitectureError,
     EngineError,
     PluginLoadError,
@@ -27,6 +26,7 @@ from engine_core.errors import (
 from engine_core.registry.hookspecs import API_VERSION, HOOK_NAMES, NAMESPACE, HookSpecs
 
 if TYPE_CHECKING:
+    from engine_core.configs import ConfigBuilder, HFConfig, ModelConfig
     from engine_core.inputs import InputProcessor
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ class _Source:
     config_builders: tuple[type[ConfigBuilder], ...] = ()
     input_processors: tuple[type[InputProcessor], ...] = ()
     gguf_adapters: Mapping[str, str] | None = None
+    tool_parsers: Mapping[str, str] | None = None
+    reasoning_parsers: Mapping[str, str] | None = None
 
 
 class Registry:
@@ -163,16 +165,7 @@ class Registry:
         Raises:
             DuplicateArchitectureError: two plugins claim one GGUF architecture.
         """
-        adapters: dict[str, tuple[str, str]] = {}
-        for source in self._plugins:
-            for name, path in (source.gguf_adapters or {}).items():
-                if name in adapters:
-                    raise DuplicateArchitectureError(
-                        f"GGUF architecture {name!r} is claimed by {adapters[name][0]!r} and "
-                        f"{source.name!r}; uninstall one"
-                    )
-                adapters[name] = (source.name, path)
-        return {name: path for name, (_, path) in adapters.items()}
+        return self._named("gguf_adapters", "GGUF architecture")
 
     def gguf_adapter(self, name: str) -> type:
         """Import and return the adapter class of a GGUF architecture.
@@ -189,11 +182,66 @@ class Registry:
             )
         return _load_class(adapters[name], name)
 
+    def tool_parsers(self) -> dict[str, str]:
+        """Name -> ``"package.module.Class"`` of every tool parser.
+
+        Raises:
+            DuplicateArchitectureError: two plugins bring one of the same name.
+        """
+        return self._named("tool_parsers", "tool parser")
+
+    def reasoning_parsers(self) -> dict[str, str]:
+        """Name -> ``"package.module.Class"`` of every reasoning parser.
+
+        Raises:
+            DuplicateArchitectureError: two plugins bring one of the same name.
+        """
+        return self._named("reasoning_parsers", "reasoning parser")
+
+    def tool_parser(self, name: str) -> type:
+        """Import and return the tool parser of this name.
+
+        Raises:
+            ConfigError: no plugin brings it; lists those that there are.
+        """
+        return self._parser("tool parser", name, self.tool_parsers())
+
+    def reasoning_parser(self, name: str) -> type:
+        """Import and return the reasoning parser of this name.
+
+        Raises:
+            ConfigError: no plugin brings it; lists those that there are.
+        """
+        return self._parser("reasoning parser", name, self.reasoning_parsers())
+
+    def _parser(self, kind: str, name: str, parsers: Mapping[str, str]) -> type:
+        if name not in parsers:
+            known = ", ".join(sorted(parsers)) or "none"
+            raise ConfigError(
+                f"no installed plugin brings the {kind} {name!r}; known: {known}.{self._broken()}"
+            )
+        return _load_class(parsers[name], name)
+
+    def _named(self, hook: str, what: str) -> dict[str, str]:
+        """All plugins' answers to a hook that maps names, which must be different names."""
+        found: dict[str, tuple[str, str]] = {}
+        for source in self._plugins:
+            for name, path in (getattr(source, hook) or {}).items():
+                if name in found:
+                    raise DuplicateArchitectureError(
+                        f"{what} {name!r} is claimed by {found[name][0]!r} and {source.name!r}; "
+                        "uninstall one"
+                    )
+                found[name] = (source.name, path)
+        return {name: path for name, (_, path) in found.items()}
+
     def _broken(self) -> str:
         broken = [f"{report.name}: {report.error}" for report in self.reports if report.error]
         return f" Plugins that could not be used: {'; '.join(broken)}." if broken else ""
 
     def _unknown(self, architecture: str, model_type: str | None = None) -> str:
+        import difflib  # not for a discovery that finds what it looks for
+
         known = self.architectures
         near = difflib.get_close_matches(architecture, known, n=3, cutoff=0.5)
         lines = [f"no installed plugin knows the architecture {architecture!r}."]
@@ -309,6 +357,10 @@ def _load_plugin(manager: pluggy.PluginManager, name: str, module: ModuleType) -
             owner, "input_processors", offers.get("input_processors", []), _PROCESSOR_METHODS
         ),
         gguf_adapters=_check_module_map(owner, offers.get("gguf_adapters", {}), "gguf_adapters()"),
+        tool_parsers=_check_module_map(owner, offers.get("tool_parsers", {}), "tool_parsers()"),
+        reasoning_parsers=_check_module_map(
+            owner, offers.get("reasoning_parsers", {}), "reasoning_parsers()"
+        ),
     )
 
 
@@ -317,6 +369,8 @@ def _load_module_map_file(path: str) -> _Source:
     owner = f"custom module map {str(file)!r}"
     if not file.is_file():
         raise PluginLoadError(f"{owner}: no such file")
+    import hashlib
+
     # Named after the file's path, so that the classes in it can be pickled and found again.
     digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=6).hexdigest()
     module_name = f"engine_core_module_map_{digest}"
@@ -353,8 +407,8 @@ def _load_module_map_file(path: str) -> _Source:
     return _Source(name=str(file), module_map=module_map, config_builders=builders)
 
 
-def _entry_points() -> list[importlib_metadata.EntryPoint]:
-    return sorted(importlib_metadata.entry_points(group=NAMESPACE), key=lambda point: point.name)
+def _entry_points() -> list[metadata.EntryPoint]:
+    return sorted(metadata.entry_points(group=NAMESPACE), key=lambda point: point.name)
 
 
 def build_registry(

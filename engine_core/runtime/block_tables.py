@@ -62,6 +62,12 @@ class BlockTables:
         where, blocks = changes.to(self.device_table.device, non_blocking=True).unbind(-1)
         self.device_table.view(-1)[where] = blocks.to(torch.int32)
 
+    def slot(self, row: int, position: int) -> int:
+        """``block * block_size + offset`` of a position in a row."""
+        return int(self._host[row, position // self.block_size]) * self.block_size + (
+            position % self.block_size
+        )
+
     def slots(self, rows: IntArray, positions: IntArray) -> IntArray:
         """``[T]``: ``block * block_size + offset`` of each (row, position)."""
         blocks = self._host[rows, positions // self.block_size].astype(np.int64)

@@ -11,6 +11,7 @@ import signal
 import tempfile
 import traceback
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 from engine_core.configs import EngineConfig, SchedulerConfig
 from engine_core.errors import ConfigError, EngineDeadError, EngineError
+from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.runner import PendingStep
@@ -37,9 +39,17 @@ class Executor(Protocol):
         """Load the model; the report of rank 0, with the smallest cache budget of all ranks."""
 
     def start(
-        self, plan: CachePlan, scheduler_config: SchedulerConfig, eos_token_ids: tuple[int, ...]
+        self,
+        plan: CachePlan,
+        scheduler_config: SchedulerConfig,
+        eos_token_ids: tuple[int, ...],
+        grammar_compiler: Callable[[], GrammarCompiler] | None,
     ) -> None:
-        """Make the cache and the persistent batch on every rank."""
+        """Make the cache and the persistent batch on every rank.
+
+        ``grammar_compiler`` is called by each at its first guided request, and is picklable if
+        there are several.
+        """
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Begin a step; results are to be asked for in the order of submission."""
@@ -82,10 +92,14 @@ class InProcessExecutor:
         return self._live().load()
 
     def start(
-        self, plan: CachePlan, scheduler_config: SchedulerConfig, eos_token_ids: tuple[int, ...]
+        self,
+        plan: CachePlan,
+        scheduler_config: SchedulerConfig,
+        eos_token_ids: tuple[int, ...],
+        grammar_compiler: Callable[[], GrammarCompiler] | None,
     ) -> None:
         """Make the cache and the persistent batch."""
-        self._live().start(plan, scheduler_config, eos_token_ids)
+        self._live().start(plan, scheduler_config, eos_token_ids, grammar_compiler)
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run a step."""
@@ -150,10 +164,14 @@ class ProcessExecutor:
         return WorkerReport(reports[0].specs, budget, reports[0].phases)
 
     def start(
-        self, plan: CachePlan, scheduler_config: SchedulerConfig, eos_token_ids: tuple[int, ...]
+        self,
+        plan: CachePlan,
+        scheduler_config: SchedulerConfig,
+        eos_token_ids: tuple[int, ...],
+        grammar_compiler: Callable[[], GrammarCompiler] | None,
     ) -> None:
         """Make the cache and the persistent batch on every rank."""
-        self._ask_all("start", plan, scheduler_config, eos_token_ids)
+        self._ask_all("start", plan, scheduler_config, eos_token_ids, grammar_compiler)
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Send a step to every rank."""
@@ -270,12 +288,14 @@ def _worker_main(
                 if rank == 0:
                     connection.send(("done", result))
     except EngineError as error:
-        connection.send(("refused", error))
+        with contextlib.suppress(OSError):  # the parent is gone
+            connection.send(("refused", error))
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        connection.send(
-            ("failed", f"{type(error).__name__}: {error} ({last.name}, line {last.lineno})")
-        )
+        with contextlib.suppress(OSError):
+            connection.send(
+                ("failed", f"{type(error).__name__}: {error} ({last.name}, line {last.lineno})")
+            )
 
 
 def _join(model: str, config: EngineConfig, rank: int, meeting: str) -> Worker:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine_core.kernels import choose_greedy
+from engine_core.kernels import choose_greedy, decode_inputs
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 
@@ -27,7 +27,7 @@ class Captured:
 
     Attributes:
         graph: to be replayed.
-        logits: ``[rows, V]`` float32.
+        logits: ``[rows, V]`` as the model gives them.
         tokens: ``[rows]`` int64, the most probable ones.
         status: ``[rows]`` int8, 1 where the logits are not finite.
     """
@@ -43,8 +43,8 @@ class GraphState:
     """What captured steps share with the runner.
 
     Attributes:
-        logits_of: runs the model on a context and gives the logits, ``[S, V]`` float32, of the
-            tokens at the given places.
+        logits_of: runs the model on a context and gives the logits, ``[S, V]``, of the tokens at
+            the given places.
         tables: the block tables of each cache group.
         last_tokens: ``[max_rows + 1]`` int64, the token that each row sampled last; the last row
             is that of padding.
@@ -57,6 +57,23 @@ class GraphState:
     last_tokens: Tensor
     max_rows: int
     max_model_len: int
+
+
+class _RowState(Mapping[str, Tensor]):
+    """What families keep a row, of the step's rows; gathered when it is asked for."""
+
+    def __init__(self, state: Mapping[str, Tensor], rows: Tensor) -> None:
+        self._state = state
+        self._rows = rows
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[name][self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 class _Graphs:
@@ -112,6 +129,8 @@ class DecodeGraphs(_Graphs):
         # Row numbers, then positions: what the host writes before the first replay of a plan.
         self._static = torch.full((2, rows), -1, dtype=torch.int64, device=self._device)
         self._static[0] = rows
+        self._places = torch.arange(rows + 1, device=self._device)
+        self._query_start = self._places.to(torch.int32)
         self._ring = [
             torch.empty(2, rows, dtype=torch.int64, pin_memory=True) for _ in range(_RING)
         ]
@@ -155,33 +174,33 @@ class DecodeGraphs(_Graphs):
     def _step(self, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
         rows, positions = self._static[:, :bucket]
         logits = self._state.logits_of(self._context(rows, positions, bucket), None)
-        tokens, status = choose_greedy(logits)
-        self._state.last_tokens[rows] = tokens
-        positions += positions >= 0
+        tokens, status = choose_greedy(
+            logits, rows=rows, last_tokens=self._state.last_tokens, positions=positions
+        )
         return logits, tokens, status
 
     def _context(self, rows: Tensor, positions: Tensor, bucket: int) -> StepContext:
-        groups = []
-        for table in self._state.tables:
-            blocks = table.device_table[rows]
-            column = (positions.clamp(min=0) // table.block_size).unsqueeze(-1)
-            block = blocks.gather(-1, column).squeeze(-1).to(torch.int64)
-            slots = block * table.block_size + positions % table.block_size
-            groups.append(GroupMetadata(blocks, torch.where(positions < 0, positions, slots)))
-        places = torch.arange(bucket + 1, device=self._device)
+        inputs = decode_inputs(
+            rows,
+            positions,
+            self._state.last_tokens,
+            [table.device_table for table in self._state.tables],
+            [table.block_size for table in self._state.tables],
+        )
+        groups = zip(inputs.block_tables, inputs.slot_mappings, strict=True)
         return StepContext(
-            input_ids=self._state.last_tokens[rows].unsqueeze(0),
-            position_ids=positions.clamp(min=0).unsqueeze(0),
-            row_ids=places[:bucket],
+            input_ids=inputs.input_ids.unsqueeze(0),
+            position_ids=inputs.position_ids.unsqueeze(0),
+            row_ids=self._places[:bucket],
             attn_metadata=AttentionMetadata(
-                query_start=places.to(torch.int32),
-                kv_lens=(positions + 1).to(torch.int32),
+                query_start=self._query_start[: bucket + 1],
+                kv_lens=inputs.kv_lens,
                 max_query_len=1,
                 max_kv_len=self._state.max_model_len,
                 num_decode_rows=bucket,
-                groups=tuple(groups),
+                groups=tuple(GroupMetadata(*group) for group in groups),
             ),
-            row_state={name: state[rows] for name, state in self._row_state.items()},
+            row_state=_RowState(self._row_state, rows),
             token_state={
                 name: torch.zeros(width, bucket, dtype=torch.int64, device=self._device)
                 for name, width in self._token_state.items()
@@ -392,7 +411,7 @@ class MixedGraphs(_Graphs):
                     for index, table in enumerate(self._state.tables)
                 ),
             ),
-            row_state={name: state[rows] for name, state in self._row_state.items()},
+            row_state=_RowState(self._row_state, rows),
             token_state={
                 name: named[f"state {name}"].view(width, tokens)
                 for name, width in self._token_state.items()

@@ -51,9 +51,21 @@ def build_on_meta(model_class: type, model_config: ModelConfig, context: BuildCo
             f"{model_class.__name__} cannot be built from this config: "
             f"{type(error).__name__}: {error}"
         ) from error
+    _update_weights(model)
     if context.quantization is not None:
         quantize(model, context.quantization)
     return model.eval()
+
+
+def _update_weights(model: nn.Module) -> None:
+    """What lmdeploy calls after loading, and ported models share or derive weights in.
+
+    Also called after construction, so that shared weights need no tensor of their own.
+    """
+    for module in model.modules():
+        update = getattr(module, "update_weights", None)
+        if callable(update):
+            update()
 
 
 def check_weights(model: nn.Module, source: WeightSource, where: str) -> LoadAccount:
@@ -70,6 +82,7 @@ def check_weights(model: nn.Module, source: WeightSource, where: str) -> LoadAcc
         )
         try:
             model.load_weights(account.watch(headers))  # type: ignore[operator]
+            _update_weights(model)
         except EngineError:
             raise
         except Exception as error:  # A family may reshape or take apart what it does not expect.
@@ -131,6 +144,7 @@ def load_weights(
         if packer is not None:
             weights = packer.watch(account, weights)
         model.load_weights(weights)  # type: ignore[operator]
+        _update_weights(model)
     account.raise_mismatch(where)
     if packer is None:
         return 0.0

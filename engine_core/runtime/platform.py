@@ -111,6 +111,15 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def sum_in_float32() -> None:
+    """Have cuBLAS add up the parts of a split product in float32, whatever the element type.
+
+    On an H200 only products of odd sizes, such as 256 x 4095 x 4104, take another kernel for it.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 def check_weights_fit(nbytes: int, device: torch.device) -> None:
     """Refuse weights that the whole machine has no room for.
 

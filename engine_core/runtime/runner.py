@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.configs import SamplingParams, SchedulerConfig
+from engine_core.kernels import choose_greedy, compiled
 from engine_core.nn.attention import Attention
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.runtime.graphs import (
@@ -23,9 +24,12 @@ from engine_core.runtime.graphs import (
     MixedGraphs,
     MixedStep,
 )
+from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.platform import to_device
+from engine_core.runtime.recording import RecordedSteps
 from engine_core.runtime.sampler import Sampler, token_logprobs
+from engine_core.runtime.swap import SwapSpace
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 from engine_core.steps import Admission, RowResult, StepPlan, StepResult, TokenLogprobs
 
@@ -79,6 +83,7 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...] = (),
         eager: bool = False,
         capture_at_start: bool = True,
+        grammar_compiler: Callable[[], GrammarCompiler] | None = None,
     ) -> None:
         """The model is loaded and on ``device``.
 
@@ -89,10 +94,13 @@ class ModelRunner:
             scheduler_config: rows and lengths.
             device: where everything runs.
             eos_token_ids: what ``min_tokens`` forbids besides a request's own stop tokens.
-            eager: launch every kernel one by one, also where CUDA graphs could be replayed.
+            eager: launch every kernel one by one, also where CUDA graphs could be replayed or, on a
+                CPU, recorded steps.
             capture_at_start: capture all graphs now, not each when it is first needed.
+            grammar_compiler: makes what guided requests need, at the first of them.
         """
         self.model = model
+        self._modules = tuple(model.modules())
         self.device = device
         self._eos_token_ids = eos_token_ids
         rows = scheduler_config.max_num_seqs
@@ -115,14 +123,26 @@ class ModelRunner:
                     _zeros((*shape, spec.v_head_dim), dtype, device),
                 )
             )
+        num_slots = scheduler_config.num_swap_blocks
+        self._swap_space = (
+            SwapSpace(self.kv_cache, plan.layer_groups, num_slots) if num_slots > 0 else None
+        )
         self._rows: dict[int, _Row] = {}
         # One row more than there are sequences: a graph's padding is computed in it.
         self._max_rows = rows + 1
-        self._sampler = Sampler(self._max_rows, device)
+        self._sampler = Sampler(self._max_rows, device, grammar_compiler)
         self._row_state: dict[str, Tensor] = {
             "prompt_len": torch.zeros(self._max_rows, dtype=torch.int64, device=device)
         }
         self._token_state_widths: dict[str, int] = {}
+        self._recorded_steps: RecordedSteps | None = None
+        if device.type == "cpu" and not eager and compiled.available():
+            self._recorded_steps = RecordedSteps(
+                self._context_logits,
+                self._tables,
+                self._sampler.last_tokens,
+                scheduler_config.max_model_len,
+            )
         self._decode_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         if device.type == "cuda" and not eager and _supports_graphs(model):
@@ -148,6 +168,11 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run ``plan``; the result may be asked for later."""
+        if self._swap_space is not None:
+            if plan.swap_out:
+                self._swap_space.copy_out(plan.swap_out)
+            if plan.swap_in:
+                self._swap_space.copy_in(plan.swap_in)
         for admission in plan.admitted:
             self._admit(admission)
         for row in plan.rows:
@@ -157,6 +182,8 @@ class ModelRunner:
             return self._replay(self._decode_graphs, plan)
         if plan.repeat > 1:
             return self._repeat(plan)
+        if self.device.type == "cpu" and not self._token_state_widths and self._only_decodes(plan):
+            return self._decode(plan)
         step = self._mixed_step(plan)
         if self._mixed_graphs is not None and not self._wants_prompt_logprobs(plan):
             captured = self._mixed_graphs.begin(step)
@@ -169,6 +196,70 @@ class ModelRunner:
             return PendingStep(lambda: _result(plan, {}, {}, prompt_logprobs, {}))
         logits = self._logits(hidden, step.starts[1:][sampled] - 1)
         return self._sample(plan, sampled, logits, prompt_logprobs)
+
+    def _decode(self, plan: StepPlan) -> PendingStep:
+        """Run a step of decode rows on a CPU, without numpy and, if all are plain, the sampler.
+
+        A model leaves neither their code nor their data in the caches, so that the dozens of small
+        calls that a mixed step makes take several times as long as they would by themselves.
+        """
+        rows = [row.row for row in plan.rows]
+        positions = [row.start for row in plan.rows]
+        logits = None
+        if self._recorded_steps is not None and not self._watched:
+            logits = self._recorded_steps.logits(rows, positions, self._row_state)
+        if logits is None:
+            logits = self._decode_logits(rows, positions)
+        if not all(self._rows[row].plain for row in rows):
+            # A recording's logits are overwritten, by the sampler and by the next step.
+            return self._sample(plan, range(len(rows)), logits.to(torch.float32, copy=True), {})
+        tokens, status = choose_greedy(logits)
+        self._sampler.last_tokens[torch.tensor(rows)] = tokens
+        errors = {
+            place: f"the model gave logits that are not finite at position {positions[place] + 1}"
+            for place, wrong in enumerate(status.tolist())
+            if wrong
+        }
+        result = _result(plan, dict(enumerate(tokens.tolist())), {}, {}, errors)
+        return PendingStep(lambda: result)
+
+    @property
+    def _watched(self) -> bool:
+        """Whether somebody waits for a module to be called; in a recorded step none is."""
+        return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
+
+    def _decode_logits(self, rows: list[int], positions: list[int]) -> Tensor:
+        """``[R, V]`` of a CPU step of one token a row."""
+        count, longest = len(rows), max(positions) + 1
+        index = torch.tensor(rows)
+        groups = tuple(
+            GroupMetadata(
+                block_tables=table.device_table[index, : -(-longest // table.block_size)],
+                slot_mapping=torch.tensor(
+                    [table.slot(row, place) for row, place in zip(rows, positions, strict=True)]
+                ),
+            )
+            for table in self._tables
+        )
+        context = StepContext(
+            input_ids=self._sampler.last_tokens[index].unsqueeze(0),
+            position_ids=torch.tensor([positions]),
+            row_ids=torch.arange(count),
+            attn_metadata=AttentionMetadata(
+                query_start=torch.arange(count + 1, dtype=torch.int32),
+                kv_lens=torch.tensor(positions, dtype=torch.int32).add_(1),
+                max_query_len=1,
+                max_kv_len=longest,
+                num_decode_rows=count,
+                groups=groups,
+            ),
+            row_state={name: state[index] for name, state in self._row_state.items()},
+        )
+        return self._context_logits(context)
+
+    def _context_logits(self, context: StepContext) -> Tensor:
+        """``[T, V]`` of every token of a step."""
+        return self._to_logits(self._forward(context)[0])
 
     def _repeat(self, plan: StepPlan) -> PendingStep:
         """Run a step of decode rows again and again without a graph."""
@@ -191,7 +282,7 @@ class ModelRunner:
         return hidden
 
     def _graph_logits(self, context: StepContext, places: Tensor | None) -> Tensor:
-        """``[S, V]`` float32 of the tokens at ``places [S]``, or of every token."""
+        """``[S, V]`` of the tokens at ``places [S]``, or of every token, in the model's dtype."""
         hidden = self._forward(context)[0]
         return self._to_logits(hidden if places is None else hidden[places])
 
@@ -214,7 +305,8 @@ class ModelRunner:
             turns = []
             for turn in range(plan.repeat):
                 captured.graph.replay()
-                turns.append(self._sample(plan, every, captured.logits[:count], {}, turn))
+                logits = captured.logits[:count].float()
+                turns.append(self._sample(plan, every, logits, {}, turn))
             return turns[0] if plan.repeat == 1 else _joined(plan, turns)
         shape = (plan.repeat, *captured.tokens.shape)
         tokens = torch.empty(shape, dtype=torch.int64, pin_memory=True)
@@ -237,7 +329,7 @@ class ModelRunner:
         sampled = [index for index, row in enumerate(plan.rows) if row.sample]
         if not sampled:
             return PendingStep(lambda: _result(plan, {}, {}, {}, {}))
-        logits = captured.logits[self._to_device(places[sampled])]
+        logits = captured.logits[self._to_device(places[sampled])].float()
         return self._sample(plan, sampled, logits, {})
 
     def _plain_result(
@@ -391,13 +483,13 @@ class ModelRunner:
 
     def _logits(self, hidden: Tensor, indices: IntArray) -> Tensor:
         """``[S, V]`` float32 at the given places of the step's tokens."""
-        return self._to_logits(hidden[0, self._to_device(indices)])
+        return self._to_logits(hidden[0, self._to_device(indices)]).float()
 
     def _to_logits(self, hidden: Tensor) -> Tensor:
-        """``[S, H]`` to ``[S, V]`` float32."""
+        """``[S, H]`` to ``[S, V]``."""
         get_logits = getattr(self.model, "get_logits", None)
         logits: Tensor = hidden if get_logits is None else get_logits(hidden)
-        return logits.float()
+        return logits
 
     def _sample(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -10,6 +10,7 @@ from engine_core.configs import EngineConfig, KVCacheSpec, SchedulerConfig
 from engine_core.errors import ConfigError
 from engine_core.nn.attention import Attention
 from engine_core.runtime import platform
+from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.loader import (
     build_on_meta,
@@ -84,11 +85,17 @@ class Worker:
         return WorkerReport(specs, platform.cache_budget(config, source.device), phases)
 
     def start(
-        self, plan: CachePlan, scheduler_config: SchedulerConfig, eos_token_ids: tuple[int, ...]
+        self,
+        plan: CachePlan,
+        scheduler_config: SchedulerConfig,
+        eos_token_ids: tuple[int, ...],
+        grammar_compiler: Callable[[], GrammarCompiler] | None,
     ) -> None:
-        """Make the cache and the persistent batch."""
+        """Make the cache and the persistent batch; see :class:`ModelRunner`."""
         if self._source.device.type == "cpu":
             platform.keep_freed_memory()
+        else:
+            platform.sum_in_float32()
         self._runner = ModelRunner(
             self._model,
             plan,
@@ -99,6 +106,7 @@ class Worker:
             eager=self._config.eager or self._context.tp_size > 1,
             # What a row keeps is known when the first request brings it.
             capture_at_start=not self._source.has_input_processor,
+            grammar_compiler=grammar_compiler,
         )
 
     def submit(self, plan: StepPlan) -> PendingStep:

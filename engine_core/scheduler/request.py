@@ -31,8 +31,10 @@ class Request:
         eos_token_ids: tokens that end the sequence unless ``sampling.ignore_eos``.
         arrival_time: host clock, in seconds; the order of arrival is that of ``Scheduler.add``.
         max_model_len: tokens of the sequence, prompt and output together.
+        priority: lower runs first; requests of equal priority run in order of arrival.
 
     Attributes:
+        rank: priority and order of arrival: the scheduler serves the lowest rank first.
         token_ids: prompt and accepted output; a stop token is part of it, what came after is not.
         prompt_len: tokens of the prompt.
         limit: tokens at which the sequence ends for its length.
@@ -45,7 +47,8 @@ class Request:
         num_scheduled: positions that submitted steps write; what lies between is in flight.
         num_pending: samples of submitted steps that have not come back.
         num_cached_tokens: prompt tokens taken from the prefix cache at the first admission.
-        num_preemptions: how often its blocks were taken away.
+        num_preemptions: how often its row and blocks were taken away.
+        num_swapped: positions whose keys and values lie in host memory; 0 unless it waits.
         row: its row of the persistent batch while it runs.
         last_step: the last submitted step that names it, or -1.
     """
@@ -62,6 +65,7 @@ class Request:
         "last_step",
         "limit",
         "max_model_len",
+        "needs_host",
         "num_cached_tokens",
         "num_computed",
         "num_dropped",
@@ -69,11 +73,14 @@ class Request:
         "num_preemptions",
         "num_registered",
         "num_scheduled",
+        "num_swapped",
         "order",
+        "priority",
         "prompt",
         "prompt_len",
         "prompt_logprobs",
         "prompt_logprobs_done",
+        "rank",
         "request_id",
         "row",
         "sampling",
@@ -81,6 +88,7 @@ class Request:
         "stop_min_len",
         "stop_reason",
         "stop_token_ids",
+        "swap_slots",
         "token_ids",
     )
 
@@ -93,6 +101,7 @@ class Request:
         eos_token_ids: tuple[int, ...] = (),
         arrival_time: float,
         max_model_len: int,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -100,6 +109,8 @@ class Request:
         self.eos_token_ids = () if sampling.ignore_eos else tuple(eos_token_ids)
         self.arrival_time = arrival_time
         self.max_model_len = max_model_len
+        self.priority = priority
+        self.needs_host = sampling.needs_host
 
         self.token_ids: list[int] = list(prompt.token_ids)
         self.prompt_len = len(self.token_ids)
@@ -118,11 +129,14 @@ class Request:
         self.num_pending = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_swapped = 0
 
         # The scheduler's own: one block table and count of blocks given back a group, the tokens
         # that the blocks hold, the tokens known at admission, the keys of full blocks and how many
-        # are registered, and the prompt's logprobs until they are complete.
+        # are registered, the slots of host memory of each group's last blocks while it is
+        # swapped, and the prompt's logprobs until they are complete.
         self.order = -1
+        self.rank = (priority, -1)
         self.row: int | None = None
         self.last_step = -1
         self.block_tables: list[list[int]] = []
@@ -131,6 +145,7 @@ class Request:
         self.admitted_len = 0
         self.block_keys: list[BlockKey] = []
         self.num_registered = 0
+        self.swap_slots: list[list[int]] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs_done = sampling.prompt_logprobs is None
 

@@ -9,13 +9,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
-
-import importlib_metadata
 
 from engine_core.testing.case import ConformanceError
 
-ROOMS = ("nn", "kernels", "configs", "registry", "step_context", "inputs", "errors")
+ROOMS = ("nn", "kernels", "configs", "registry", "step_context", "inputs", "parsers", "errors")
 """What of ``engine_core`` a family may import."""
 
 NAMES = ("hookimpl", "API_VERSION")
@@ -65,7 +64,7 @@ def check_import_rules(package: str) -> None:
 
 
 def _other_families(package: str) -> set[str]:
-    modules = {point.value for point in importlib_metadata.entry_points(group="engine_core")}
+    modules = {point.value for point in metadata.entry_points(group="engine_core")}
     return {module.split(".")[0] for module in modules} - {package}
 
 

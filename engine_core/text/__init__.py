@@ -5,13 +5,16 @@ No torch. ``transformers`` is imported only for a tokenizer that nothing else ca
 
 from engine_core.text.detokenizer import IncrementalDetokenizer
 from engine_core.text.loading import load_tokenizer
+from engine_core.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from engine_core.text.stop_strings import StopMatch, StopStringMatcher
 from engine_core.text.text_stream import TextStream, TextUpdate
+from engine_core.text.token_bytes import token_bytes
 from engine_core.text.tokenizer import FastTokenizer, Tokenizer, TransformersTokenizer
 
 __all__ = [
     "FastTokenizer",
     "IncrementalDetokenizer",
+    "SentencePieceTokenizer",
     "StopMatch",
     "StopStringMatcher",
     "TextStream",
@@ -19,4 +22,5 @@ __all__ = [
     "Tokenizer",
     "TransformersTokenizer",
     "load_tokenizer",
+    "token_bytes",
 ]

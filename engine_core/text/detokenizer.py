@@ -18,7 +18,7 @@ from typing import Any
 from engine_core.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_PENDING_BYTES = 3  # of a character of four
 
 
@@ -66,7 +66,8 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Iterable[int]) -> str:
         """The text that became final with these tokens; often empty or more than one token's."""
-        return self._give_out("".join([self._pieces.push(token_id) for token_id in token_ids]))
+        push = self._pieces.push
+        return self._give_out("".join([push(token_id) for token_id in token_ids]))
 
     def finish(self) -> str:
         """What was held back; an incomplete character becomes U+FFFD. Call it once, at the end."""
@@ -114,14 +115,14 @@ class _ByteLevelPieces(_Pieces):
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tail = b""
         for token in self._tokens_from_the_end(prompt_token_ids):
-            tail = _byte_level_bytes(token) + tail
+            tail = byte_level_bytes(token) + tail
             if len(tail) >= _MAX_PENDING_BYTES:
                 break
         self._utf8.decode(tail)
 
     def push(self, token_id: int) -> str:
         token = self._token(token_id)
-        return "" if token is None else self._utf8.decode(_byte_level_bytes(token))
+        return "" if token is None else self._utf8.decode(byte_level_bytes(token))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -157,7 +158,7 @@ class _ByteFallbackPieces(_Pieces):
         token = self._token(token_id)
         if token is None:
             return ""
-        match = _BYTE_TOKEN.fullmatch(token)
+        match = BYTE_TOKEN.fullmatch(token)
         if match is not None:
             return self._stripped(self._push_byte(int(match[1], 16)))
         return self._stripped(self._end_run() + self._replaced(token))
@@ -204,7 +205,7 @@ class _ByteFallbackPieces(_Pieces):
                 break
         run = bytearray()
         for token in tail:
-            match = _BYTE_TOKEN.fullmatch(token)
+            match = BYTE_TOKEN.fullmatch(token)
             if match is None or len(run) == _MAX_PENDING_BYTES:
                 break
             run.insert(0, int(match[1], 16))
@@ -264,13 +265,13 @@ def _pieces_for(
     config = tokenizer.decoder_config
     if config is not None and config["type"] == "ByteLevel":
         return _ByteLevelPieces(tokenizer, skip_special_tokens, prompt_token_ids)
-    byte_fallback = None if config is None else _byte_fallback_steps(config)
+    byte_fallback = None if config is None else byte_fallback_steps(config)
     if byte_fallback is not None:
         return _ByteFallbackPieces(tokenizer, skip_special_tokens, prompt_token_ids, *byte_fallback)
     return _WindowPieces(tokenizer, skip_special_tokens, prompt_token_ids)
 
 
-def _byte_fallback_steps(
+def byte_fallback_steps(
     config: Mapping[str, Any],
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, int]] | None:
     """Replacements and strip of a decoder ``Replace*, ByteFallback, Fuse[, Strip]``, else None."""
@@ -303,7 +304,9 @@ def _byte_level_alphabet() -> dict[str, int]:
     }
 
 
-def _byte_level_bytes(token: str) -> bytes:
+@lru_cache(maxsize=1 << 15)
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes that a token of a byte-level vocabulary stands for."""
     alphabet = _byte_level_alphabet()
     try:
         return bytes([alphabet[character] for character in token])

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
+from engine_core.configs import SentencePieceFormat
 from engine_core.errors import TokenizerError
 from engine_core.text.chat_template import DEFAULT_TEMPLATE
+from engine_core.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from engine_core.text.tokenizer import (
     FastTokenizer,
     Tokenizer,
@@ -75,13 +78,14 @@ _BUILT_IN_SPLITS = frozenset(
 _MAX_ID_GAP = 4096
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, sentencepiece: SentencePieceFormat | None = None) -> Tokenizer:
     """The tokenizer in a checkpoint folder. Code that came with the checkpoint is never run.
 
     Reads tokenizer.json with tokenizer_config.json, special_tokens_map.json, added_tokens.json and
     chat templates (chat_template.jinja, additional_chat_templates/, tokenizer_config.json,
-    chat_template.json: the first of these that has one). A folder with another tokenizer file
-    (tokenizer.model, vocab.json and merges.txt, ...) is left to transformers.
+    chat_template.json: the first of these that has one). Without tokenizer.json, a SentencePiece
+    file is read as its family says (``sentencepiece``, from ``ModelConfig``). A folder with another
+    tokenizer file (vocab.json and merges.txt, ...) is left to transformers.
 
     Raises:
         TokenizerError: there is no tokenizer, or a file of it cannot be read.
@@ -93,6 +97,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     chat_templates = _read_chat_templates(folder, config)
     tokenizer_file = folder / _TOKENIZER_FILE
     if not tokenizer_file.is_file():
+        if sentencepiece is not None and _may_be_sentencepiece(folder / sentencepiece.file):
+            return _sentencepiece_tokenizer(folder, sentencepiece, config, chat_templates)
         if any(any(folder.glob(pattern)) for pattern in _VOCABULARY_PATTERNS):
             try:
                 return _load_with_transformers(folder, chat_templates)
@@ -114,7 +120,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         backend = Backend.from_file(str(tokenizer_file))
     except Exception as error:  # the library raises nothing more precise
         raise TokenizerError(f"{tokenizer_file} cannot be read: {error}") from error
-    tokens = _read_declared_tokens(folder, config, backend)
+    tokens = _read_declared_tokens(folder, config, backend.get_added_tokens_decoder())
     reason = _reason_for_transformers(
         config, _read_json_object(folder / "config.json"), backend, tokens
     )
@@ -167,6 +173,59 @@ def _fast_tokenizer(
         chat_templates=chat_templates,
         unused_ids=unused_ids,
     )
+
+
+def _may_be_sentencepiece(file: Path) -> bool:
+    """Whether it is there and no tiktoken file, which some families gave the same name."""
+    if not file.is_file():
+        return False
+    try:
+        with file.open("rb") as stream:
+            line = stream.readline(1024)
+    except OSError as error:
+        raise TokenizerError(f"{file} cannot be read: {error}") from error
+    return re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", line) is None
+
+
+def _sentencepiece_tokenizer(
+    folder: Path,
+    format: SentencePieceFormat,  # noqa: A002 - what it is everywhere else
+    config: Mapping[str, Any],
+    chat_templates: Mapping[str, str],
+) -> SentencePieceTokenizer:
+    for key in ("do_lower_case", "remove_space"):
+        if config.get(key):
+            raise TokenizerError(
+                f"{folder}: {_CONFIG_FILE} sets {key}, which is not supported for a SentencePiece "
+                f"file; put a {_TOKENIZER_FILE} converted from it beside it"
+            )
+    tokens = _read_declared_tokens(folder, config, ())
+    named = {
+        **format.named_tokens,
+        **{name: token.content for name, token in tokens.named.items()},
+    }
+    added = dict(tokens.added)
+    for token in added.values():
+        token.special = token.special or token in tokens.extra
+    return SentencePieceTokenizer(
+        folder / format.file,
+        replace(
+            format,
+            prefix=_with_token(format.prefix, named.get("bos_token"), config.get("add_bos_token")),
+            suffix=_with_token(format.suffix, named.get("eos_token"), config.get("add_eos_token")),
+        ),
+        added_tokens=added,
+        special_tokens=named,
+        chat_templates=chat_templates,
+        space_after_tokens=config.get("legacy") is not False,
+    )
+
+
+def _with_token(tokens: tuple[str, ...], token: str | None, wanted: object) -> tuple[str, ...]:
+    """``tokens`` with ``token`` if it is wanted, without it if not; as they are if nothing says."""
+    if token is None or wanted is None or (token in tokens) == bool(wanted):
+        return tokens
+    return (*tokens, token) if wanted else tuple(item for item in tokens if item != token)
 
 
 def _add_tokens(folder: Path, backend: Backend, tokens: _DeclaredTokens) -> frozenset[int]:
@@ -328,8 +387,9 @@ def _load_with_transformers(folder: Path, chat_templates: Mapping[str, str]) -> 
 
 
 def _read_declared_tokens(
-    folder: Path, config: Mapping[str, Any], backend: Backend
+    folder: Path, config: Mapping[str, Any], present: Collection[int]
 ) -> _DeclaredTokens:
+    """What the files name; ``present`` are the added ids that the tokenizer has without them."""
     settings = _with_origin(folder / _CONFIG_FILE, config)
     if "added_tokens_decoder" not in config:
         # Before transformers 4.34 special and added tokens stood in two files of their own.
@@ -356,7 +416,7 @@ def _read_declared_tokens(
         added = _read_added_tokens(folder / _CONFIG_FILE, config["added_tokens_decoder"])
     else:
         special = {token.content for token in (*standard.values(), *extra)}
-        added = _read_legacy_added_tokens(folder / "added_tokens.json", special, backend)
+        added = _read_legacy_added_tokens(folder / "added_tokens.json", special, present)
     # added_tokens_decoder also says how a token takes the spaces around it, so it goes first.
     by_content = {token.content: token for token in added.values()}
     named = {
@@ -388,10 +448,9 @@ def _read_added_tokens(file: Path, entries: object) -> dict[int, AddedToken]:
 
 
 def _read_legacy_added_tokens(
-    file: Path, special: set[str], backend: Backend
+    file: Path, special: set[str], present: Collection[int]
 ) -> dict[int, AddedToken]:
     added = {}
-    present = backend.get_added_tokens_decoder()
     for content, index in _read_json_object(file).items():
         if not isinstance(index, int) or index < 0:
             raise TokenizerError(f"{file}: {content!r} has the id {index!r}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine_core.text.detokenizer import IncrementalDetokenizer
 from engine_core.text.stop_strings import StopStringMatcher
@@ -14,9 +13,8 @@ if TYPE_CHECKING:
     from engine_core.configs import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class TextUpdate:
-    """What some tokens added to the text.
+class TextUpdate(NamedTuple):
+    """What some tokens added to the text. A named tuple, as there is one a token.
 
     Attributes:
         delta: the new text; never part of a stop string.
@@ -54,7 +52,7 @@ class TextStream:
             skip_special_tokens=sampling.skip_special_tokens,
             prompt_token_ids=prompt_token_ids,
         )
-        self._matcher = StopStringMatcher(sampling.stop)
+        self._matcher = StopStringMatcher(sampling.stop) if sampling.stop else None
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
         self._stopped_by: str | None = None
@@ -63,6 +61,8 @@ class TextStream:
     @property
     def text(self) -> str:
         """Everything given out so far."""
+        if self._matcher is None:
+            return self._detokenizer.text
         if len(self._text) > 1:
             self._text = ["".join(self._text)]
         return self._text[0] if self._text else ""
@@ -74,12 +74,15 @@ class TextStream:
 
     def append(self, token_ids: Sequence[int]) -> TextUpdate:
         """Reads tokens until they end or one of them completes a stop string."""
+        matcher = self._matcher
+        if matcher is None:
+            return TextUpdate(self._detokenizer.append(token_ids), None, len(token_ids))
         given_out = []
         used = 0
         for token_id in token_ids:
             used += 1
             self._num_tokens += 1
-            given_out.append(self._read(self._detokenizer.append((token_id,))))
+            given_out.append(self._read(matcher, self._detokenizer.append((token_id,))))
             if self._stopped_by is not None:
                 break
         return TextUpdate("".join(given_out), self._stopped_by, used)
@@ -90,17 +93,20 @@ class TextStream:
         An incomplete character becomes U+FFFD. The text still ends before a stop string if that
         completes one.
         """
+        matcher = self._matcher
+        if matcher is None:
+            return self._detokenizer.finish()
         if self._stopped_by is not None:
             return ""
-        text = self._read(self._detokenizer.finish())
+        text = self._read(matcher, self._detokenizer.finish())
         if self._stopped_by is None:
-            held = self._matcher.finish()
+            held = matcher.finish()
             self._text.append(held)
             text += held
         return text
 
-    def _read(self, text: str) -> str:
-        match = self._matcher.append(text, may_stop=self._num_tokens > self._min_tokens)
+    def _read(self, matcher: StopStringMatcher, text: str) -> str:
+        match = matcher.append(text, may_stop=self._num_tokens > self._min_tokens)
         self._stopped_by = match.stopped_by
         if match.text:
             self._text.append(match.text)

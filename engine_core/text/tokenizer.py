@@ -157,7 +157,7 @@ class FastTokenizer(Tokenizer):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See :meth:`Tokenizer.encode`."""
-        _check_text(text)
+        check_text(text)
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -211,7 +211,7 @@ class TransformersTokenizer(Tokenizer):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See :meth:`Tokenizer.encode`."""
-        _check_text(text)
+        check_text(text)
         ids: list[int] = self._hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -253,7 +253,8 @@ def component_config(component: Any) -> Mapping[str, Any] | None:
     return config
 
 
-def _check_text(text: str) -> None:
+def check_text(text: str) -> None:
+    """Raise RequestError for what is no string, or not one that UTF-8 can express."""
     if not isinstance(text, str):
         raise RequestError(f"the text to tokenize must be a string, got {type(text).__name__}")
     try:

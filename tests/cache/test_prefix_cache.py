@@ -175,9 +175,9 @@ def test_acquire_gives_the_table_and_holds_its_blocks() -> None:
     keys = block_keys([1, 2, 3, 4, 5, 6])
     cache_group = group()
     blocks = fill(cache_group, keys)
-    assert cache_group.prefix.num_free_taken(keys, 2) == 2
-    assert cache_group.prefix.acquire(keys, 2) == blocks[:2]
-    assert cache_group.prefix.num_free_taken(keys, 3) == 1
+    assert cache_group.prefix.num_free_taken(keys, 2, 0) == 2
+    assert cache_group.prefix.acquire(keys, 2, 0) == blocks[:2]
+    assert cache_group.prefix.num_free_taken(keys, 3, 0) == 1
     assert [cache_group.pool.refs(block) for block in blocks] == [1, 1, 0]
 
 
@@ -187,7 +187,7 @@ def test_a_window_needs_only_what_it_sees() -> None:
     blocks = fill(cache_group, keys[3:5])
     # The query at 10 sees 7 to 10: blocks 3 and 4. The one at 8 sees 5 to 8: blocks 2 and 3.
     assert longest_cached_prefix([cache_group], keys, 11) == 5
-    assert cache_group.prefix.acquire(keys, 5) == [0, 0, 0, *blocks]
+    assert cache_group.prefix.acquire(keys, 5, 3) == [0, 0, 0, *blocks]
     assert longest_cached_prefix([cache_group], keys, 9) == 0
 
 

@@ -267,6 +267,16 @@ def test_real_gguf(smollm2_gguf: Path, cache_home: Path) -> None:
     assert not list(cache_home.glob("**/*.safetensors"))
 
 
+def test_blocks_that_are_kept_are_planned_as_blocks(smollm2_gguf: Path, cache_home: Path) -> None:
+    report = check_model(smollm2_gguf, EngineConfig(quantization="gguf", dtype="bfloat16"))
+    layers, hidden, vocabulary = 30, 576, 49152
+    linears = layers * (2 * hidden * hidden + 2 * hidden * 192 + 3 * hidden * 1536)
+    norms = (2 * layers + 1) * hidden
+    # A block of Q4_1 is 32 weights of 4 bits, a scale and a minimum of 2 bytes each.
+    assert report.memory is not None
+    assert report.memory.weights_bytes == linears // 32 * 20 + 2 * (vocabulary * hidden + norms)
+
+
 # Llama 3 8B in bfloat16: https://huggingface.co/meta-llama/Meta-Llama-3-8B
 CONFIG_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -278,9 +278,9 @@ def test_steps_repeated_on_the_runner_give_the_same(
             scheduler.config = scheduler.config.replace(max_repeat=repeat)
             scheduler.repeat_limit = repeat
             repeats = []
-            submit = llm.engine._executor.submit
+            submit = llm.engine.core.executor.submit
             monkeypatch.setattr(
-                llm.engine._executor,
+                llm.engine.core.executor,
                 "submit",
                 lambda plan, submit=submit, repeats=repeats: (
                     repeats.append(plan.repeat) or submit(plan)
@@ -296,7 +296,7 @@ def test_steps_repeated_on_the_runner_give_the_same(
 
 def test_closing_frees_the_model_and_refuses_more_work() -> None:
     llm = LLM(MODEL, skip_tokenizer_init=True)
-    model = weakref.ref(llm.engine._executor._worker._model)
+    model = weakref.ref(llm.engine.core.executor._worker._model)
     llm.close()
     gc.collect()
     assert model() is None
@@ -313,7 +313,7 @@ def test_a_failing_model_ends_the_engine_with_its_root_cause() -> None:
         raise StrikeError("the tensor cores are on strike")
 
     with LLM(MODEL, skip_tokenizer_init=True) as llm:
-        llm.engine._executor._worker._model.forward = fail
+        llm.engine.core.executor._worker._model.forward = fail
         with pytest.raises(
             EngineDeadError, match="StrikeError: the tensor cores are on strike"
         ) as caught:

@@ -6,10 +6,15 @@ imported; no other test may import triton.
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+
+from engine_core.kernels import compiled
+from engine_core.kernels.compiled.openmp import openmp
 
 # kernel_cases is shared with benchmarks/kernels.py; pytest may run without folders on the path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -30,6 +35,33 @@ def launch_device() -> str:
         "find the test that imports it, or run with TRITON_INTERPRET=1 set"
     )
     return "cpu"
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a CPU's operations are: compiled by Numba where they can be, or made of torch's."""
+    path: str = request.param
+    if path == "compiled":
+        pytest.importorskip("numba", reason="numba is not installed")
+    else:
+        monkeypatch.setattr(compiled, "available", lambda: False)
+    return path
+
+
+@pytest.fixture
+def share_among(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Makes compiled operations, however small, the work of so many threads; empty() gives NaN."""
+    pytest.importorskip("numba", reason="numba is not installed")
+    if not openmp().found:
+        pytest.skip("torch's OpenMP library has no GOMP_parallel here")
+    for operation in ("activation", "attention", "norm", "rotary_store"):
+        module = import_module(f"engine_core.kernels.{operation}.numba")
+        monkeypatch.setattr(module, "_LEAST", 1)
+    before = torch.get_num_threads()
+    torch.use_deterministic_algorithms(True)
+    yield torch.set_num_threads
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

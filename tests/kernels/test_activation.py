@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ def expected(x: torch.Tensor, activation: str) -> torch.Tensor:
     return gate / 2 * (1 + torch.erf(gate / math.sqrt(2))) * up
 
 
+@pytest.mark.usefixtures("cpu_path")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 126), (2, 5, 64)])
 def test_definitions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -31,6 +33,33 @@ def test_definitions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert error(silu_and_mul(x), expected(x, "silu")) < TOLERANCE[dtype]
     assert error(gelu_and_mul(x), expected(x, "gelu_tanh")) < TOLERANCE[dtype]
     assert error(gelu_and_mul(x, "none"), expected(x, "gelu")) < TOLERANCE[dtype]
+
+
+@pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", [silu_and_mul, gelu_and_mul])
+def test_gates_beyond_exps_range(op: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    gates = [-3e4, -100.0, -89.0, -88.0, -0.0, 0.0, 88.0, 89.0, 100.0, 3e4, torch.nan]
+    x = torch.cat([torch.tensor(gates), torch.ones(len(gates))]).to(dtype)
+    got = op(x)
+    wanted = expected(x, "silu" if op is silu_and_mul else "gelu_tanh")
+    assert got[-1].isnan()
+    assert error(got[:-1], wanted[:-1]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("op", [silu_and_mul, gelu_and_mul])
+@pytest.mark.parametrize("shape", [(1, 126), (5, 126), (3, 2)])
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_threads_share_columns(
+    op: Callable[..., torch.Tensor],
+    shape: tuple[int, ...],
+    count: int,
+    share_among: Callable[[int], None],
+) -> None:
+    x = 4 * torch.randn(shape)
+    share_among(count)
+    wanted = expected(x, "silu" if op is silu_and_mul else "gelu_tanh")
+    assert error(op(x), wanted) < TOLERANCE[torch.float32]
 
 
 def test_preconditions() -> None:

@@ -93,6 +93,7 @@ def attend_by_reference(paged: Paged, scale: float, **options: Any) -> Tensor:
     return out
 
 
+@pytest.mark.usefixtures("cpu_path")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_reference_and_cpu_match_loops(options: dict[str, Any]) -> None:
     paged = make_paged(ROWS, head_dim=8, v_head_dim=6, block_size=4)
@@ -101,6 +102,7 @@ def test_reference_and_cpu_match_loops(options: dict[str, Any]) -> None:
     assert error(attend(paged, 0.4, **options), expected) < 1e-6
 
 
+@pytest.mark.usefixtures("cpu_path")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 def test_cpu_matches_reference_at_tile_boundaries(options: dict[str, Any], block_size: int) -> None:
@@ -110,6 +112,7 @@ def test_cpu_matches_reference_at_tile_boundaries(options: dict[str, Any], block
     assert error(attend(paged, 0.2, **options), expected) < 2e-6
 
 
+@pytest.mark.usefixtures("cpu_path")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_cpu_in_low_precision(options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -124,6 +127,7 @@ def test_a_prefix_longer_than_the_window_in_a_chunk_is_seen_by_all() -> None:
     assert error(attend(paged, 0.25, **options), attend_by_reference(paged, 0.25, **options)) < 1e-6
 
 
+@pytest.mark.usefixtures("cpu_path")
 @pytest.mark.parametrize("window", [None, 1, 3, 12])
 @pytest.mark.parametrize("length", [1, 3, 5])
 def test_cpu_rows_of_one_length_that_do_not_fill_their_block(
@@ -135,6 +139,7 @@ def test_cpu_rows_of_one_length_that_do_not_fill_their_block(
     assert error(attend(paged, 0.25, window=window), expected) < 1e-6
 
 
+@pytest.mark.usefixtures("cpu_path")
 def test_a_row_does_not_depend_on_its_batch() -> None:
     rows = [(1, 1 + 37 * row % 300) for row in range(24)] + [(65, 90)]
     paged = make_paged(rows, heads=6, kv_heads=2, head_dim=64)
@@ -174,6 +179,7 @@ def test_a_chunked_prompt_equals_a_whole_one() -> None:
         assert (part - whole[begin:end]).abs().max() < 1e-6
 
 
+@pytest.mark.usefixtures("cpu_path")
 def test_adjoining_blocks_are_read_in_place() -> None:
     paged = make_paged([(1, 50)], head_dim=32)
     order = paged.block_tables[0, :4].long()
@@ -201,6 +207,8 @@ def test_adjoining_blocks_are_read_in_place() -> None:
         ({"q": torch.zeros(8, 8, 4).transpose(1, 2)}, "stride 1"),
         ({"v_cache": torch.zeros(3, 4, 2, 8)}, "agree in blocks"),
         ({"kv_lens": torch.zeros(3, dtype=torch.int32)}, "kv_lens has 3 rows"),
+        ({"kv_lens": torch.zeros(2, dtype=torch.int64)}, "kv_lens torch.int64; both must be int32"),
+        ({"alibi_slopes": torch.zeros(4).half()}, "float32, got .* torch.float16"),
         ({"num_decode_rows": 3}, "3 decode rows of 2 rows"),
         ({"window": 0}, "at least 1"),
         ({"alibi_slopes": torch.zeros(2)}, r"alibi_slopes must be \[4\]"),
@@ -307,3 +315,30 @@ def test_kernel_grid_of_a_larger_context(launch_device: str) -> None:
         paged.q, paged.k_cache, paged.v_cache, out, scale=0.125, **paged.metadata(), **sizes
     )
     assert error(out, attend_by_reference(paged, 0.125)) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+def test_hopper_kernel_takes_the_engines_caches_and_is_captured() -> None:
+    from engine_core.kernels.attention import triton
+
+    shape = {"heads": 14, "kv_heads": 2, "head_dim": 128, "block_size": 64}
+    rows = [(300, 300), (65, 1000)]
+    options = {"dtype": torch.bfloat16, "device": "cuda", "fused": True}
+    paged = make_paged(rows, own_caches=True, **options, **shape)
+    hopper = triton._hopper(paged.q.device)
+    assert hopper is not None
+    assert hopper.fits(paged.q, paged.k_cache, paged.v_cache)
+    interleaved = make_paged(rows, **options, **shape)
+    assert not hopper.fits(interleaved.q, interleaved.k_cache, interleaved.v_cache)
+
+    out = attend(paged, 0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend(paged, 0.1)
+    graph.replay()
+    torch.testing.assert_close(captured, out, rtol=0, atol=0)
+    assert error(captured, attend_by_reference(paged, 0.1)) < TOLERANCE[torch.bfloat16]

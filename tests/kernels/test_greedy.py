@@ -36,14 +36,29 @@ def check(op: Any, device: str = "cpu") -> None:
         assert token == values.index(max(values))
 
 
+def check_state(op: Any, device: str = "cpu") -> None:
+    """Rows 3 and 0 decode, the other two are padding, all in row 5."""
+    logits = torch.randn(4, 9000, device=device).to(torch.float16)
+    logits[0, 7], logits[1, 8999] = 60.0, 60.0
+    last_tokens = torch.arange(100, 106, device=device)
+    positions = torch.tensor([4, 0, -1, -1], device=device)
+    rows = torch.tensor([3, 0, 5, 5], device=device)
+    tokens, _ = op(logits, rows=rows, last_tokens=last_tokens, positions=positions)
+    assert tokens[:2].tolist() == [7, 8999]
+    assert last_tokens[:5].tolist() == [8999, 101, 102, 7, 104]
+    assert positions.tolist() == [5, 1, -1, -1]
+
+
 def test_chooses() -> None:
     check(choose_greedy)
+    check_state(choose_greedy)
 
 
 def test_kernel(launch_device: str) -> None:
     from engine_core.kernels.greedy import triton
 
     check(triton.choose_greedy, launch_device)
+    check_state(triton.choose_greedy, launch_device)
     assert triton.choose_greedy(torch.empty(0, 5, device=launch_device))[0].shape == (0,)
 
 
@@ -52,5 +67,10 @@ def test_preconditions() -> None:
         choose_greedy(torch.zeros(5))
     with pytest.raises(ValueError, match="V > 0"):
         choose_greedy(torch.zeros(2, 0))
+    rows = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="1 of the three"):
+        choose_greedy(torch.zeros(4, 3), rows=rows)
+    with pytest.raises(ValueError, match=r"\[3\]"):
+        choose_greedy(torch.zeros(3, 3), rows=rows, last_tokens=rows, positions=rows)
     with pytest.raises(ValueError, match="stride 1"):
         choose_greedy(torch.zeros(4, 3).t())

@@ -66,6 +66,7 @@ def check(given: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(cache.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.usefixtures("cpu_path")
 @pytest.mark.parametrize("store", [store_kv, reference.store_kv], ids=["public", "reference"])
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_stores(options: dict[str, Any], store: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import TOLERANCE, error
 from torch import Tensor
 
-from engine_core.kernels import linear
+from engine_core.kernels import Undivided, linear, linear_add, takes_undivided
 
 SHAPES = [(1, 40, 96), (3, 40, 96), (17, 40, 64), (5, 6, 24), (2, 130, 72), (64, 16, 8)]
 
@@ -59,6 +59,10 @@ def test_preconditions() -> None:
         linear(x, weight, torch.zeros(4))
     with pytest.raises(ValueError, match="even N"):
         linear(x, weight, gated=True)
+    with pytest.raises(ValueError, match=r"\(2, 4\)"):
+        linear_add(x, weight, None, torch.zeros(2, 4), torch.ones(5), 1e-5)
+    with pytest.raises(ValueError, match=r"norm_weight \(4,\)"):
+        linear_add(x, weight, None, torch.zeros(2, 5), torch.ones(4), 1e-5)
 
 
 TILES: list[dict[str, Any]] = [
@@ -89,6 +93,57 @@ def test_kernel(
         for _ in range(2):  # the second launch finds the counts that the first one left
             got = triton.linear(x, weight, chosen, triton.Tile(**tile), gated=gated)
             assert error(got, expected) < TOLERANCE[dtype]
+
+
+def check_norm_between(op_add: Any, op: Any, rows: int, device: str, dtype: torch.dtype) -> None:
+    """A linear, the sum with the residual, an RMSNorm, and a gated linear, with one norm fused."""
+    hidden, out = 48, 20
+    x, first, bias = case(rows, hidden, 64, dtype, device)
+    _, second, second_bias = case(rows, 2 * out, hidden, dtype, device)
+    residual = torch.randn(rows, hidden, device=device).to(dtype)
+    norm_weight = (1 + 0.3 * torch.randn(hidden, device=device)).to(dtype)
+    total = (formula(x, first, bias, False).to(dtype).double() + residual.double()).to(dtype)
+    mean = total.double().square().mean(-1, keepdim=True)
+    normed = total.double() / (mean + 1e-5).sqrt() * norm_weight.double()
+    expected = formula(normed, second, second_bias, True)
+    for _ in range(2):  # the second launch finds the counts that the first one left
+        undivided, got_total = op_add(x, first, bias, residual, norm_weight, 1e-5)
+        got = op(undivided, second, second_bias)
+        tolerance = 2 * TOLERANCE[dtype]
+        assert error(got_total, total) < tolerance
+        assert error(undivided.squares.double().sum(-1), total.double().square().sum(-1)) < (
+            hidden * tolerance
+        )
+        assert error(got, expected) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_between_two_linears(dtype: torch.dtype) -> None:
+    def gated(x: Undivided, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear(x, weight, bias, gated=True)
+
+    check_norm_between(linear_add, gated, 3, "cpu", dtype)
+    assert not takes_undivided(torch.zeros(1, 8), gated=torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_kernel_of_a_norm_between_two_linears(tile: dict[str, Any], launch_device: str) -> None:
+    from engine_core.kernels.linear import triton
+
+    def add(
+        x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Undivided, Tensor]:
+        given = (x, weight, bias, triton.Tile(**tile), residual, norm_weight)
+        values, squares, total = triton.linear_add(*given)
+        return Undivided(values, squares, eps), total
+
+    def gated(x: Undivided, weight: Tensor, bias: Tensor) -> Tensor:
+        options = {"gated": True, "squares": x.squares, "eps": x.eps}
+        return triton.linear(x.values, weight, bias, triton.Tile(**tile), **options)
+
+    for dtype in (torch.float32, torch.float16):
+        rows = 1 if tile.get("mode") == "vector" else 5
+        check_norm_between(add, gated, rows, launch_device, dtype)
 
 
 @pytest.mark.parametrize(

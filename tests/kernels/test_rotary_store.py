@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,8 +111,18 @@ def check(op: Any, given: list[Tensor], options: dict[str, Any]) -> None:
     assert flat_v[untouched].isnan().all()
 
 
+@pytest.mark.usefixtures("cpu_path")
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_is_the_formula(options: dict[str, Any]) -> None:
+    check(rotary_store, *make(**options))
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 9])
+@pytest.mark.parametrize("options", [{"norm": True}, {"sections": 2, "half": 4}], ids=str)
+def test_threads_share_tokens(
+    options: dict[str, Any], count: int, share_among: Callable[[int], None]
+) -> None:
+    share_among(count)
     check(rotary_store, *make(**options))
 
 
@@ -123,6 +134,7 @@ def test_kernel(options: dict[str, Any], launch_device: str) -> None:
     check(triton.rotary_store, *make(launch_device, **options))
 
 
+@pytest.mark.usefixtures("cpu_path")
 def test_keys_are_left_alone() -> None:
     given, options = make(norm=True)
     before = given[1].clone()
@@ -146,6 +158,8 @@ def test_preconditions() -> None:
         call(6, given[6].transpose(1, 3).contiguous().transpose(1, 3))
     with pytest.raises(ValueError, match="cos and sin"):
         call(3, given[3][:2])
+    with pytest.raises(ValueError, match=r"float32, got torch\.float64"):
+        call(3, given[3].double())
     with pytest.raises(ValueError, match="both be"):
         call(0, given[0], q_weight=torch.ones(16))
     wide = torch.zeros(7, 9)

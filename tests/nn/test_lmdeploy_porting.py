@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from engine_core.configs import HFConfig
+from engine_core.configs import HFConfig, ModelConfig
 from engine_core.errors import WeightsMismatchError
 from engine_core.nn import lmdeploy
-from engine_core.nn.loading import load_account
+from engine_core.runtime.loader import build_on_meta, check_weights, load_weights
+from engine_core.step_context import BuildContext
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "porting-from-lmdeploy.md"
@@ -66,6 +68,19 @@ def test_a_ported_file_gives_the_logits_of_transformers(
 def test_the_guides_own_shape_runs(ported: Callable[[str], str]) -> None:
     """No mixin, and logits from forward."""
     check_generation("llama-gqa", {"custom_module_map": ported("GuideForCausalLM")})
+
+
+def test_update_weights_is_called_without_a_mixin(ported: Callable[[str], str]) -> None:
+    """A model without a base ties its head where lmdeploy's loader would have it do so."""
+    module_map = Path(ported("GuideForCausalLM"))
+    with module_map.open("a") as lines:
+        lines.write(
+            "class TiedForCausalLM(GuideForCausalLM):\n"
+            "    def update_weights(self):\n"
+            "        self.lm_head.weight = self.model.embed_tokens.weight\n"
+            'MODULE_MAP = {"LlamaForCausalLM": "TiedForCausalLM"}\n'
+        )
+    check_generation("llama-tied-llama3", {"custom_module_map": str(module_map)})
 
 
 @pytest.mark.slow
@@ -261,7 +276,7 @@ def test_the_padding_row_is_zero_and_the_head_can_share_the_matrix() -> None:
 class TinyModel(nn.Module, lmdeploy.DeployModelMixinV1):
     """A head that its base builds and ties."""
 
-    def __init__(self, config: Any, ctx_mgr: object) -> None:
+    def __init__(self, config: Any, ctx_mgr: object, **kwargs: object) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(6, 4, config.pad_token_id)
@@ -276,19 +291,33 @@ class TinyModel(nn.Module, lmdeploy.DeployModelMixinV1):
             lmdeploy.default_weight_loader(parameters[name], tensor)
 
 
+class _InMemory:
+    """A checkpoint with one tensor."""
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self._tensor = (name, tensor)
+        self.headers = {name: SimpleNamespace(dtype="float32", shape=tensor.shape)}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield self._tensor
+
+
+def load_tiny(table: Tensor, **config: Any) -> nn.Module:
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "num_layers", "num_attention_heads"), 4)
+    sizes |= {"num_key_value_heads": 4, "head_dim": 1, "max_position_embeddings": 8}
+    model_config = ModelConfig(architecture="Tiny", hf_config=HFConfig(**config), **sizes)
+    model = build_on_meta(TinyModel, model_config, BuildContext(dtype=torch.float32))
+    source = _InMemory("embed.weight", table)
+    check_weights(model, source, "memory")
+    load_weights(model, source, "memory", torch.device("cpu"))
+    return model
+
+
 def test_the_mixin_ties_the_head_before_and_after_loading() -> None:
     table = torch.randn(6, 4)
-    tied = TinyModel(HFConfig(), None)
-    with load_account(tied) as account:
-        tied.load_weights(account.watch([("embed.weight", table)]))
-    account.raise_mismatch("memory")
-    assert torch.equal(tied.get_logits(torch.eye(4)), table.T)
-
-    apart = TinyModel(HFConfig(tie_word_embeddings=False), None)
-    with load_account(apart) as account:
-        apart.load_weights(account.watch([("embed.weight", table)]))
+    assert torch.equal(load_tiny(table).get_logits(torch.eye(4)), table.T)
     with pytest.raises(WeightsMismatchError, match=r"missing: lm_head\.weight"):
-        account.raise_mismatch("memory")
+        load_tiny(table, tie_word_embeddings=False)
 
 
 def test_every_name_of_the_module_is_in_the_document() -> None:

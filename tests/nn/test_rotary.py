@@ -6,6 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from engine_core.configs import HFConfig
 from engine_core.nn import build_rotary_embedding, build_rotary_embedding_from_config
@@ -125,3 +129,43 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
     one, two = map(build_rotary_embedding_from_config, (old, new))
     assert torch.equal(one.inv_freq, two.inv_freq)
     assert one.inv_freq.shape == (8,)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "embedding_class", "interleaved"),
+    [
+        (Qwen2VLTextConfig, Qwen2VLRotaryEmbedding, False),
+        (Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding, True),
+    ],
+    ids=["qwen2-vl", "qwen3-vl"],
+)
+@pytest.mark.parametrize("sections", [[16, 8, 8], [8, 12, 12], [12, 10, 10]])
+def test_three_positions_a_token_are_those_of_transformers(
+    config_class: type, embedding_class: type, interleaved: bool, sections: list[int]
+) -> None:
+    if interleaved and sections == [8, 12, 12]:
+        sections = [11, 11, 10]  # the other would deal out more angles than there are
+    scaling = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    if interleaved:
+        scaling["mrope_interleaved"] = True
+    config = config_class(
+        hidden_size=128, num_attention_heads=2, head_dim=64, rope_parameters=dict(scaling)
+    )
+    positions = torch.randint(0, 500, (3, 17), generator=torch.Generator().manual_seed(0))
+    theirs_cos, theirs_sin = embedding_class(config)(torch.zeros(1), positions[:, None])
+    rotary = build_rotary_embedding(64, base=10000.0, scaling=scaling)
+    cos, sin = rotary(positions)
+    torch.testing.assert_close(cos, theirs_cos[0, :, :32])
+    torch.testing.assert_close(sin, theirs_sin[0, :, :32])
+    # Of text all three are equal.
+    text = positions[:1]
+    plain = build_rotary_embedding(64, base=10000.0)(text)
+    for three in (rotary(text), rotary(text.expand(3, -1))):
+        torch.testing.assert_close(three, plain)
+
+
+def test_sections_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match="add up to 32"):
+        build_rotary_embedding(64, scaling={"rope_type": "mrope", "mrope_section": [16, 8, 4]})
+    with pytest.raises(ValueError, match="mrope_section"):
+        build_rotary_embedding(64, scaling={"rope_type": "mrope"})

@@ -121,6 +121,10 @@ def test_the_commands_take_one_or_several_files(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     assert done.stdout.split() == [str(token) for token in prompt.new_tokens[:8]]
 
+    heather = checkpoint(tmp_path, "Heather")
+    done = runner.invoke(app, ["check-model", heather, "--skip-tokenizer-init", *options])
+    assert done.exit_code == 0, done.stdout + done.stderr
+
     for name in ("plugins", "env"):
         done = runner.invoke(app, [name, "--json", *options])
         assert done.exit_code == 0, done.stderr

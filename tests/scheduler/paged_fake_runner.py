@@ -2,10 +2,11 @@
 
 Each position has a value that depends on its token, its atomic span, the salts, and the values of
 every position that the attention of each group sees. Values are written to and read from a fake
-paged memory through the block tables; a read that gives anything but the row's own value, and a
-write into a block that belongs to another row, is a ``ContractError``. Steps take effect in order,
-but only when their result is fetched: until then they are in flight, while later plans already
-hand out rows and blocks.
+paged memory through the block tables, and copied to a fake host memory and back; a read that gives
+anything but the row's own value, and a write into a block that belongs to another row, is a
+``ContractError``. Steps take effect in order, but only when their result is fetched: until then
+they are in flight, while later plans already hand out rows and blocks. A block that a step in
+flight uses may be handed out only if it is copied to the host after that step.
 """
 
 from __future__ import annotations
@@ -104,7 +105,10 @@ class FakeRunner:
         self.fail_at = dict(fail_at or {})
         self.rows: dict[int, DeviceRow] = {}
         self.memory: dict[tuple[int, int, int], int | str] = {}
+        self.host: dict[tuple[int, int, int], int | str | None] = {}
         self.writer: dict[tuple[int, int], DeviceRow] = {}
+        self.claims: dict[int, list[tuple[int, int, DeviceRow]]] = {}
+        self.saved: dict[tuple[int, int], int] = {}
         self.flight: deque[tuple[StepPlan, list[DeviceRow]]] = deque()
         self.last_step = -1
         self.max_repeat_seen = 0
@@ -115,11 +119,22 @@ class FakeRunner:
         self.last_step = plan.step_id
         self.max_repeat_seen = max(self.max_repeat_seen, plan.repeat)
         expect(len(plan.rows) > 0, "empty plan")
-        expect(plan.num_tokens <= self.config.max_num_batched_tokens, "too many tokens in a step")
+        chunked = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
+        expect(chunked <= self.config.max_num_batched_tokens, "too many tokens in a step")
+        expect(len(plan.rows) <= self.config.max_num_seqs, "too many rows in a step")
         expect(1 <= plan.repeat <= self.config.max_repeat, f"repeat {plan.repeat}")
         lone = [row.num_tokens == 1 for row in plan.rows]
         expect(lone == sorted(lone, reverse=True), "decode rows do not come first")
         expect(plan.repeat == 1 or (all(lone) and not plan.admitted), "repeated prefill")
+        for group, pairs in enumerate(plan.swap_out):
+            for block, slot in pairs:
+                expect(0 < block < self.num_blocks[group], f"block {block} is swapped")
+                expect(0 <= slot < self.config.num_swap_blocks, f"no slot {slot}")
+                self.saved[group, block] = plan.step_id
+        restored = [{block for block, _ in pairs} for pairs in plan.swap_in] or [
+            set() for _ in self.windows
+        ]
+        self.claims[plan.step_id] = []
         for admission in plan.admitted:
             self._admit(admission)
         in_step = []
@@ -133,7 +148,9 @@ class FakeRunner:
                 device_row.computed = row.start  # what is before comes from the prefix cache
             for group, blocks in enumerate(row.new_blocks):
                 for block in blocks:
-                    self._append(device_row, group, block, row.start)
+                    fresh = self._append(device_row, group, block, row.start)
+                    if fresh or block in restored[group]:
+                        self._claim(plan, device_row, group, block)
                 capacity = len(device_row.tables[group]) * self.block_size
                 needed = row.start + row.num_tokens - 1 + plan.repeat
                 expect(needed <= capacity, f"{needed} positions, blocks for {capacity}")
@@ -142,6 +159,7 @@ class FakeRunner:
     def result(self) -> StepResult:
         """Run the oldest step in flight."""
         plan, rows = self.flight.popleft()
+        self._copy_and_claim(plan)
         self.num_tokens_run += plan.num_tokens * plan.repeat
         tokens: list[list[int]] = [[] for _ in rows]
         prompt_logprobs: list[list[dict[int, Logprob]]] = [[] for _ in rows]
@@ -217,7 +235,8 @@ class FakeRunner:
             [[] for _ in self.windows],
         )
 
-    def _append(self, row: DeviceRow, group: int, block: int, start: int) -> None:
+    def _append(self, row: DeviceRow, group: int, block: int, start: int) -> bool:
+        """Add a block to a table; whether nothing before ``start`` lies in it."""
         table = row.tables[group]
         begin = len(table) * self.block_size
         table.append(block)
@@ -225,10 +244,40 @@ class FakeRunner:
         if block == 0:
             unseen = begin + self.block_size <= first_seen(start, self.windows[group])
             expect(unseen, f"null block for positions from {begin}, first query {start}")
-        elif begin >= start:
+        return block != 0 and begin >= start
+
+    def _claim(self, plan: StepPlan, row: DeviceRow, group: int, block: int) -> None:
+        """A row begins to write a block: no step in flight may use it without a copy after it."""
+        for earlier, others in self.flight:
+            if self.saved.get((group, block), -1) > earlier.step_id:
+                continue
+            for other, used in zip(others, earlier.rows, strict=True):
+                first = first_seen(used.start, self.windows[group]) // self.block_size
+                last = (used.start + used.num_tokens - 2 + earlier.repeat) // self.block_size
+                expect(
+                    block not in other.tables[group][first : last + 1],
+                    f"{row.request_id} gets block {block} of group {group}, which step "
+                    f"{earlier.step_id} in flight uses for {other.request_id}",
+                )
+        self.claims[plan.step_id].append((group, block, row))
+
+    def _copy_and_claim(self, plan: StepPlan) -> None:
+        """What a plan does to the memory before its rows run."""
+        offsets = range(self.block_size)
+        for group, pairs in enumerate(plan.swap_out):
+            for block, slot in pairs:
+                for offset in offsets:
+                    self.host[group, slot, offset] = self.memory.get((group, block, offset))
+        for group, block, row in self.claims.pop(plan.step_id):
             self.writer[group, block] = row
-            for offset in range(self.block_size):
+            for offset in offsets:
                 self.memory.pop((group, block, offset), None)
+        for group, pairs in enumerate(plan.swap_in):
+            for block, slot in pairs:
+                for offset in offsets:
+                    value = self.host.get((group, slot, offset))
+                    if value is not None:
+                        self.memory[group, block, offset] = value
 
     def _compute(self, row: DeviceRow, position: int) -> int:
         extend_values(row.values, row.prompt, row.tokens, self.windows)
@@ -287,6 +336,7 @@ class Job:
     abort_at: int | None = None
     cut_at: int | None = None
     fail_at: int | None = None
+    priority: int = 0
 
 
 @dataclass
@@ -338,6 +388,7 @@ class Workload:
                 eos_token_ids=(EOS,),
                 arrival_time=float(job.arrival),
                 max_model_len=max_model_len,
+                priority=job.priority,
             )
             self.outcomes.append(Outcome(request))
             if job.fail_at is not None:
@@ -352,6 +403,7 @@ class Workload:
             self._events(turn)
             plan = self.scheduler.schedule()
             self.scheduler.check()
+            self._check_first(plan)
             if plan is not None:
                 self._check_order(plan)
                 self.runner.submit(plan)
@@ -363,6 +415,7 @@ class Workload:
             expect(turn < most, f"no end after {turn} turns")
         for group in self.scheduler.groups:
             expect(group.pool.num_used == 0, f"{group.pool.num_used} blocks leaked")
+        self.scheduler.check()
         return self.outcomes
 
     def _events(self, turn: int) -> None:
@@ -374,13 +427,28 @@ class Workload:
                 self.scheduler.abort(f"r{number}")
                 self.scheduler.check()
 
+    def _check_first(self, plan: StepPlan | None) -> None:
+        """The first of the unfinished requests goes on, if nothing in flight is waited for."""
+        unfinished = [
+            self.outcomes[number].request
+            for number in self.added
+            if not self.outcomes[number].request.finished
+        ]
+        if self.runner.flight or not unfinished:
+            return
+        first = min(unfinished, key=lambda request: (request.priority, request.order))
+        planned = [] if plan is None else [row.request_id for row in plan.rows]
+        expect(first.request_id in planned, f"{first} is first and does not go on")
+
     def _check_order(self, plan: StepPlan) -> None:
-        """Nobody is admitted before someone who came earlier."""
+        """Nobody is admitted before someone of the same or a more important priority who waits."""
         for admission in plan.admitted:
             number = int(admission.request_id[1:])
-            for earlier in self.added[: self.added.index(number)]:
-                status = self.outcomes[earlier].request.status
-                expect(status is not RequestStatus.WAITING, f"r{number} overtakes r{earlier}")
+            own = (self.jobs[number].priority, self.added.index(number))
+            for place, other in enumerate(self.added):
+                if (self.jobs[other].priority, place) < own:
+                    status = self.outcomes[other].request.status
+                    expect(status is not RequestStatus.WAITING, f"r{number} overtakes r{other}")
 
     def _fetch(self) -> None:
         updates = self.scheduler.update(self.runner.result())

@@ -4,37 +4,14 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
+from scheduling import answer, planned, scheduler
 
-from engine_core.cache import KVCacheGroup
-from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
+import engine_core.scheduler.scheduler as scheduler_module
+from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.errors import ConfigError, RequestError
 from engine_core.inputs import ProcessedPrompt
-from engine_core.scheduler import Request, RequestStatus, RequestUpdate, Scheduler
+from engine_core.scheduler import Request, RequestStatus, Scheduler
 from engine_core.steps import Logprob, RowResult, StepPlan, StepResult
-
-
-def scheduler(
-    *,
-    block_size: int = 4,
-    num_blocks: int = 64,
-    windows: Sequence[int | None] = (None,),
-    enable_prefix_caching: bool = True,
-    **limits: int,
-) -> Scheduler:
-    cache = CacheConfig(
-        block_size=block_size,
-        num_blocks=num_blocks,
-        enable_prefix_caching=enable_prefix_caching,
-    )
-    groups = [
-        KVCacheGroup(
-            KVCacheSpec(num_kv_heads=1, head_dim=8, v_head_dim=8, dtype="float16", window=window),
-            cache,
-        )
-        for window in windows
-    ]
-    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
-    return Scheduler(SchedulerConfig(**{**defaults, **limits}), groups)
 
 
 def request(
@@ -55,26 +32,6 @@ def request(
         arrival_time=0.0,
         max_model_len=max_model_len,
     )
-
-
-def planned(sched: Scheduler) -> StepPlan:
-    plan = sched.schedule()
-    assert plan is not None
-    sched.check()
-    return plan
-
-
-def answer(sched: Scheduler, plan: StepPlan, *tokens: Sequence[int]) -> list[RequestUpdate]:
-    """Give each row of the plan its sampled tokens; 7s where none are named."""
-    rows = []
-    for index, row in enumerate(plan.rows):
-        default = (7,) * plan.repeat if row.sample else ()
-        rows.append(
-            RowResult(row.request_id, tuple(tokens[index]) if index < len(tokens) else default)
-        )
-    updates = sched.update(StepResult(plan.step_id, tuple(rows)))
-    sched.check()
-    return updates
 
 
 def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
@@ -188,15 +145,35 @@ def test_long_prompts_are_chunked_and_share_the_step_with_decodes() -> None:
     for _ in range(4):
         plan = planned(sched)
         steps.append(shape(plan))
-        assert plan.num_tokens <= 8
         answer(sched, plan)
+    # What a decode row computes is not taken from the prompt's eight tokens.
     assert [[row for row in step if row[0] == "long"] for step in steps] == [
-        [("long", 0, 7, False)],
-        [("long", 7, 7, False)],
-        [("long", 14, 3, True)],
+        [("long", 0, 8, False)],
+        [("long", 8, 8, False)],
+        [("long", 16, 1, True)],
         [("long", 17, 1, True)],
     ]
     assert all(step[0][0] == "short" for step in steps)
+
+
+def test_prompts_of_a_batch_take_no_more_steps_than_their_tokens_fill() -> None:
+    sched = scheduler(max_num_batched_tokens=16, num_blocks=256)
+    for number in range(4):
+        sched.add(request(str(number), range(number, number + 16), max_tokens=9))
+    steps = []
+    for _ in range(4):
+        plan = planned(sched)
+        steps.append([row.num_tokens for row in plan.rows])
+        answer(sched, plan)
+    assert steps == [[16], [1, 16], [1, 1, 16], [1, 1, 1, 16]]
+
+
+def test_a_span_as_long_as_a_step_is_not_held_up_by_decodes() -> None:
+    sched = scheduler(max_num_batched_tokens=8)
+    sched.add(request("short", max_tokens=20))
+    answer(sched, planned(sched))
+    sched.add(request("long", range(1, 10), spans=((0, 8),)))
+    assert shape(planned(sched)) == [("short", 3, 1, True), ("long", 0, 8, False)]
 
 
 def test_decode_rows_come_before_chunks() -> None:
@@ -290,6 +267,64 @@ def test_a_prefix_is_not_shared_if(why: str) -> None:
     sched.add(second)
     assert shape(planned(sched)) == [("second", 0, 9, True)]
     assert second.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("taken", "asked", "cached"),
+    [
+        (0, "two", 8),
+        # The end of a prompt goes first: what is left of it is still of use.
+        (1, "two", 4),
+        (2, "two", 0),
+        (2, "one", 8),
+    ],
+)
+def test_the_prompt_used_longest_ago_leaves_the_prefix_cache_first(
+    taken: int, asked: str, cached: int
+) -> None:
+    sched = scheduler(num_blocks=9)
+    prompts = {"one": range(10, 19), "two": range(20, 29), "three": range(30, 39)}
+
+    def run(tokens: Sequence[int]) -> int:
+        one = request("a", tokens, max_tokens=1)
+        sched.add(one)
+        answer(sched, planned(sched))
+        return one.num_cached_tokens
+
+    assert [run(prompts["one"]), run(prompts["two"])] == [0, 0]
+    # Used again, the first prompt is the one used last; the third takes the blocks without a key.
+    assert [run(prompts["one"]), run(prompts["three"])] == [8, 0]
+    if taken:
+        run(range(50, 50 + 4 * taken))
+    assert run(prompts[asked]) == cached
+
+
+def test_hits_are_counted_in_tokens() -> None:
+    sched = scheduler()
+    for name, tokens in (("a", range(1, 10)), ("b", range(1, 10)), ("c", [1, 2, 3, 4, 9, 9])):
+        sched.add(request(name, tokens, max_tokens=1))
+        answer(sched, planned(sched))
+    assert (sched.prefix_cache_queries, sched.prefix_cache_hits) == (9 + 9 + 6, 0 + 8 + 4)
+    # Nothing is looked up for a request that must compute its whole prompt.
+    sched.add(request("d", range(1, 10), max_tokens=1, prompt_logprobs=0))
+    answer(sched, planned(sched))
+    assert (sched.prefix_cache_queries, sched.prefix_cache_hits) == (24, 12)
+
+
+def test_without_prefix_caching_no_token_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object, **fields: object) -> None:
+        raise AssertionError("keys are made")
+
+    monkeypatch.setattr(scheduler_module, "extend_block_keys", never)
+    sched = scheduler(enable_prefix_caching=False)
+    sched.add(request("a", range(1, 10), max_tokens=12))
+    while sched.has_unfinished():
+        answer(sched, planned(sched))
+    assert (sched.prefix_cache_queries, sched.prefix_cache_hits) == (0, 0)
+    sched = scheduler()
+    sched.add(request("a", range(1, 10)))
+    with pytest.raises(AssertionError, match="keys are made"):
+        sched.schedule()
 
 
 def prompt_logprobs(first: int, last: int) -> tuple[dict[int, Logprob], ...]:

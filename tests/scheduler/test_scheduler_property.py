@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from paged_fake_runner import FakeRunner, Job, Workload
@@ -27,7 +29,7 @@ def spans(draw: st.DrawFn, prompt_len: int, longest: int) -> tuple[tuple[int, in
 
 
 @st.composite
-def jobs(draw: st.DrawFn, config: SchedulerConfig, scarce: bool) -> Job:
+def jobs(draw: st.DrawFn, config: SchedulerConfig, scarce: bool, priorities: Sequence[int]) -> Job:
     # Few different beginnings, so that prompts share prefixes.
     longest = config.max_model_len // 2 if scarce else config.max_model_len - 1
     prompt_len = draw(st.integers(1, longest))
@@ -58,6 +60,7 @@ def jobs(draw: st.DrawFn, config: SchedulerConfig, scarce: bool) -> Job:
         abort_at=draw(st.none() | st.none() | st.integers(0, 25)),
         cut_at=cut_at,
         fail_at=draw(st.none() | st.none() | st.none() | st.integers(0, config.max_model_len)),
+        priority=draw(st.sampled_from(priorities)),
     )
 
 
@@ -67,11 +70,13 @@ def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
     max_num_seqs = draw(st.integers(3 if scarce else 1, 5))
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
+        max_num_batched_tokens=draw(st.integers(1, 16)),
         max_model_len=draw(st.integers(12 if scarce else 2, 28)),
         max_repeat=draw(st.integers(1, 4)),
+        num_swap_blocks=draw(st.sampled_from([0, 0, 3, 8, 100])),
     )
-    work = draw(st.lists(jobs(config, scarce), min_size=4 if scarce else 1, max_size=8))
+    priorities = draw(st.sampled_from([(0,), (0, 1), (-2, 0, 7)]))
+    work = draw(st.lists(jobs(config, scarce, priorities), min_size=4 if scarce else 1, max_size=8))
     block_size = draw(st.integers(1, 3 if scarce else 8))
     longest = max(
         min(config.max_model_len, len(j.prompt.token_ids) + (j.sampling.max_tokens or 10**6))
@@ -99,6 +104,8 @@ def run_and_verify(workload: Workload) -> None:
     workload.verify()
     if any(outcome.request.num_preemptions for outcome in outcomes):
         event("preemption")
+    if workload.scheduler.num_swaps:
+        event("swap")
     if any(outcome.request.num_cached_tokens for outcome in outcomes):
         event("prefix hit")
     if workload.runner.max_repeat_seen > 1:

@@ -45,6 +45,7 @@ def workload(
         max_num_batched_tokens=limits.get("max_num_batched_tokens", 32),
         max_model_len=MODEL_LEN,
         max_repeat=limits.get("max_repeat", 1),
+        num_swap_blocks=limits.get("num_swap_blocks", 0),
     )
     cache = CacheConfig(block_size=block_size, num_blocks=num_blocks)
     groups = [
@@ -181,6 +182,17 @@ def window_over_a_hit() -> Workload:
     return workload(
         [job([1, 2, 3, 4, 5, 6, 7], 2), job([1, 2, 3, 4, 5, 6, 7], 2, arrival=12)],
         windows=(None, 4),
+    )
+
+
+def swapped() -> Workload:
+    """Two requests outgrow the cache; the later one goes to host memory with steps in flight."""
+    return workload(
+        [job([1, 2, 3, 4], 12), job([5, 6, 7, 8], 12)],
+        depth=3,
+        num_blocks=9,
+        windows=(None, 5),
+        num_swap_blocks=20,
     )
 
 
@@ -331,6 +343,63 @@ def drop_what_steps_in_flight_see(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_drop_unseen", mutant)
 
 
+def copy_what_is_computed(patch: pytest.MonkeyPatch) -> None:
+    save = Scheduler._save
+
+    def mutant(self: Scheduler, request: Request) -> None:
+        scheduled = request.num_scheduled
+        save(self, request)
+        if request.num_swapped:
+            request.num_swapped = scheduled + 1
+
+    patch.setattr(Scheduler, "_save", mutant)
+    patch.setattr(Scheduler, "check", lambda self: None)
+
+
+def come_back_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    swap_in = Scheduler._swap_in
+
+    def mutant(self: Scheduler, request: Request, draft: Any, cached: int) -> None:
+        for slots in request.swap_slots:
+            slots.reverse()
+        swap_in(self, request, draft, cached)
+
+    patch.setattr(Scheduler, "_swap_in", mutant)
+
+
+def forget_the_copies_out(patch: pytest.MonkeyPatch) -> None:
+    schedule = Scheduler.schedule
+
+    def mutant(self: Scheduler) -> Any:
+        plan = schedule(self)
+        return None if plan is None else replace(plan, swap_out=())
+
+    patch.setattr(Scheduler, "schedule", mutant)
+
+
+def leave_out_the_last_copy_in(patch: pytest.MonkeyPatch) -> None:
+    swap_in = Scheduler._swap_in
+
+    def mutant(self: Scheduler, request: Request, draft: Any, cached: int) -> None:
+        swap_in(self, request, draft, cached)
+        draft.swap_in[0].pop()
+
+    patch.setattr(Scheduler, "_swap_in", mutant)
+
+
+def copies_out_after_the_step(patch: pytest.MonkeyPatch) -> None:
+    """A runner that does not keep the order which the plan promises."""
+    submit = FakeRunner.submit
+    late: dict[int, Any] = {}
+
+    def mutant(self: FakeRunner, plan: Any) -> None:
+        now = late.pop(id(self), ())
+        late[id(self)] = plan.swap_out
+        submit(self, replace(plan, swap_out=now))
+
+    patch.setattr(FakeRunner, "submit", mutant)
+
+
 PROTECTIONS: dict[str, tuple[Scenario, Mutation]] = {
     "blocks wait for steps in flight": (abort_in_flight, release_blocks_at_once),
     "rows wait for steps in flight": (abort_in_flight_with_free_blocks, release_rows_at_once),
@@ -348,6 +417,11 @@ PROTECTIONS: dict[str, tuple[Scenario, Mutation]] = {
     "blocks cover repeats": (repeats, repeat_beyond_the_blocks),
     "windows are whole": (sliding_window, drop_one_block_more),
     "windows of hits are whole": (window_over_a_hit, drop_one_block_more),
+    "what is in flight is copied": (swapped, copy_what_is_computed),
+    "copies come back in order": (swapped, come_back_in_another_order),
+    "every block is copied out": (swapped, forget_the_copies_out),
+    "every block is copied in": (swapped, leave_out_the_last_copy_in),
+    "copies come before blocks are used anew": (swapped, copies_out_after_the_step),
     "steps in flight keep their window": (sliding_window, drop_what_steps_in_flight_see),
 }
 

@@ -1,13 +1,25 @@
-"""The gated activations on a CPU, with two temporaries instead of four."""
+"""The gated activations on a CPU: compiled where that is possible, else of torch's operations."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine_core.kernels import compiled
+
+# So few numbers are turned to float32 at once, as a call costs more than they do: 4.8 us instead of
+# 6.3 for a row of 3072.
+_SMALL = 2**14
+
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``x [..., 2 * I]``."""
+    if compiled.takes(x):
+        out: Tensor = compiled.kernels("activation").act_and_mul(x, "silu")
+        return out
+    if x.numel() <= _SMALL and x.itemsize < 4:
+        gate, up = x.float().chunk(2, dim=-1)
+        return F.silu(gate, inplace=True).mul_(up).type_as(x)
     gate, up = x.chunk(2, dim=-1)
     # In float32 it is a new tensor too: silu's own result.
     gate32 = F.silu(gate.float(), inplace=gate.itemsize < 4)
@@ -16,5 +28,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     """``gelu(gate) * up`` of ``x [..., 2 * I]``."""
+    if approximate == "tanh" and compiled.takes(x):
+        out: Tensor = compiled.kernels("activation").act_and_mul(x, "gelu_tanh")
+        return out
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate.float(), approximate=approximate).mul_(up).to(x.dtype)

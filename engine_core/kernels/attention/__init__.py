@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from engine_core.kernels.attention import cpu
@@ -26,6 +29,7 @@ def paged_attention(
     softcap: float | None = None,
     prefix_lens: Tensor | None = None,
     out: Tensor | None = None,
+    memo: dict[Any, Any] | None = None,
 ) -> Tensor:
     """Softmax attention of each row's new tokens over all the tokens that its blocks hold.
 
@@ -58,6 +62,9 @@ def paged_attention(
         softcap: bound of the logits.
         prefix_lens: ``[R]`` int32, leading tokens that every query of the row sees.
         out: ``[T, Hq, Dv]`` contiguous, written in place; made if None.
+        memo: one dict for all calls with these ``block_tables``, ``query_start``, ``kv_lens``,
+            ``num_decode_rows`` and ``prefix_lens``, as in the layers of a step; empty before the
+            first. On a CPU it keeps what was found out of them.
 
     Returns:
         ``[T, Hq, Dv]``. Tokens at ``query_start[R]`` and beyond are not written.
@@ -100,13 +107,21 @@ def paged_attention(
             f"{tuple(block_tables.shape)} and query_start {tuple(query_start.shape)}; expected "
             f"[{num_rows}, max_blocks] and [{num_rows + 1}]"
         )
+    if block_tables.dtype != torch.int32 or kv_lens.dtype != torch.int32:
+        raise ValueError(
+            f"paged_attention: block_tables are {block_tables.dtype} and kv_lens {kv_lens.dtype}; "
+            "both must be int32"
+        )
     if not 0 <= num_decode_rows <= num_rows:
         raise ValueError(f"paged_attention: {num_decode_rows} decode rows of {num_rows} rows")
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1, got {window}")
-    if alibi_slopes is not None and alibi_slopes.shape != (num_heads,):
+    if alibi_slopes is not None and (
+        alibi_slopes.shape != (num_heads,) or alibi_slopes.dtype != torch.float32
+    ):
         raise ValueError(
-            f"paged_attention: alibi_slopes must be [{num_heads}], got {tuple(alibi_slopes.shape)}"
+            f"paged_attention: alibi_slopes must be [{num_heads}] float32, got "
+            f"{tuple(alibi_slopes.shape)} {alibi_slopes.dtype}"
         )
     if prefix_lens is not None and prefix_lens.shape != (num_rows,):
         raise ValueError(
@@ -148,11 +163,13 @@ def paged_attention(
             block_tables=block_tables,
             query_start=query_start,
             kv_lens=kv_lens,
+            max_kv_len=max_kv_len,
             num_decode_rows=num_decode_rows,
             scale=scale,
             alibi_slopes=alibi_slopes,
             window=window,
             softcap=softcap,
             prefix_lens=prefix_lens,
+            memo={} if memo is None else memo,
         )
     return out

@@ -1,5 +1,8 @@
 """Paged attention on a CPU, through torch's fused scaled_dot_product_attention.
 
+Decode rows have a kernel of their own where kernels can be compiled; what follows of them is for
+where they cannot.
+
 torch's kernel packs the keys of one batch entry and head, then multiplies them with that entry's
 queries. So the query heads of one KV head are given to it as query positions when decoding, and as
 heads over stride-0 keys in a prefill chunk: neither copies a key more than once. ``enable_gqa`` is
@@ -12,12 +15,15 @@ than it saves: see :func:`_copies_into_tiles`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine_core.kernels import compiled
 from engine_core.kernels.attention import reference
 
 # Decode rows are attended together until their padding costs more than one more call would: about
@@ -28,6 +34,57 @@ _MAX_PADDING = 2**17
 # tokens, 3 KV heads of 64). Many threads need more, to have two tasks each.
 _MAX_GATHERED = 2**20
 _MAX_GATHERED_PER_THREAD = 2**18
+# What :func:`torch.baddbmm` is to add nothing of.
+_NOTHING = torch.zeros(1, device="cpu")
+
+
+class _Span(NamedTuple):
+    """Where adjoining tokens of a row lie.
+
+    Attributes:
+        num_tokens: how many.
+        block: the block of the first, if all blocks adjoin.
+        offset: of the first in its block.
+        blocks: all blocks, if they do not adjoin; else None.
+    """
+
+    num_tokens: int
+    block: int
+    offset: int
+    blocks: Tensor | None
+
+
+class _Group(NamedTuple):
+    """Decode rows that are attended together, padded to ``n`` tokens each.
+
+    Attributes:
+        rows: ``[R]`` int64.
+        slots: ``[R, n]``, of a token that the row sees where it has none.
+        bias: ``[R, 1, 1, n]``, -inf where it has none; None if all have n.
+        distance: ``[R, 1, 1, n]``, each token's position less the query's.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    bias: Tensor | None
+    distance: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How the rows of a step are attended, which is the same in all layers with equal caches.
+
+    Attributes:
+        empty: queries of rows of length 0, as ``(begin, end)``.
+        rows: decode rows that are attended one by one.
+        groups: decode rows that are attended together.
+        chunks: ``(row, begin, end)`` of rows with several queries, or with a prefix and a window.
+    """
+
+    empty: list[tuple[int, int]]
+    rows: list[tuple[int, _Span]]
+    groups: list[_Group]
+    chunks: list[tuple[int, int, int]]
 
 
 def paged_attention(
@@ -39,106 +96,178 @@ def paged_attention(
     block_tables: Tensor,
     query_start: Tensor,
     kv_lens: Tensor,
+    max_kv_len: int,
     num_decode_rows: int,
     scale: float,
     alibi_slopes: Tensor | None,
     window: int | None,
     softcap: float | None,
     prefix_lens: Tensor | None,
+    memo: dict[Any, Any],
 ) -> None:
     """Write attention into ``out``; arguments as in the public wrapper."""
-    if softcap is not None:
-        reference.paged_attention(
+    num_tokens, num_heads = q.shape[:2]
+    done = 0
+    if num_decode_rows and (window is None or prefix_lens is None) and compiled.takes(q):
+        done = num_decode_rows
+        compiled.kernels("attention").decode_attention(
             q,
             k_cache,
             v_cache,
             out,
             block_tables=block_tables,
-            query_start=query_start,
             kv_lens=kv_lens,
+            num_rows=num_decode_rows,
+            max_kv_len=max_kv_len,
             scale=scale,
             alibi_slopes=alibi_slopes,
             window=window,
             softcap=softcap,
-            prefix_lens=prefix_lens,
+        )
+        if num_tokens == done == len(kv_lens):
+            return
+    if softcap is not None:
+        # Rows that are done have one query each.
+        reference.paged_attention(
+            q[done:],
+            k_cache,
+            v_cache,
+            out[done:],
+            block_tables=block_tables[done:],
+            query_start=query_start[done:] - done,
+            kv_lens=kv_lens[done:],
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            window=window,
+            softcap=softcap,
+            prefix_lens=None if prefix_lens is None else prefix_lens[done:],
         )
         return
-    lens: list[int] = kv_lens.tolist()
-    if num_decode_rows == len(lens) == 1 and prefix_lens is None and lens[0]:
-        # One sequence: every microsecond here is spent again in each layer.
-        _attend_row(
-            q[0], k_cache, v_cache, out[0], block_tables[0], lens[0], scale, alibi_slopes, window
-        )
-        return
-    prefixes: list[int] = [0] * len(lens) if prefix_lens is None else prefix_lens.tolist()
+    key = (k_cache.shape, v_cache.shape, window)
+    plan: _Plan | None = memo.get(key)
+    if plan is None:
+        values_per_token = k_cache.shape[2] * (k_cache.shape[3] + v_cache.shape[3])
+        plan = memo[key] = _plan(
+            block_tables, query_start.tolist(), kv_lens.tolist(), done, num_decode_rows, window,
+            None if prefix_lens is None else prefix_lens.tolist(), k_cache.shape[1],
+            values_per_token,
+        )  # fmt: skip
+    for begin, end in plan.empty:
+        out[begin:end].zero_()
+    for row, span in plan.rows:
+        attended = _attend_row(q[row], k_cache, v_cache, span, scale, alibi_slopes)
+        out[row].copy_(attended.view(num_heads, -1))
+    for group in plan.groups:
+        _attend_group(q, k_cache, v_cache, out, group, scale, alibi_slopes)
+    for row, begin, end in plan.chunks:
+        _attend_chunk(
+            q[begin:end], k_cache, v_cache, out[begin:end], block_tables[row], int(kv_lens[row]),
+            scale, alibi_slopes, window, 0 if prefix_lens is None else int(prefix_lens[row]),
+        )  # fmt: skip
+
+
+def _plan(
+    block_tables: Tensor,
+    starts: list[int],
+    lens: list[int],
+    done: int,
+    num_decode_rows: int,
+    window: int | None,
+    prefixes: list[int] | None,
+    block_size: int,
+    values_per_token: int,
+) -> _Plan:
+    """A plan of all rows but the first ``done``."""
+    plan = _Plan([], [], [], [])
     batch: list[int] = []
-    chunks: list[int] = []
-    for row in range(num_decode_rows):
-        if lens[row] == 0:
-            out[row].zero_()
-        elif window is not None and prefixes[row]:
-            chunks.append(row)
+    for row in range(done, len(lens)):
+        kv_len = lens[row]
+        if kv_len == 0:
+            plan.empty.append((starts[row], starts[row + 1]))
+        elif row >= num_decode_rows or (window is not None and prefixes and prefixes[row]):
+            if starts[row] < starts[row + 1]:
+                plan.chunks.append((row, starts[row], starts[row + 1]))
         else:
             batch.append(row)
-    if batch:
-        values_per_token = k_cache.shape[2] * (k_cache.shape[3] + v_cache.shape[3])
-        spans = lens if window is None else [min(kv_len, window) for kv_len in lens]
-        for rows in _groups(batch, spans, values_per_token):
-            if len(rows) == 1:
-                row = rows[0]
-                _attend_row(
-                    q[row], k_cache, v_cache, out[row], block_tables[row], lens[row], scale,
-                    alibi_slopes, window,
-                )  # fmt: skip
-            else:
-                _attend_group(
-                    q, k_cache, v_cache, out, block_tables, rows, lens, scale, alibi_slopes, window
-                )
-    chunks.extend(range(num_decode_rows, len(lens)))
-    if chunks:
-        starts = query_start.tolist()
-        for row in chunks:
-            begin, end = starts[row], starts[row + 1]
-            if lens[row] == 0:
-                out[begin:end].zero_()
-            elif begin < end:
-                _attend_chunk(
-                    q[begin:end], k_cache, v_cache, out[begin:end], block_tables[row], lens[row],
-                    scale, alibi_slopes, window, prefixes[row],
-                )  # fmt: skip
+    spans = lens if window is None else [min(kv_len, window) for kv_len in lens]
+    for rows in _groups(batch, spans, values_per_token):
+        if len(rows) > 1:
+            plan.groups.append(_group(block_tables, rows, spans, lens, block_size))
+            continue
+        row = rows[0]
+        span = _span(block_tables[row], lens[row] - spans[row], lens[row], block_size)
+        plan.rows.append((row, span))
+    return plan
+
+
+def _span(block_table: Tensor, start: int, end: int, block_size: int) -> _Span:
+    """Where tokens ``start`` to ``end`` of a row lie."""
+    first = start // block_size
+    blocks = block_table[first : -(-end // block_size)]
+    ids: list[int] = blocks.tolist()
+    adjoining = ids == list(range(ids[0], ids[0] + len(ids)))
+    offset = start - first * block_size
+    return _Span(end - start, ids[0], offset, None if adjoining else blocks)
+
+
+def _group(
+    block_tables: Tensor, rows: list[int], spans: list[int], lens: list[int], block_size: int
+) -> _Group:
+    """The last ``spans[row]`` tokens of each row."""
+    index = torch.tensor(rows)
+    kv_len = torch.tensor([lens[row] for row in rows])[:, None]
+    start = kv_len - torch.tensor([spans[row] for row in rows])[:, None]
+    # Beyond a row's last token its first is read: what is masked must still be a number, since
+    # 0 * NaN is NaN.
+    num_slots = int((kv_len - start).max())
+    positions = start + torch.arange(num_slots)
+    visible = positions < kv_len
+    shown = torch.where(visible, positions, start)
+    blocks = block_tables.index_select(0, index).gather(1, shown // block_size)
+    slots = blocks * block_size + shown % block_size
+    bias = None
+    if not bool(visible.all()):
+        bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None, None]
+    return _Group(index, slots, bias, (positions - kv_len + 1)[:, None, None])
 
 
 def _attend_row(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    out: Tensor,
-    block_table: Tensor,
-    kv_len: int,
+    span: _Span,
     scale: float,
     alibi_slopes: Tensor | None,
-    window: int | None,
-) -> None:
-    """One query ``[Hq, D]`` over the last ``window`` of ``kv_len`` tokens."""
+) -> Tensor:
+    """One query ``[Hq, D]`` over a span's tokens: ``[Hk, Hq / Hk, Dv]``.
+
+    In float32, or in q's type.
+    """
     num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
-    start = 0 if window is None else max(kv_len - window, 0)
-    k, v = _row_tokens(k_cache, v_cache, block_table, start, kv_len)
-    if _copies_into_tiles(q):
-        q, k, v = q.float(), k.float(), v.float()
-    grouped = (1, num_kv_heads, num_heads // num_kv_heads)
+    k, v = _row_tokens(k_cache, v_cache, span)
+    grouped = (num_kv_heads, num_heads // num_kv_heads)
     bias = None
     if alibi_slopes is not None:
-        distance = torch.arange(start - kv_len + 1, 1)
-        bias = alibi_slopes.view(*grouped, 1) * distance
-    attended = F.scaled_dot_product_attention(
-        q.reshape(*grouped, head_dim),
+        bias = alibi_slopes.view(*grouped, 1) * torch.arange(1 - span.num_tokens, 1)
+    if _copies_into_tiles(q):
+        # Two products take 64 us where torch's kernel takes 73: 527 tokens, 3 KV heads of 64, on
+        # two Zen 5 cores, with keys and values in main memory.
+        logits = torch.baddbmm(
+            _NOTHING if bias is None else bias,
+            q.float().view(*grouped, head_dim),
+            k.float().permute(1, 2, 0),
+            beta=0 if bias is None else 1,
+            alpha=scale,
+        )
+        return torch.bmm(logits.softmax(dim=-1), v.float().transpose(0, 1))
+    return F.scaled_dot_product_attention(
+        q.reshape(1, *grouped, head_dim),
         k.transpose(0, 1)[None],
         v.transpose(0, 1)[None],
         attn_mask=bias,
         scale=scale,
-    )
-    out.view(*grouped, -1).copy_(attended)
+    )[0]
 
 
 def _attend_group(
@@ -146,56 +275,28 @@ def _attend_group(
     k_cache: Tensor,
     v_cache: Tensor,
     out: Tensor,
-    block_tables: Tensor,
-    rows: list[int],
-    lens: list[int],
+    group: _Group,
     scale: float,
     alibi_slopes: Tensor | None,
-    window: int | None,
 ) -> None:
     """One query for each of several rows, their keys gathered into one padded batch."""
-    num_rows = len(rows)
+    num_rows = len(group.rows)
     num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    index = torch.tensor(rows)
-    row_lens = [lens[row] for row in rows]
-    row_starts = [0 if window is None else max(n - window, 0) for n in row_lens]
-    ragged = len(set(row_lens)) > 1 or row_starts[0] > 0
-
-    first = [start // block_size for start in row_starts]
-    last = [(kv_len - 1) // block_size for kv_len in row_lens]
-    num_columns = max(b - a for a, b in zip(first, last, strict=True)) + 1
-    first_block = torch.tensor(first)[:, None]
-    columns = torch.minimum(first_block + torch.arange(num_columns), torch.tensor(last)[:, None])
-    blocks = block_tables.index_select(0, index).gather(1, columns)
-    slots = blocks[:, :, None] * block_size + torch.arange(block_size, dtype=blocks.dtype)
-    # What the longest row leaves of its last block is no token of anybody.
-    num_slots = max(n - a * block_size for n, a in zip(row_lens, first, strict=True))
-    slots = slots.view(num_rows, -1)[:, :num_slots]
-    positions = first_block * block_size + torch.arange(num_slots)
-    kv_len = torch.tensor(row_lens)[:, None]
-    bias = None
+    num_kv_heads = k_cache.shape[2]
     grouped = (num_rows, num_kv_heads, num_heads // num_kv_heads)
-    if ragged:
-        start = torch.tensor(row_starts)[:, None]
-        visible = (positions >= start) & (positions < kv_len)
-        # Masked slots must still hold numbers, since 0 * NaN is NaN: they read a visible one.
-        some_slot = slots.gather(1, start - first_block * block_size)
-        slots = torch.where(visible, slots, some_slot)
-        bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None, None]
+    bias = group.bias
     if alibi_slopes is not None:
-        distance = (positions - kv_len + 1)[:, None, None]
-        alibi = alibi_slopes.view(1, *grouped[1:], 1) * distance
+        alibi = alibi_slopes.view(1, *grouped[1:], 1) * group.distance
         bias = alibi if bias is None else alibi + bias
-    k, v = (_gather_slots(cache, slots) for cache in (k_cache, v_cache))
+    k, v = (_gather_slots(cache, group.slots) for cache in (k_cache, v_cache))
     attended = F.scaled_dot_product_attention(
-        q.index_select(0, index).view(*grouped, head_dim),
+        q.index_select(0, group.rows).view(*grouped, head_dim),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=bias,
         scale=scale,
     )
-    out.index_copy_(0, index, attended.reshape(num_rows, num_heads, -1))
+    out.index_copy_(0, group.rows, attended.reshape(num_rows, num_heads, -1))
 
 
 def _attend_chunk(
@@ -227,7 +328,8 @@ def _attend_chunk(
         prefix_len = 0  # every query sees it anyway
 
     first_key = 0 if window is None or prefix_len else max(start_pos - window + 1, 0)
-    k, v = _row_tokens(k_cache, v_cache, block_table, first_key, kv_len)
+    span = _span(block_table, first_key, kv_len, k_cache.shape[1])
+    k, v = _row_tokens(k_cache, v_cache, span)
     by_products = _copies_into_tiles(q)
     if by_products:
         k = k.permute(1, 2, 0).to(torch.float32, memory_format=torch.contiguous_format)
@@ -315,21 +417,20 @@ def _bias(
     return bias + alibi_slopes.view(*grouped, 1, 1) * (j - i)
 
 
-def _row_tokens(
-    k_cache: Tensor, v_cache: Tensor, block_table: Tensor, start: int, end: int
-) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[end - start, Hk, D]`` of a row's tokens; views if its blocks adjoin."""
-    block_size = k_cache.shape[1]
-    first = start // block_size
-    blocks = block_table[first : -(-end // block_size)]
-    ids: list[int] = blocks.tolist()
-    adjoining = ids == list(range(ids[0], ids[0] + len(ids)))
-    begin = start - first * block_size
-    tokens = slice(begin, begin + end - start)
+def _row_tokens(k_cache: Tensor, v_cache: Tensor, span: _Span) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[n, Hk, D]`` of a span's tokens; views if its blocks adjoin."""
 
     def gather(cache: Tensor) -> Tensor:
-        held = cache[ids[0] : ids[-1] + 1] if adjoining else cache.index_select(0, blocks)
-        return held.flatten(0, 1)[tokens]
+        strides = cache.stride()
+        if span.blocks is None and strides[0] == cache.shape[1] * strides[1]:
+            first = cache.storage_offset() + span.block * strides[0] + span.offset * strides[1]
+            return cache.as_strided((span.num_tokens, *cache.shape[2:]), strides[1:], first)
+        if span.blocks is None:
+            end = span.block - -(span.offset + span.num_tokens) // cache.shape[1]
+            held = cache[span.block : end]
+        else:
+            held = cache.index_select(0, span.blocks)
+        return held.flatten(0, 1)[span.offset : span.offset + span.num_tokens]
 
     return gather(k_cache), gather(v_cache)
 
@@ -338,7 +439,7 @@ def _gather_slots(cache: Tensor, slots: Tensor) -> Tensor:
     """The tokens in ``slots [R, n]`` of a cache: ``[R, n, Hk, D]``."""
     block_size = cache.shape[1]
     if cache.stride(0) == block_size * cache.stride(1):
-        tokens = cache.flatten(0, 1).index_select(0, slots.flatten())
+        tokens = cache.flatten(0, 1).index_select(0, slots.view(-1))
         return tokens.view(*slots.shape, *cache.shape[2:])
     return cache[slots // block_size, slots % block_size]
 
@@ -357,4 +458,5 @@ def _groups(rows: list[int], spans: list[int], values_per_token: int) -> Iterato
                 yield group
                 group, padding = [], 0
         group.append(row)
-    yield group
+    if group:
+        yield group

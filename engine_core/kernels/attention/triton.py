@@ -3,13 +3,15 @@
 Decode rows go through a split-KV kernel (flash-decoding, Dao et al. 2023) whose last program of a
 row and head merges the splits, all other rows through a tiled kernel with an online softmax (Dao
 2023). Both pack the query heads of one KV head into the rows of one ``tl.dot``, so a key is read
-once for all of them. Logits are kept in units of log 2, since a GPU has an exp2 instruction.
+once for all of them. Logits are kept in units of log 2, since a GPU has an exp2 instruction. Plain
+causal prefill on Hopper takes the kernel of ``hopper``.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import triton
@@ -510,6 +512,22 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """The prefill kernel for Hopper, or None where it cannot run.
+
+    It is written in Gluon, which changes between the releases of Triton: others than the one it
+    was run with take the portable kernel.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    if torch.cuda.get_device_capability(device) != (9, 0) or triton.__version__[:4] != "3.6.":
+        return None
+    from engine_core.kernels.attention.hopper import triton as hopper
+
+    return hopper
+
+
+@functools.cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory of a multiprocessor."""
     if device.type != "cuda":
@@ -537,18 +555,23 @@ class _DecodeTile:
 def _decode_tile(dims: int, float32: bool, num_programs: int) -> _DecodeTile:
     """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
 
-    On an H200 in bfloat16 at 1024 tokens, us (64 tokens, 4 warps, 3 stages before): 8 KV heads of
-    128, 1 row 7.5 (9.0), 8 rows 15 (19), 32 rows 39 (50), 256 rows 251 (253, the floor is 251); 2
-    KV heads of 64, 1 row 5.2 (7.6), 8 rows 7.2 (10.8), 32 rows 11 (15), 256 rows 37 (46).
+    Chosen on an H200 in bfloat16 in whole decode steps at 1024 tokens. ms of a step, with the tile
+    that was best for the op alone in brackets: 32 layers of 8 KV heads of 128, 8 rows 4.48 (4.63),
+    32 rows 5.41 (5.89); 24 of 2 KV heads of 64, 1 row 0.696 (0.724), 8 rows 0.837 (0.853), 64 rows
+    1.14 (1.20), 128 rows 1.61 (1.81).
     """
     if float32:
         return _DecodeTile(16 if dims > 128 else 32, 8, 3, 2)
-    if num_programs >= 256:
+    if num_programs >= (512 if dims <= 128 else 256):
         # Tiles of 16 KiB.
         return _DecodeTile(8192 // max(dims, 64), 4, 2, 2)
     if dims > 128:
         return _DecodeTile(32, 4, 2, 8)
-    return _DecodeTile(32, 2 if dims > 64 or num_programs < 16 else 1, 2, 8)
+    if dims > 64:
+        return _DecodeTile(32, 2, 2, 4)
+    if num_programs < 64:
+        return _DecodeTile(64, 4, 2, 8) if num_programs < 16 else _DecodeTile(64, 2, 2, 4)
+    return _DecodeTile(32, 1, 2, 4 if num_programs < 128 else 8)
 
 
 def _num_splits(num_programs: int, max_kv_len: int, tile: _DecodeTile, device: torch.device) -> int:
@@ -653,6 +676,24 @@ def paged_attention(
             num_stages=tile.num_stages,
         )
     if num_rows > num_decode_rows and max_query_len:
+        hopper = _hopper(q.device)
+        plain = alibi_slopes is None and window is None and softcap is None and prefix_lens is None
+        if hopper is not None and plain and scale > 0 and hopper.fits(q, k_cache, v_cache):
+            hopper.prefill(
+                q,
+                k_cache,
+                v_cache,
+                out,
+                block_tables=block_tables,
+                query_start=query_start,
+                kv_lens=kv_lens,
+                max_query_len=max_query_len,
+                num_decode_rows=num_decode_rows,
+                scale=scales[0],
+                num_programs=_num_multiprocessors(q.device),
+                pdl=constants["PDL"],
+            )
+            return
         pairs = max_query_len * group_size
         # 128 x 64 tiles of 256 dimensions take 192 KiB of shared memory, of 128 dimensions 96.
         small = wide and _shared_memory(q.device) < 200 * 1024

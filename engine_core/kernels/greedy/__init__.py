@@ -9,28 +9,51 @@ from engine_core.kernels.greedy import reference
 __all__ = ["choose_greedy"]
 
 
-def choose_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+def choose_greedy(
+    logits: Tensor,
+    *,
+    rows: Tensor | None = None,
+    last_tokens: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The most probable token of each row, and whether the row can be trusted.
 
-    On a GPU it is one launch; of equal logits the first wins.
+    On a GPU it is one launch; of equal logits the first wins. With ``rows``, the state of the
+    persistent batch moves on in the same launch: ``last_tokens[rows]`` become the tokens, and
+    positions that are not negative grow by one.
 
     Args:
         logits: ``[B, V]``, last dimension contiguous; a logit of -inf forbids its token.
+        rows: ``[B]`` int64, rows of the persistent batch; rows of padding may be one and the same.
+        last_tokens: ``[max_rows]`` int64, modified; given if ``rows`` is.
+        positions: ``[B]`` int64, contiguous, modified; given if ``rows`` is.
 
     Returns:
         Tokens ``[B]`` int64, and ``[B]`` int8: 1 where a logit is NaN or +inf or all are -inf, and
         then the token means nothing; else 0.
 
     Raises:
-        ValueError: logits are not as above.
+        ValueError: logits or the state are not as above.
     """
     if logits.dim() != 2 or logits.shape[1] == 0 or logits.stride(1) != 1:
         raise ValueError(
             "choose_greedy: logits must be [B, V] with V > 0 and stride 1 in the last dimension, "
             f"got {tuple(logits.shape)} with strides {logits.stride()}"
         )
+    given = [state is not None for state in (rows, last_tokens, positions)]
+    if any(given) and not all(given):
+        raise ValueError(
+            "choose_greedy: rows, last_tokens and positions go together, got "
+            f"{sum(given)} of the three"
+        )
+    for state in (rows, positions):
+        if state is not None and state.shape != logits.shape[:1]:
+            raise ValueError(
+                f"choose_greedy: rows and positions must be [{logits.shape[0]}], got "
+                f"{tuple(state.shape)}"
+            )
     if logits.is_cuda:
         from engine_core.kernels.greedy import triton
 
-        return triton.choose_greedy(logits)
-    return reference.choose_greedy(logits)
+        return triton.choose_greedy(logits, rows, last_tokens, positions)
+    return reference.choose_greedy(logits, rows, last_tokens, positions)

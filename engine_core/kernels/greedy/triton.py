@@ -15,9 +15,11 @@ from engine_core.kernels.launch.triton import (
     wait,
 )
 
-# Logits of a program: 128 rows of 32 such blocks are many times the programs of a GPU, one row of
-# 128,000 logits still gives one to each of 32 multiprocessors.
+# Logits of a program: one row of 128,000 logits still gives one to each of 32 multiprocessors. Many
+# rows are many times the programs of a GPU, and fewer of them arrive sooner.
 _BLOCK = 4096
+_MANY_ROWS = 64
+_BLOCK_OF_MANY = 8192
 
 
 @triton.jit
@@ -28,11 +30,15 @@ def _choose_greedy_kernel(
     place_ptr,
     arrivals_ptr,
     logits_ptr,
+    rows_ptr,
+    last_tokens_ptr,
+    positions_ptr,
     row_stride,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
+    MOVES_ON: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launch_dependents(PDL)
@@ -58,9 +64,18 @@ def _choose_greedy_kernel(
         token = tl.min(tl.where(bests == best, places, VOCAB), axis=0)
         tl.store(tokens_ptr + row, token.to(tl.int64))
         tl.store(status_ptr + row, (tl.abs(best) == float("inf")).to(tl.int8))
+        if MOVES_ON:
+            tl.store(last_tokens_ptr + tl.load(rows_ptr + row), token.to(tl.int64))
+            position = tl.load(positions_ptr + row)
+            tl.store(positions_ptr + row, tl.where(position >= 0, position + 1, position))
 
 
-def choose_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+def choose_greedy(
+    logits: Tensor,
+    rows: Tensor | None = None,
+    last_tokens: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Tokens ``[B]`` int64 and status ``[B]`` int8 of ``logits [B, V]``."""
     num_rows, vocab = logits.shape
     device = logits.device
@@ -68,7 +83,8 @@ def choose_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     status = torch.empty(num_rows, dtype=torch.int8, device=device)
     if num_rows == 0:
         return tokens, status
-    blocks = triton.cdiv(vocab, _BLOCK)
+    block = _BLOCK if num_rows < _MANY_ROWS else _BLOCK_OF_MANY
+    blocks = triton.cdiv(vocab, block)
     _choose_greedy_kernel[(num_rows, blocks)](
         tokens,
         status,
@@ -76,11 +92,15 @@ def choose_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
         torch.empty(num_rows, blocks, dtype=torch.int32, device=device),
         arrival_counts(device, num_rows),
         logits,
+        rows,
+        last_tokens,
+        positions,
         logits.stride(0),
         VOCAB=vocab,
-        BLOCK=_BLOCK,
+        BLOCK=block,
         BLOCKS=blocks,
         BLOCK_BLOCKS=triton.next_power_of_2(blocks),
+        MOVES_ON=rows is not None,
         num_warps=8,
         **pdl_options(device),
     )

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from engine_core.kernels import compiled
 from engine_core.kernels.kv_store import reference
+
+_NO_ANGLES = torch.empty(1, 0, device="cpu")
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write ``k`` and ``v [T, Hk, D]`` into the caches.
 
-    Where a cache's tokens lie at one stride and none is skipped, ``index_copy_`` over the tokens
-    takes 2 us instead of 5 for one token, and 31 instead of 44 for 512.
+    Where no kernel can be compiled and a cache's tokens lie at one stride and none is skipped,
+    ``index_copy_`` over the tokens takes 31 us instead of 44 for 512. A single token is written as
+    an item of the caches, in 3 us.
     """
+    if compiled.takes(k):
+        # A rotation of no queries by no angles.
+        angles = _NO_ANGLES.expand(len(k), 0)
+        compiled.kernels("rotary_store").rotary_store(
+            k[:, :0],
+            k,
+            v,
+            angles,
+            angles,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            q_weight=None,
+            k_weight=None,
+            eps=0.0,
+            interleaved=False,
+        )
+        return
     block_size = k_cache.shape[1]
+    if len(slot_mapping) == 1:
+        block, offset = divmod(int(slot_mapping), block_size)
+        if block >= 0:
+            k_cache[block, offset] = k
+            v_cache[block, offset] = v
+        return
     if (
         k_cache.stride(0) != block_size * k_cache.stride(1)
         or v_cache.stride(0) != block_size * v_cache.stride(1)

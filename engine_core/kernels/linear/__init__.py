@@ -1,23 +1,49 @@
-"""Linears, with the gated activation that may follow them."""
+"""Linears, with the gated activation or the norm that may follow them."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine_core.kernels.linear import reference
 
-__all__ = ["linear"]
+if TYPE_CHECKING:
+    from engine_core.kernels.linear.triton import Tile
+
+__all__ = ["Undivided", "linear", "linear_add", "takes_undivided"]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Undivided:
+    """An RMSNorm's result that still lacks the division by the root mean square.
+
+    The division commutes with a linear, which can make up for it: so the norm needs no launch.
+
+    Attributes:
+        values: ``[..., K]``, what is normalised times the norm's weight, rounded once.
+        squares: ``[rows, parts]`` float32, whose sums over the parts are those of the squares of
+            what is normalised.
+        eps: added to the mean square.
+    """
+
+    values: Tensor
+    squares: Tensor
+    eps: float
+
+
+def linear(
+    x: Tensor | Undivided, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False
+) -> Tensor:
     """``x @ weight.T + bias``, or :func:`~engine_core.kernels.silu_and_mul` of it if ``gated``.
 
     Rounded before silu_and_mul too. On a GPU, shapes for which a kernel was seen to beat cuBLAS
     take that kernel, which accumulates in float32: few rows of bfloat16 or float16.
 
     Args:
-        x: ``[..., K]``.
+        x: ``[..., K]``, or what an RMSNorm gave without its division.
         weight: ``[N, K]``, x's dtype; if ``gated`` N is even, the gate's rows before those of up.
         bias: ``[N]``, or None.
         gated: whether silu_and_mul follows.
@@ -28,22 +54,111 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool
     Raises:
         ValueError: weight or bias does not fit x.
     """
+    squares, eps = None, 0.0
+    if isinstance(x, Undivided):
+        squares, eps = x.squares, x.eps
+        x = x.values
+    _check("linear", x, weight, bias)
+    if gated and weight.shape[0] % 2:
+        raise ValueError(f"linear: a gated weight must have an even N, got {tuple(weight.shape)}")
+    tile = _tile(x, weight, gated)
+    if tile is not None:
+        from engine_core.kernels.linear import triton
+
+        rows = x.reshape(-1, x.shape[-1])
+        out = triton.linear(rows, weight, bias, tile, gated=gated, squares=squares, eps=eps)
+        return out.view(*x.shape[:-1], out.shape[-1])
+    return reference.linear(x, weight, bias, gated=gated, squares=squares, eps=eps)
+
+
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> tuple[Undivided, Tensor]:
+    """A linear, the addition of the residual and the RMSNorm that follow it; one launch on a GPU.
+
+    The linear and the sum are rounded as they are by ops of their own; the norm's result is rounded
+    once, not twice, and again when a linear has made up for the division.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[N, K]``, x's dtype.
+        bias: ``[N]``, or None.
+        residual: ``[..., N]``, x's dtype.
+        norm_weight: ``[N]``, of the RMSNorm.
+        eps: of the RMSNorm.
+
+    Returns:
+        The norm of ``residual + linear(x)`` without its division, and that sum ``[..., N]``.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    _check("linear_add", x, weight, bias)
+    shape = (*x.shape[:-1], weight.shape[0])
+    if residual.shape != shape or norm_weight.shape != shape[-1:] or residual.dtype != x.dtype:
+        raise ValueError(
+            f"linear_add: residual is {tuple(residual.shape)} {residual.dtype} and norm_weight "
+            f"{tuple(norm_weight.shape)}; they must be {shape} {x.dtype} and {shape[-1:]}"
+        )
+    tile = _tile(x, weight, gated=False)
+    if tile is None:
+        values, squares, total = reference.linear_add(x, weight, bias, residual, norm_weight)
+        return Undivided(values, squares, eps), total
+    from engine_core.kernels.linear import triton
+
+    rows = x.reshape(-1, x.shape[-1])
+    values, squares, total = triton.linear_add(
+        rows, weight, bias, tile, residual.reshape(-1, shape[-1]), norm_weight
+    )
+    return Undivided(values.view(shape), squares, eps), total.view(shape)
+
+
+def takes_undivided(x: Tensor, *weights: Tensor, gated: Tensor) -> bool:
+    """Whether linears of ``x``'s rows run as kernels that fuse the norms between them.
+
+    That is so for few rows of bfloat16 on a GPU; float16 could overflow without the division.
+
+    Args:
+        x: ``[..., K]``; only its rows, dtype and device matter.
+        weights: ``[N, K]`` of plain linears.
+        gated: ``[N, K]`` of a gated one.
+    """
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return False
+    rows = x.numel() // x.shape[-1]
+    return _tile_of(rows, x, gated, gated=True) is not None and all(
+        _tile_of(rows, x, weight, gated=False) is not None for weight in weights
+    )
+
+
+def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features or (bias is not None and bias.shape != (out_features,)):
         raise ValueError(
-            f"linear: x is {tuple(x.shape)}, weight {tuple(weight.shape)}, bias "
+            f"{op}: x is {tuple(x.shape)}, weight {tuple(weight.shape)}, bias "
             f"{None if bias is None else tuple(bias.shape)}; x's last dimension must be "
             f"{in_features} and bias [{out_features}]"
         )
-    if gated and out_features % 2:
-        raise ValueError(f"linear: a gated weight must have an even N, got {tuple(weight.shape)}")
-    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.dtype == weight.dtype:
-        from engine_core.kernels.linear import triton
 
-        rows = x.numel() // in_features
-        tile = triton.choose_tile(rows, out_features, in_features, gated, x.device)
-        dense = x.stride(-1) == 1 and weight.is_contiguous() and weight.data_ptr() % 16 == 0
-        if tile is not None and dense:
-            out = triton.linear(x.reshape(rows, in_features), weight, bias, tile, gated=gated)
-            return out.view(*x.shape[:-1], out.shape[-1])
-    return reference.linear(x, weight, bias, gated=gated)
+
+def _tile(x: Tensor, weight: Tensor, gated: bool) -> Tile | None:
+    """How a kernel cuts this linear; None where none is used."""
+    if not x.is_cuda or x.stride(-1) != 1:
+        return None
+    return _tile_of(x.numel() // x.shape[-1], x, weight, gated)
+
+
+def _tile_of(rows: int, x: Tensor, weight: Tensor, gated: bool) -> Tile | None:
+    if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
+        return None
+    if not weight.is_contiguous() or weight.data_ptr() % 16:
+        return None
+    from engine_core.kernels.linear import triton
+
+    n, k = weight.shape
+    return triton.choose_tile(rows, n, k, gated, x.device)

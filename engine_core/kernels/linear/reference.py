@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine_core.kernels.activation import silu_and_mul
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
-    """``x @ weight.T + bias``, and silu_and_mul of it if ``gated``."""
-    out = F.linear(x, weight, bias)
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    gated: bool,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """``x @ weight.T + bias``, and silu_and_mul of it if ``gated``; x divided if ``squares``."""
+    if squares is None:
+        out = F.linear(x, weight, bias)
+    else:
+        inverse = torch.rsqrt(squares.sum(-1) / x.shape[-1] + eps).view(*x.shape[:-1], 1)
+        out = F.linear(x.float(), weight.float()) * inverse
+        out = (out if bias is None else out + bias.float()).to(x.dtype)
     return silu_and_mul(out) if gated else out
+
+
+def linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum times the norm's weight, its squares ``[rows, 1]``, and the sum."""
+    total = F.linear(x, weight, bias) + residual
+    total32 = total.float()
+    squares = total32.square().sum(-1).reshape(-1, 1)
+    return (total32 * norm_weight.float()).to(x.dtype), squares, total

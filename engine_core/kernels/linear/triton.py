@@ -30,6 +30,12 @@ def _prefetch(weight_ptr, rows, first, last, row_stride, part, PARTS: tl.constex
 
 
 @triton.jit
+def _load_tile(ptrs, k_mask, EVEN_K: tl.constexpr):
+    """A tile of the weight, zeros where it is beyond the columns of ``k_mask``."""
+    return tl.load(ptrs) if EVEN_K else tl.load(ptrs, mask=k_mask[None, :], other=0.0)
+
+
+@triton.jit
 def _multiply(acc, x, w, MODE: tl.constexpr, PRECISION: tl.constexpr):
     """Add a tile's products: ``x [BLOCK_M, BLOCK_K]``, ``w [BLOCK_N, BLOCK_K]``."""
     if MODE == "vector":
@@ -80,6 +86,31 @@ def _biased(acc, bias_ptr, n, mask, HAS_BIAS: tl.constexpr):
     return acc
 
 
+@triton.jit
+def _add_and_weigh(
+    acc,
+    residual,
+    norm_weight_ptr,
+    total_ptr,
+    squares_ptr,
+    offsets,
+    rows,
+    n,
+    row_mask,
+    n_mask,
+    tile,
+    num_tiles,
+    ELEMENT: tl.constexpr,
+):
+    """Store the sum with the residual and the tile's part of its squares; the sum times weight."""
+    mask = row_mask[:, None] & n_mask[None, :]
+    total = (acc.to(ELEMENT).to(tl.float32) + residual.to(tl.float32)).to(ELEMENT)
+    tl.store(total_ptr + offsets, total, mask=mask)
+    total = tl.where(mask, total.to(tl.float32), 0.0)
+    tl.store(squares_ptr + rows * num_tiles + tile, tl.sum(total * total, axis=1), mask=row_mask)
+    return total * tl.load(norm_weight_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+
+
 @triton.jit(do_not_specialize=["num_rows", "prefetch_programs", "prefetch_part"])
 def _linear_kernel(
     out_ptr,
@@ -88,6 +119,12 @@ def _linear_kernel(
     bias_ptr,
     partial_ptr,
     arrivals_ptr,
+    squares_ptr,
+    residual_ptr,
+    norm_weight_ptr,
+    total_ptr,
+    squares_out_ptr,
+    eps,
     num_rows,
     x_stride,
     N,
@@ -101,8 +138,12 @@ def _linear_kernel(
     MODE: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK_SQUARES: tl.constexpr,
+    ADDS: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PRELOAD: tl.constexpr,
     PREFETCH_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -111,6 +152,9 @@ def _linear_kernel(
 
     N is the number of output columns; GATED, the weight has 2 N rows, gate then up. ``partial`` is
     ``[SPLITS, 1 or 2, num_rows, N]`` float32; the last program of a tile to arrive adds it up.
+
+    With SQUARES, x still lacks RMSNorm's division, which is made up for at the end; with ADDS the
+    results lack it: they are the sum with the residual times the norm's weight.
     """
     launch_dependents(PDL)
     tile = tl.program_id(0)
@@ -126,16 +170,42 @@ def _linear_kernel(
         _prefetch(weight_ptr, w_rows, low, high, K, prefetch_part, PREFETCH_PARTS)
         if GATED:
             _prefetch(weight_ptr, w_rows + N, low, high, K, prefetch_part, PREFETCH_PARTS)
+    cols = low + tl.arange(0, BLOCK_K)
+    w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * K + cols[None, :]
+    up_ptrs = w_ptrs + N.to(tl.int64) * K
+    if PRELOAD:
+        # The weight is older than all kernels: its first tile waits for x in registers.
+        w_first = _load_tile(w_ptrs, cols < high, EVEN_K)
+        if GATED:
+            up_first = _load_tile(up_ptrs, cols < high, EVEN_K)
     wait(PDL)
 
     rows = tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
-    cols = low + tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + cols[None, :]
-    w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * K + cols[None, :]
-    up_ptrs = w_ptrs + N.to(tl.int64) * K
+    offsets = rows[:, None] * N + n[None, :]
+    mask = row_mask[:, None] & n_mask[None, :]
+    # Asked for here, used after the products.
+    if SQUARES:
+        parts = tl.arange(0, BLOCK_SQUARES)
+        squares = tl.load(
+            squares_ptr + rows[:, None] * SQUARES + parts[None, :],
+            mask=row_mask[:, None] & (parts < SQUARES)[None, :],
+            other=0.0,
+        )
+    if ADDS:
+        residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
     acc = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
     up = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
+    if PRELOAD:
+        x = tl.load(x_ptrs, mask=row_mask[:, None] & (cols < high)[None, :], other=0.0)
+        acc = _multiply(acc, x, w_first, MODE, PRECISION)
+        if GATED:
+            up = _multiply(up, x, up_first, MODE, PRECISION)
+            up_ptrs += BLOCK_K
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+        low += BLOCK_K
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
             x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
@@ -155,8 +225,6 @@ def _linear_kernel(
     if GATED:
         up = _rows_by_cols(up, MODE)
 
-    offsets = rows[:, None] * N + n[None, :]
-    mask = row_mask[:, None] & n_mask[None, :]
     last = True
     if SPLITS > 1:
         size = num_rows * N * (2 if GATED else 1)
@@ -169,7 +237,17 @@ def _linear_kernel(
             acc = _sum_splits(partial_ptr, offsets, mask, size, SPLITS)
             if GATED:
                 up = _sum_splits(partial_ptr + num_rows * N, offsets, mask, size, SPLITS)
+        if SQUARES:
+            inverse = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / K + eps)
+            acc *= inverse[:, None]
+            if GATED:
+                up *= inverse[:, None]
         acc = _biased(acc, bias_ptr, n, n_mask, HAS_BIAS)
+        if ADDS:
+            acc = _add_and_weigh(
+                acc, residual, norm_weight_ptr, total_ptr, squares_out_ptr, offsets, rows, n,
+                row_mask, n_mask, tile, tl.num_programs(0), out_ptr.dtype.element_ty,
+            )  # fmt: skip
         if GATED:
             # Rounded where a linear followed by silu_and_mul rounds.
             up = _biased(up, bias_ptr, N + n, n_mask, HAS_BIAS)
@@ -218,28 +296,33 @@ class _Shapes:
     tile: Tile
 
 
-# On an H200 in bfloat16, inside the CUDA graph of 8 layers of Llama 3 8B, or 24 of Qwen2 0.5B, at
-# 1024 tokens, and their heads. Above the tiles are the shapes that they were chosen at, and us of
-# the whole chain with cuBLAS and with the tile.
+# On an H200 in bfloat16. Above the tiles are the shapes that they were chosen at, and us of a chain
+# with cuBLAS and with a first tile: 8 layers of Llama 3 8B, or 24 of Qwen2 0.5B, at 1024 tokens,
+# and their heads, in a CUDA graph. Some tiles were replaced since by better ones in whole decode
+# steps in which the norms are fused.
 _TILES = (
     # 28672x4096: 1 row 1331, 1296; 16 rows 1503, 1465; 32 rows 1746, 1705; 64 rows 1924, 1886;
     # 128 rows 2485, 2450.
-    _Shapes(True, (1, 1), (8192, 1 << 20), (2048, 1 << 15), Tile(4, 512, 1, "vector", 4, 3)),
+    _Shapes(True, (1, 1), (8192, 1 << 20), (2048, 1 << 15), Tile(2, 1024, 1, "vector", 4, 3)),
+    _Shapes(True, (17, 32), (8192, 1 << 20), (2048, 1 << 15), Tile(64, 128, 1, "wx", 4, 4, 256)),
     _Shapes(True, (2, 64), (8192, 1 << 20), (2048, 1 << 15), Tile(64, 128, 1, "wx", 4, 4)),
     _Shapes(True, (65, 128), (8192, 1 << 20), (2048, 1 << 15), Tile(128, 64, 1, "xw", 8, 4, 256)),
     # 9728x896: 1 row 1002, 914; 16 rows 1119, 1020; 32 rows 1246, 1144; 64 rows 1357, 1273.
     _Shapes(True, (1, 16), (4096, 1 << 20), (512, 2047), Tile(64, 128, 1, "wx", 4, 4)),
-    _Shapes(True, (17, 64), (4096, 1 << 20), (512, 2047), Tile(64, 64, 1, "wx", 4, 6)),
+    _Shapes(True, (17, 64), (4096, 1 << 20), (512, 2047), Tile(64, 64, 1, "wx", 4, 6, 256)),
+    _Shapes(True, (65, 128), (4096, 1 << 20), (512, 2047), Tile(64, 64, 1, "xw", 8, 4, 256)),
     # 128256x4096: 1 row 1237, 1224; 16 rows 1413, 1403; 32 rows 1646, 1631; 64 rows 1843, 1819.
     _Shapes(False, (1, 1), (65536, 1 << 20), (2048, 8192), Tile(16, 256, 1, "vector", 4, 4, 512)),
     _Shapes(False, (2, 32), (65536, 1 << 20), (2048, 8192), Tile(64, 128, 1, "wx", 4, 4, 256)),
     _Shapes(False, (33, 64), (65536, 1 << 20), (2048, 8192), Tile(128, 64, 1, "wx", 4, 4)),
     # 6144x4096: 1 row 1267, 1264; 16 rows 1444, 1438; 32 rows 1682, 1669; 64 rows 1862, 1855.
     _Shapes(False, (1, 1), (5121, 8192), (2048, 8192), Tile(8, 512, 1, "vector", 4, 3, 512)),
-    _Shapes(False, (2, 32), (5121, 8192), (2048, 8192), Tile(64, 256, 1, "wx", 4, 3, 256)),
+    _Shapes(False, (2, 16), (5121, 8192), (2048, 8192), Tile(64, 256, 1, "wx", 4, 3, 256)),
+    _Shapes(False, (17, 32), (5121, 8192), (2048, 8192), Tile(64, 256, 1, "wx", 4, 4, 256)),
     _Shapes(False, (33, 64), (5121, 8192), (2048, 8192), Tile(64, 128, 1, "wx", 4, 4, 256)),
     # 4096x14336: 1 row 1296, 1267; 4096x4096: 1264, 1237.
-    _Shapes(False, (1, 1), (2048, 5120), (2048, 1 << 15), Tile(4, 1024, 1, "vector", 4, 3, 512)),
+    _Shapes(False, (1, 1), (2048, 5120), (2048, 8191), Tile(4, 1024, 1, "vector", 4, 3, 1024)),
+    _Shapes(False, (1, 1), (2048, 5120), (8192, 1 << 15), Tile(8, 512, 1, "vector", 4, 3, 512)),
     # 4096x14336: 16 rows 1465, 1444; 32 rows 1705, 1682; 4096x4096: 1438, 1413; 1669, 1648.
     _Shapes(False, (2, 32), (2048, 5120), (2048, 1 << 15), Tile(64, 256, 2, "wx", 4, 3, 256)),
     # 4096x14336: 64 rows 1886, 1862; 4096x4096: 1855, 1843.
@@ -247,12 +330,19 @@ _TILES = (
     _Shapes(False, (33, 64), (2048, 5120), (2048, 8191), Tile(32, 256, 1, "xw", 4, 4, 512)),
     # 896x4864: 1 row 914, 826; 16 rows 1020, 963; 32 rows 1144, 1095; 64 rows 1273, 1234.
     _Shapes(False, (1, 1), (512, 2047), (2048, 1 << 15), Tile(4, 1024, 1, "vector", 4, 3)),
-    _Shapes(False, (2, 32), (512, 2047), (2048, 1 << 15), Tile(64, 128, 4, "wx", 4, 4, 256)),
+    _Shapes(False, (2, 16), (512, 2047), (2048, 1 << 15), Tile(64, 128, 4, "wx", 4, 4, 256)),
+    _Shapes(False, (17, 32), (512, 2047), (2048, 1 << 15), Tile(64, 256, 4, "wx", 4, 3, 256)),
     _Shapes(False, (33, 64), (512, 2047), (2048, 1 << 15), Tile(32, 256, 4, "xw", 4, 4, 512)),
-    # 1152x896: 1 row 826, 747; 16 rows 962, 934. 896x896: 16 rows 934, 919; 1 row loses.
-    _Shapes(False, (1, 1), (1024, 2047), (512, 2047), Tile(8, 512, 1, "vector", 4, 3, 256)),
-    _Shapes(False, (2, 16), (1024, 2047), (512, 2047), Tile(64, 64, 2, "xw", 4, 6, 256)),
+    # 1152x896: 1 row 826, 747; 16 rows 962, 934. 896x896: 16 rows 934, 919. For 1 row, and for 17
+    # and more, cuBLAS is as fast, but fuses no norm: with it 64 rows take 1223, without 1121.
+    _Shapes(False, (1, 1), (1024, 2047), (512, 2047), Tile(4, 1024, 1, "vector", 4, 3)),
+    _Shapes(False, (1, 1), (512, 1023), (512, 2047), Tile(8, 512, 1, "vector", 4, 3)),
+    _Shapes(False, (2, 16), (1024, 2047), (512, 2047), Tile(32, 128, 1, "xw", 4, 4, 256)),
     _Shapes(False, (2, 16), (512, 1023), (512, 2047), Tile(64, 256, 2, "wx", 4, 3, 512)),
+    _Shapes(False, (17, 32), (1024, 2047), (512, 2047), Tile(16, 128, 1, "xw", 4, 4, 256)),
+    _Shapes(False, (17, 32), (512, 1023), (512, 2047), Tile(32, 128, 1, "xw", 4, 4, 256)),
+    _Shapes(False, (33, 64), (1024, 2047), (512, 2047), Tile(64, 64, 1, "wx", 4, 6, 256)),
+    _Shapes(False, (33, 64), (512, 1023), (512, 2047), Tile(16, 128, 1, "xw", 4, 4, 256)),
 )
 
 
@@ -277,11 +367,39 @@ def _fits(device: torch.device) -> bool:
     return torch.version.hip is None and shared_memory >= 227 * 1024
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, *, gated: bool) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What a linear does besides: it adds ``residual`` and prepares RMSNorm.
+
+    Attributes:
+        residual: ``[M, N]``, contiguous.
+        norm_weight: ``[N]``.
+        total: ``[M, N]``, takes the sum.
+        squares: ``[M, tiles]`` float32, takes the squares of a row's sums, summed a tile.
+    """
+
+    residual: Tensor
+    norm_weight: Tensor
+    total: Tensor
+    squares: Tensor
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: Tile,
+    *,
+    gated: bool,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    added: Added | None = None,
+) -> Tensor:
     """``x [M, K]`` by ``weight [N, K]`` to ``[M, N]``, or ``[M, N / 2]`` if ``gated``.
 
     K is a multiple of 8, x's rows are contiguous, the weight is, and starts at a multiple of 16
-    bytes.
+    bytes. With ``squares [M, parts]`` x is divided by the root of their mean plus ``eps``; with
+    ``added`` the result is the sum's product with the norm's weight.
     """
     num_rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -302,6 +420,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, *, gated:
         bias,
         partial,
         arrivals,
+        squares,
+        None if added is None else added.residual,
+        None if added is None else added.norm_weight,
+        None if added is None else added.total,
+        None if added is None else added.squares,
+        eps,
         num_rows,
         x.stride(0),
         n,
@@ -315,11 +439,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, *, gated:
         MODE=tile.mode,
         GATED=gated,
         HAS_BIAS=bias is not None,
+        SQUARES=0 if squares is None else squares.shape[1],
+        BLOCK_SQUARES=1 if squares is None else triton.next_power_of_2(squares.shape[1]),
+        ADDS=added is not None,
         EVEN_K=k % (tile.block_k * tile.splits) == 0,
         STAGES=tile.num_stages,
+        # Its tiles are small enough to be kept in registers.
+        PRELOAD=tile.mode == "vector",
         PREFETCH_PARTS=parts,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
         **pdl_options(x.device),
     )
     return out
+
+
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: Tile,
+    residual: Tensor,
+    norm_weight: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``linear(x) + residual [M, N]`` times the norm's weight, its squares, and itself."""
+    residual = residual.contiguous()
+    parts = triton.cdiv(weight.shape[0], tile.block_n)
+    squares = torch.empty((x.shape[0], parts), dtype=torch.float32, device=x.device)
+    total = torch.empty_like(residual)
+    added = Added(residual, norm_weight, total, squares)
+    values = linear(x, weight, bias, tile, gated=False, added=added)
+    return values, squares, total

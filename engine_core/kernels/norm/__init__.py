@@ -6,7 +6,7 @@ from typing import overload
 
 from torch import Tensor
 
-from engine_core.kernels.norm import cpu, reference
+from engine_core.kernels.norm import cpu
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -43,10 +43,8 @@ def rms_norm(
 
         normed, total = triton.norm(x, weight, None, eps, residual=residual, centred=False)
         return normed if total is None else (normed, total)
-    if residual is None:
-        return cpu.rms_norm(x, weight, eps)
-    residual = x + residual
-    return cpu.rms_norm(residual, weight, eps), residual
+    normed, total = cpu.rms_norm(x, weight, eps, residual)
+    return normed if total is None else (normed, total)
 
 
 @overload
@@ -86,10 +84,8 @@ def layer_norm(
 
         normed, total = triton.norm(x, weight, bias, eps, residual=residual, centred=True)
         return normed if total is None else (normed, total)
-    if residual is None:
-        return reference.layer_norm(x, weight, bias, eps)
-    residual = x + residual
-    return reference.layer_norm(residual, weight, bias, eps), residual
+    normed, total = cpu.layer_norm(x, weight, bias, eps, residual)
+    return normed if total is None else (normed, total)
 
 
 def _check(

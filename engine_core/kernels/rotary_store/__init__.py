@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine_core.kernels import compiled
 from engine_core.kernels.rotary_store import reference
 
-__all__ = ["rotary_store"]
+__all__ = ["is_fused", "rotary_store"]
+
+
+def is_fused(q: Tensor) -> bool:
+    """Whether :func:`rotary_store` is one kernel for these queries, and not three operations."""
+    return q.is_cuda or compiled.takes(q)
 
 
 def rotary_store(
@@ -80,6 +86,10 @@ def rotary_store(
             f"rotary_store: cos and sin must be [{tokens}, half] or [S, {tokens}, half], got "
             f"{tuple(cos.shape)} and {tuple(sin.shape)}"
         )
+    if not cos.dtype == sin.dtype == torch.float32:
+        raise ValueError(
+            f"rotary_store: cos and sin must be float32, got {cos.dtype} and {sin.dtype}"
+        )
     sections = cos.shape[0] if cos.dim() == 3 else 1
     if 2 * cos.shape[-1] * sections > head_dim:
         raise ValueError(
@@ -96,6 +106,9 @@ def rotary_store(
         from engine_core.kernels.rotary_store import triton
 
         run = triton.rotary_store
+    elif compiled.takes(q, *(w for w in (q_weight, k_weight) if w is not None)):
+        cos, sin = cos.contiguous(), sin.contiguous()
+        run = compiled.kernels("rotary_store").rotary_store
     else:
         run = reference.rotary_store
     run(

@@ -2,8 +2,8 @@
 
 :class:`Sampler` holds the persistent batch's sampling state, a row a request. ``transforms`` and
 ``draws`` are the mathematics: functions of device tensors alone, with parameters a row, that
-never wait for the device. Three things do need the host: ``bad_words``, custom processors, and
-the second look at a nucleus of many tokens.
+never wait for the device. Four things do need the host: ``bad_words``, custom processors, guided
+texts, and the second look at a nucleus of many tokens.
 """
 
 from engine_core.runtime.sampler.logprobs import token_logprobs

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine_core.configs import SamplingParams
 from engine_core.configs.sampling import takes_prompt
+from engine_core.runtime.guided import GrammarCompiler, Guide
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.sampler.draws import DrawParams, draw_from_all, draw_top_k, draw_top_p
-from engine_core.runtime.sampler.transforms import apply_penalties, ban_tokens
+from engine_core.runtime.sampler.transforms import apply_bitmask, apply_penalties, ban_tokens
 
 # Enough for a top_p of 0.95 on a confident model; for rows that need more it grows.
 _NUCLEUS_GUESS = 256
@@ -69,6 +72,7 @@ class _Request:
             of the steps before.
         stop_ids: what ``min_tokens`` bans.
         processors: its custom logits processors.
+        guide: what its text must be, or None.
         ready: whether its rows of the tensors over the vocabulary are filled.
     """
 
@@ -77,11 +81,17 @@ class _Request:
     output: list[int]
     stop_ids: tuple[int, ...]
     processors: list[_Processor]
+    guide: Guide | None
     ready: bool = False
 
     @property
     def biased(self) -> bool:
         return bool(self.params.logit_bias) or self.params.allowed_token_ids is not None
+
+    @property
+    def hosted(self) -> bool:
+        """Whether the host reads each token before the next one is chosen."""
+        return bool(self.params.bad_words or self.processors or self.guide is not None)
 
 
 class Sampler:
@@ -89,16 +99,29 @@ class Sampler:
 
     A row's choice depends on its own logits, parameters, seed, position and tokens only.
 
+    Args:
+        max_rows: rows of the persistent batch.
+        device: where the logits are.
+        grammar_compiler: makes the compiler for guided requests; called at the first of them. None
+            if there are none.
+
     Attributes:
         last_tokens: ``[max_rows]`` int64 on the device, the token that each row sampled last.
     """
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        device: torch.device,
+        grammar_compiler: Callable[[], GrammarCompiler] | None = None,
+    ) -> None:
         self._max_rows = max_rows
         self._device = device
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        # The same, but never written by a captured step, which leaves its own best token there.
-        self._chosen = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        # The same on its way to the host: the step's tokens, and the row's place among them. Not
+        # what a captured step leaves in last_tokens, which is its own best token.
+        self._chosen: dict[int, tuple[_HostTokens, int]] = {}
+        self._make_compiler = grammar_compiler
         self._numbers = torch.zeros(max_rows, len(_NUMBERS), dtype=torch.float64, device=device)
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._requests: dict[int, _Request] = {}
@@ -138,7 +161,22 @@ class Sampler:
                 *(() if params.ignore_eos else eos_token_ids),
             ),
             processors=[_Processor(function) for function in params.logits_processors],
+            guide=None,
         )
+        if params.guided is not None:
+            self._requests[row].guide = self._guide(self._requests[row])
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        assert self._make_compiler is not None, "requests are not guided without a tokenizer"
+        return self._make_compiler()
+
+    def _guide(self, request: _Request) -> Guide:
+        """The guide of a request where its output has come to."""
+        assert request.params.guided is not None, "asked for a guided request"
+        guide = self._compiler.guide(request.params.guided, request.stop_ids)
+        guide.advance(request.output)
+        return guide
 
     def sample(
         self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]
@@ -162,7 +200,10 @@ class Sampler:
         tokens = logits.argmax(dim=-1)
         self._draw(tokens, logits, requests, device_rows, positions)
         self.last_tokens[device_rows] = tokens
-        self._chosen[device_rows] = tokens
+        hosted = [place for place, request in enumerate(requests) if request.hosted]
+        if hosted:
+            host_tokens = _HostTokens(tokens)
+            self._chosen.update({rows[place]: (host_tokens, place) for place in hosted})
         counted = [place for place, request in enumerate(requests) if request.params.has_penalties]
         if counted:
             assert self._output_counts is not None, "the penalties were applied just now"
@@ -181,10 +222,11 @@ class Sampler:
         positions: Sequence[int],
         failures: dict[int, str],
     ) -> bool:
-        """Bias, penalties, bans and custom processors, in place; whether there were any."""
+        """Bias, penalties, bans, processors and guides, in place; whether there were any."""
         biased: list[int] = []
         penalised: list[int] = []
         hosted: list[int] = []
+        guided: list[int] = []
         bans: list[tuple[int, ...]] = [()] * len(requests)
         for place, (request, row, position) in enumerate(
             zip(requests, rows, positions, strict=True)
@@ -196,8 +238,10 @@ class Sampler:
                 penalised.append(place)
             if not request.ready:
                 self._fill(row, request, logits.shape[-1])
-            if params.bad_words or request.processors:
+            if request.hosted:
                 hosted.append(place)
+            if request.guide is not None:
+                guided.append(place)
             if position - len(request.prompt) < params.min_tokens:
                 bans[place] = request.stop_ids
         if hosted:
@@ -230,7 +274,29 @@ class Sampler:
                 if error is not None:
                     failures[place] = error
                     break
+        if guided:
+            self._apply_guides(logits, guided, requests, failures)
         return bool(biased or penalised or banned or hosted)
+
+    def _apply_guides(
+        self,
+        logits: Tensor,
+        places: Sequence[int],
+        requests: Sequence[_Request],
+        failures: dict[int, str],
+    ) -> None:
+        """Leave only what the guides allow, in place."""
+        guides = {place: guide for place in places if (guide := requests[place].guide) is not None}
+        masks = self._compiler.masks(list(guides.values()))
+        words = to_device(torch.from_numpy(masks.view(np.uint8)), self._device)
+        if len(places) == len(requests):
+            apply_bitmask(logits, words)
+        else:
+            where = self._tensor(places)
+            logits[where] = apply_bitmask(logits[where], words)
+        for place, guide in guides.items():
+            if guide.error is not None:
+                failures.setdefault(place, guide.error)
 
     def _padded(self, ids: Sequence[tuple[int, ...]]) -> Tensor:
         width = max(map(len, ids))
@@ -273,14 +339,19 @@ class Sampler:
         rows: Sequence[int],
         positions: Sequence[int],
     ) -> None:
-        """Bring the host's knowledge of the output up to the positions; waits for the device."""
-        latest = self._chosen[self._tensor([rows[place] for place in places])].tolist()
-        for place, token in zip(places, latest, strict=True):
+        """Bring the host's knowledge of the output up to the positions.
+
+        It waits for the step that sampled the tokens, not for the one that runs now.
+        """
+        for place in places:
             request = requests[place]
             missing = positions[place] - len(request.prompt) - len(request.output)
             assert missing in (0, 1), f"{missing} tokens were sampled where the host needed each"
             if missing:
-                request.output.append(token)
+                tokens, index = self._chosen[rows[place]]
+                request.output.append(tokens.values[index])
+                if request.guide is not None:
+                    request.guide.advance(request.output[-1:])
 
     def _draw(
         self,
@@ -334,6 +405,28 @@ class Sampler:
                 if not where.numel():
                     break
                 count = min(_NUCLEUS_GROWTH * count, vocab_size)
+
+
+class _HostTokens:
+    """A step's tokens on their way to the host."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._event = None
+        if tokens.device.type == "cpu":
+            self._tokens = tokens
+            return
+        self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        self._tokens.copy_(tokens, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    @cached_property
+    def values(self) -> list[int]:
+        """The tokens; waits for the step that chose them."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[int] = self._tokens.tolist()
+        return values
 
 
 def _last_of_bad_words(request: _Request) -> tuple[int, ...]:

@@ -50,3 +50,18 @@ def ban_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
     none = token_ids < 0
     values = torch.full_like(token_ids, -torch.inf, dtype=logits.dtype).masked_fill(none, torch.inf)
     return logits.scatter_reduce_(-1, token_ids.clamp(min=0), values, "amin")
+
+
+def apply_bitmask(logits: Tensor, words: Tensor) -> Tensor:
+    """Logits of the tokens whose bit is set, in place; the others become minus infinity.
+
+    Args:
+        logits: ``[S, V]``.
+        words: ``[S, B]`` uint8, eight tokens a byte, the lowest bit first; at least V bits a row.
+    """
+    bits = torch.bitwise_left_shift(
+        torch.ones(8, dtype=torch.uint8, device=words.device),
+        torch.arange(8, dtype=torch.uint8, device=words.device),
+    )
+    banned = ((words.unsqueeze(-1) & bits) == 0).flatten(1)
+    return logits.masked_fill_(banned[:, : logits.shape[-1]], -torch.inf)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig, ModelConfig
+from engine_core.configs import DefaultConfigBuilder, HFConfig
 from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_core.configs import ModelConfig
 
 # The names that the model reads, and those that published checkpoints have for them.
 _ALIASES = {

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
 from engine_core.nn import (
+    CausalLM,
     KVCacheLayer,
     LayerNorm,
     SelfAttention,
@@ -20,7 +19,7 @@ from engine_core.nn import (
     build_rowwise_linear,
     load_stacked_weights,
 )
-from engine_core.step_context import AttentionMetadata, StepContext, StepContextManager
+from engine_core.step_context import AttentionMetadata, StepContextManager
 
 
 class BloomMLP(nn.Module):
@@ -72,10 +71,8 @@ class BloomBlock(nn.Module):
         return self.mlp(x), residual
 
 
-class BloomForCausalLM(nn.Module):
+class BloomForCausalLM(CausalLM):
     """BLOOM with its language-model head. ALiBi tells positions apart; there is no embedding."""
-
-    support_cuda_graph = True
 
     def __init__(
         self,
@@ -111,21 +108,6 @@ class BloomForCausalLM(nn.Module):
             x, residual = block(x, residual, cache, attn_metadata)
         out: Tensor = self.ln_f(x, residual)[0]
         return out
-
-    def get_logits(self, hidden_states: Tensor) -> Tensor:
-        """``[..., H]`` to ``[..., vocab]``."""
-        out: Tensor = self.lm_head(hidden_states)
-        return out
-
-    def prepare_inputs_for_generation(
-        self,
-        past_key_values: list[KVCacheLayer],
-        inputs_embeds: Tensor | None = None,
-        context: StepContext | None = None,
-    ) -> dict[str, Any]:
-        """The arguments of ``forward`` for one step."""
-        assert context is not None, "the runner passes the step's context"
-        return context.model_inputs(past_key_values)
 
     def load_weights(self, weights: Weights) -> None:
         """Fill the parameters; names may begin with ``transformer.`` or not."""

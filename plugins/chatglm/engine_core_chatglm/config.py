@@ -7,13 +7,18 @@ ChatGLM2ForConditionalGeneration for ChatGLM2 and ChatGLM3, which compute the sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig, ModelConfig
+from engine_core.configs import DefaultConfigBuilder, HFConfig
 from engine_core.errors import ConfigError
+from engine_core_chatglm.tokenizer import FORMAT_1, FORMAT_2, FORMAT_3
+
+if TYPE_CHECKING:
+    from engine_core.configs import ModelConfig
 
 _NAMES = (["ChatGLMModel"], ["ChatGLMForConditionalGeneration"])
 
@@ -29,6 +34,7 @@ _DEFAULTS_2 = {
     "multi_query_attention": False,
     "multi_query_group_num": 1,
     "seq_length": 2048,
+    "rope_ratio": 1,
 }
 
 # Keys that change the mathematics in ways that nobody has checked here, and the values that do not.
@@ -38,13 +44,14 @@ _ONLY_1: dict[str, tuple[Any, ...]] = {
     "pre_seq_len": (),
 }
 _ONLY_2: dict[str, tuple[Any, ...]] = {
-    "rope_ratio": (1,),
     "original_rope": (True,),
     "fp32_residual_connection": (False,),
     "quantization_bit": (0,),
     "pre_seq_len": (),
     "vision_config": (),
 }
+
+_BASE = 10000.0
 
 # In the vocabulary that ChatGLM2 and ChatGLM3 share, version 3 ends its turn with <|user|> or
 # <|observation|>; version 2 never gives these ids, for which it has no token.
@@ -83,6 +90,7 @@ class ChatGLM1ConfigBuilder:
         values["max_position_embeddings"] = _positive(values, "max_sequence_length")
         kwargs.setdefault("architecture", "ChatGLM1ForConditionalGeneration")
         kwargs.setdefault("default_chat_template", _chat_template("chatglm1"))
+        kwargs.setdefault("sentencepiece", FORMAT_1)
         config = DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)
         return _with_head_dim(config, "hidden_size / num_attention_heads")
 
@@ -114,9 +122,12 @@ class ChatGLM2ConfigBuilder:
         values["max_position_embeddings"] = _positive(values, "seq_length")
         if "kv_channels" in values:
             values["head_dim"] = _positive(values, "kv_channels")
+        values["rope_theta"], values["rope_scaling"] = _rope(values, model_path)
         kwargs.setdefault("architecture", "ChatGLM2ForConditionalGeneration")
-        version = "chatglm3" if _has_role_tokens(hf_config, model_path) else "chatglm2"
+        has_roles = _has_role_tokens(hf_config, model_path)
+        version = "chatglm3" if has_roles else "chatglm2"
         kwargs.setdefault("default_chat_template", _chat_template(version))
+        kwargs.setdefault("sentencepiece", FORMAT_3 if has_roles else FORMAT_2)
         config = DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)
         if config.vocab_size == _VOCABULARY_23 and "eos_token_ids" not in kwargs:
             ends = tuple(dict.fromkeys((*config.eos_token_ids, *_ENDS_OF_TURN_3)))
@@ -165,6 +176,48 @@ def _with_head_dim(config: ModelConfig, source: str) -> ModelConfig:
             f"config.json: {source} must be divisible by 4 for ChatGLM, got {config.head_dim}"
         )
     return config.replace(hf_config=config.hf_config.replace(head_dim=config.head_dim))
+
+
+def _rope(
+    values: Mapping[str, Any], model_path: Path | None
+) -> tuple[float, dict[str, Any] | None]:
+    """The rope_theta and rope_scaling that ``rope_ratio`` stands for.
+
+    The two differ: modeling_chatglm.py of ChatGLM2-6B-32K divides the positions by it, that of
+    ChatGLM3-6B-32K and all later ones multiplies the base by it. The config does not say which.
+
+    Raises:
+        ConfigError: it is no positive number, or nothing tells which of the two it is.
+    """
+    ratio = values["rope_ratio"]
+    if type(ratio) not in (int, float) or not 0 < ratio < float("inf"):
+        raise ConfigError(f"config.json: 'rope_ratio' must be a positive number, got {ratio!r}")
+    if ratio == 1:
+        return _BASE, None
+    divides = _divides_positions(values, model_path)
+    if divides is None:
+        raise ConfigError(
+            f"config.json: rope_ratio {ratio!r} divides the positions in ChatGLM2 and multiplies "
+            "the base of the rotation in ChatGLM3, and nothing says which of them this is: put the "
+            "checkpoint's modeling_chatglm.py beside config.json (it is read, not run), or set "
+            "_name_or_path to chatglm2 or chatglm3 in hf_overrides"
+        )
+    return (_BASE, {"rope_type": "linear", "factor": ratio}) if divides else (_BASE * ratio, None)
+
+
+def _divides_positions(values: Mapping[str, Any], model_path: Path | None) -> bool | None:
+    """By the checkpoint's own code, or else by its version; None if neither is there."""
+    if model_path is not None:
+        with suppress(OSError):
+            code = (model_path / "modeling_chatglm.py").read_text(encoding="utf-8")
+            multiplies = re.search(r"base\s*\*\s*self\.rope_ratio", code) is not None
+            divides = re.search(r"/\s*self\.rope_ratio", code) is not None
+            if multiplies != divides:
+                return divides
+    if _has_role_tokens(HFConfig(values), model_path):
+        return False
+    names = (str(values.get("_name_or_path", "")), "" if model_path is None else model_path.name)
+    return True if any("chatglm2" in name.lower() for name in names) else None
 
 
 def _has_role_tokens(hf_config: HFConfig, model_path: Path | None) -> bool:

@@ -1,14 +1,14 @@
 """Tiny models of this family, for the conformance kit. Imports no torch.
 
 Transformers has no class for them: the results are those of the original code, in golden files that
-stand among the tests of engine-core's repository and are left out of the wheel.
+come with the package.
 """
 
 from pathlib import Path
 
 from engine_core.testing import ConformanceCase
 
-_GOLDEN = Path(__file__).parents[3] / "tests" / "golden"
+_GOLDEN = Path(__file__).parent / "golden"
 
 CASES = [
     ConformanceCase(

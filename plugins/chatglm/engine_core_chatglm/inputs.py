@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from engine_core.configs import ModelConfig
 from engine_core.errors import RequestError
 from engine_core.inputs import ProcessedPrompt
+
+if TYPE_CHECKING:
+    from engine_core.configs import ModelConfig
 
 
 class BidirectionalContextProcessor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
 from engine_core.nn import (
+    CausalLM,
     CosSin,
     DecoderLayer,
     GatedMLP,
@@ -44,10 +45,8 @@ _LAYERS = {
 }
 
 
-class _ChatGLM(nn.Module):
+class _ChatGLM(CausalLM):
     """Embedding, layers, final norm and head. Parameters are named without their containers."""
-
-    support_cuda_graph = True
 
     def __init__(
         self,
@@ -90,11 +89,6 @@ class _ChatGLM(nn.Module):
         out: Tensor = (
             self.final_layernorm(x) if residual is None else self.final_layernorm(x, residual)[0]
         )
-        return out
-
-    def get_logits(self, hidden_states: Tensor) -> Tensor:
-        """``[..., H]`` to ``[..., vocab]``."""
-        out: Tensor = self.lm_head(hidden_states)
         return out
 
     def load_weights(self, weights: Weights) -> None:
@@ -204,8 +198,8 @@ class ChatGLM1ForConditionalGeneration(_ChatGLM):
         A token of the context is at (its index, 0); one of the answer at (the mask's index, how
         many tokens of the answer there are with it).
         """
+        inputs = super().prepare_inputs_for_generation(past_key_values, inputs_embeds, context)
         assert context is not None, "the runner passes the step's context"
-        inputs = context.model_inputs(past_key_values)
         context_lens = context.row_state["context_len"]
         context_len = context_lens[context.row_ids]
         position = context.position_ids[0]
@@ -255,19 +249,12 @@ class ChatGLM2ForConditionalGeneration(_ChatGLM):
             config,
             [layer() for _ in range(config.num_hidden_layers)],
             norm() if config.post_layer_norm else None,
-            build_rotary_embedding(config.head_dim // 2),  # the other half of a head stays
+            # The other half of a head stays as it is.
+            build_rotary_embedding(
+                config.head_dim // 2, base=config.rope_theta, scaling=config.rope_scaling
+            ),
             loading={
                 "query_key_value": ("qkv_proj", None if config.multi_query_attention else "hgd"),
                 "dense_h_to_4h": ("gate_up_proj", None),
             },
         )
-
-    def prepare_inputs_for_generation(
-        self,
-        past_key_values: list[KVCacheLayer],
-        inputs_embeds: Tensor | None = None,
-        context: StepContext | None = None,
-    ) -> dict[str, Any]:
-        """The arguments of ``forward`` for one step."""
-        assert context is not None, "the runner passes the step's context"
-        return context.model_inputs(past_key_values)

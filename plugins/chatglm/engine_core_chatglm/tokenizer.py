@@ -1,9 +1,10 @@
-"""Completes a tokenizer.json of ChatGLM2 or ChatGLM3 with what only the original's code says.
+"""What each version's tokenization_chatglm.py adds to its SentencePiece file.
 
-The originals are a SentencePiece file and Python code, which is never run here. A conversion of the
-file to tokenizer.json has its 64789 pieces, but not the special tokens that
-``tokenization_chatglm.py`` numbers after them, nor ``[gMASK] sop`` before each text. Some add a few
-of them in a way that finds them only after a space.
+That code is never run here. The file itself is read by the core, in the format given here for each
+version. Where it is not to be had, for versions 2 and 3 there are conversions to tokenizer.json:
+these have its 64789 pieces, but not the special tokens that the code numbers after them, nor
+``[gMASK] sop`` before each text, and some add a few of them in a way that finds them only after a
+space. :func:`complete` adds them.
 
 As a program it makes a tokenizer folder, which the engine takes as its ``tokenizer``::
 
@@ -14,34 +15,47 @@ Imports no torch.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine_core.configs import SentencePieceFormat
 from engine_core.errors import TokenizerError
 
 _PIECES = 64789
-# In the order of their ids; version 2 has the first five, and never gives the others.
-_SPECIAL_TOKENS = (
-    "[MASK]",
-    "[gMASK]",
-    "[sMASK]",
-    "sop",
-    "eop",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
-)
+# In the order of their ids.
+_SPECIAL_TOKENS_2 = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
+_ROLES_3 = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_SPECIAL_TOKENS = (*_SPECIAL_TOKENS_2, *_ROLES_3)
 _PREFIX = ("[gMASK]", "sop")
+_NAMED = {"eos_token": "</s>", "pad_token": "<unk>", "unk_token": "<unk>"}
+
+FORMAT_1 = SentencePieceFormat(
+    file="ice_text.model",
+    special_pieces=("[MASK]", "[gMASK]", "[sMASK]", "<unused_0>", "<sop>", "<eop>"),
+    suffix=("[gMASK]", "<sop>"),
+    # Pieces of their own, because SentencePiece's normalisation would make one space of each.
+    replacements={
+        "\n": "<n>",
+        "\t": "<|tab|>",
+        **{" " * length: f"<|blank_{length}|>" for length in range(2, 81)},
+    },
+    named_tokens={
+        "bos_token": "<sop>",
+        "eos_token": "<eop>",
+        "mask_token": "[MASK]",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+    },
+)
+FORMAT_2 = SentencePieceFormat(added_tokens=_SPECIAL_TOKENS_2, prefix=_PREFIX, named_tokens=_NAMED)
+FORMAT_3 = replace(FORMAT_2, added_tokens=_SPECIAL_TOKENS)
 _CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "clean_up_tokenization_spaces": False,
-    "eos_token": "</s>",
-    "pad_token": "<unk>",
-    "unk_token": "<unk>",
+    **_NAMED,
 }
 
 
@@ -92,6 +106,8 @@ def complete(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Read a tokenizer.json and write the completed one, with its config, into a folder."""
+    import argparse  # not for those who only want a format
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path, help="a converted tokenizer.json")
     parser.add_argument("target", type=Path, help="the folder to write")

@@ -141,7 +141,8 @@ def test_what_version_2_leaves_out_is_filled_in() -> None:
         (CHATGLM_6B, {"inner_hidden_size": 1.5}, "'inner_hidden_size' must be a positive"),
         (CHATGLM_6B, {"layernorm_epsilon": "x"}, "'layernorm_epsilon'"),
         (CHATGLM_6B, {"num_attention_heads": 2048}, "divisible by 4 for ChatGLM, got 2"),
-        (CHATGLM2_6B, {"rope_ratio": 50}, "rope_ratio 50"),
+        (CHATGLM2_6B, {"rope_ratio": 0}, "'rope_ratio' must be a positive number, got 0"),
+        (CHATGLM2_6B, {"rope_ratio": True}, "'rope_ratio' must be a positive number, got True"),
         (CHATGLM2_6B, {"original_rope": False}, "original_rope False"),
         (CHATGLM2_6B, {"fp32_residual_connection": True}, "fp32_residual_connection True"),
         (CHATGLM3_6B, {"quantization_bit": 8}, "quantization_bit 8"),
@@ -178,3 +179,42 @@ def test_a_tuned_version_3_is_known_by_its_tokenizer(tmp_path: Path) -> None:
     assert template_name(build(tuned, tmp_path)) == "ChatGLM2"
     (tmp_path / "tokenization_chatglm.py").write_text('special_tokens = ["[MASK]", "<|user|>"]')
     assert template_name(build(tuned, tmp_path)) == "ChatGLM3"
+
+
+# The line that differs in modeling_chatglm.py, with what is around it.
+DIVIDES = "        seq_idx = torch.arange(seq_len, dtype=dtype, device=device) / self.rope_ratio\n"
+MULTIPLIES = "        base = base * self.rope_ratio\n        theta = 1.0 / (base ** x)\n"
+LONG_2: tuple[float, object] = (10000.0, {"rope_type": "linear", "factor": 50})
+LONG_3: tuple[float, object] = (500000.0, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "expected"),
+    [
+        ("THUDM/chatglm2-6b-32k", None, LONG_2),
+        ("THUDM/chatglm3-6b-32k", None, LONG_3),
+        ("output/checkpoint-300", DIVIDES, LONG_2),
+        ("output/checkpoint-300", MULTIPLIES, LONG_3),
+        # The code, not the name, says what the weights were trained with.
+        ("my-chatglm2-to-chatglm3", DIVIDES, LONG_2),
+        ("longer-than-chatglm2", MULTIPLIES, LONG_3),
+    ],
+)
+def test_a_long_version_is_told_by_its_code_or_its_name(
+    name: str, code: str | None, expected: tuple[float, object], tmp_path: Path
+) -> None:
+    if code is not None:
+        (tmp_path / "modeling_chatglm.py").write_text(f"raise SystemExit\n{code}")
+    long = {**CHATGLM2_6B, "rope_ratio": 50, "_name_or_path": name}
+    hf_config = build(long, tmp_path).hf_config
+    assert (hf_config.rope_theta, hf_config.rope_scaling) == expected
+    assert build({**CHATGLM2_6B, "rope_ratio": 1}).hf_config.rope_theta == 10000.0
+
+
+@pytest.mark.parametrize("code", [None, "nothing of it", DIVIDES + MULTIPLIES])
+def test_a_long_version_that_nothing_tells_is_refused(code: str | None, tmp_path: Path) -> None:
+    if code is not None:
+        (tmp_path / "modeling_chatglm.py").write_text(code)
+    long = {**CHATGLM2_6B, "rope_ratio": 50, "_name_or_path": "output/checkpoint-300"}
+    with pytest.raises(ConfigError, match=r"rope_ratio 50 divides the positions in ChatGLM2 and"):
+        build(long, tmp_path)

@@ -54,6 +54,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "apply_residual_connection_post_layernorm": True,
     },
     "wide-heads": {"kv_channels": 16},
+    "longer-version-2": {"rope_ratio": 4, "_name_or_path": "THUDM/chatglm2-6b-32k"},
+    "longer-version-3": {"rope_ratio": 50, "_name_or_path": "THUDM/chatglm3-6b-32k"},
 }
 
 
@@ -108,8 +110,14 @@ def plain_logits(c: dict[str, Any], weights: dict[str, Tensor], ids: list[int]) 
 
     def rotate(x: Tensor) -> Tensor:
         rotary = size // 2
-        freq = 1.0 / 10000 ** (torch.arange(0, rotary, 2) / rotary)
-        turn = torch.polar(torch.ones(1), torch.outer(torch.arange(length).float(), freq))
+        ratio, base, positions = c.get("rope_ratio", 1), 10000, torch.arange(length).float()
+        # forward_impl of RotaryEmbedding in modeling_chatglm.py of the two 32k checkpoints.
+        if "chatglm2" in c.get("_name_or_path", ""):
+            positions = positions / ratio
+        else:
+            base = base * ratio
+        freq = 1.0 / base ** (torch.arange(0, rotary, 2) / rotary)
+        turn = torch.polar(torch.ones(1), torch.outer(positions, freq))
         pairs = torch.view_as_complex(x[..., :rotary].reshape(length, -1, rotary // 2, 2))
         turned = torch.view_as_real(pairs * turn[:, None]).flatten(-2)
         return torch.cat([turned, x[..., rotary:]], dim=-1)

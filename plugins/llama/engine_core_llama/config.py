@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig, ModelConfig
+from engine_core.configs import (
+    DefaultConfigBuilder,
+    HFConfig,
+    SentencePieceFormat,
+    check_kinds,
+    longest_sequence,
+    rope_keys,
+)
+from engine_core.configs.builder import token_ids
 from engine_core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from engine_core.configs import ModelConfig
+
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-# Scalings whose factor says how far beyond max_position_embeddings a sequence may go.
-_STRETCHING = ("linear", "dynamic", "yarn")
+# <|eom_id|>, the end of a message that waits for a tool's answer.
+_EOM = 128008
+
+_SENTENCEPIECE = SentencePieceFormat(
+    prefix=("<s>",),
+    named_tokens={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+)
 
 
 class LlamaConfigBuilder:
@@ -45,16 +60,20 @@ class LlamaConfigBuilder:
         """
         stated = {key: value for key, value in hf_config.to_dict().items() if value is not None}
         values = {**cls.defaults, **stated}
-        rope = _rope_scaling(values)
-        values["rope_theta"] = rope.pop("rope_theta", values["rope_theta"])
-        values["rope_scaling"] = rope
+        values.update(rope_keys(values, _ROPE_TYPES))
+        values.pop("rope_parameters", None)
         values["sliding_window"] = cls.sliding_window(hf_config)
         if "num_attention_heads" in values:
             values.setdefault("num_key_value_heads", values["num_attention_heads"])
-        _check_kinds(values, cls.defaults)
+        check_kinds(values, {"intermediate_size": 1, **cls.defaults})
         hf_config = HFConfig(values)
-        kwargs.setdefault("max_position_embeddings", longest_sequence(hf_config))
-        kwargs.setdefault("may_exceed_length", rope["rope_type"] == "dynamic")
+        kwargs.setdefault(
+            "max_position_embeddings",
+            longest_sequence(values["max_position_embeddings"], values["rope_scaling"]),
+        )
+        kwargs.setdefault("may_exceed_length", values["rope_scaling"]["rope_type"] == "dynamic")
+        kwargs.setdefault("sentencepiece", _SENTENCEPIECE)
+        kwargs.setdefault("tool_parser", _tool_parser(hf_config))
         config = DefaultConfigBuilder.build(hf_config, model_path, **kwargs)
         return config.replace(hf_config=hf_config.replace(head_dim=config.head_dim))
 
@@ -90,51 +109,11 @@ class MistralConfigBuilder(LlamaConfigBuilder):
         )
 
 
-def longest_sequence(hf_config: HFConfig) -> int:
-    """Tokens of the longest sequence, with the stretch of the rope scaling.
+def _tool_parser(hf_config: HFConfig) -> str | None:
+    """Instruction-tuned Llama 3.1 and later end a message with a call by a token of their own.
 
-    Raises:
-        ConfigError: a length or factor is not a positive number.
+    Others share the architecture and even the vocabulary, but not how they call tools.
     """
-    rope = hf_config.rope_scaling
-    length = hf_config.max_position_embeddings
-    factor = 1.0
-    if rope["rope_type"] in _STRETCHING:
-        length = rope.get("original_max_position_embeddings", length)
-        factor = rope.get("factor", 1.0)
-    for key, value in (("max_position_embeddings", length), ("rope_scaling factor", factor)):
-        if not _is_positive(value):
-            raise ConfigError(f"config.json: {key} must be a positive number, got {value!r}")
-    return max(int(length * factor), int(hf_config.max_position_embeddings))
-
-
-def _rope_scaling(values: dict[str, Any]) -> dict[str, Any]:
-    """``rope_scaling`` or its newer name ``rope_parameters``, with ``rope_type`` always."""
-    rope = values.pop("rope_parameters", None) or values.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ConfigError(f"config.json: rope_scaling must be an object or null, got {rope!r}")
-    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-    if rope["rope_type"] not in _ROPE_TYPES:
-        raise ConfigError(
-            f"config.json: rope_scaling of type {rope['rope_type']!r} is not one of "
-            f"{', '.join(_ROPE_TYPES)}"
-        )
-    return rope
-
-
-def _check_kinds(values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuse values that are of another kind than those that they stand for."""
-    for key, default in {"intermediate_size": 1, **defaults}.items():
-        value = values.get(key)
-        if isinstance(default, bool | str):
-            fits = type(value) is type(default)
-            kind = "a string" if isinstance(default, str) else "true or false"
-        else:
-            fits = _is_positive(value) and (isinstance(default, float) or type(value) is int)
-            kind = "a positive number" if isinstance(default, float) else "a positive integer"
-        if not fits:
-            raise ConfigError(f"config.json: {key} must be {kind}, got {value!r}")
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
+    return (
+        "llama3_json" if _EOM in token_ids(hf_config.get("eos_token_id"), "eos_token_id") else None
+    )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from engine_core.configs import ModelConfig
 from engine_core.inputs import ProcessedPrompt
+
+if TYPE_CHECKING:
+    from engine_core.configs import ModelConfig
 
 
 class DynamicRopeProcessor:

@@ -32,3 +32,9 @@ def input_processors() -> list[type]:
 def gguf_adapters() -> dict[str, str]:
     """GGUF files that llama.cpp calls llama."""
     return {"llama": "engine_core_llama.gguf.LlamaGGUFAdapter"}
+
+
+@hookimpl
+def tool_parsers() -> dict[str, str]:
+    """The JSON format of Llama 3.1 and later."""
+    return {"llama3_json": "engine_core_llama.tools.Llama3JsonToolParser"}

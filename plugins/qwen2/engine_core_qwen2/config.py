@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig, ModelConfig
+from engine_core.configs import (
+    DefaultConfigBuilder,
+    HFConfig,
+    check_kinds,
+    longest_sequence,
+    rope_keys,
+)
 from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_core.configs import ModelConfig
 
 # Dynamic scaling is not among them: cached blocks would need salts, and no checkpoint has it.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-# Scalings whose factor says how far beyond max_position_embeddings a sequence may go.
-_STRETCHING = ("linear", "yarn")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -33,6 +39,7 @@ class Qwen2ConfigBuilder:
         "use_sliding_window": False,
         "tie_word_embeddings": False,
     }
+    reasoning_parser: ClassVar[str | None] = None
 
     @classmethod
     def condition(cls, hf_config: HFConfig) -> bool:
@@ -50,13 +57,18 @@ class Qwen2ConfigBuilder:
         """
         stated = {key: value for key, value in hf_config.to_dict().items() if value is not None}
         values = {**cls.defaults, **stated}
-        rope = _rope_scaling(values)
-        values["rope_theta"] = rope.pop("rope_theta", values["rope_theta"])
-        values["rope_scaling"] = rope
+        values.update(rope_keys(values, _ROPE_TYPES))
+        values.pop("rope_parameters", None)
         if "num_attention_heads" in values:
             values.setdefault("num_key_value_heads", values["num_attention_heads"])
-        _check_kinds(values, cls.defaults)
-        kwargs.setdefault("max_position_embeddings", longest_sequence(values))
+        check_kinds(values, {"intermediate_size": 1, **cls.defaults})
+        kwargs.setdefault(
+            "max_position_embeddings",
+            longest_sequence(values["max_position_embeddings"], values["rope_scaling"]),
+        )
+        # Without its tags in the text it does nothing, so that older models are not harmed.
+        kwargs.setdefault("tool_parser", "hermes")
+        kwargs.setdefault("reasoning_parser", cls.reasoning_parser)
         config = DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)
         values["sliding_window"] = _sliding_window(hf_config, values["use_sliding_window"])
         values["layer_types"] = _layer_types(values, config.num_layers)
@@ -73,26 +85,7 @@ class Qwen3ConfigBuilder(Qwen2ConfigBuilder):
         "head_dim": 128,
         "attention_bias": False,
     }
-
-
-def longest_sequence(values: dict[str, Any]) -> int:
-    """Tokens of the longest sequence, with the stretch of the rope scaling.
-
-    Raises:
-        ConfigError: a length or factor is not a positive number.
-    """
-    rope = values["rope_scaling"]
-    longest = int(values["max_position_embeddings"])
-    if rope["rope_type"] not in _STRETCHING:
-        return longest
-    original = rope.get("original_max_position_embeddings", longest)
-    factor = rope.get("factor", 1.0)
-    for key, value in (("original_max_position_embeddings", original), ("factor", factor)):
-        if not _is_positive(value):
-            raise ConfigError(
-                f"config.json: {key} of rope_scaling must be a positive number, got {value!r}"
-            )
-    return max(int(original * factor), longest)
+    reasoning_parser: ClassVar[str | None] = "think"
 
 
 def _sliding_window(hf_config: HFConfig, used: bool) -> int | None:
@@ -131,35 +124,3 @@ def _layer_types(values: dict[str, Any], num_layers: int) -> list[str]:
             f"use_sliding_window true, got {values['use_sliding_window']!r}"
         )
     return types
-
-
-def _rope_scaling(values: dict[str, Any]) -> dict[str, Any]:
-    """``rope_scaling`` or its newer name ``rope_parameters``, with ``rope_type`` always."""
-    rope = values.pop("rope_parameters", None) or values.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ConfigError(f"config.json: rope_scaling must be an object or null, got {rope!r}")
-    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-    if rope["rope_type"] not in _ROPE_TYPES:
-        raise ConfigError(
-            f"config.json: rope_scaling of type {rope['rope_type']!r} is not one of "
-            f"{', '.join(_ROPE_TYPES)}"
-        )
-    return rope
-
-
-def _check_kinds(values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuse values that are of another kind than those that they stand for."""
-    for key, default in {"intermediate_size": 1, **defaults}.items():
-        value = values.get(key)
-        if isinstance(default, bool | str):
-            fits = type(value) is type(default)
-            kind = "a string" if isinstance(default, str) else "true or false"
-        else:
-            fits = _is_positive(value) and (isinstance(default, float) or type(value) is int)
-            kind = "a positive number" if isinstance(default, float) else "a positive integer"
-        if not fits:
-            raise ConfigError(f"config.json: {key} must be {kind}, got {value!r}")
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0

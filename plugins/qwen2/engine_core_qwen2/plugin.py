@@ -28,3 +28,15 @@ def gguf_adapters() -> dict[str, str]:
         "qwen2": "engine_core_qwen2.gguf.Qwen2GGUFAdapter",
         "qwen3": "engine_core_qwen2.gguf.Qwen3GGUFAdapter",
     }
+
+
+@hookimpl
+def tool_parsers() -> dict[str, str]:
+    """The format that Qwen2.5 and Qwen3 took from Hermes."""
+    return {"hermes": "engine_core_qwen2.tools.HermesToolParser"}
+
+
+@hookimpl
+def reasoning_parsers() -> dict[str, str]:
+    """The tags of Qwen3, which other families use, too."""
+    return {"think": "engine_core.parsers.ThinkParser"}

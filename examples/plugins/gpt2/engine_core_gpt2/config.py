@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig, ModelConfig
+from engine_core.configs import DefaultConfigBuilder, HFConfig
 from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_core.configs import ModelConfig
 
 # The names that the core reads, and those that GPT-2's config has for them.
 _NAMES = {

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
 from engine_core.nn import (
+    CausalLM,
     KVCacheLayer,
     LayerNorm,
     SelfAttention,
@@ -20,7 +19,7 @@ from engine_core.nn import (
     build_rowwise_linear,
     load_stacked_weights,
 )
-from engine_core.step_context import AttentionMetadata, StepContext, StepContextManager
+from engine_core.step_context import AttentionMetadata, StepContextManager
 
 # Conv1D is transformers' linear layer whose weight is stored [in, out].
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -60,10 +59,8 @@ class GPT2Block(nn.Module):
         return out
 
 
-class GPT2LMHeadModel(nn.Module):
+class GPT2LMHeadModel(CausalLM):
     """GPT-2 with its head, which is the token embedding. Positions are learned, too."""
-
-    support_cuda_graph = True
 
     def __init__(
         self,
@@ -94,21 +91,6 @@ class GPT2LMHeadModel(nn.Module):
             x = block(x, cache, attn_metadata)
         out: Tensor = self.ln_f(x)
         return out
-
-    def get_logits(self, hidden_states: Tensor) -> Tensor:
-        """``[..., H]`` to ``[..., vocab]``."""
-        out: Tensor = self.lm_head(hidden_states)
-        return out
-
-    def prepare_inputs_for_generation(
-        self,
-        past_key_values: list[KVCacheLayer],
-        inputs_embeds: Tensor | None = None,
-        context: StepContext | None = None,
-    ) -> dict[str, Any]:
-        """The arguments of ``forward`` for one step."""
-        assert context is not None, "the runner passes the step's context"
-        return context.model_inputs(past_key_values)
 
     def load_weights(self, weights: Weights) -> None:
         """Fill the parameters; names may begin with ``transformer.`` or not."""

@@ -1,0 +1,208 @@
+"""What the HTTP service costs: the same requests offline and through a server, side by side.
+
+    python benchmarks/serve_overhead.py [--rounds 3] [--model .cache/models/SmolLM2-...gguf]
+
+Two figures, each the median of rounds in which both sides take turns on this machine:
+
+- time to first token with 50 streams at once on a model of almost no weight, whose steps take about
+  a millisecond: what HTTP, the second process and the load generator add to it. Offline, the engine
+  is kept as full by a loop that adds a request whenever one ends.
+- output tokens a second of 32 requests at once on SmolLM2-135M in bfloat16.
+
+The load generator (benchmarks/serve.py) runs on the same cores as the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# In place of this folder, whose kernels.py is not the package of that name that transformers knows.
+sys.path[0:1] = [str(ROOT), str(ROOT / "tests")]
+
+Load = dict[str, Any]
+SMOLLM2 = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+STREAMS = 50
+# Answers of different lengths, so that requests do not all end, and begin, at once.
+FIRST_TOKEN: Load = {
+    "requests": 600,
+    "concurrency": STREAMS,
+    "prompt": 64,
+    "output": (16, 48),
+    "tokens": (3, 320),
+}
+THROUGHPUT: Load = {
+    "requests": 32,
+    "concurrency": 32,
+    "prompt": 128,
+    "output": (96, 96),
+    "tokens": (100, 1000),
+}
+
+
+class Offline:
+    """The engine in a process of its own, asked over its standard input."""
+
+    def __init__(self, model: Path, options: dict[str, Any]) -> None:
+        command = [sys.executable, __file__, "--serve-offline", str(model), json.dumps(options)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, load: Load) -> dict[str, float]:
+        """Figures of a load."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(load), file=self._process.stdin, flush=True)
+        answer: dict[str, float] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def serve_offline(model: str, options: dict[str, Any]) -> None:
+    """Answer loads, one a line: keep the engine as full as ``concurrency`` clients would."""
+    from engine_core import EngineConfig, SamplingParams
+    from engine_core.engine import Engine
+
+    engine = Engine(model, EngineConfig(**options))
+    for line in sys.stdin:
+        load = json.loads(line)
+        draw = random.Random(0)
+        params = SamplingParams(temperature=0, ignore_eos=True)
+        left, added = load["requests"], {}
+        tokens = 0
+        firsts: list[float] = []
+        start = time.perf_counter()
+        while left or engine.has_unfinished:
+            while left and len(added) < load["concurrency"]:
+                prompt = [draw.randrange(*load["tokens"]) for _ in range(load["prompt"])]
+                length = draw.randint(*load["output"])
+                request = engine.add_request(prompt, params.replace(max_tokens=length))
+                added[request] = time.perf_counter()
+                tokens += length
+                left -= 1
+            for output in engine.step():
+                if len(output.outputs[0].token_ids) == 1:
+                    firsts.append(time.perf_counter() - added[output.request_id])
+                if output.finished:
+                    del added[output.request_id]
+        seconds = time.perf_counter() - start
+        figures = {
+            "ttft_ms": statistics.median(firsts) * 1e3,
+            "tokens_s": tokens / seconds,
+        }
+        print(json.dumps(figures), flush=True)
+
+
+class Served:
+    """``engine-core serve`` on a free port."""
+
+    def __init__(self, model: Path, options: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "engine_core.cli", "serve", str(model), "--port", "0"]
+        self._process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        self._url = ""
+        for line in self._process.stderr:
+            if found := re.search(r"listening on (http://[^\s\"]+)", line):
+                self._url = found[1]
+            if " ready " in line:
+                break
+        else:
+            raise SystemExit("the server did not start")
+        # Nobody reads its log any more, and a full pipe would stop it.
+        self._drain = subprocess.Popen(
+            ["cat"], stdin=self._process.stderr, stdout=subprocess.DEVNULL
+        )
+
+    def run(self, load: Load) -> dict[str, float]:
+        """Figures of a load, as its clients see them."""
+        with tempfile.NamedTemporaryFile(suffix=".json") as result:
+            options = {
+                "--url": self._url,
+                "--requests": load["requests"],
+                "--concurrency": load["concurrency"],
+                "--prompt-tokens": load["prompt"],
+                "--output-tokens": "uniform:{}:{}".format(*load["output"]),
+                "--json": result.name,
+            }
+            command = [sys.executable, str(ROOT / "benchmarks" / "serve.py")]
+            command += [str(part) for pair in options.items() for part in pair]
+            command += ["--token-range", *map(str, load["tokens"])]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            figures = json.loads(Path(result.name).read_text())["figures"]
+        return {"ttft_ms": figures["ttft_ms"]["p50"], "tokens_s": figures["output_tokens_per_s"]}
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._drain.wait()
+
+
+def compare(
+    offline: Offline, served: Served, load: Load, rounds: int
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Figures of both sides, round by round, after one that is not counted."""
+    turns = [(offline.run(load), served.run(load)) for _ in range(rounds + 1)]
+    return [alone for alone, _ in turns[1:]], [through for _, through in turns[1:]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", type=Path, default=SMOLLM2)
+    parser.add_argument("--serve-offline", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve_offline:
+        model, given = options.serve_offline
+        serve_offline(model, json.loads(given))
+        return
+
+    from serving import write_tiny_model
+
+    print(f"{time.strftime('%Y-%m-%d')}, {len(os.sched_getaffinity(0))} cores")
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = write_tiny_model(Path(folder) / "tiny")
+        settings = {"enable_prefix_caching": False, "kv_cache_memory": "64MiB"}
+        flags = ["--no-enable-prefix-caching", "--kv-cache-memory", "64MiB"]
+        ours, theirs = Offline(tiny, settings), Served(tiny, flags)
+        alone, through = compare(ours, theirs, FIRST_TOKEN, options.rounds)
+        ours.close()
+        theirs.close()
+        first = [statistics.median(run["ttft_ms"] for run in side) for side in (alone, through)]
+        print(
+            f"time to first token, {STREAMS} streams, almost no weight: offline {first[0]:.1f} ms, "
+            f"through HTTP {first[1]:.1f} ms, added {first[1] - first[0]:.1f} ms"
+        )
+    settings = {"enable_prefix_caching": False, "kv_cache_memory": "1GiB", "max_model_len": 1024}
+    flags = ["--no-enable-prefix-caching", "--kv-cache-memory", "1GiB", "--max-model-len", "1024"]
+    ours, theirs = Offline(options.model, settings), Served(options.model, flags)
+    alone, through = compare(ours, theirs, THROUGHPUT, options.rounds)
+    ours.close()
+    theirs.close()
+    rate = [statistics.median(run["tokens_s"] for run in side) for side in (alone, through)]
+    print(
+        f"throughput, {options.model.stem}, 32 requests: offline {rate[0]:.0f} tokens/s, "
+        f"through HTTP {rate[1]:.0f} ({rate[1] / rate[0]:.0%})"
+    )
+
+
+if __name__ == "__main__":
+    main()

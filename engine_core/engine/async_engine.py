@@ -1,0 +1,679 @@
+"""An engine in a process of its own, driven from an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+from engine_core.cache import KVCacheGroup
+from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
+from engine_core.engine import process
+from engine_core.engine.frontend import Frontend, Message, Prompt, State, choose_tokenizer
+from engine_core.engine.process import Decoder, Failure, Found, Ready
+from engine_core.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    RequestTimeoutError,
+)
+from engine_core.inputs import InputProcessor
+from engine_core.registry import build_registry
+from engine_core.runtime.memory import CachePlan
+from engine_core.scheduler import Request, check_request
+from engine_core.steps import EngineStats, RequestOutput, TokenUpdate
+from engine_core.text import Tokenizer
+
+_T = TypeVar("_T")
+
+# How long a process that was told to end, or whose socket is closed, has until it is killed.
+_STOP_SECONDS = 5.0
+# Texts longer than this are tokenised in a thread, so that the event loop goes on meanwhile.
+_LONG_TEXT = 4096
+
+
+class RemoteTracebackError(Exception):
+    """A traceback as text, of another process mostly: the cause of an :class:`EngineDeadError`."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class RequestStream:
+    """What comes of one request, piece by piece: an asynchronous iterator.
+
+    ::
+
+        async with await engine.add_request("Hello") as stream:
+            async for output in stream:
+                for completion in output.outputs:
+                    print(completion.index, completion.text)
+
+    Each output holds what is new: completions of which something came, with only the text, tokens
+    and log-probabilities that came since the output before; ``cumulative_logprob`` is the sum over
+    all tokens so far, and ``prompt_logprobs`` come once. Outputs that are not read in time become
+    one. The last has ``finished`` set.
+
+    Whoever leaves before that, by :meth:`abort`, :meth:`aclose`, the end of the ``async with``,
+    cancellation or by dropping the stream, ends the request: its cache blocks are free within a
+    step.
+
+    Attributes:
+        request_id: the id given, or one made by the engine.
+        prompt_token_ids: the prompt.
+    """
+
+    def __init__(self, engine: AsyncEngine, state: State) -> None:
+        self.request_id = state.request_id
+        self.prompt_token_ids = state.prompt_token_ids
+        self._engine = engine
+        self._state = state
+        self._changed = False
+        self._ended = False
+        self._error: EngineError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output.
+
+        Raises:
+            StopAsyncIteration: the request has ended.
+            RequestTimeoutError: its time is over.
+            EngineDeadError: the engine process has ended.
+        """
+        while not self._changed:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                raise StopAsyncIteration
+            if self._waiter is not None:
+                raise RuntimeError(f"request {self.request_id!r} is read by two tasks at once")
+            self._waiter = self._engine._loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self._engine._leave(self)
+                raise
+            finally:
+                self._waiter = None
+        self._changed = False
+        return self._state.delta()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def abort(self) -> None:
+        """End the request; an output with the reason "abort" follows if it had not ended."""
+        self._engine._leave(self)
+
+    async def aclose(self) -> None:
+        """End the request if it has not ended; nothing more is to be read."""
+        self._engine._leave(self)
+        self._changed = False
+        self._error = None
+
+    def __del__(self) -> None:
+        # Whichever thread drops it.
+        if not self._ended:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._engine._loop.call_soon_threadsafe(self._engine._forget, self._state)
+
+    def _wake(self) -> None:
+        """Something is new."""
+        self._changed = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _end(self, error: EngineError | None = None) -> None:
+        """Nothing more comes after what is there."""
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if error is not None:
+            self._error = error
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+
+
+class AsyncEngine:
+    """Runs one model in another process, for the event loop in which it was started.
+
+    This process makes tokens of text and text of tokens; the other one schedules and computes.
+    Neither waits for the other: a long step does not hold up the event loop, and a busy event loop
+    does not hold up the next step. What is logged there is logged here.
+
+    Attributes:
+        config: the engine's settings.
+        model_config: the model's.
+        tokenizer: None with ``skip_tokenizer_init``.
+        max_model_len: tokens of a sequence, prompt and output together.
+        eos_token_ids: the tokens that end a sequence.
+        startup: seconds that each phase of loading took in the engine process.
+        cache_plan: the blocks of the KV cache.
+        pid: the engine process.
+        dead: why the engine process ended; None while it lives, and after :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        link: _Link,
+        config: EngineConfig,
+        found: Found,
+        ready: Ready,
+        tokenizer: Tokenizer | None,
+        input_processor: InputProcessor | None,
+        max_queued_requests: int | None,
+    ) -> None:
+        """See :meth:`start`."""
+        self.config = config
+        self.model_config: ModelConfig = found.model_config
+        self.tokenizer = tokenizer
+        self.max_model_len = ready.cache_plan.max_model_len
+        self.eos_token_ids = found.eos_token_ids
+        self.startup = ready.startup
+        self.cache_plan: CachePlan = ready.cache_plan
+        self.pid = link.pid
+        self.dead: EngineDeadError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._link = link
+        self._max_queued = max_queued_requests
+        self._frontend = Frontend(
+            config,
+            found.model_config,
+            tokenizer,
+            input_processor,
+            found.generation_config,
+            self._finish,
+        )
+        self._scheduler_config = ready.scheduler_config
+        # Only asked for what could never fit.
+        plan = ready.cache_plan
+        self._groups = [KVCacheGroup(spec, plan.cache_config) for spec in plan.groups]
+        self._streams: weakref.WeakValueDictionary[str, RequestStream] = (
+            weakref.WeakValueDictionary()
+        )
+        self._stats = EngineStats()
+        self._num_sent = 0
+        self._closing = False
+        # Grammars are compiled one at a time: the compiler keeps what it compiled.
+        self._compiling = asyncio.Lock()
+        self._buried: asyncio.Future[EngineDeadError] = self._loop.create_future()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        link.serve(self._receive, self._bury)
+
+    @classmethod
+    async def start(
+        cls,
+        model: str,
+        config: EngineConfig | None = None,
+        *,
+        max_queued_requests: int | None = None,
+    ) -> Self:
+        """Start the engine process and wait until it can take requests.
+
+        The thread that calls it must live as long as the engine; that of the event loop does.
+
+        Args:
+            model: a checkpoint folder, a GGUF file or a hub id.
+            config: the engine's settings.
+            max_queued_requests: sequences that may wait for a place in the batch; any number if
+                None.
+
+        Raises:
+            EngineError: the model cannot run; which part of the tree says why.
+            EngineDeadError: the process ended before it was ready.
+        """
+        config = config or EngineConfig()
+        if max_queued_requests is not None and max_queued_requests < 0:
+            raise ConfigError(
+                f"max_queued_requests is a number of sequences or None, got {max_queued_requests}"
+            )
+        link = await _Link.open(model, config)
+        try:
+            found = await link.expect(Found)
+            # While the other process reads the weights.
+            (tokenizer, processor), ready = await asyncio.gather(
+                asyncio.to_thread(_open_text, config, found), link.expect(Ready)
+            )
+        except BaseException:
+            await link.close(kill=True)
+            raise
+        return cls(link, config, found, ready, tokenizer, processor, max_queued_requests)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's ``generation_config.json`` recommends, over our own defaults."""
+        return self._frontend.default_sampling_params
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, None if it was given as token ids, and its token ids.
+
+        Raises:
+            RequestError: it is no prompt, or its token ids are outside the vocabulary.
+        """
+        return self._frontend.tokenize(prompt)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt that the chat template makes of one conversation, as token ids.
+
+        Raises:
+            RequestError: the messages do not fit the template, or there is none.
+        """
+        return self._frontend.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+
+    async def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> RequestStream:
+        """Queue a request.
+
+        Args:
+            prompt: text or token ids.
+            sampling_params: the checkpoint's defaults if None.
+            request_id: a name of the caller's choice.
+            priority: lower runs first; requests of equal priority run in the order of their
+                arrival.
+            timeout: seconds from now after which it is ended, whatever has come of it.
+
+        Returns:
+            What comes of it.
+
+        Raises:
+            RequestError: it cannot be served; nothing of it is kept.
+            QueueFullError: too many wait already.
+            EngineDeadError: the engine process has ended, or is to end.
+        """
+        self._check_alive()
+        if timeout is not None and not timeout >= 0:
+            raise RequestError(f"a timeout is a number of seconds, got {timeout!r}")
+        deadline = None if timeout is None else self._loop.time() + timeout
+        if sampling_params is not None and sampling_params.logits_processors:
+            raise RequestError(
+                "logits_processors are functions of this process, and tokens are chosen in "
+                "another; use LLM or Engine"
+            )
+        frontend = self._frontend
+        # What may take long goes to a thread, so that the event loop goes on meanwhile.
+        if sampling_params is not None and sampling_params.guided is not None:
+            async with self._compiling:
+                params = await asyncio.to_thread(frontend.resolve, sampling_params)
+        else:
+            params = frontend.resolve(sampling_params)
+        if _text_length(prompt) > _LONG_TEXT:
+            text, token_ids = await asyncio.to_thread(frontend.tokenize, prompt)
+        else:
+            text, token_ids = frontend.tokenize(prompt)
+        self._check_alive()
+        self._check_queue(params.n)
+        state, requests = frontend.prepare(
+            text,
+            token_ids,
+            params,
+            request_id=request_id,
+            priority=priority,
+            unique_ids=True,
+        )
+        check_request(
+            Request(
+                state.request_id,
+                requests[0].prompt,
+                requests[0].sampling,
+                arrival_time=state.arrival_time,
+                max_model_len=self.max_model_len,
+            ),
+            self._scheduler_config,
+            self._groups,
+        )
+        frontend.keep(state)
+        stream = RequestStream(self, state)
+        self._streams[state.request_id] = stream
+        self._idle.clear()
+        self._num_sent += len(requests)
+        self._link.send(("add", requests))
+        if deadline is not None and timeout is not None:
+            stream._timer = self._loop.call_at(
+                deadline, self._time_out, weakref.ref(stream), timeout
+            )
+        return stream
+
+    def stats(self) -> EngineStats:
+        """What the engine held after its last step, and did since its start."""
+        return self._stats
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Wait until the engine process has ended without being asked to; returns why."""
+        return await asyncio.shield(self._buried)
+
+    async def drain(self, timeout: float | None) -> None:
+        """Take no more requests, and wait until those that there are have ended.
+
+        Args:
+            timeout: seconds after which what is left is aborted; None for no such limit.
+        """
+        self._closing = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            for state in list(self._frontend.states.values()):
+                self._abort(state)
+
+    async def close(self) -> None:
+        """Abort what there is and end the engine process; it may be called twice."""
+        self._closing = True
+        for state in list(self._frontend.states.values()):
+            self._abort(state)
+        await self._link.close(kill=False)
+
+    def _check_alive(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(str(self.dead)) from self.dead.__cause__
+        if self._closing:
+            raise EngineDeadError("the engine is being shut down and takes no more requests")
+
+    def _check_queue(self, n: int) -> None:
+        """Refuse ``n`` sequences if too many wait, as far as is known from the last step.
+
+        What was sent since then counts as waiting, unless there were free rows and nobody waited.
+        """
+        if self._max_queued is None:
+            return
+        stats = self._stats
+        waiting = stats.waiting + self._num_sent - stats.added
+        free = 0
+        if stats.waiting == 0:
+            free = self._scheduler_config.max_num_seqs - stats.running
+        if waiting + n > self._max_queued + free:
+            raise QueueFullError(
+                f"{max(0, waiting - free)} sequences wait already and {self._max_queued} may; the "
+                f"{n} of this request can be served later"
+            )
+
+    def _receive(self, message: tuple[list[TokenUpdate], EngineStats]) -> None:
+        """Take in what a step brought."""
+        updates, self._stats = message
+        for state in self._frontend.apply(updates):
+            stream = self._streams.get(state.request_id)
+            if stream is not None:
+                stream._wake()
+                if state.unfinished == 0:
+                    stream._end()
+        self._note_idle()
+
+    def _finish(self, request_id: str, reason: str, stop_reason: str) -> None:
+        self._link.send(("finish", request_id, reason, stop_reason))
+
+    def _leave(self, stream: RequestStream) -> None:
+        """The reader of ``stream`` goes."""
+        if not stream._ended:
+            self._abort(stream._state)
+
+    def _forget(self, state: State) -> None:
+        """Abort a request whose stream is gone."""
+        if self._frontend.states.get(state.request_id) is state:
+            self._abort(state)
+
+    def _abort(self, state: State, error: EngineError | None = None) -> None:
+        """End a request here and in the other process.
+
+        Its stream ends with ``error``, or with an output whose reason is "abort".
+        """
+        self._frontend.drop(state.request_id)
+        self._link.send(("abort", state.running))
+        stream = self._streams.get(state.request_id)
+        if stream is not None:
+            if error is None:
+                state.end("abort")
+                stream._wake()
+            stream._end(error)
+        self._note_idle()
+
+    def _time_out(self, reference: weakref.ref[RequestStream], timeout: float) -> None:
+        """The time of a request is over."""
+        stream = reference()
+        if stream is not None and not stream._ended:
+            tokens = sum(c.num_tokens for c in stream._state.completions)
+            self._abort(
+                stream._state,
+                RequestTimeoutError(
+                    f"request {stream.request_id!r} was ended after {timeout:g} s, its limit, with "
+                    f"{tokens} tokens generated"
+                ),
+            )
+
+    def _note_idle(self) -> None:
+        if not self._frontend.states:
+            self._idle.set()
+
+    def _bury(self, error: EngineDeadError) -> None:
+        """The engine process has ended."""
+        if self._closing and not self._frontend.states:
+            return
+        self.dead = error
+        for state in list(self._frontend.states.values()):
+            self._frontend.drop(state.request_id)
+            stream = self._streams.get(state.request_id)
+            if stream is not None:
+                # An error of its own: each reader adds its traceback to it.
+                own = EngineDeadError(str(error))
+                own.__cause__ = error.__cause__
+                stream._end(own)
+        self._note_idle()
+        if not self._buried.done():
+            self._buried.set_result(error)
+
+
+class _Link(asyncio.Protocol):
+    """The engine process and the socket to it.
+
+    Before :meth:`serve`, messages are waited for by :meth:`expect`; after it they are handed on.
+    """
+
+    def __init__(self, child: BaseProcess, end: socket.socket) -> None:
+        self._child = child
+        assert child.pid is not None, "the process was started"
+        self.pid = child.pid
+        # Kept to read what the process said last, if sending finds out first that it is gone.
+        self._end = end
+        self._decoder = Decoder()
+        self._transport: asyncio.Transport | None = None
+        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._receive: Any = self._inbox.put_nowait
+        self._bury: Any = None
+        self._failure: Failure | None = None
+        self._lost = asyncio.Event()
+        self._ended: asyncio.Task[None] | None = None
+        atexit.register(child.kill)
+
+    @classmethod
+    async def open(cls, model: str, config: EngineConfig) -> Self:
+        """Start the process."""
+        log_level = logging.getLogger("engine_core").getEffectiveLevel()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            child = multiprocessing.get_context("spawn").Process(
+                target=process.main,
+                args=(theirs, os.getpid(), log_level, model, config),
+                name="engine-core",
+                # It has children of its own with tensor parallelism, as a daemon may not.
+                daemon=False,
+            )
+            child.start()
+        process.enlarge(ours)
+        link = cls(child, ours.dup())
+        ours.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+        return link
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See :class:`asyncio.Protocol`."""
+        # uvloop's is none by inheritance.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """See :class:`asyncio.Protocol`."""
+        try:
+            for message in self._decoder.feed(data):
+                self._take(message)
+        except Exception as error:
+            # Results that cannot be taken in leave no way to go on.
+            trace = "".join(traceback.format_exception(error))
+            self._failure = Failure(f"{type(error).__name__}: {error}", trace)
+            assert self._transport is not None, "it was opened"
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See :class:`asyncio.Protocol`."""
+        self._end.setblocking(False)
+        with contextlib.suppress(OSError), self._end:
+            while self._failure is None and (data := self._end.recv(1 << 20)):
+                self.data_received(data)
+        self._ended = asyncio.ensure_future(self._see_it_end())
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Failure):
+            self._failure = message
+        elif isinstance(message, logging.LogRecord):
+            log = logging.getLogger(message.name)
+            if log.isEnabledFor(message.levelno):
+                log.handle(message)
+        else:
+            self._receive(message)
+
+    def send(self, message: Any) -> None:
+        """Send ``message``; lost if the process is gone."""
+        assert self._transport is not None, "it was opened"
+        if not self._transport.is_closing():
+            self._transport.write(process.encode(message))
+
+    async def expect(self, kind: type[_T]) -> _T:
+        """The next message, which is of this kind.
+
+        Raises:
+            EngineError: what the process raised instead.
+            EngineDeadError: it ended.
+        """
+        message = await self._inbox.get()
+        if isinstance(message, EngineDeadError):
+            self._inbox.put_nowait(message)
+            if self._failure is not None and self._failure.error is not None:
+                raise self._failure.error from message.__cause__
+            raise message
+        assert isinstance(message, kind), f"{message!r} where a {kind.__name__} was expected"
+        return message
+
+    def serve(
+        self, receive: Callable[[Any], None], bury: Callable[[EngineDeadError], None]
+    ) -> None:
+        """Hand on every message from now on, and the end of the process."""
+        self._receive = receive
+        self._bury = bury
+        while not self._inbox.empty():
+            message = self._inbox.get_nowait()
+            if isinstance(message, EngineDeadError):
+                bury(message)
+            else:
+                receive(message)
+
+    async def close(self, *, kill: bool) -> None:
+        """End the process and wait for that."""
+        if kill and not self._lost.is_set():
+            self._child.kill()
+        assert self._transport is not None, "it was opened"
+        self._transport.abort()  # What was not sent yet is of no use to it any more.
+        await self._lost.wait()
+
+    async def _see_it_end(self) -> None:
+        """Wait for the process, whose socket is closed, and say how it ended."""
+        child = self._child
+        await asyncio.to_thread(child.join, _STOP_SECONDS)
+        if child.exitcode is None:
+            child.kill()
+            await asyncio.to_thread(child.join)
+        atexit.unregister(child.kill)
+        error = _death(self.pid, child.exitcode, self._failure)
+        child.close()
+        self._lost.set()
+        if self._bury is not None:
+            self._bury(error)
+        else:
+            self._inbox.put_nowait(error)
+
+
+def _death(pid: int, code: int | None, failure: Failure | None) -> EngineDeadError:
+    """Why the engine process is gone."""
+    if failure is not None:
+        error = EngineDeadError(failure.message)
+        error.__cause__ = RemoteTracebackError(failure.trace)
+        return error
+    if code is not None and code < 0:
+        how = f"by signal {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            how += "; if nobody sent it, the system ran out of memory"
+    else:
+        how = f"with exit code {code}"
+    return EngineDeadError(f"the engine process (pid {pid}) ended {how}")
+
+
+def _open_text(
+    config: EngineConfig, found: Found
+) -> tuple[Tokenizer | None, InputProcessor | None]:
+    """What this process needs of the model."""
+
+    def folder() -> Path:
+        assert found.tokenizer_folder is not None, "a tokenizer of the model's own is wanted"
+        return found.tokenizer_folder
+
+    tokenizer = choose_tokenizer(config, folder, found.model_config)
+    if not found.has_input_processor:
+        return tokenizer, None
+    registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
+    return tokenizer, registry.input_processor(found.model_config)
+
+
+def _text_length(prompt: Any) -> int:
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt")
+    return len(prompt) if isinstance(prompt, str) else 0
+
+
+__all__ = ["AsyncEngine", "RemoteTracebackError", "RequestStream"]

@@ -1,0 +1,238 @@
+"""The step loop, on tokens alone."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from engine_core.engine.startup import Loaded
+from engine_core.engine.step_stats import StepStats
+from engine_core.errors import EngineDeadError
+from engine_core.runtime.layer_trace import LayerTrace
+from engine_core.runtime.runner import PendingStep
+from engine_core.scheduler import Request, RequestUpdate
+from engine_core.steps import CoreRequest, EngineStats, StepPlan, TokenUpdate
+
+# How many steps in a row must be done early, or be waited for, before repeats change.
+_EARLY_STEPS = 4
+_WAITING_STEPS = 64
+
+
+class EngineCore:
+    """Scheduler, executor and the steps in flight between them; text is the business of others.
+
+    It is not thread-safe: one thread owns it.
+
+    Args:
+        loaded: what it is made of.
+
+    Attributes:
+        scheduler: decides what each step computes.
+        executor: runs the steps.
+        depth: steps submitted before the first result is read.
+        step_stats: where the time of its steps went; put a new one here to begin anew.
+    """
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.scheduler = loaded.scheduler
+        self.executor = loaded.executor
+        self.depth = loaded.depth
+        self.step_stats = StepStats()
+        self._eos_token_ids = loaded.eos_token_ids
+        self._max_model_len = loaded.cache_plan.max_model_len
+        self._requests: dict[str, Request] = {}
+        self._flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self.scheduler.repeat_limit = 1
+        self._early = 0
+        self._waits = 0
+        self._dead: BaseException | None = None
+        self._aborted = 0
+        self._added = 0
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        # What was made so far lives as long as the engine. A full collection that visits all of it
+        # would cost several steps.
+        gc.freeze()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a call of :meth:`step` can still bring something."""
+        return bool(self._requests) or bool(self._flight)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Submitted steps that have not come back."""
+        return len(self._flight)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps submitted since its start; one that is repeated counts as often."""
+        return self._steps
+
+    def stats(self) -> EngineStats:
+        """What it holds now, and did since its start."""
+        scheduler = self.scheduler
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            kv_cache_usage=scheduler.kv_cache_usage,
+            added=self._added,
+            aborted=self._aborted,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            num_preemptions=scheduler.num_preemptions,
+        )
+
+    def add(self, request: CoreRequest) -> None:
+        """Queue a sequence.
+
+        Raises:
+            RequestError: it could never run; nothing of it is kept.
+            EngineDeadError: the engine has stopped.
+        """
+        self.check_alive()
+        queued = Request(
+            request.request_id,
+            request.prompt,
+            request.sampling,
+            eos_token_ids=self._eos_token_ids,
+            arrival_time=request.arrival_time,
+            max_model_len=self._max_model_len,
+            priority=request.priority,
+        )
+        self._added += 1
+        self.scheduler.add(queued)
+        self._requests[request.request_id] = queued
+
+    def abort(self, request_id: str) -> None:
+        """End a sequence; nothing more comes of it. Unknown ids are ignored."""
+        if self._requests.pop(request_id, None) is not None:
+            self._aborted += 1
+            self.scheduler.abort(request_id)
+
+    def finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence whose text says that it is complete. Unknown ids are ignored."""
+        if self._requests.pop(request_id, None) is not None:
+            self.scheduler.finish(request_id, reason, stop_reason)
+
+    def step(self) -> list[TokenUpdate]:
+        """Submit a step if there is one, and take the results of the oldest in flight if due.
+
+        Returns:
+            One update a sequence that has something new.
+
+        Raises:
+            EngineDeadError: the model failed; every request is lost.
+        """
+        self.check_alive()
+        stats = self.step_stats
+        try:
+            stats.begin()
+            plan = self.scheduler.schedule()
+            stats.scheduled()
+            if plan is not None:
+                self._flight.append((plan, self.executor.submit(plan)))
+                stats.submitted(plan)
+                self._steps += plan.repeat
+                if plan.admitted:
+                    self._count_admitted(plan)
+            if not self._flight or (plan is not None and len(self._flight) <= self.depth):
+                return []
+            done, pending = self._flight.popleft()
+            self._adapt_repeats(done, pending)
+            result = pending.result()
+            stats.waited(done)
+            updates = self._token_updates(self.scheduler.update(result))
+            stats.applied()
+            return updates
+        except Exception as error:
+            raise self.fail(error) from error
+
+    def fail(self, error: Exception) -> EngineDeadError:
+        """Stop because of ``error``; what is returned says so and is to be raised from it."""
+        self._dead = error
+        self.executor.close()
+        return EngineDeadError(f"the engine stopped in a step: {type(error).__name__}: {error}")
+
+    def trace_layers(self) -> AbstractContextManager[LayerTrace]:
+        """See :meth:`Engine.trace_layers`."""
+        return self.executor.trace_layers()
+
+    def close(self) -> None:
+        """Drop the model and its cache; the engine cannot be used after."""
+        self._flight.clear()
+        self._requests.clear()
+        if self._dead is None:
+            self._dead = RuntimeError("the engine was closed")
+        gc.unfreeze()
+        self.executor.close()
+
+    def check_alive(self) -> None:
+        """Raise if the engine has stopped.
+
+        Raises:
+            EngineDeadError: it has; from what stopped it.
+        """
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._dead}") from self._dead
+
+    def _count_admitted(self, plan: StepPlan) -> None:
+        for admission in plan.admitted:
+            request = self._requests[admission.request_id]
+            if request.num_preemptions == 0:
+                self._prompt_tokens += request.prompt_len
+
+    def _token_updates(self, updates: Sequence[RequestUpdate]) -> list[TokenUpdate]:
+        made = []
+        generated = 0
+        for update in updates:
+            request = update.request
+            generated += len(update.new_token_ids)
+            made.append(
+                TokenUpdate(
+                    request.request_id,
+                    update.new_token_ids,
+                    update.logprobs,
+                    update.prompt_logprobs,
+                    request.finish_reason,
+                    request.stop_reason,
+                    request.error,
+                    request.num_cached_tokens,
+                    request.num_preemptions,
+                )
+            )
+            if update.finished:
+                del self._requests[request.request_id]
+        self._generated_tokens += generated
+        return made
+
+    def _adapt_repeats(self, plan: StepPlan, pending: PendingStep) -> None:
+        """Have decode steps repeated on the device if it waits for the host, and only then.
+
+        A step that is done before its result is asked for was shorter than the host's work for
+        one; with more tokens a plan there is less of that.
+        """
+        scheduler = self.scheduler
+        if plan.rows[-1].num_tokens > 1 or plan.repeat < scheduler.repeat_limit:
+            return
+        if pending.done:
+            self._waits = 0
+            self._early += 1
+            if self._early >= _EARLY_STEPS:
+                self._early = 0
+                scheduler.repeat_limit = min(2 * plan.repeat, scheduler.config.max_repeat)
+        else:
+            self._early = 0
+            self._waits += 1
+            if self._waits >= _WAITING_STEPS:
+                self._waits = 0
+                scheduler.repeat_limit = max(1, plan.repeat // 2)
+
+
+__all__ = ["EngineCore"]

@@ -1,0 +1,522 @@
+"""The text half of an engine: prompts to tokens, and the tokens that come back to outputs."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypedDict
+
+from engine_core.checkpoint import resolve_model
+from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
+from engine_core.engine.sampling import resolve_sampling
+from engine_core.errors import RequestError
+from engine_core.inputs import InputProcessor, ProcessedPrompt
+from engine_core.steps import (
+    CompletionOutput,
+    CoreRequest,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+    TokenUpdate,
+)
+from engine_core.text import TextStream, Tokenizer, load_tokenizer
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One of a request's ``n`` sequences: what has come of it and was not taken yet.
+
+    Attributes:
+        request_id: what the core knows it by.
+        stream: makes text of tokens; None without a tokenizer.
+        include_stop: whether what ended the text stays in it.
+        token_ids: the tokens.
+        text: the text, in pieces.
+        logprobs: one mapping a token, or None if not asked for.
+        cumulative_logprob: sum over all tokens, or None.
+        finish_reason: None while it goes on.
+        stop_reason: see :class:`CompletionOutput`.
+        error: the message if the reason is "error".
+        num_tokens: all tokens, taken or not.
+        num_preemptions: how often it lost its blocks.
+        changed: whether anything came since :meth:`State.delta`.
+    """
+
+    request_id: str
+    stream: TextStream | None
+    include_stop: bool
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    num_tokens: int = 0
+    num_preemptions: int = 0
+    changed: bool = False
+
+    def output(self, index: int) -> CompletionOutput:
+        """All that is there, which stays."""
+        if len(self.text) > 1:
+            self.text = ["".join(self.text)]
+        return CompletionOutput(
+            index=index,
+            text=self.text[0] if self.text else "",
+            token_ids=list(self.token_ids),
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+        )
+
+    def delta(self, index: int) -> CompletionOutput:
+        """All that is there, which goes with it."""
+        taken = CompletionOutput(
+            index=index,
+            text="".join(self.text),
+            token_ids=self.token_ids,
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+        )
+        self.token_ids = []
+        self.text.clear()
+        if self.logprobs is not None:
+            self.logprobs = []
+        self.changed = False
+        return taken
+
+
+@dataclass(slots=True)
+class State:
+    """A request as the user gave it, with its completions.
+
+    Attributes:
+        request_id: the user's name for it, or the engine's.
+        prompt: its text, or None.
+        prompt_token_ids: its tokens.
+        arrival_time: ``time.monotonic`` seconds.
+        streaming: whether each new token is worth an output.
+        completions: its ``n`` sequences.
+        unfinished: how many of them go on.
+        prompt_logprobs: None at index 0, then one mapping a prompt token; None if not there.
+        has_prompt_logprobs: whether they came, taken since or not; each completion brings them.
+        first_token_time: as ``arrival_time``, or None.
+        num_cached_tokens: prompt tokens taken from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    arrival_time: float
+    streaming: bool
+    completions: list[Completion] = field(default_factory=list)
+    unfinished: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    has_prompt_logprobs: bool = False
+    first_token_time: float | None = None
+    num_cached_tokens: int = 0
+
+    def output(self) -> RequestOutput:
+        """The whole request so far."""
+        outputs = [item.output(index) for index, item in enumerate(self.completions)]
+        return self._request_output(outputs, self.prompt_logprobs)
+
+    def delta(self) -> RequestOutput:
+        """What came since the last call, of the completions that something came of."""
+        outputs = [c.delta(index) for index, c in enumerate(self.completions) if c.changed]
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return self._request_output(outputs, prompt_logprobs)
+
+    @property
+    def running(self) -> list[str]:
+        """The core's ids of the completions that go on."""
+        return [c.request_id for c in self.completions if c.finish_reason is None]
+
+    def end(self, reason: str) -> None:
+        """End the completions that go on."""
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                completion.finish_reason = reason
+                completion.changed = True
+        self.unfinished = 0
+
+    def _request_output(
+        self,
+        outputs: list[CompletionOutput],
+        prompt_logprobs: list[TokenLogprobs | None] | None,
+    ) -> RequestOutput:
+        finished = self.unfinished == 0
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            finished=finished,
+            prompt_logprobs=prompt_logprobs,
+            metrics=RequestMetrics(
+                arrival_time=self.arrival_time,
+                first_token_time=self.first_token_time,
+                finished_time=time.monotonic() if finished else None,
+                num_cached_tokens=self.num_cached_tokens,
+                num_preemptions=sum(c.num_preemptions for c in self.completions),
+            ),
+        )
+
+
+class Frontend:
+    """What belongs to requests as their users see them: text, ``n``, stop strings, outputs.
+
+    It knows nothing of where the core runs: it makes :class:`CoreRequest` and takes
+    :class:`TokenUpdate`.
+
+    Args:
+        config: the engine's settings.
+        model_config: the model's.
+        tokenizer: None if everything is token ids.
+        input_processor: the family's, or None.
+        generation_config: the checkpoint's ``generation_config.json``.
+        finish: tells the core that a sequence's text is complete: its id, the reason, and the stop
+            string.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        input_processor: InputProcessor | None,
+        generation_config: Mapping[str, Any],
+        finish: Callable[[str, str, str], None],
+    ) -> None:
+        self._config = config
+        self._model_config = model_config
+        self._tokenizer = tokenizer
+        self._input_processor = input_processor
+        self._generation_config = generation_config
+        self._finish = finish
+        self._states: dict[str, State] = {}
+        self._owners: dict[str, tuple[State, Completion]] = {}
+        self._drawn_seeds = 0
+        self._serials = itertools.count()
+
+    @property
+    def states(self) -> Mapping[str, State]:
+        """The unfinished requests."""
+        return self._states
+
+    @cached_property
+    def default_sampling_params(self) -> SamplingParams:
+        """What ``generation_config.json`` recommends, over our own defaults."""
+        given = self._generation_config
+        names = {
+            "temperature": "temperature",
+            "top_k": "top_k",
+            "top_p": "top_p",
+            "min_p": "min_p",
+            "repetition_penalty": "repetition_penalty",
+            "max_new_tokens": "max_tokens",
+        }
+        values = {ours: given[name] for name, ours in names.items() if given.get(name) is not None}
+        if given.get("do_sample") is False:
+            values["temperature"] = 0.0
+        return SamplingParams(**values)
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, None if it was given as token ids, and its token ids.
+
+        Raises:
+            RequestError: it is no prompt, or its token ids are outside the vocabulary.
+        """
+        given: Any = prompt
+        if isinstance(prompt, Mapping):
+            keys = set(prompt)
+            if keys not in ({"prompt"}, {"prompt_token_ids"}):
+                raise RequestError(
+                    "a prompt given as a dictionary has exactly one key, 'prompt' or "
+                    f"'prompt_token_ids'; got {sorted(map(str, keys))}"
+                )
+            given = next(iter(prompt.values()))
+        if isinstance(given, str):
+            if self._tokenizer is None:
+                raise RequestError(
+                    "this engine has no tokenizer, so prompts must be token ids; got text"
+                )
+            return given, self._tokenizer.encode(given)
+        if not isinstance(given, Sequence):
+            raise RequestError(
+                f"a prompt is text or a list of token ids, got {type(given).__name__}"
+            )
+        vocab_size = self._model_config.vocab_size
+        # Looked at as a whole first: a prompt of a million tokens is checked in a few milliseconds.
+        if set(map(type, given)) != {int} or not 0 <= min(given) <= max(given) < vocab_size:
+            for position, token in enumerate(given):
+                if not self._in_vocabulary(token):
+                    raise RequestError(
+                        f"token {token!r} at position {position} of the prompt is not a token id "
+                        f"of the vocabulary of {vocab_size}"
+                    )
+        return None, list(given)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt that the chat template makes of one conversation, as token ids.
+
+        Raises:
+            RequestError: the messages do not fit the template, or there is none.
+        """
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise RequestError("this engine has no tokenizer, so it cannot chat")
+        if chat_template is None and not tokenizer.chat_templates:
+            chat_template = self._model_config.default_chat_template
+        text = tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            chat_template=chat_template,
+            **(template_kwargs or {}),
+        )
+        # The template writes the special tokens itself.
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def resolve(self, sampling_params: SamplingParams | None) -> SamplingParams:
+        """Sampling parameters that fit the model; the checkpoint's defaults if None.
+
+        Raises:
+            RequestError: they do not.
+        """
+        params = resolve_sampling(
+            sampling_params or self.default_sampling_params,
+            self._model_config.vocab_size,
+            self._tokenizer,
+        )
+        if params.logits_processors and self._config.tensor_parallel_size > 1:
+            raise RequestError(
+                "logits_processors are functions of this process, and with tensor_parallel_size "
+                f"{self._config.tensor_parallel_size} tokens are chosen in others; leave them out"
+            )
+        return params
+
+    def prepare(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        streaming: bool = True,
+        priority: int = 0,
+        unique_ids: bool = False,
+    ) -> tuple[State, list[CoreRequest]]:
+        """Make what the core is to be given for a request. It is not kept before :meth:`keep`.
+
+        Args:
+            text: the prompt's, or None.
+            token_ids: the prompt, as :meth:`tokenize` returned it.
+            params: as :meth:`resolve` returned them.
+            request_id: a name of the caller's choice.
+            streaming: whether each new token is worth an output.
+            priority: lower runs first.
+            unique_ids: whether the core's ids are never used again, for a core that may still speak
+                of a request that is forgotten here.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
+        if not isinstance(priority, int):
+            raise RequestError(f"a priority is an integer, got {priority!r}")
+        if not isinstance(request_id, str | None):
+            raise RequestError(f"a request id is a string, got {request_id!r}")
+        serial = next(self._serials)
+        if request_id is None:
+            request_id = f"request-{serial}"
+        if request_id in self._states:
+            raise RequestError(f"there is already a request {request_id!r}; choose another id")
+        processed = (
+            ProcessedPrompt(token_ids=tuple(token_ids))
+            if self._input_processor is None
+            else self._input_processor.process(token_ids)
+        )
+        now = time.monotonic()
+        state = State(request_id, text, token_ids, now, streaming, unfinished=params.n)
+        seed = self._draw_seed() if params.seed is None else params.seed
+        base = f"{request_id}@{serial}" if unique_ids else request_id
+        requests = []
+        for index in range(params.n):
+            # Nothing that needs to be validated is changed.
+            own = params.model_copy(update={"n": 1, "seed": (seed + index) % 2**63})
+            child = base if params.n == 1 else f"{base}#{index}"
+            requests.append(CoreRequest(child, processed, own, now, priority))
+            stream = None
+            if self._tokenizer is not None:
+                stream = TextStream(self._tokenizer, own, token_ids)
+            completion = Completion(child, stream, own.include_stop_str_in_output)
+            if own.logprobs is not None:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+            state.completions.append(completion)
+        return state, requests
+
+    def keep(self, state: State) -> None:
+        """Expect updates for a request."""
+        self._states[state.request_id] = state
+        for completion in state.completions:
+            self._owners[completion.request_id] = (state, completion)
+
+    def drop(self, request_id: str) -> State | None:
+        """Forget a request; None if there is none. What still comes for it is ignored."""
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            for completion in state.completions:
+                self._owners.pop(completion.request_id, None)
+        return state
+
+    def clear(self) -> None:
+        """Forget every request."""
+        self._states.clear()
+        self._owners.clear()
+
+    def apply(self, updates: Sequence[TokenUpdate]) -> list[State]:
+        """Take in what a step brought; the requests that changed, each once."""
+        now = time.monotonic()
+        changed: dict[str, State] = {}
+        for update in updates:
+            owner = self._owners.get(update.request_id)
+            if owner is None:  # it ended on a stop string, or was aborted
+                continue
+            state, completion = owner
+            self._take(state, completion, update, now)
+            changed[state.request_id] = state
+            if completion.finish_reason is not None:
+                del self._owners[completion.request_id]
+                state.unfinished -= 1
+                if state.unfinished == 0:
+                    del self._states[state.request_id]
+        return list(changed.values())
+
+    def _take(self, state: State, completion: Completion, update: TokenUpdate, now: float) -> None:
+        """Add what a step brought to one completion."""
+        completion.changed = True
+        new = update.new_token_ids
+        completion.token_ids.extend(new)
+        completion.num_tokens += len(new)
+        completion.finish_reason = reason = update.finish_reason
+        completion.stop_reason = update.stop_reason
+        completion.error = update.error
+        completion.num_preemptions = update.num_preemptions
+        if completion is state.completions[0]:
+            state.num_cached_tokens = update.num_cached_tokens
+        if update.prompt_logprobs is not None and not state.has_prompt_logprobs:
+            state.has_prompt_logprobs = True
+            state.prompt_logprobs = [None, *map(self._decoded, update.prompt_logprobs)]
+        if state.first_token_time is None and new:
+            state.first_token_time = now
+        if completion.logprobs is not None and update.logprobs is not None:
+            for token, entry in zip(new, update.logprobs, strict=True):
+                completion.logprobs.append(self._decoded(entry))
+                assert completion.cumulative_logprob is not None, "it starts with logprobs"
+                completion.cumulative_logprob += entry[token].logprob
+        stream = completion.stream
+        if stream is None:
+            return
+        if reason == "stop" and new and not completion.include_stop:
+            # The token that ended it (end of sequence or a stop token) is not part of the text.
+            new = new[:-1]
+        if new:
+            text = stream.append(new)
+            completion.text.append(text.delta)
+            if text.stopped_by is not None and reason is None:
+                completion.finish_reason = reason = "stop"
+                completion.stop_reason = text.stopped_by
+                self._finish(update.request_id, "stop", text.stopped_by)
+        if reason is not None:
+            completion.text.append(stream.finish())
+            if completion.include_stop:
+                completion.text.append(stream.stopped_by or "")
+
+    def _decoded(self, entry: TokenLogprobs) -> TokenLogprobs:
+        if self._tokenizer is None:
+            return entry
+        decode = self._tokenizer.decode
+        return {
+            token: replace(value, decoded_token=decode([token], skip_special_tokens=False))
+            for token, value in entry.items()
+        }
+
+    def _in_vocabulary(self, token: Any) -> bool:
+        return (
+            isinstance(token, int)
+            and not isinstance(token, bool)
+            and 0 <= token < self._model_config.vocab_size
+        )
+
+    def _draw_seed(self) -> int:
+        self._drawn_seeds += 1
+        text = f"{self._config.seed}:{self._drawn_seeds}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+def choose_tokenizer(
+    config: EngineConfig, folder: Callable[[], Path], model_config: ModelConfig | None
+) -> Tokenizer | None:
+    """The tokenizer of ``config.tokenizer`` or else the model's own; None if none is wanted.
+
+    Args:
+        config: the engine's settings.
+        folder: gives the folder of the model's own.
+        model_config: says how a bare SentencePiece file is used, if it is known.
+
+    Raises:
+        TokenizerError: it cannot be read.
+        CheckpointNotFoundError: ``config.tokenizer`` is not there.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    sentencepiece = None if model_config is None else model_config.sentencepiece
+    if config.tokenizer is not None:
+        return load_tokenizer(resolve_model(config.tokenizer, config.revision), sentencepiece)
+    return load_tokenizer(folder(), sentencepiece)
+
+
+__all__ = [
+    "Completion",
+    "Frontend",
+    "Message",
+    "Prompt",
+    "State",
+    "TextPrompt",
+    "TokensPrompt",
+    "choose_tokenizer",
+]

@@ -1,0 +1,317 @@
+"""The engine's own process: an :class:`EngineCore` behind a socket."""
+
+from __future__ import annotations
+
+import ctypes
+import logging.handlers
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
+from engine_core.errors import EngineDeadError, EngineError, RequestError
+from engine_core.runtime.memory import CachePlan
+from engine_core.steps import CoreRequest, TokenUpdate
+
+if TYPE_CHECKING:
+    from engine_core.engine.core import EngineCore
+
+_HEADER = struct.Struct("<Q")
+_READ_BYTES = 1 << 20
+_BUFFER_BYTES = 4 << 20  # asked for; the system gives what it allows
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+# How long a core that has work and can do none of it waits for something to change.
+_STALLED_SECONDS = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the engine process says when it has understood the model, before it loads it.
+
+    Attributes:
+        model_config: the model's.
+        generation_config: the checkpoint's.
+        eos_token_ids: the tokens that end a sequence.
+        tokenizer_folder: where the tokenizer's files are; None if none is wanted.
+        has_input_processor: whether the family says more of a prompt than its tokens.
+    """
+
+    model_config: ModelConfig
+    generation_config: Mapping[str, Any]
+    eos_token_ids: tuple[int, ...]
+    tokenizer_folder: Path | None
+    has_input_processor: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What the engine process says when it can take requests.
+
+    Attributes:
+        cache_plan: the blocks there are, and the longest sequence.
+        scheduler_config: the scheduler's limits.
+        startup: seconds that each phase of loading took.
+    """
+
+    cache_plan: CachePlan
+    scheduler_config: SchedulerConfig
+    startup: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the engine process ends.
+
+    Attributes:
+        message: the root cause in a line.
+        trace: the traceback as text.
+        error: the error itself, if it is one to be raised where the engine was started.
+    """
+
+    message: str
+    trace: str
+    error: EngineError | None = None
+
+
+def encode(message: Any) -> bytes:
+    """A message with its length before it."""
+    content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(content)) + content
+
+
+class Decoder:
+    """Messages out of a stream of bytes that arrives in any pieces."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages that ``data`` completes."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= _HEADER.size:
+            (size,) = _HEADER.unpack_from(buffer, start)
+            end = start + _HEADER.size + size
+            if end > len(buffer):
+                break
+            with memoryview(buffer) as view:
+                message = pickle.loads(view[start + _HEADER.size : end])
+            start = end
+            yield message
+        del buffer[:start]
+
+
+def enlarge(end: socket.socket) -> None:
+    """Let ``end`` hold some steps' results while the other side is busy."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+
+
+class _Channel:
+    """The engine process's end of the socket; sending never waits for the other side to read."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        enlarge(end)
+        self._end = end
+        self._decoder = Decoder()
+        self._unsent: deque[memoryview] = deque()
+        # Any thread may log; this one sends it with the next message.
+        self._logged: SimpleQueue[Any] = SimpleQueue()
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+
+    def send(self, message: Any) -> None:
+        """Send ``message``, now or, as far as the socket is full, at a later call."""
+        while not self._logged.empty():
+            self._unsent.append(memoryview(encode(self._logged.get_nowait())))
+        self._unsent.append(memoryview(encode(message)))
+        self._write()
+
+    def log_handler(self) -> logging.Handler:
+        """Sends what is logged to the other side."""
+        return logging.handlers.QueueHandler(self._logged)
+
+    def receive(self, wait: float | None) -> list[Any]:
+        """What has come; waits for something for up to ``wait`` seconds, or without end if None.
+
+        Raises:
+            EOFError: the other side is gone.
+        """
+        messages: list[Any] = []
+        while True:
+            if self._unsent:
+                self._write()
+            events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+            self._poll.modify(self._end, events)
+            ready = self._poll.poll(None if wait is None else wait * 1000)
+            if any(event & ~select.POLLOUT for _, event in ready):
+                messages += self._read()
+            if messages or wait is not None:
+                return messages
+
+    def flush(self) -> None:
+        """Wait until everything is sent, or the other side is gone."""
+        self._end.setblocking(True)
+        try:
+            while self._unsent:
+                self._end.sendall(self._unsent.popleft())
+        except OSError:
+            self._unsent.clear()
+
+    def _read(self) -> list[Any]:
+        messages: list[Any] = []
+        while True:
+            try:
+                data = self._end.recv(_READ_BYTES)
+            except BlockingIOError:
+                return messages
+            except OSError:
+                data = b""
+            if not data:
+                raise EOFError
+            messages += self._decoder.feed(data)
+
+    def _write(self) -> None:
+        unsent = self._unsent
+        try:
+            while unsent:
+                sent = self._end.send(unsent[0])
+                if sent == len(unsent[0]):
+                    unsent.popleft()
+                else:
+                    unsent[0] = unsent[0][sent:]
+        except BlockingIOError:
+            return
+        except OSError:
+            unsent.clear()  # Reading tells that the other side is gone.
+
+
+def main(end: socket.socket, parent: int, log_level: int, model: str, config: EngineConfig) -> None:
+    """The life of the engine process: load ``model``, then serve until ``end`` is closed.
+
+    It ends with code 1 if the model cannot run or fails, and says why before.
+
+    Args:
+        end: of a stream socket; commands come in and results go out.
+        parent: the process whose end is its end.
+        log_level: what is less severe than this is not worth sending.
+        model: a checkpoint folder, a GGUF file or a hub id.
+        config: the engine's settings.
+    """
+    # Both go to every process of a terminal or a service; the parent decides what they mean.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _die_with(parent)
+    channel = _Channel(end)
+    logging.basicConfig(level=log_level, handlers=[channel.log_handler()], force=True)
+    try:
+        _serve(channel, model, config)
+    except EOFError:
+        return
+    except EngineDeadError as error:
+        cause = error.__cause__ or error
+        channel.send(Failure(str(error), "".join(traceback.format_exception(cause))))
+    except EngineError as error:
+        trace = "".join(traceback.format_exception(error))
+        channel.send(Failure(str(error), trace, _portable(error)))
+    except Exception as error:
+        trace = "".join(traceback.format_exception(error))
+        channel.send(Failure(f"{type(error).__name__}: {error}", trace))
+    channel.flush()
+    sys.exit(1)
+
+
+def _serve(channel: _Channel, model: str, config: EngineConfig) -> None:
+    from engine_core.engine.core import EngineCore
+    from engine_core.engine.startup import load, open_engine
+
+    opened = open_engine(model, config)
+    source = opened.source
+    channel.send(
+        Found(
+            model_config=source.model_config,
+            generation_config=opened.generation_config,
+            eos_token_ids=opened.eos_token_ids,
+            tokenizer_folder=(
+                None
+                if config.skip_tokenizer_init or config.tokenizer is not None
+                else source.checkpoint.tokenizer_folder
+            ),
+            has_input_processor=source.has_input_processor,
+        )
+    )
+    loaded = load(opened)
+    core = EngineCore(loaded)
+    try:
+        channel.send(Ready(loaded.cache_plan, loaded.scheduler_config, dict(opened.phases)))
+        _run(channel, core)
+    finally:
+        core.close()
+
+
+def _run(channel: _Channel, core: EngineCore) -> None:
+    """Take commands and step until the other side is gone."""
+    wait: float | None = None
+    while True:
+        commands = channel.receive(wait)
+        refused: list[TokenUpdate] = []
+        for name, *arguments in commands:
+            if name == "add":
+                _add(core, arguments[0], refused)
+            elif name == "abort":
+                for request_id in arguments[0]:
+                    core.abort(request_id)
+            else:
+                core.finish(*arguments)
+        before = (core.num_steps, core.num_in_flight)
+        updates = core.step() if core.has_unfinished else []
+        moved = before != (core.num_steps, core.num_in_flight)
+        # Told after every step, also one that brought nothing: it took somebody in, or gave blocks
+        # back.
+        if commands or moved:
+            channel.send((refused + updates, core.stats()))
+        busy = 0.0 if moved else _STALLED_SECONDS
+        wait = busy if core.has_unfinished else None
+
+
+def _add(core: EngineCore, requests: Sequence[CoreRequest], refused: list[TokenUpdate]) -> None:
+    for request in requests:
+        try:
+            core.add(request)
+        except RequestError as error:
+            refused.append(
+                TokenUpdate(request.request_id, (), finish_reason="error", error=str(error))
+            )
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the parent dies, also in the middle of a step that never ends."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before that
+        os._exit(1)
+
+
+def _portable(error: EngineError) -> EngineError | None:
+    """The error if it survives being sent, else None."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return copy if isinstance(copy, EngineError) else None
+
+
+__all__ = ["Decoder", "Failure", "Found", "Ready", "encode", "enlarge", "main"]

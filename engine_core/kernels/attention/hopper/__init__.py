@@ -1,0 +1,1 @@
+"""Prefill attention for one generation of GPUs."""

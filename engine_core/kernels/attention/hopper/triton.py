@@ -1,0 +1,591 @@
+"""Causal prefill attention on Hopper, in Gluon, which is Triton's language below the tile.
+
+One warp brings tiles to shared memory with the tensor memory accelerator, and two warp groups
+multiply: while the matrix units work for one, the other computes its softmax, and each has the
+product with the next keys in flight beside the product with the last values (FlashAttention-3,
+Shah et al. 2024). Programs stay on their multiprocessor and take tiles in turn, the heaviest first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Rows of a warp group, keys of a tile, and columns of a panel: the 128 bytes of the widest swizzle.
+# A tile of more columns lies in shared memory as one panel after another.
+_ROWS = gl.constexpr(64)
+_KEYS = gl.constexpr(128)
+_PANEL = gl.constexpr(64)
+
+
+@gluon.jit
+def _launch_dependents(PDL: gl.constexpr):
+    if PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _wait(PDL: gl.constexpr):
+    if PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _work(
+    turn,
+    query_start_ptr,
+    kv_lens_ptr,
+    first_row,
+    num_rows,
+    query_tiles,
+    HEAD_TILES: gl.constexpr,
+    TOKENS: gl.constexpr,
+):
+    """What this program does at its ``turn``.
+
+    Returns the row, where its queries begin, the first query, the number of queries and of tokens
+    of the row, the tile of heads, and the number of key tiles: 0 if there is nothing to do.
+    """
+    # Back and forth over the programs: who had the heavier tile gets the lighter one next.
+    program = gl.program_id(0)
+    last = gl.num_programs(0) - 1
+    item = turn * (last + 1) + program + turn % 2 * (last - 2 * program)
+    head_tile = item % HEAD_TILES
+    row = first_row + item // HEAD_TILES % num_rows
+    first_query = (query_tiles - 1 - item // HEAD_TILES // num_rows) * 2 * TOKENS
+    query_begin = 0
+    num_queries = 0
+    kv_len = 0
+    if first_query >= 0:
+        query_begin = gl.load(query_start_ptr + row)
+        num_queries = gl.load(query_start_ptr + row + 1) - query_begin
+        kv_len = gl.load(kv_lens_ptr + row)
+    key_tiles = 0
+    if first_query < num_queries:
+        end = kv_len - num_queries + gl.minimum(first_query + 2 * TOKENS, num_queries)
+        key_tiles = (end + _KEYS - 1) // _KEYS
+    return row, query_begin, first_query, num_queries, kv_len, head_tile, key_tiles
+
+
+@gluon.jit
+def _load_tile(desc, boxes, stage, barrier, rows, column, BOX: gl.constexpr, PANELS: gl.constexpr):
+    """Begin to load _KEYS tokens of one head; ``rows`` says where each BOX of them begins."""
+    BOXES: gl.constexpr = _KEYS // BOX
+    for box in gl.static_range(BOXES):
+        for panel in gl.static_range(PANELS):
+            place = (stage * PANELS + panel) * BOXES + box
+            coordinates = [rows[box], column + panel * _PANEL]
+            tma.async_copy_global_to_shared(desc, coordinates, barrier, boxes.index(place))
+
+
+@gluon.jit
+def _load(
+    q_desc,
+    k_desc,
+    v_desc,
+    q_smem,
+    k_smem,
+    v_smem,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    end_full,
+    block_tables_ptr,
+    query_start_ptr,
+    kv_lens_ptr,
+    table_stride,
+    first_row,
+    num_rows,
+    query_tiles,
+    turns,
+    k_head_stride,
+    v_head_stride,
+    HEAD_TILES: gl.constexpr,
+    TILES_OF_GROUP: gl.constexpr,
+    PACKED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The warp that loads."""
+    PANELS: gl.constexpr = D // _PANEL
+    TOKENS: gl.constexpr = _ROWS // PACKED
+    BOX: gl.constexpr = min(BLOCK_SIZE, _KEYS)
+    BOXES: gl.constexpr = _KEYS // BOX
+    TILE_BYTES: gl.constexpr = _KEYS * D * 2
+    panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    k_boxes = k_smem._reinterpret(k_desc.dtype, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
+    v_boxes = v_smem._reinterpret(v_desc.dtype, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
+    # Shared memory of a swizzled panel repeats every 8 rows.
+    CHUNKS: gl.constexpr = _KEYS // 8
+    v_chunks = v_smem._reinterpret(v_desc.dtype, [STAGES * PANELS * CHUNKS, 8, _PANEL], panels)
+    chunk_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    in_chunk = gl.arange(0, 8, gl.SliceLayout(1, chunk_layout))
+    q_panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+    q_boxes = q_smem._reinterpret(q_desc.dtype, [4 * PANELS, TOKENS, PACKED, _PANEL], q_panels)
+    _wait(PDL)
+    items = 0
+    loaded = 0
+    ends = 0
+    # What comes next is looked up while this is computed.
+    work = _work(
+        0, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, HEAD_TILES, TOKENS
+    )
+    for turn in range(turns):
+        row, query_begin, first_query, _, kv_len, head_tile, key_tiles = work
+        work = _work(
+            turn + 1, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, HEAD_TILES,
+            TOKENS,
+        )  # fmt: skip
+        if key_tiles > 0:
+            slot = items % 2
+            mbarrier.wait(q_empty.index(slot), (items // 2 & 1) ^ 1)
+            mbarrier.expect(q_full.index(slot), 2 * _ROWS * D * 2)
+            for group in gl.static_range(2):
+                token = query_begin + first_query + group * TOKENS
+                for panel in gl.static_range(PANELS):
+                    coordinates = [token, head_tile * PACKED, panel * _PANEL]
+                    place = q_boxes.index((slot * 2 + group) * PANELS + panel)
+                    tma.async_copy_global_to_shared(q_desc, coordinates, q_full.index(slot), place)
+            items += 1
+            kv_head = head_tile // TILES_OF_GROUP
+            table_ptr = block_tables_ptr + row.to(gl.int64) * table_stride
+            for tile in range(key_tiles):
+                rows = ()
+                for box in gl.static_range(BOXES):
+                    position = tile * _KEYS + box * BOX
+                    # Beyond the row's tokens its last block is read again.
+                    block = gl.load(table_ptr + gl.minimum(position, kv_len - 1) // BLOCK_SIZE)
+                    cache_row = block * BLOCK_SIZE + position % BLOCK_SIZE
+                    rows = rows + (cache_row,)  # type: ignore[assignment]  # noqa: RUF005
+                stage = loaded % STAGES
+                parity = (loaded // STAGES & 1) ^ 1
+                mbarrier.wait(k_empty.index(stage), parity)
+                mbarrier.expect(k_full.index(stage), TILE_BYTES)
+                column = kv_head * k_head_stride
+                _load_tile(k_desc, k_boxes, stage, k_full.index(stage), rows, column, BOX, PANELS)
+                mbarrier.wait(v_empty.index(stage), parity)
+                column = kv_head * v_head_stride
+                valid = kv_len - tile * _KEYS
+                if valid >= _KEYS:
+                    barrier = v_full.index(stage)
+                    mbarrier.expect(barrier, TILE_BYTES)
+                    _load_tile(v_desc, v_boxes, stage, barrier, rows, column, BOX, PANELS)
+                else:
+                    # Behind the last token there may be anything, and 0 * NaN is NaN.
+                    barrier = end_full.index(0)
+                    mbarrier.expect(barrier, TILE_BYTES)
+                    _load_tile(v_desc, v_boxes, stage, barrier, rows, column, BOX, PANELS)
+                    mbarrier.wait(barrier, ends & 1)
+                    ends += 1
+                    for chunk in range(valid // 8, CHUNKS):
+                        for panel in gl.static_range(PANELS):
+                            values = v_chunks.index((stage * PANELS + panel) * CHUNKS + chunk)
+                            x = values.load(chunk_layout)
+                            keep = (chunk * 8 + in_chunk < valid)[:, None]
+                            values.store(gl.where(keep, x, gl.zeros_like(x)))
+                    fence_async_shared()
+                    mbarrier.arrive(v_full.index(stage))
+                loaded += 1
+
+
+@gluon.jit
+def _softmax(
+    logits, maximum, denominator, scale, first_key, query_pos, MASKED: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Fold logits into the running softmax of each row; returns weights and the old one's factor.
+
+    A row's first tile has a key that it sees, so that no maximum is infinite.
+    """
+    if MASKED:
+        keys = gl.arange(0, _KEYS, gl.SliceLayout(0, LAYOUT))
+        logits = gl.where(keys[None, :] <= (query_pos - first_key)[:, None], logits, float("-inf"))
+    new_maximum = gl.maximum(maximum, gl.max(logits, axis=1))
+    subtrahend = new_maximum * scale
+    weights = gl.exp2(logits * scale - subtrahend[:, None])
+    rescale = gl.exp2(maximum * scale - subtrahend)
+    denominator = denominator * rescale + gl.sum(weights, axis=1)
+    return weights, new_maximum, denominator, rescale
+
+
+@gluon.jit
+def _attend_tile(
+    acc,
+    weights,
+    maximum,
+    denominator,
+    used,
+    tile,
+    q,
+    query_pos,
+    scale,
+    k_smem,
+    v_smem,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    MASKED: gl.constexpr,
+    STAGES: gl.constexpr,
+    LOGITS: gl.constexpr,
+    ACC: gl.constexpr,
+    WEIGHTS: gl.constexpr,
+):
+    """Multiply with the keys of a tile, and ``weights`` with the values of the one before."""
+    stage = used % STAGES
+    before = (used - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), used // STAGES & 1)
+    logits = gl.zeros([_ROWS, _KEYS], gl.float32, LOGITS)
+    k = k_smem.index(stage).permute((1, 0))
+    logits = warpgroup_mma(q, k, logits, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), (used - 1) // STAGES & 1)
+    acc = warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
+    logits = warpgroup_mma_wait(1, deps=(logits,))
+    mbarrier.arrive(k_empty.index(stage))
+    weights, maximum, denominator, rescale = _softmax(
+        logits, maximum, denominator, scale, tile * _KEYS, query_pos, MASKED, LOGITS
+    )
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(v_empty.index(before))
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
+    weights = gl.convert_layout(weights.to(v_smem.dtype), WEIGHTS)
+    return acc, weights, maximum, denominator
+
+
+@gluon.jit
+def _store(
+    out_ptr, y, query_begin, first_query, num_queries, head_tile, NUM_HEADS: gl.constexpr,
+    PACKED: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    in_tile = gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    queries = first_query + in_tile // PACKED
+    heads = head_tile * PACKED + in_tile % PACKED
+    rows = (query_begin + queries).to(gl.int64) * NUM_HEADS + heads
+    mask = (queries < num_queries)[:, None]
+    gl.store(out_ptr + rows[:, None] * D + dims[None, :], y, mask=mask)
+
+
+@gluon.jit
+def _attend(
+    GROUP: gl.constexpr,
+    out_ptr,
+    q_smem,
+    k_smem,
+    v_smem,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    query_start_ptr,
+    kv_lens_ptr,
+    first_row,
+    num_rows,
+    query_tiles,
+    turns,
+    scale,
+    NUM_HEADS: gl.constexpr,
+    HEAD_TILES: gl.constexpr,
+    PACKED: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """A warp group that multiplies: the first or second half of a tile's rows."""
+    TOKENS: gl.constexpr = _ROWS // PACKED
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    # 16 bytes a thread.
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    in_tile = gl.arange(0, _ROWS, gl.SliceLayout(1, LOGITS))
+    _wait(PDL)
+    items = 0
+    used = 0
+    work = _work(
+        0, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, HEAD_TILES, TOKENS
+    )
+    for turn in range(turns):
+        _, query_begin, first_query, num_queries, kv_len, head_tile, key_tiles = work
+        work = _work(
+            turn + 1, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, HEAD_TILES,
+            TOKENS,
+        )  # fmt: skip
+        if key_tiles > 0:
+            first_query += GROUP * TOKENS
+            first_pos = kv_len - num_queries + first_query
+            query_pos = first_pos + in_tile // PACKED
+            # Key tiles that all of these queries see as a whole.
+            full = (first_pos + 1) // _KEYS
+            slot = items % 2
+            mbarrier.wait(q_full.index(slot), items // 2 & 1)
+            q = q_smem.index(slot * 2 + GROUP)
+
+            stage = used % STAGES
+            mbarrier.wait(k_full.index(stage), used // STAGES & 1)
+            logits = gl.zeros([_ROWS, _KEYS], gl.float32, LOGITS)
+            k = k_smem.index(stage).permute((1, 0))
+            logits = warpgroup_mma(q, k, logits, use_acc=False, is_async=True)
+            logits = warpgroup_mma_wait(0, deps=(logits,))
+            mbarrier.arrive(k_empty.index(stage))
+            maximum = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
+            denominator = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, LOGITS))
+            if full > 0:
+                weights, maximum, denominator, _unused = _softmax(
+                    logits, maximum, denominator, scale, 0, query_pos, False, LOGITS
+                )
+            else:
+                weights, maximum, denominator, _unused = _softmax(
+                    logits, maximum, denominator, scale, 0, query_pos, True, LOGITS
+                )
+            weights = gl.convert_layout(weights.to(v_smem.dtype), WEIGHTS)
+            acc = gl.zeros([_ROWS, D], gl.float32, ACC)
+            used += 1
+            full = gl.minimum(gl.maximum(full, 1), key_tiles)
+            for tile in range(1, full):
+                acc, weights, maximum, denominator = _attend_tile(
+                    acc, weights, maximum, denominator, used, tile, q, query_pos, scale, k_smem,
+                    v_smem, k_full, k_empty, v_full, v_empty, False, STAGES, LOGITS, ACC, WEIGHTS,
+                )  # fmt: skip
+                used += 1
+            for tile in range(full, key_tiles):
+                acc, weights, maximum, denominator = _attend_tile(
+                    acc, weights, maximum, denominator, used, tile, q, query_pos, scale, k_smem,
+                    v_smem, k_full, k_empty, v_full, v_empty, True, STAGES, LOGITS, ACC, WEIGHTS,
+                )  # fmt: skip
+                used += 1
+            before = (used - 1) % STAGES
+            mbarrier.wait(v_full.index(before), (used - 1) // STAGES & 1)
+            acc = warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(v_empty.index(before))
+            y = acc / gl.convert_layout(denominator, gl.SliceLayout(1, ACC))[:, None]
+            # By way of the queries' place, to be stored in whole lines.
+            q.store(y.to(q_smem.dtype))
+            y = q.load(OUT)
+            fence_async_shared()
+            mbarrier.arrive(q_empty.index(slot))
+            items += 1
+            _store(
+                out_ptr, y, query_begin, first_query, num_queries, head_tile, NUM_HEADS, PACKED, D,
+                OUT,
+            )  # fmt: skip
+        elif first_query >= 0:
+            # Queries of a row of padding, if any.
+            y = gl.zeros([_ROWS, D], q_smem.dtype, OUT)
+            _store(
+                out_ptr, y, query_begin, first_query + GROUP * TOKENS, num_queries, head_tile,
+                NUM_HEADS, PACKED, D, OUT,
+            )  # fmt: skip
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "table_stride",
+        "first_row",
+        "num_rows",
+        "query_tiles",
+        "turns",
+        "k_head_stride",
+        "v_head_stride",
+    ]
+)
+def _hopper_prefill_kernel(
+    out_ptr,
+    q_desc,
+    k_desc,
+    v_desc,
+    block_tables_ptr,
+    query_start_ptr,
+    kv_lens_ptr,
+    scale,
+    table_stride,
+    first_row,
+    num_rows,
+    query_tiles,
+    turns,
+    k_head_stride,
+    v_head_stride,
+    NUM_HEADS: gl.constexpr,
+    HEAD_TILES: gl.constexpr,
+    TILES_OF_GROUP: gl.constexpr,
+    PACKED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Tiles of 2 * _ROWS (query, head) pairs; PACKED heads of a query are adjacent rows."""
+    _launch_dependents(PDL)
+    element: gl.constexpr = k_desc.dtype
+    panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    single: gl.constexpr = mbarrier.MBarrierLayout()
+    q_smem = gl.allocate_shared_memory(element, [4, _ROWS, D], panels)
+    k_smem = gl.allocate_shared_memory(element, [STAGES, _KEYS, D], panels)
+    v_smem = gl.allocate_shared_memory(element, [STAGES, _KEYS, D], panels)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], single)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], single)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
+    end_full = gl.allocate_shared_memory(gl.int64, [1, 1], single)
+    for slot in gl.static_range(2):
+        mbarrier.init(q_full.index(slot), count=1)
+        mbarrier.init(q_empty.index(slot), count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=2)
+    mbarrier.init(end_full.index(0), count=1)
+    fence_async_shared()
+    # Registers of a thread: 2 * 128 * 232 + 128 * 40 are what a multiprocessor has.
+    gl.warp_specialize(
+        [
+            (_attend, (
+                0, out_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
+                v_empty, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, turns,
+                scale, NUM_HEADS, HEAD_TILES, PACKED, D, STAGES, PDL,
+            )),
+            (_attend, (
+                1, out_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
+                v_empty, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, turns,
+                scale, NUM_HEADS, HEAD_TILES, PACKED, D, STAGES, PDL,
+            )),
+            (_load, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
+                v_full, v_empty, end_full, block_tables_ptr, query_start_ptr, kv_lens_ptr,
+                table_stride, first_row, num_rows, query_tiles, turns, k_head_stride,
+                v_head_stride, HEAD_TILES, TILES_OF_GROUP, PACKED, BLOCK_SIZE, D, STAGES, PDL,
+            )),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+def fits(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether :func:`prefill` takes tensors of these shapes and places."""
+    head_dim, block_size = q.shape[2], k_cache.shape[1]
+    return (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and head_dim in (64, 128)
+        and v_cache.shape[3] == head_dim
+        and block_size >= 16
+        and (128 % block_size == 0 or block_size % 128 == 0)
+        and q.data_ptr() % 16 == 0
+        and all(stride % 8 == 0 for stride in q.stride()[:2])
+        and all(
+            cache.data_ptr() % 16 == 0
+            and all(stride % 8 == 0 for stride in cache.stride()[1:3])
+            and cache.stride(0) == block_size * cache.stride(1)
+            for cache in (k_cache, v_cache)
+        )
+    )
+
+
+def prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    *,
+    block_tables: Tensor,
+    query_start: Tensor,
+    kv_lens: Tensor,
+    max_query_len: int,
+    num_decode_rows: int,
+    scale: float,
+    num_programs: int,
+    pdl: bool,
+) -> None:
+    """Write the attention of all rows but the first ``num_decode_rows`` into ``out``.
+
+    Arguments as in the public wrapper; what :func:`fits` asks of them holds. The tensor maps have
+    the addresses in them, as the arguments of any captured kernel do.
+
+    Args:
+        scale: of a dot product, times log2(e); positive.
+        num_programs: at most, one a multiprocessor.
+        pdl: launch with programmatic dependent launch.
+    """
+    num_rows = kv_lens.shape[0] - num_decode_rows
+    num_heads, head_dim = q.shape[1:]
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    group_size = num_heads // num_kv_heads
+    # As many heads of a group as divide both it and the rows of a warp group.
+    packed = min(group_size & -group_size, _ROWS.value)
+    tokens = _ROWS.value // packed
+    q_desc = TensorDescriptor(
+        q,
+        list(q.shape),
+        list(q.stride()),
+        [tokens, packed, _PANEL.value],
+        gl.NVMMASharedLayout(128, 16, rank=3),
+    )
+    k_desc, v_desc = (
+        TensorDescriptor(
+            cache,
+            [cache.shape[0] * block_size, (num_kv_heads - 1) * cache.stride(2) + head_dim],
+            [cache.stride(1), 1],
+            [min(block_size, _KEYS.value), _PANEL.value],
+            gl.NVMMASharedLayout(128, 16, rank=2),
+        )
+        for cache in (k_cache, v_cache)
+    )
+    head_tiles = num_heads // packed
+    query_tiles = triton.cdiv(max_query_len, 2 * tokens)
+    items = query_tiles * num_rows * head_tiles
+    programs = min(num_programs, items)
+    _hopper_prefill_kernel[(programs,)](
+        out,
+        q_desc,
+        k_desc,
+        v_desc,
+        block_tables,
+        query_start,
+        kv_lens,
+        scale,
+        block_tables.stride(0),
+        num_decode_rows,
+        num_rows,
+        query_tiles,
+        triton.cdiv(items, programs),
+        k_cache.stride(2),
+        v_cache.stride(2),
+        NUM_HEADS=num_heads,
+        HEAD_TILES=head_tiles,
+        TILES_OF_GROUP=group_size // packed,
+        PACKED=packed,
+        BLOCK_SIZE=block_size,
+        D=head_dim,
+        # 128 KiB of keys and values, 32 or 64 KiB of queries.
+        STAGES=256 // head_dim,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )

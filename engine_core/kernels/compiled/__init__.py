@@ -1,0 +1,134 @@
+"""CPU kernels written in Python, compiled by Numba and run on torch's own OpenMP threads.
+
+Numba is the extra ``[cpu]``; without it the same operations are made of torch's. A kernel is a
+function of scalars and addresses; several of it run at once on the threads that torch uses too,
+each doing its part (two pools of threads would spin against each other). Compiled code is
+kept on the disk by Numba, beside the source or in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_core.kernels.compiled.openmp import openmp
+
+__all__ = ["Kernel", "available", "kernels", "recording", "takes", "threads"]
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = frozenset((torch.float32, torch.bfloat16))
+
+
+@cache
+def available() -> bool:
+    """Whether Numba can be imported; if it is there but fails to, a warning says why."""
+    if find_spec("numba") is None:
+        return False
+    try:
+        import_module("numba")
+    except ImportError as error:
+        # It refuses, for example, a NumPy that is newer than it knows.
+        logger.warning(
+            "no kernels are compiled for the CPU, as numba cannot be imported: %s", error
+        )
+        return False
+    return True
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether kernels can be compiled for these tensors: on a CPU, of one type that they know."""
+    dtype = tensors[0].dtype
+    if dtype not in _DTYPES or not tensors[0].is_cpu or not available():
+        return False
+    return all(x.dtype == dtype for x in tensors)
+
+
+@cache
+def kernels(operation: str) -> Any:
+    """The module with an operation's compiled kernels; it imports Numba."""
+    return import_module(f"engine_core.kernels.{operation}.numba")
+
+
+class Kernel:
+    """A body that is compiled for each specialisation when that is first asked for.
+
+    Args:
+        make: gives the body of a specialisation; what it closes over are constants to LLVM.
+        arguments: their form in terms of :mod:`struct`, each of 8 bytes: ``q`` or ``d``.
+    """
+
+    def __init__(self, make: Callable[..., Callable[..., None]], arguments: str) -> None:
+        self._make = make
+        self._pack = struct.Struct("=" + arguments).pack
+        self._compiled: dict[Hashable, _Compiled] = {}
+
+    def run(self, special: tuple[Hashable, ...], parts: int, *arguments: float) -> None:
+        """Run ``parts`` of it side by side, and return when all have ended.
+
+        Args:
+            special: the arguments of ``make``.
+            parts: at most as many as torch has threads; see :func:`threads`.
+            arguments: addresses are those of tensors that outlive the call.
+        """
+        compiled = self._compiled.get(special)
+        if compiled is None:
+            compiled = self._compiled[special] = _Compiled(self._make(*special))
+        packed = self._pack(*arguments)
+        if _recording.calls is not None:
+            _recording.calls.append(partial(compiled.run, packed, parts))
+        compiled.run(packed, parts)
+
+
+def threads(work: int, least: int) -> int:
+    """How many parts ``work`` is worth if each should have at least ``least`` of it."""
+    if work < 2 * least or not openmp().found:
+        return 1
+    return min(torch.get_num_threads(), work // least)
+
+
+class _Compiled:
+    """Machine code of one specialisation, which takes the address of its packed arguments."""
+
+    def __init__(self, body: Callable[..., None]) -> None:
+        from engine_core.kernels.compiled.numbers import compile_entry
+
+        self._entry = compile_entry(body)
+        self._address: int = self._entry.address
+        # The interpreter's lock is kept: the call is shorter than giving it up and taking it.
+        self._call = ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(self._address)
+
+    def run(self, packed: bytes, parts: int) -> None:
+        """Run so many parts side by side."""
+        if parts == 1:
+            self._call(packed)
+        else:
+            openmp().parallel(self._address, packed, parts, 0)
+
+
+class _Recording(threading.local):
+    calls: list[Callable[[], object]] | None = None
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recording(calls: list[Callable[[], object]]) -> Iterator[None]:
+    """Also append what each kernel that this thread runs would be called as again."""
+    _recording.calls = calls
+    try:
+        yield
+    finally:
+        _recording.calls = None

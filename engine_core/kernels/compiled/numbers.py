@@ -1,0 +1,194 @@
+"""What the bodies of compiled kernels are made of: numbers of low precision, arrays, exp.
+
+This module imports Numba. To a type checker its functions are ordinary ones of Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from engine_core.kernels.compiled.openmp import openmp
+
+_Function = TypeVar("_Function")
+
+
+class _Decorator(Protocol):
+    def __call__(self, function: _Function, /) -> _Function: ...
+
+
+_numba: Any = importlib.import_module("numba")
+_types: Any = importlib.import_module("numba.types")
+_extending: Any = importlib.import_module("numba.extending")
+_ir: Any = importlib.import_module("llvmlite.ir")
+
+# Sums may be reordered, which is what vectors do; NaN and infinity stay what they are.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+_INT32 = _ir.IntType(32)
+_FLOAT = _ir.FloatType()
+
+#: The type that arrays of a torch dtype have in a body; bfloat16 is seen as its bits.
+STORED: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+
+float32: Any = _types.float32
+
+_intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = _extending.intrinsic
+
+inline: _Decorator = _numba.njit(fastmath=_FAST, error_model="numpy", inline="always")
+
+# Numba looks only at a body's own file to see whether what it kept on the disk is out of date.
+_VERSION = f"{zlib.crc32(Path(__file__).read_bytes()):08x}_{int(openmp().found)}"
+
+
+def compile_entry(body: Callable[..., None]) -> Any:
+    """``body`` as a C function of the address of its packed arguments."""
+    # Part of the name under which it is kept.
+    body.__qualname__ += _VERSION
+    signature = _types.void(_types.voidptr)
+    options = {"fastmath": _FAST, "error_model": "numpy"}
+    try:
+        return _numba.cfunc(signature, cache=True, **options)(body)
+    except (RuntimeError, OSError):
+        # No folder can be written to, or the disk is full.
+        return _numba.cfunc(signature, **options)(body)
+
+
+@inline
+def unpack(arguments: Any) -> Any:
+    """The packed arguments as an array of int64; those that are floats by :func:`as_double`."""
+    return _numba.carray(arguments, 32, np.int64)
+
+
+if openmp().found:
+    this_part: Any = _types.ExternalFunction("omp_get_thread_num", _types.int32())
+    all_parts: Any = _types.ExternalFunction("omp_get_num_threads", _types.int32())
+else:
+
+    @inline
+    def this_part() -> int:
+        """Which of the parts this is, from 0."""
+        return 0
+
+    @inline
+    def all_parts() -> int:
+        """How many parts there are."""
+        return 1
+
+
+@_intrinsic
+def _pointer(context: Any, address: Any, dtype: Any) -> Any:
+    kind = _types.CPointer(dtype.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(kind))
+
+    return kind(_types.int64, dtype), generate
+
+
+@inline
+def array(address: int, dtype: Any, size: int) -> Any:
+    """The ``size`` numbers of type ``dtype`` that lie at an address."""
+    return _numba.carray(_pointer(address, dtype), size)
+
+
+@_intrinsic
+def as_double(context: Any, bits: Any) -> Any:
+    """The float64 whose bits an int64 holds."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _ir.DoubleType())
+
+    return _types.float64(_types.int64), generate
+
+
+@_intrinsic
+def widen(context: Any, stored: Any) -> Any:
+    """A stored number as float32: itself, or of bfloat16 the bits that it is."""
+    if stored == _types.float32:
+        return float32(stored), lambda context, builder, signature, args: args[0]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.shl(builder.zext(args[0], _INT32), _ir.Constant(_INT32, 16))
+        return builder.bitcast(bits, _FLOAT)
+
+    return float32(_types.uint16), generate
+
+
+@_intrinsic
+def narrow(context: Any, x: Any, like: Any) -> Any:
+    """A float32 rounded to the type that ``like`` is stored as, to the nearest, ties to even."""
+    if like == _types.float32:
+        return like(float32, like), lambda context, builder, signature, args: args[0]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], _INT32)
+        high = builder.lshr(bits, _ir.Constant(_INT32, 16))
+        odd = builder.and_(high, _ir.Constant(_INT32, 1))
+        rounded = builder.add(builder.add(bits, odd), _ir.Constant(_INT32, 0x7FFF))
+        rounded = builder.lshr(rounded, _ir.Constant(_INT32, 16))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        kept = builder.select(is_nan, _ir.Constant(_INT32, 0x7FC0), rounded)
+        return builder.trunc(kept, _ir.IntType(16))
+
+    return _types.uint16(float32, like), generate
+
+
+@_intrinsic
+def _bits(context: Any, x: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _INT32)
+
+    return _types.int32(float32), generate
+
+
+@_intrinsic
+def _from_bits(context: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _FLOAT)
+
+    return float32(_types.int32), generate
+
+
+@_intrinsic
+def _select(context: Any, condition: Any, yes: Any, no: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(args[0], args[1], args[2])
+
+    return float32(_types.boolean, float32, float32), generate
+
+
+@inline
+def exp(x: Any) -> Any:
+    """``e ** x`` in float32 without a call, so that a loop of it becomes vectors.
+
+    ``2 ** (n + r)`` by the Taylor polynomial of degree 6 for ``|r| <= 1/2``. In relative terms it
+    is off by at most ``2e-7 + 8e-8 * |x|``, as ``n + r`` is a float32. Beyond the range of normal
+    numbers it gives about the least or the largest of them.
+    """
+    scaled = float32(x * float32(1.4426950408889634))
+    bounded = _select(scaled < float32(-126.0), float32(-126.0), scaled)
+    bounded = _select(bounded > float32(127.99999), float32(127.99999), bounded)
+    whole = float32(math.floor(bounded + float32(0.5)))
+    r = bounded - whole
+    y = float32(1.5403530393381608e-4)
+    y = y * r + float32(1.3333558146428443e-3)
+    y = y * r + float32(9.618129107628477e-3)
+    y = y * r + float32(5.5504108664821576e-2)
+    y = y * r + float32(2.402265069591007e-1)
+    y = y * r + float32(6.931471805599453e-1)
+    y = y * r + float32(1.0)
+    result = _from_bits(_bits(y) + (np.int32(whole) << np.int32(23)))
+    return _select(x == x, result, x)
+
+
+@inline
+def sqrt(x: Any) -> Any:
+    """The square root in float32."""
+    return float32(math.sqrt(x))

@@ -1,0 +1,36 @@
+"""What the engine calls on a model with a language-model head, beside its forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from engine_core.nn.attention import KVCacheLayer
+from engine_core.step_context import StepContext
+
+
+class CausalLM(nn.Module):
+    """The usual answers of a model whose head is ``lm_head``.
+
+    A family sets ``lm_head`` in its constructor, and overrides
+    :meth:`prepare_inputs_for_generation` if its forward pass needs more than tokens and positions.
+    """
+
+    support_cuda_graph = True
+    lm_head: nn.Module
+
+    def get_logits(self, hidden_states: Tensor) -> Tensor:
+        """``[..., H]`` to ``[..., vocab]``."""
+        out: Tensor = self.lm_head(hidden_states)
+        return out
+
+    def prepare_inputs_for_generation(
+        self,
+        past_key_values: list[KVCacheLayer],
+        inputs_embeds: Tensor | None = None,
+        context: StepContext | None = None,
+    ) -> dict[str, Any]:
+        """The arguments of ``forward`` for one step."""
+        assert context is not None, "the runner passes the step's context"
+        return context.model_inputs(past_key_values)

@@ -1,0 +1,36 @@
+"""From a model's text to an answer's parts: content, reasoning and calls of tools. No torch."""
+
+from engine_core.parsers.holding import held_back
+from engine_core.parsers.output import (
+    OutputParser,
+    ParserSource,
+    build_output_parser,
+    find_parser_names,
+)
+from engine_core.parsers.reasoning import ReasoningParser, ThinkParser
+from engine_core.parsers.tags import TaggedCallParser
+from engine_core.parsers.tool_choice import tool_choice_params
+from engine_core.parsers.tools import (
+    BufferedToolParser,
+    CallReader,
+    ParsedDelta,
+    ToolCallDelta,
+    ToolParser,
+)
+
+__all__ = [
+    "BufferedToolParser",
+    "CallReader",
+    "OutputParser",
+    "ParsedDelta",
+    "ParserSource",
+    "ReasoningParser",
+    "TaggedCallParser",
+    "ThinkParser",
+    "ToolCallDelta",
+    "ToolParser",
+    "build_output_parser",
+    "find_parser_names",
+    "held_back",
+    "tool_choice_params",
+]

@@ -1,0 +1,67 @@
+"""Calls that guided decoding wrote, which are JSON by construction."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection
+
+from engine_core.parsers.tools import CallReader, ParsedDelta, ToolCallDelta, ToolParser
+
+
+class CallListParser(ToolParser):
+    """A JSON array of calls, as :func:`tool_choice_params` asks for it where any may be made."""
+
+    skip_special_tokens = True
+
+    def __init__(self, functions: Collection[str]) -> None:
+        super().__init__(functions)
+        self._num_calls = 0
+        self._reader: CallReader | None = None
+
+    def feed(self, text: str) -> ParsedDelta:
+        """See :meth:`ToolParser.feed`."""
+        calls: list[ToolCallDelta] = []
+        while text:
+            if self._reader is None:
+                # Brackets, commas and spaces between the calls.
+                begin = text.find("{")
+                if begin < 0:
+                    break
+                text = text[begin:]
+                self._reader = CallReader(self._functions, self._num_calls)
+            used, deltas = self._reader.feed(text)
+            calls.extend(deltas)
+            text = text[used:]
+            if self._reader.ended:
+                self._num_calls += self._reader.called
+                self._reader = None
+        return ParsedDelta(tool_calls=tuple(calls))
+
+    def finish(self) -> ParsedDelta:
+        """A call that was cut off before its arguments began is none, and no content either."""
+        return ParsedDelta()
+
+
+class ArgumentsParser(ToolParser):
+    """The arguments of the one function that must be called."""
+
+    skip_special_tokens = True
+
+    def __init__(self, functions: Collection[str]) -> None:
+        super().__init__(functions)
+        (self._name,) = functions
+        self._begun = False
+
+    def feed(self, text: str) -> ParsedDelta:
+        """See :meth:`ToolParser.feed`."""
+        if not text:
+            return ParsedDelta()
+        name = call_id = None
+        if not self._begun:
+            self._begun = True
+            name, call_id = self._name, f"call_{uuid.uuid4().hex[:24]}"
+        return ParsedDelta(tool_calls=(ToolCallDelta(0, call_id, name, text),))
+
+    def finish(self) -> ParsedDelta:
+        """Nothing is held back."""
+        return ParsedDelta()

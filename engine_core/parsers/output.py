@@ -1,0 +1,157 @@
+"""The parser of one answer, put together for a model and a request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from engine_core.errors import RequestError
+from engine_core.parsers.guided_calls import ArgumentsParser, CallListParser
+from engine_core.parsers.reasoning import ReasoningParser
+from engine_core.parsers.tool_choice import (
+    ToolChoice,
+    Tools,
+    chosen_function,
+    offered_functions,
+)
+from engine_core.parsers.tools import ParsedDelta, ToolParser
+
+if TYPE_CHECKING:
+    from engine_core.configs import ModelConfig
+
+
+class OutputParser(Protocol):
+    """From the text of one answer, in pieces, to its parts.
+
+    Attributes:
+        skip_special_tokens: what ``SamplingParams.skip_special_tokens`` must be for the text to
+            have what the parser looks for.
+    """
+
+    skip_special_tokens: bool
+
+    def feed(self, text: str) -> ParsedDelta:
+        """What the next piece of the text added."""
+
+    def finish(self) -> ParsedDelta:
+        """What was held back; called once, when the text has ended."""
+
+
+class ParserSource(Protocol):
+    """Where parsers are found by name: the registry."""
+
+    def tool_parser(self, name: str) -> type:
+        """The class of a tool parser; a ConfigError if there is none of that name."""
+
+    def reasoning_parser(self, name: str) -> type:
+        """The class of a reasoning parser; a ConfigError if there is none of that name."""
+
+
+def find_parser_names(
+    model_config: ModelConfig,
+    source: ParserSource,
+    *,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+) -> tuple[str | None, str | None]:
+    """The names of the tool parser and the reasoning parser: those given, or else the model's.
+
+    What a server calls when it starts, so that a wrong name is found then.
+
+    Raises:
+        ConfigError: no installed plugin brings one of the names.
+        PluginLoadError: a plugin's class cannot be imported.
+    """
+    tool_parser = tool_parser or model_config.tool_parser
+    reasoning_parser = reasoning_parser or model_config.reasoning_parser
+    if tool_parser is not None:
+        source.tool_parser(tool_parser)
+    if reasoning_parser is not None:
+        source.reasoning_parser(reasoning_parser)
+    return tool_parser, reasoning_parser
+
+
+def build_output_parser(
+    model_config: ModelConfig,
+    source: ParserSource,
+    *,
+    tools: Tools = None,
+    tool_choice: ToolChoice = None,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    prompt_end: str = "",
+    guided: bool = False,
+) -> OutputParser:
+    """The parser of one answer; it gives plain content if nothing is to be looked for.
+
+    Args:
+        model_config: names the family's parsers.
+        source: where they are found.
+        tools: those of the request, in OpenAI's form.
+        tool_choice: that of the request; None is "auto".
+        tool_parser: a name that wins over the model's.
+        reasoning_parser: a name that wins over the model's.
+        prompt_end: the last text of the prompt, special tokens included; a hundred characters are
+            enough. A chat template may open the reasoning there.
+        guided: whether the text is guided from its first token on, which leaves no room for
+            reasoning or calls. A ``tool_choice`` that names a function or is "required" implies it.
+
+    Raises:
+        RequestError: tools are malformed, or are offered and nobody knows how the model calls them.
+        ConfigError: no installed plugin brings the parser named.
+    """
+    offered = offered_functions(tools)
+    chosen = chosen_function(offered, tool_choice)
+    if chosen is not None:
+        return _Combined(None, ArgumentsParser((chosen,)))
+    if tool_choice == "required":
+        return _Combined(None, CallListParser(offered))
+    if guided:
+        return _Combined(None, None)
+    tool_parser = tool_parser or model_config.tool_parser
+    reasoning_parser = reasoning_parser or model_config.reasoning_parser
+    calls: ToolParser | None = None
+    if offered and tool_choice != "none":
+        if tool_parser is None:
+            raise RequestError(
+                f"tools are given, but how {model_config.architecture} writes their calls is not "
+                "known: name a tool parser when the server is started, or set tool_choice to "
+                "'required', a function or 'none'"
+            )
+        calls = source.tool_parser(tool_parser)(offered)
+    reasoning: ReasoningParser | None = None
+    if reasoning_parser is not None:
+        reasoning = source.reasoning_parser(reasoning_parser)(prompt_end)
+    return _Combined(reasoning, calls)
+
+
+class _Combined:
+    """Reasoning first, then the answer with its calls."""
+
+    def __init__(self, reasoning: ReasoningParser | None, calls: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+        self.skip_special_tokens = all(
+            parser is None or parser.skip_special_tokens for parser in (reasoning, calls)
+        )
+
+    def feed(self, text: str) -> ParsedDelta:
+        """See :meth:`OutputParser.feed`."""
+        reasoning, answer = ("", text) if self._reasoning is None else self._reasoning.feed(text)
+        return self._answer(reasoning, answer)
+
+    def finish(self) -> ParsedDelta:
+        """See :meth:`OutputParser.finish`."""
+        reasoning, answer = ("", "") if self._reasoning is None else self._reasoning.finish()
+        begun = self._answer(reasoning, answer)
+        if self._calls is None:
+            return begun
+        ended = self._calls.finish()
+        return ParsedDelta(
+            begun.content + ended.content, reasoning, begun.tool_calls + ended.tool_calls
+        )
+
+    def _answer(self, reasoning: str, answer: str) -> ParsedDelta:
+        if self._calls is None:
+            return ParsedDelta(answer, reasoning)
+        parsed = self._calls.feed(answer)
+        return ParsedDelta(parsed.content, reasoning, parsed.tool_calls)

@@ -1,0 +1,353 @@
+"""Guided decoding: which tokens a grammar allows next, by llguidance. Imports no torch.
+
+A :class:`GrammarCompiler` belongs to a vocabulary. It makes a :class:`Guide` for each sequence,
+which follows the tokens chosen, and fills the bit masks of the next ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_core.configs import GuidedParams
+from engine_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, TokenizerWrapper
+
+# White space between the parts of JSON: a model that does nothing but indent is stopped by it.
+_WHITESPACE = r"[ \n\r\t]{1,32}"
+# Parts of a refused schema that are compiled to find the culprit, about 1 ms each.
+_PLACES_TRIED = 200
+# llguidance 1.9 holds larger numbers to others nearby, and overflows its stack on some.
+_LARGEST = 2**53
+# It has a state for each remainder: with 10**5 of them a grammar takes seconds to compile.
+_MOST_STEPS = 10**4
+# Where a schema keeps what is referred to.
+_DEFINITIONS = ("$schema", "$defs", "definitions")
+# Compiled grammars kept for requests to come.
+_KEPT_GRAMMARS = 64
+
+Masks = npt.NDArray[np.uint32]
+"""Bit masks ``[rows, words]``, 32 tokens a word, the lowest bit first."""
+
+
+class Guide:
+    """What one sequence may be, and how far it is.
+
+    Args:
+        matcher: at the beginning of the text.
+        ends: the tokens that end the sequence.
+
+    Attributes:
+        error: what went wrong, or None; nothing is allowed or forbidden then.
+        ended: whether one of ``ends`` was chosen.
+    """
+
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
+        self.matcher = matcher
+        self.ends = frozenset(ends)
+        self.error: str | None = None
+        self.ended = False
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take in the tokens that were chosen."""
+        for token in tokens:
+            if self.ended or self.error is not None:
+                return
+            if token in self.ends:
+                self.ended = True
+            elif not self.matcher.consume_token(token):
+                self.error = f"guided decoding failed: {_brief(self.matcher.get_error())}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A grammar at the beginning of a text, and why it cannot be used, or None."""
+
+    matcher: LLMatcher
+    error: str | None
+
+
+class GrammarCompiler:
+    """Makes guides over one vocabulary.
+
+    Args:
+        tokens: the bytes of each token, a special one's after 0xFF; see ``token_bytes`` of the room
+            ``text``.
+        encode: token ids of a text, without those that a tokenizer adds. Text that a grammar leaves
+            no choice about is written in the tokens that it gives.
+        vocab_size: columns of the logits; those without a token are never allowed.
+
+    Raises:
+        RequestError: llguidance is not installed.
+    """
+
+    def __init__(
+        self, tokens: Sequence[bytes], encode: Callable[[str], list[int]], vocab_size: int
+    ) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise RequestError(
+                "guided decoding needs llguidance, which is not installed: "
+                "pip install 'engine-core-llm[guided]'"
+            ) from error
+        self._library = llguidance
+        table = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]
+        self._vocab_size = vocab_size
+        vocabulary = _Vocabulary(table, encode)
+        self._tokenizer = llguidance.LLTokenizer(cast("TokenizerWrapper", vocabulary))
+        vocabulary.longest_tokens = self._tokenizer.greedy_tokenize
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._executor = llguidance.LLExecutor()
+        self._kept: OrderedDict[str, _Compiled] = OrderedDict()
+        # The bit after the last token stands for the end of the text.
+        self._num_words = vocab_size // 32 + 1
+
+    def check(self, params: GuidedParams) -> None:
+        """Compile what is asked for.
+
+        Raises:
+            RequestError: it cannot be compiled or no text satisfies it; says what and where.
+        """
+        try:
+            error = self._compile(params).error
+        except ValueError as refused:
+            error = _brief(str(refused))
+        if error is None:
+            return
+        place = ""
+        if params.kind == "json_schema":
+            place, error = _innermost_error(params.json_schema, error, self._schema_error)
+        raise RequestError(f"guided.{params.kind}{place}: {error}")
+
+    def guide(self, params: GuidedParams, ends: Sequence[int]) -> Guide:
+        """A guide at the beginning of a text.
+
+        Args:
+            params: checked before.
+            ends: tokens that end the sequence, allowed where the text is complete.
+        """
+        compiled = self._compile(params)
+        guide = Guide(compiled.matcher.deep_copy(), ends)
+        if compiled.error is not None:
+            guide.error = f"guided decoding failed: {compiled.error}"
+        return guide
+
+    def masks(self, guides: Sequence[Guide]) -> Masks:
+        """What may come next in each sequence, a row each.
+
+        A row whose guide is in error or has ended allows everything, as it means nothing.
+        """
+        masks: Masks = np.full((len(guides), self._num_words), 0xFFFFFFFF, dtype=np.uint32)
+        live = [
+            (guide.matcher, place)
+            for place, guide in enumerate(guides)
+            if guide.error is None and not guide.ended
+        ]
+        if len(live) == 1:
+            matcher, place = live[0]
+            row = masks[place]
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        elif live:
+            self._executor.unsafe_compute_mask_ptr(
+                live, masks.ctypes.data, 4 * self._num_words, len(guides)
+            )
+        end_word, end_bit = divmod(self._vocab_size, 32)
+        for matcher, place in live:
+            guide, row = guides[place], masks[place]
+            if matcher.is_error():
+                guide.error = f"guided decoding failed: {_brief(matcher.get_error())}"
+                row[:] = 0xFFFFFFFF
+                continue
+            may_end = int(row[end_word]) >> end_bit & 1
+            if may_end and not guide.ends and matcher.is_stopped():
+                guide.error = (
+                    "the guided text is complete, but the model has no end-of-sequence token; "
+                    "name one in stop_token_ids"
+                )
+            # A vocabulary may hold an end as ordinary text, which is then not to be cut off there.
+            for token in guide.ends:
+                word, bit = token // 32, np.uint32(1 << token % 32)
+                row[word] = row[word] | bit if may_end else row[word] & ~bit
+        return masks
+
+    def _compile(self, params: GuidedParams) -> _Compiled:
+        """The grammar at the beginning of a text; its matcher is not to be advanced itself."""
+        grammar = self._grammar(params)
+        if grammar in self._kept:
+            self._kept.move_to_end(grammar)
+            return self._kept[grammar]
+        compiled = self._compiled(grammar)
+        self._kept[grammar] = compiled
+        if len(self._kept) > _KEPT_GRAMMARS:
+            self._kept.popitem(last=False)
+        return compiled
+
+    def _compiled(self, grammar: str) -> _Compiled:
+        matcher = self._library.LLMatcher(
+            self._tokenizer, grammar, log_level=0, limits=self._limits
+        )
+        error = None
+        if matcher.is_error():
+            error = _brief(matcher.get_error())
+        else:
+            beginning = matcher.deep_copy()
+            beginning.compute_bitmask()
+            if beginning.is_error():
+                error = "no text satisfies it"
+        return _Compiled(matcher, error)
+
+    def _grammar(self, params: GuidedParams) -> str:
+        """What llguidance compiles."""
+        build = self._library.LLMatcher
+        if params.regex is not None:
+            return build.grammar_from_regex(params.regex)
+        if params.grammar is not None:
+            return build.grammar_from_lark(params.grammar)
+        if params.choice is not None:
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
+            return build.grammar_from_lark(f"start: {texts}")
+        schema = {"type": "object"} if params.json_object else params.json_schema
+        return self._schema_grammar(schema)
+
+    def _schema_grammar(self, schema: Any) -> str:
+        if schema is True:
+            schema = {}
+        if isinstance(schema, Mapping):
+            _check_numbers(schema)
+        return self._library.LLMatcher.grammar_from_json_schema(
+            json.dumps(schema), {"whitespace_pattern": _WHITESPACE}
+        )
+
+    def _schema_error(self, schema: Any) -> str | None:
+        try:
+            return self._compiled(self._schema_grammar(schema)).error
+        except ValueError as error:
+            return _brief(str(error))
+
+
+class _Vocabulary:
+    """A vocabulary as llguidance wants it; it adds the end of the text by itself."""
+
+    is_tokenizer_wrapper = True
+    eos_token_id = None
+    bos_token_id = None
+    special_token_ids: Sequence[int] = ()
+
+    def __init__(self, tokens: Sequence[bytes], encode: Callable[[str], list[int]]) -> None:
+        self.tokens = tokens
+        self.longest_tokens: Callable[[str], list[int]] | None = None
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens whose bytes are exactly the text."""
+        ids = self._encode(text)
+        # A tokenizer may put a space before the text, which would not be what was asked for.
+        if b"".join(map(self.tokens.__getitem__, ids)) == text.encode():
+            return ids
+        assert self.longest_tokens is not None, "set as soon as there is a trie"
+        return self.longest_tokens(text)
+
+
+def _brief(message: str) -> str:
+    """The first line of a message, and the reason that a regular expression's error ends with."""
+    first, *others = message.strip().splitlines() or [""]
+    reasons = [line for line in others if line.startswith("error: ")]
+    return f"{first.rstrip(':')}{''.join(f': {line[7:]}' for line in reasons)}"
+
+
+def _check_numbers(schema: Mapping[str, Any]) -> None:
+    """Refuse numbers that llguidance 1.9 cannot cope with.
+
+    Raises:
+        ValueError: one is there; says which.
+    """
+    parts: list[tuple[str, Any]] = [("", schema)]
+    while parts:
+        key, part = parts.pop()
+        if isinstance(part, Mapping):
+            parts.extend(part.items())
+        elif isinstance(part, list):
+            parts.extend(("", item) for item in part)
+        elif isinstance(part, int | float):
+            if abs(part) > _LARGEST:
+                raise ValueError(f"the number {part} is beyond what doubles count exactly, 2**53")
+            if key == "multipleOf" and _steps(part) > _MOST_STEPS:
+                raise ValueError(f"multipleOf {part} has too many digits to be followed")
+
+
+def _steps(number: float) -> int:
+    """A number's digits without the point, as an integer: the remainders there are."""
+    _, digits, exponent = Decimal(str(abs(number))).normalize().as_tuple()
+    assert isinstance(exponent, int), "JSON has no NaN and no infinity"
+    steps: int = int("".join(map(str, digits))) * 10 ** max(exponent, 0)
+    return steps
+
+
+def _innermost_error(
+    root: Any, error: str, error_of: Callable[[Any], str | None]
+) -> tuple[str, str]:
+    """Where in a schema the part is that fails by itself, as ``.a.b[0]``, and how.
+
+    Args:
+        root: fails.
+        error: how.
+        error_of: why a schema fails, or None if it does not.
+    """
+    definitions = {}
+    if isinstance(root, Mapping):
+        definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+    path: tuple[str | int, ...] = ()
+    part = root
+    seen = {path}
+    while True:
+        for inner_path, inner in _subschemas(root, part, path):
+            if inner_path in seen or len(seen) > _PLACES_TRIED:
+                continue
+            seen.add(inner_path)
+            alone = {**definitions, **inner} if isinstance(inner, Mapping) else inner
+            inner_error = error_of(alone)
+            if inner_error is not None:
+                path, part, error = inner_path, inner, inner_error
+                break
+        else:
+            names = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+            return "".join(names), error
+
+
+def _subschemas(
+    root: Any, schema: Any, path: tuple[str | int, ...]
+) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """The schemas directly in the schema at ``path``, and the one that it refers to."""
+    if not isinstance(schema, Mapping):
+        return
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#/"):
+            yield from _pointed_at(root, value)
+        elif key in ("properties", "patternProperties") and isinstance(value, Mapping):
+            for name, inner in value.items():
+                yield (*path, key, name), inner
+        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            for index, inner in enumerate(value):
+                yield (*path, key, index), inner
+        elif key in ("items", "additionalProperties", "not"):
+            yield (*path, key), value
+
+
+def _pointed_at(root: Any, reference: str) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """What a reference within ``root`` points at, if it is a plain path of names."""
+    path = tuple(reference.removeprefix("#/").split("/"))
+    for name in path:
+        if not isinstance(root, Mapping) or name not in root:
+            return
+        root = root[name]
+    yield path, root

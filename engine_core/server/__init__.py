@@ -1,0 +1,29 @@
+"""The HTTP service: OpenAI's API, a web page and metrics, in front of an engine process.
+
+What needs the packages of the extra ``server`` is loaded on first use (PEP 562): the command line
+reads the settings without them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from engine_core.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from engine_core.server.app import create_app
+    from engine_core.server.run import run_server
+
+_HOMES = {"create_app": "engine_core.server.app", "run_server": "engine_core.server.run"}
+
+__all__ = ["ServerSettings", "create_app", "run_server"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'engine_core.server' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value

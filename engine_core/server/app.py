@@ -1,0 +1,85 @@
+"""The application: endpoints, and what surrounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from engine_core.errors import EngineError
+from engine_core.registry import build_registry
+from engine_core.server.context import RequestContext
+from engine_core.server.errors import as_api_error
+from engine_core.server.middleware import ApiKeyMiddleware, RequestMiddleware
+from engine_core.server.openapi import OPERATIONS, build_document
+from engine_core.server.pages import page_routes
+from engine_core.server.service import Service
+from engine_core.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from engine_core.engine.async_engine import AsyncEngine
+
+
+def create_app(
+    engine: AsyncEngine | None, settings: ServerSettings, *, api_keys: Sequence[str] = ()
+) -> FastAPI:
+    """The service as an ASGI application.
+
+    Args:
+        engine: answers the requests. Without one they are refused with status 503 until
+            ``app.state.service.attach`` brings it.
+        settings: the user's; ``served_model_name`` must have a name.
+        api_keys: whoever has one of them may use the API; everyone if there are none.
+    """
+    service = Service(settings)
+    if engine is not None:
+        config = engine.config
+        registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
+        service.attach(engine, registry)
+    # FastAPI's own telemetry would hand exceptions, and so parts of prompts, to whatever exporter
+    # the environment sets up.
+    app = FastAPI(
+        title="engine-core",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
+    app.state.service = service
+    for operation in OPERATIONS:
+        app.add_api_route(
+            operation.path,
+            operation.endpoint,
+            methods=[operation.method],
+            include_in_schema=False,
+            response_model=None,
+        )
+    app.router.routes.extend(page_routes())
+    document = build_document(settings, service.names, bool(api_keys))
+    app.openapi = lambda: document  # type: ignore[method-assign]
+    app.add_exception_handler(HTTPException, _answer)
+    app.add_exception_handler(EngineError, _answer)
+    # The last one added is the first to see a request.
+    if api_keys:
+        app.add_middleware(ApiKeyMiddleware, keys=api_keys)
+    if settings.allow_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allow_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(RequestMiddleware, service=service)
+    return app
+
+
+async def _answer(request: Request, error: Any) -> Response:
+    context = RequestContext.of(request)
+    failure = as_api_error(error, context.request_id)
+    context.details["error"] = failure.message
+    return failure.response()

@@ -1,0 +1,289 @@
+"""Bodies in: read within limits, and parsed as strictly as JSON is defined (RFC 8259).
+
+Python's own parser takes NaN and Infinity, lets the last of several equal keys win, and makes lone
+surrogates into strings that nothing downstream can encode; others read large integers as
+floats. Here each of them is refused, so that no two readers of a body understand it differently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import re
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn, TypeVar
+
+from fastapi import Request
+from pydantic import TypeAdapter, ValidationError
+
+from engine_core.server.errors import ApiError, ClientGone
+
+Model = TypeVar("Model")
+
+MAX_DEPTH = 64
+_READ_TIMEOUT = 30.0
+# What is still read of a body that is refused, so that its sender gets to see why.
+_DISCARD_TIMEOUT = 2.0
+# A body of this many bytes is parsed in a thread.
+_LARGE = 64 * 1024
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SHOWN = 80
+
+
+async def read_body(request: Request, model: TypeAdapter[Model], max_size: int) -> Model:
+    """The request's body as ``model``.
+
+    Raises:
+        ApiError: 400, 408, 413 or 415; says which field is at fault.
+    """
+    _check_content_type(request)
+    raw = await _read(request, max_size)
+    if len(raw) >= _LARGE:
+        return await asyncio.to_thread(_parse, raw, model)
+    return _parse(raw, model)
+
+
+def _parse(raw: bytes, model: TypeAdapter[Model]) -> Model:
+    value = parse_json(raw)
+    try:
+        return model.validate_python(value)
+    except ValidationError as error:
+        raise _explained(error, value) from None
+
+
+def _check_content_type(request: Request) -> None:
+    media_type, _, parameters = request.headers.get("content-type", "").partition(";")
+    charset = re.fullmatch(r"\s*charset\s*=\s*\"?([^\s\";]+)\"?\s*", parameters)
+    plain = not parameters.strip() or (charset and charset[1].lower() in ("utf-8", "utf8"))
+    if media_type.strip().lower() != "application/json" or not plain:
+        given = request.headers.get("content-type")
+        raise ApiError(
+            415,
+            "the body must be JSON in UTF-8, sent with the header 'Content-Type: "
+            f"application/json'; got {given!r}",
+            code="unsupported_media_type",
+        )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise ApiError(
+            415,
+            f"a body in the Content-Encoding {encoding!r} is not read; send it as it is",
+            code="unsupported_media_type",
+        )
+
+
+async def _read(request: Request, max_size: int) -> bytes:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > max_size:
+        await _discard(request)
+        raise _too_large(max_size)
+    chunks: list[bytes] = []
+    size = 0
+    more = True
+    try:
+        async with asyncio.timeout(_READ_TIMEOUT):
+            while more and size <= max_size:
+                chunk, more = await _receive(request)
+                size += len(chunk)
+                chunks.append(chunk)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body was not complete after {_READ_TIMEOUT:.0f} seconds",
+            code="timeout",
+            headers={"Connection": "close"},
+        ) from None
+    if size > max_size:
+        chunks.clear()
+        if more:
+            await _discard(request)
+        raise _too_large(max_size)
+    return b"".join(chunks)
+
+
+async def _receive(request: Request) -> tuple[bytes, bool]:
+    """The next piece of the body, and whether more follows."""
+    message = await request.receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    return message.get("body", b""), message.get("more_body", False)
+
+
+async def _discard(request: Request) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_TIMEOUT):
+            more = True
+            while more:
+                _, more = await _receive(request)
+
+
+def _too_large(max_size: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body has more than {max_size} bytes, which is the most that this server reads",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+def parse_json(raw: bytes) -> Any:
+    """``raw`` as the value it denotes.
+
+    Raises:
+        ApiError: it is not UTF-8 or not JSON; it repeats a key, nests deeper than
+            :data:`MAX_DEPTH`, has a number beyond a double's range or a lone surrogate.
+    """
+    if not raw:
+        raise _invalid("the body is empty; it must be a JSON object")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise _invalid(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise _invalid(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
+        # Python refuses to read an integer of thousands of digits.
+        raise _invalid("the body has an integer that is far too large") from None
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
+    if _SURROGATE.search(text):
+        _check_strings(value)
+    return value
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_json")
+
+
+def _too_deep() -> ApiError:
+    return _invalid(f"the body nests deeper than {MAX_DEPTH} levels")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _invalid(f"the key {_short(key)} is given twice")
+            seen.add(key)
+    return value
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise _invalid(f"the number {text[:_SHOWN]} is beyond the range of a double")
+    return value
+
+
+def _constant(text: str) -> NoReturn:
+    raise _invalid(f"{text} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_float=_float, parse_constant=_constant, strict=True
+)
+
+
+def _children(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item for parent in level for item in _children(parent) if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _check_strings(value: Any) -> None:
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            try:
+                item.encode()
+            except UnicodeEncodeError as error:
+                raise _invalid(
+                    f"a string has the lone surrogate U+{ord(item[error.start]):04X}, which is no "
+                    "character"
+                ) from None
+        elif isinstance(item, dict):
+            stack += item
+            stack += item.values()
+        elif isinstance(item, list):
+            stack += item
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _path(location: tuple[int | str, ...], value: Any, kind: str) -> tuple[str, ...]:
+    """``location`` without what pydantic adds to it: the branches of a union."""
+    path: list[str] = []
+    last = len(location) - 1
+    for index, part in enumerate(location):
+        inside = (isinstance(value, dict) and part in value) or (
+            isinstance(value, list) and isinstance(part, int) and part < len(value)
+        )
+        if inside:
+            value = value[part]
+        elif not (index == last and kind == "missing"):
+            continue
+        path.append(str(part))
+    return tuple(path)
+
+
+def _explained(error: ValidationError, value: Any) -> ApiError:
+    """One message for everything wrong; where a field has several forms, each one's complaint."""
+    complaints: dict[tuple[str, ...], list[str]] = {}
+    code = "invalid_value"
+    kinds = set()
+    for item in error.errors(include_url=False, include_context=False):
+        kind = item["type"]
+        kinds.add(kind)
+        path = _path(item["loc"], value, kind)
+        message = item["msg"].removeprefix("Value error, ")
+        if kind == "extra_forbidden":
+            message = "unknown field; leave it out"
+        elif kind == "missing":
+            message = "this field is required"
+        elif kind == "none_required":
+            message = f"not supported here, got {_short(item['input'])}; leave it out"
+        else:
+            message = f"{message}, got {_short(item['input'])}"
+        known = complaints.setdefault(path, [])
+        if message not in known:
+            known.append(message)
+    if kinds == {"extra_forbidden"}:
+        code = "unknown_field"
+    elif kinds == {"missing"}:
+        code = "missing_field"
+    lines = [
+        f"{'.'.join(path) or 'the body'}: {'; or '.join(messages)}"
+        for path, messages in list(complaints.items())[:5]
+    ]
+    first = next(iter(complaints))
+    return ApiError(400, ". ".join(lines), param=".".join(first) or None, code=code)
+
+
+def now() -> int:
+    """Seconds since 1970, as OpenAI's objects give their time."""
+    return int(time.time())

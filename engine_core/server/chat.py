@@ -1,0 +1,381 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from engine_core.configs import SamplingParams
+from engine_core.parsers import (
+    OutputParser,
+    ParsedDelta,
+    ToolCallDelta,
+    build_output_parser,
+    tool_choice_params,
+)
+from engine_core.server.body import now, read_body
+from engine_core.server.context import RequestContext
+from engine_core.server.encoding import DONE, encode, event
+from engine_core.server.generation import (
+    EventStream,
+    Generation,
+    check_common,
+    conflict,
+    sampling_params,
+    while_connected,
+)
+from engine_core.server.logprobs import chat_logprobs
+from engine_core.server.protocol import CHAT_BODY, ChatBody, Message, Tool
+from engine_core.server.service import Service
+
+if TYPE_CHECKING:
+    from engine_core.steps import CompletionOutput, RequestOutput
+
+# As much of the prompt's end as can open the reasoning.
+_PROMPT_END = 32
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates were written for: text as a string, arguments as objects."""
+    made = []
+    for message in messages:
+        plain = message.model_dump(exclude_none=True)
+        if plain["role"] == "developer":
+            plain["role"] = "system"
+        if isinstance(message.content, list):
+            plain["content"] = "\n".join(part.text for part in message.content)
+        elif plain["role"] == "assistant":
+            plain.setdefault("content", "")
+        for call in plain.get("tool_calls", ()):
+            function = call["function"]
+            function["arguments"] = _arguments(function["arguments"])
+        made.append(plain)
+    return made
+
+
+def _arguments(text: str) -> Any:
+    """The object that ``text`` is; what a model wrote wrongly stays text."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools as chat templates know them; None if there are none."""
+    if not tools:
+        return None
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+
+
+def prompt_text_length(messages: Sequence[Message]) -> int:
+    """Characters that a template will have to do with, roughly."""
+    length = 0
+    for message in messages:
+        content = message.content or ""
+        length += (
+            sum(len(part.text) for part in content) if isinstance(content, list) else len(content)
+        )
+    return length
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    service = Service.of(request)
+    context = RequestContext.of(request)
+    engine = service.engine
+    service.check_room()
+    body = await read_body(request, CHAT_BODY, service.settings.max_body_size)
+    check_common(body, service)
+    chat = _Chat(service, context, body)
+    params = chat.sampling_params()
+    prompt = await service.run_text(
+        prompt_text_length(body.messages),
+        lambda: engine.render_chat(
+            chat.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            tools=chat.tools,
+            template_kwargs=body.chat_template_kwargs,
+        ),
+    )
+    service.check_length(prompt, "messages")
+    return await chat.answer(request, prompt, params)
+
+
+class _Chat:
+    """One request and its answer."""
+
+    def __init__(self, service: Service, context: RequestContext, body: ChatBody) -> None:
+        self._service = service
+        self._context = context
+        self._body = body
+        self.messages = template_messages(body.messages)
+        choice = body.tool_choice
+        self._tool_choice = (
+            choice if choice is None or isinstance(choice, str) else choice.model_dump()
+        )
+        self._offered = template_tools(body.tools)
+        # A model that must not call functions is not told of them.
+        self.tools = None if self._tool_choice == "none" else self._offered
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = now()
+        self._parsers: list[OutputParser] = []
+        self._called: set[int] = set()
+        self._token_bytes: Sequence[bytes] = ()
+        if service.settings.log_prompts:
+            context.details["messages"] = self.messages
+
+    def sampling_params(self) -> SamplingParams:
+        """What the body asks of the sampler."""
+        body = self._body
+        if body.top_logprobs and not body.logprobs:
+            raise conflict("top_logprobs needs logprobs", "top_logprobs")
+        if body.max_tokens == 0:
+            raise conflict("max_tokens must be 1 or more in a chat", "max_tokens")
+        longest = body.max_completion_tokens
+        if longest is None:
+            longest = body.max_tokens
+        elif body.max_tokens not in (None, longest):
+            raise conflict(
+                "max_tokens and max_completion_tokens differ; give one of them", "max_tokens"
+            )
+        parallel = body.parallel_tool_calls is not False
+        if not parallel and self.tools and self._tool_choice in (None, "auto"):
+            raise conflict(
+                "parallel_tool_calls can be false only with a tool_choice of 'required' or a "
+                "function",
+                "parallel_tool_calls",
+            )
+        defaults = self._service.engine.default_sampling_params()
+        if longest is None and "max_tokens" in defaults.model_fields_set:
+            longest = defaults.max_tokens
+        return sampling_params(
+            defaults,
+            body,
+            guided=tool_choice_params(
+                self._offered, self._tool_choice, parallel_tool_calls=parallel
+            ),
+            max_tokens=longest,
+            logprobs=body.top_logprobs or 0 if body.logprobs else None,
+        )
+
+    async def answer(self, request: Request, prompt: list[int], params: SamplingParams) -> Response:
+        """Run the request and make the response of it."""
+        self._parsers = [self._parser(prompt, params) for _ in range(params.n)]
+        if not all(parser.skip_special_tokens for parser in self._parsers):
+            params = params.replace(skip_special_tokens=False)
+        if self._body.logprobs:
+            self._token_bytes = await self._service.token_bytes()
+        generation = await Generation.start(
+            self._service, self._context, self._id, [prompt], params, self._body
+        )
+        if self._body.stream:
+            return EventStream(self._events(generation), generation.close, self._context)
+        try:
+            return await while_connected(request.receive, self._whole(generation))
+        finally:
+            await generation.close()
+
+    def _parser(self, prompt: list[int], params: SamplingParams) -> OutputParser:
+        engine = self._service.engine
+        assert engine.tokenizer is not None, "without one the template was refused"
+        return build_output_parser(
+            engine.model_config,
+            self._service.parsers,
+            tools=self._offered,
+            tool_choice=self._tool_choice,
+            tool_parser=self._service.settings.tool_parser,
+            reasoning_parser=self._service.settings.reasoning_parser,
+            prompt_end=engine.tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False),
+            guided=params.guided is not None,
+        )
+
+    def _parse(self, completion: CompletionOutput) -> ParsedDelta:
+        """The parts that a piece of a completion adds."""
+        parser = self._parsers[completion.index]
+        parsed = parser.feed(completion.text) if completion.text else ParsedDelta()
+        if completion.finish_reason is not None:
+            rest = parser.finish()
+            parsed = ParsedDelta(
+                parsed.content + rest.content,
+                parsed.reasoning + rest.reasoning,
+                parsed.tool_calls + rest.tool_calls,
+            )
+        if parsed.tool_calls:
+            self._called.add(completion.index)
+        return parsed
+
+    def _note(self, completion: CompletionOutput) -> None:
+        """Keep the text of a stream for the log, if it is to be there."""
+        if self._service.settings.log_prompts:
+            outputs = self._context.details.setdefault("outputs", [""] * len(self._parsers))
+            outputs[completion.index] += completion.text
+
+    def _finish_reason(self, completion: CompletionOutput) -> str | None:
+        if completion.finish_reason == "stop" and completion.index in self._called:
+            return "tool_calls"
+        return completion.finish_reason
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        if not self._body.logprobs or not completion.logprobs:
+            return None
+        return chat_logprobs(
+            completion.token_ids,
+            completion.logprobs,
+            self._body.top_logprobs or 0,
+            self._token_bytes,
+        )
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._body.model,
+            "choices": choices,
+        }
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        body = self._body
+        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        usage: dict[str, Any] = {"usage": None} if with_usage else {}
+        begun: set[int] = set()
+        async for _, output in generation.outputs():
+            piece = b""
+            for completion in output.outputs:
+                self._note(completion)
+                choice = self._chunk(completion, first=completion.index not in begun)
+                if choice is None:
+                    continue
+                made = self._object("chat.completion.chunk", [choice]) | usage
+                if body.return_token_ids and not begun:
+                    made["prompt_token_ids"] = generation.prompt_token_ids[0]
+                begun.add(completion.index)
+                piece += event(made)
+            if piece:
+                yield piece
+        end = b""
+        if with_usage:
+            made = self._object("chat.completion.chunk", []) | {"usage": generation.usage()}
+            end = event(made)
+        yield end + DONE
+
+    def _chunk(self, completion: CompletionOutput, *, first: bool) -> dict[str, Any] | None:
+        """The choice of a chunk, or None if there is nothing to say yet."""
+        parsed = self._parse(completion)
+        delta: dict[str, Any] = {}
+        if parsed.content:
+            delta["content"] = parsed.content
+        if parsed.reasoning:
+            delta["reasoning_content"] = parsed.reasoning
+        if parsed.tool_calls:
+            delta["tool_calls"] = [_tool_call_chunk(call) for call in parsed.tool_calls]
+        reason = self._finish_reason(completion)
+        logprobs = self._logprobs(completion)
+        more = logprobs is not None or (self._body.return_token_ids and completion.token_ids)
+        if not delta and reason is None and not more:
+            return None
+        if first:
+            delta = {"role": "assistant", "content": "", **delta}
+        choice = {
+            "index": completion.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+        if reason is not None:
+            choice["stop_reason"] = completion.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    async def _whole(self, generation: Generation) -> Response:
+        answers = [_Answer() for _ in self._parsers]
+        async for _, output in generation.outputs():
+            self._collect(output, answers)
+        choices = []
+        for index, answer in enumerate(answers):
+            choice: dict[str, Any] = {
+                "index": index,
+                "message": answer.message(),
+                "logprobs": None,
+                "finish_reason": answer.finish_reason,
+                "stop_reason": answer.stop_reason,
+            }
+            if self._body.logprobs:
+                choice["logprobs"] = {"content": answer.logprobs, "refusal": None}
+            if self._body.return_token_ids:
+                choice["token_ids"] = answer.token_ids
+            choices.append(choice)
+        made = self._object("chat.completion", choices) | {"usage": generation.usage()}
+        if self._body.return_token_ids:
+            made["prompt_token_ids"] = generation.prompt_token_ids[0]
+        if self._service.settings.log_prompts:
+            self._context.details["outputs"] = [choice["message"] for choice in choices]
+        return Response(encode(made), media_type="application/json")
+
+    def _collect(self, output: RequestOutput, answers: list[_Answer]) -> None:
+        for completion in output.outputs:
+            answer = answers[completion.index]
+            answer.add(self._parse(completion))
+            answer.token_ids += completion.token_ids
+            logprobs = self._logprobs(completion)
+            if logprobs is not None:
+                answer.logprobs += logprobs["content"]
+            if completion.finish_reason is not None:
+                answer.finish_reason = self._finish_reason(completion)
+                answer.stop_reason = completion.stop_reason
+
+
+def _tool_call_chunk(call: ToolCallDelta) -> dict[str, Any]:
+    function: dict[str, Any] = {"arguments": call.arguments}
+    made: dict[str, Any] = {"index": call.index, "function": function}
+    if call.name is not None:
+        function["name"] = call.name
+        made |= {"id": call.id, "type": "function"}
+    return made
+
+
+class _Answer:
+    """One choice, put together."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, dict[str, Any]] = {}
+        self.token_ids: list[int] = []
+        self.logprobs: list[Mapping[str, Any]] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def add(self, parsed: ParsedDelta) -> None:
+        """Take further parts."""
+        self._content.append(parsed.content)
+        self._reasoning.append(parsed.reasoning)
+        for call in parsed.tool_calls:
+            made = self._calls.setdefault(
+                call.index,
+                {"id": None, "type": "function", "function": {"name": None, "arguments": ""}},
+            )
+            if call.name is not None:
+                made["id"] = call.id
+                made["function"]["name"] = call.name
+            made["function"]["arguments"] += call.arguments
+
+    def message(self) -> dict[str, Any]:
+        """OpenAI's ``message`` object."""
+        content = "".join(self._content)
+        reasoning = "".join(self._reasoning)
+        made: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            made["reasoning_content"] = reasoning
+        if self._calls:
+            made["tool_calls"] = [self._calls[index] for index in sorted(self._calls)]
+            made["content"] = content or None
+        return made

@@ -1,0 +1,282 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from engine_core.configs import SamplingParams
+from engine_core.server.body import now, read_body
+from engine_core.server.context import RequestContext
+from engine_core.server.encoding import DONE, encode, event
+from engine_core.server.errors import ApiError
+from engine_core.server.generation import (
+    EventStream,
+    Generation,
+    check_common,
+    conflict,
+    sampling_params,
+    while_connected,
+)
+from engine_core.server.logprobs import CompletionLogprobs, prompt_logprobs
+from engine_core.server.protocol import COMPLETION_BODY, CompletionBody
+from engine_core.server.service import Service
+
+if TYPE_CHECKING:
+    from engine_core.steps import CompletionOutput, RequestOutput, TokenLogprobs
+
+
+async def create_completion(request: Request) -> Response:
+    """Complete one prompt or several."""
+    service = Service.of(request)
+    context = RequestContext.of(request)
+    engine = service.engine
+    service.check_room()
+    body = await read_body(request, COMPLETION_BODY, service.settings.max_body_size)
+    check_common(body, service)
+    given = _prompts(body)
+    if len(given) > service.settings.max_prompts:
+        raise ApiError(
+            400,
+            f"prompt: {len(given)} prompts are given, and this server takes at most "
+            f"{service.settings.max_prompts} at once",
+            param="prompt",
+            code="invalid_value",
+        )
+    params = _sampling_params(service, body)
+    prompts = []
+    for prompt in given:
+        length = len(prompt) if isinstance(prompt, str) else 0
+        _, token_ids = await service.run_text(length, partial(engine.tokenize, prompt))
+        service.check_length(token_ids, "prompt")
+        prompts.append(token_ids)
+    if service.settings.log_prompts:
+        context.details["prompts"] = given
+    completion = _Completion(service, context, body, given, prompts)
+    return await completion.answer(request, params)
+
+
+def _prompts(body: CompletionBody) -> list[str | list[int]]:
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    if isinstance(body.prompt[0], int):
+        return [list(body.prompt)]
+    return list(body.prompt)
+
+
+def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
+    if body.max_tokens == 0 and not body.echo:
+        raise conflict("max_tokens is 0, which leaves nothing to do without echo", "max_tokens")
+    if body.prompt_logprobs is not None and body.stream:
+        raise conflict("prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
+    of_prompt = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        of_prompt = max(of_prompt or 0, body.logprobs)
+    own: dict[str, Any] = {"logprobs": body.logprobs, "prompt_logprobs": of_prompt}
+    if body.max_tokens is not None:
+        # Nothing runs without a token; with 0 it is left out of the answer.
+        own["max_tokens"] = max(body.max_tokens, 1)
+    return sampling_params(service.engine.default_sampling_params(), body, **own)
+
+
+class _Completion:
+    """One request and its answer."""
+
+    def __init__(
+        self,
+        service: Service,
+        context: RequestContext,
+        body: CompletionBody,
+        given: list[str | list[int]],
+        prompts: list[list[int]],
+    ) -> None:
+        self._service = service
+        self._context = context
+        self._body = body
+        self._given = given
+        self._prompts = prompts
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = now()
+        self._n = 1
+
+    async def answer(self, request: Request, params: SamplingParams) -> Response:
+        """Run the requests and make the response of them."""
+        self._n = params.n
+        generation = await Generation.start(
+            self._service, self._context, self._id, self._prompts, params, self._body
+        )
+        if self._body.stream:
+            return EventStream(self._events(generation), generation.close, self._context)
+        try:
+            return await while_connected(request.receive, self._whole(generation))
+        finally:
+            await generation.close()
+
+    def _choices(self) -> list[_Choice]:
+        return [
+            _Choice(self, prompt, prompt * self._n + index)
+            for prompt in range(len(self._prompts))
+            for index in range(self._n)
+        ]
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._body.model,
+            "choices": choices,
+        }
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        body = self._body
+        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        usage: dict[str, Any] = {"usage": None} if with_usage else {}
+        choices = self._choices()
+        log_outputs = self._service.settings.log_prompts
+        outputs = [""] * len(choices)
+        if log_outputs:
+            self._context.details["outputs"] = outputs
+        async for prompt, output in generation.outputs():
+            piece = b""
+            for completion in output.outputs:
+                choice = choices[prompt * self._n + completion.index]
+                choice.add(completion, output)
+                taken = choice.take()
+                if taken is not None and log_outputs:
+                    outputs[taken["index"]] += taken["text"]
+                if taken is not None:
+                    piece += event(self._object([taken]) | usage)
+            if piece:
+                yield piece
+        end = b""
+        if with_usage:
+            end = event(self._object([]) | {"usage": generation.usage()})
+        yield end + DONE
+
+    async def _whole(self, generation: Generation) -> Response:
+        choices = self._choices()
+        async for prompt, output in generation.outputs():
+            for completion in output.outputs:
+                choices[prompt * self._n + completion.index].add(completion, output)
+        made = self._object([choice.whole() for choice in choices])
+        made["usage"] = generation.usage()
+        if self._service.settings.log_prompts:
+            self._context.details["outputs"] = [choice["text"] for choice in made["choices"]]
+        return Response(encode(made), media_type="application/json")
+
+    @property
+    def body(self) -> CompletionBody:
+        """The request's."""
+        return self._body
+
+    def prompt_token_ids(self, index: int) -> list[int]:
+        """The tokens of a prompt."""
+        return self._prompts[index]
+
+    def prompt_text(self, index: int) -> str:
+        """A prompt as text."""
+        given = self._given[index]
+        return given if isinstance(given, str) else self.decode(given)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of tokens; empty without a tokenizer."""
+        tokenizer = self._service.engine.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+class _Choice:
+    """One completion: what has come of it, and in a stream what was not sent yet."""
+
+    def __init__(self, request: _Completion, prompt: int, index: int) -> None:
+        self._request = request
+        self._prompt = prompt
+        self._index = index
+        body = request.body
+        self._logprobs = None if body.logprobs is None else CompletionLogprobs(body.logprobs)
+        self._of_prompt: list[TokenLogprobs | None] | None = None
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._made: list[dict[str, Any]] = []
+        self._begun = False
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    def add(self, completion: CompletionOutput, output: RequestOutput) -> None:
+        """Take what is new."""
+        body = self._request.body
+        if output.prompt_logprobs is not None:
+            self._of_prompt = output.prompt_logprobs
+        if body.echo and not self._begun:
+            self._echo()
+        self._begun = True
+        self._finish_reason = completion.finish_reason
+        self._stop_reason = completion.stop_reason
+        if body.max_tokens == 0:
+            if completion.finish_reason is not None:
+                self._finish_reason, self._stop_reason = "length", None
+            return
+        self._text.append(completion.text)
+        self._token_ids += completion.token_ids
+        if self._logprobs is not None and completion.logprobs:
+            self._made.append(
+                self._logprobs.add(
+                    completion.token_ids, completion.logprobs, [""] * len(completion.token_ids)
+                )
+            )
+
+    def _echo(self) -> None:
+        self._text.append(self._request.prompt_text(self._prompt))
+        if self._logprobs is None:
+            return
+        token_ids = self._request.prompt_token_ids(self._prompt)
+        first = self._request.decode(token_ids[:1])
+        texts = [first, *[""] * (len(token_ids) - 1)]
+        of_prompt = self._of_prompt or [None] * len(token_ids)
+        self._made.append(self._logprobs.add(token_ids, of_prompt, texts))
+
+    def _object(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            "index": self._index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": self._finish_reason,
+        }
+        if self._finish_reason is not None:
+            made["stop_reason"] = self._stop_reason
+        if self._request.body.return_token_ids:
+            made["token_ids"] = self._token_ids
+        return made
+
+    def take(self) -> dict[str, Any] | None:
+        """The choice of a chunk, or None if there is nothing to say yet."""
+        text = "".join(self._text)
+        logprobs = self._taken_logprobs()
+        more = self._request.body.return_token_ids and self._token_ids
+        if not text and logprobs is None and self._finish_reason is None and not more:
+            return None
+        made = self._object(text, logprobs)
+        self._text.clear()
+        self._token_ids = []
+        return made
+
+    def whole(self) -> dict[str, Any]:
+        """The choice of a whole answer."""
+        made = self._object("".join(self._text), self._taken_logprobs())
+        body = self._request.body
+        if body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(self._of_prompt)
+        if body.return_token_ids:
+            made["prompt_token_ids"] = self._request.prompt_token_ids(self._prompt)
+        return made
+
+    def _taken_logprobs(self) -> dict[str, Any] | None:
+        if self._logprobs is None or not self._made:
+            return None
+        pieces, self._made = self._made, []
+        return {name: [item for piece in pieces for item in piece[name]] for name in pieces[0]}

@@ -1,0 +1,117 @@
+"""Refusals and failures in the form that OpenAI's API gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from engine_core.errors import EngineDeadError, QueueFullError, RequestError, RequestTimeoutError
+from engine_core.server.encoding import encode
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+# Seconds after which a client may try again.
+RETRY_BUSY = 1
+RETRY_UNAVAILABLE = 5
+
+
+class ClientGone(Exception):  # noqa: N818 - nothing is wrong
+    """The client closed the connection; nobody reads an answer."""
+
+
+class ApiError(HTTPException):
+    """A request is answered with an error.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong, what was offered and what to do.
+        param: the body's field that is at fault.
+        code: a word for programs; the tests and the documentation list them.
+        headers: further headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, detail=message, headers=dict(headers or {}))
+        self.message = message
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The ``{"error": ...}`` object."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status_code, "invalid_request_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        """The HTTP response."""
+        return Response(
+            encode(self.body),
+            status_code=self.status_code,
+            media_type="application/json",
+            headers=self.headers,
+        )
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """Status 503 with the time after which to try again."""
+    headers = {"Retry-After": str(RETRY_UNAVAILABLE)}
+    return ApiError(503, message, code=code, headers=headers)
+
+
+def busy(message: str) -> ApiError:
+    """Status 429 with the time after which to try again."""
+    headers = {"Retry-After": str(RETRY_BUSY)}
+    return ApiError(429, message, code="queue_full", headers=headers)
+
+
+def as_api_error(error: BaseException, request_id: str) -> ApiError:
+    """The answer to an exception that a handler raised.
+
+    What nobody foresaw is named by the request's id alone: its text may show what is none of the
+    client's business, and the log has it.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        phrase = HTTPStatus(error.status_code).phrase
+        code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code)
+        return ApiError(error.status_code, phrase, code=code, headers=error.headers)
+    if isinstance(error, QueueFullError):
+        return busy(str(error))
+    if isinstance(error, RequestTimeoutError):
+        return ApiError(408, str(error), code="timeout")
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), code="invalid_request")
+    if isinstance(error, EngineDeadError):
+        return ApiError(500, str(error), code="engine_dead")
+    return ApiError(
+        500,
+        f"the server failed on this request; its log says why under the id {request_id}",
+        code="internal_error",
+    )

@@ -1,0 +1,356 @@
+"""From a body to requests of the engine, and from their outputs to answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine_core.configs import GuidedParams, SamplingParams
+from engine_core.engine.guided import check_guided
+from engine_core.errors import ConfigError, EngineDeadError, EngineError
+from engine_core.server.context import RequestContext
+from engine_core.server.encoding import DONE, event
+from engine_core.server.errors import ApiError, ClientGone, as_api_error, unavailable
+from engine_core.server.metrics import TokenClock
+from engine_core.server.protocol import (
+    GenerationBody,
+    JsonObjectResponseFormat,
+    JsonSchemaResponseFormat,
+)
+from engine_core.server.service import DRAINING, Service
+
+if TYPE_CHECKING:
+    from engine_core.engine.async_engine import RequestStream
+    from engine_core.steps import CompletionOutput, RequestOutput
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+# What the sampler says of parameters that forbid every token, which no check can foresee.
+_NO_TOKEN = "leave no token to choose"
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "skip_special_tokens",
+)
+
+
+def conflict(message: str, param: str) -> ApiError:
+    """Status 400 for fields that are right one by one, but not together."""
+    return ApiError(400, message, param=param, code="conflicting_fields")
+
+
+def sampling_params(
+    defaults: SamplingParams,
+    body: GenerationBody,
+    *,
+    guided: GuidedParams | None = None,
+    **own: Any,
+) -> SamplingParams:
+    """The parameters that ``body`` asks for, over ``defaults``.
+
+    Args:
+        defaults: what the checkpoint recommends.
+        body: the request's.
+        guided: what the text must be, if the endpoint knows of more than the body's own fields.
+        **own: further fields of :class:`SamplingParams`.
+
+    Raises:
+        ApiError: they contradict each other.
+    """
+    values = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    if body.logit_bias is not None:
+        values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+    try:
+        return defaults.replace(**values, **own, guided=_guided(body, guided))
+    except ConfigError as error:
+        message = str(error).replace("SamplingParams.", "").removeprefix("SamplingParams: ")
+        raise ApiError(400, message, code="conflicting_fields") from None
+
+
+def _guided(body: GenerationBody, given: GuidedParams | None) -> GuidedParams | None:
+    ways: dict[str, GuidedParams] = {}
+    if given is not None:
+        ways["tool_choice"] = given
+    if isinstance(body.response_format, JsonObjectResponseFormat):
+        ways["response_format"] = GuidedParams(json_object=True)
+    elif isinstance(body.response_format, JsonSchemaResponseFormat):
+        schema = body.response_format.json_schema.schema_
+        ways["response_format"] = GuidedParams(json_schema=schema)
+    if body.guided_json is not None:
+        ways["guided_json"] = GuidedParams(json_schema=body.guided_json)
+    if body.guided_regex is not None:
+        ways["guided_regex"] = GuidedParams(regex=body.guided_regex)
+    if body.guided_choice is not None:
+        ways["guided_choice"] = GuidedParams(choice=tuple(body.guided_choice))
+    if body.guided_grammar is not None:
+        ways["guided_grammar"] = GuidedParams(grammar=body.guided_grammar)
+    if len(ways) > 1:
+        names = " and ".join(ways)
+        raise conflict(
+            f"{names} each say what the text must be; give one of them", next(iter(ways))
+        )
+    return next(iter(ways.values()), None)
+
+
+def check_common(body: GenerationBody, service: Service) -> None:
+    """What no schema can say about fields that both kinds of generation have.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+    service.check_model(body.model)
+    if body.n is not None and body.n > service.settings.max_n:
+        raise ApiError(
+            400,
+            f"n: {body.n} completions are asked for, and this server makes at most "
+            f"{service.settings.max_n}",
+            param="n",
+            code="invalid_value",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise conflict("stream_options needs stream", "stream_options")
+
+
+class Generation:
+    """What one HTTP request asks of the engine: a request for each of its prompts."""
+
+    def __init__(
+        self, service: Service, context: RequestContext, streams: Sequence[RequestStream]
+    ) -> None:
+        self._service = service
+        self._context = context
+        self._streams = streams
+        self._clock = TokenClock(service.metrics, context.arrival)
+        self._finish_reasons: list[str] = []
+        self.prompt_token_ids = [stream.prompt_token_ids for stream in streams]
+        self.completion_tokens = 0
+        self._cached: dict[int, int] = {}
+
+    @classmethod
+    async def start(
+        cls,
+        service: Service,
+        context: RequestContext,
+        identifier: str,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        body: GenerationBody,
+    ) -> Generation:
+        """Queue the requests, or none of them if one is refused.
+
+        Raises:
+            EngineError: one is refused, or the engine is dead.
+        """
+        engine = service.engine
+        limits = [
+            limit for limit in (service.settings.request_timeout, body.timeout) if limit is not None
+        ]
+        timeout = None
+        if limits:
+            timeout = max(0.0, min(limits) - (time.monotonic() - context.arrival))
+        if params.guided is not None:
+            # Compiled outside the event loop; the engine finds it in the compiler's cache.
+            vocab_size = engine.model_config.vocab_size
+            await asyncio.to_thread(check_guided, params, vocab_size, engine.tokenizer)
+        streams: list[RequestStream] = []
+        try:
+            for index, token_ids in enumerate(prompts):
+                stream = await engine.add_request(
+                    token_ids,
+                    params,
+                    request_id=f"{identifier}-{index}",
+                    priority=body.priority or 0,
+                    timeout=timeout,
+                )
+                streams.append(stream)
+        except BaseException as error:
+            for stream in streams:
+                await stream.abort()
+            if isinstance(error, EngineDeadError) and service.phase == "draining":
+                raise unavailable(DRAINING, "draining") from None
+            raise
+        return cls(service, context, streams)
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """What comes of the prompts: a prompt's index and what is new of it.
+
+        Raises:
+            ApiError: a sequence failed, or was ended because the server shuts down.
+            EngineError: a deadline passed, or the engine died.
+        """
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                self._take(0, output)
+                yield 0, output
+            return
+        waiting = {
+            asyncio.ensure_future(anext(stream)): index
+            for index, stream in enumerate(self._streams)
+        }
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    index = waiting.pop(task)
+                    try:
+                        output = task.result()
+                    except StopAsyncIteration:
+                        continue
+                    waiting[asyncio.ensure_future(anext(self._streams[index]))] = index
+                    self._take(index, output)
+                    yield index, output
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _take(self, index: int, output: RequestOutput) -> None:
+        self._cached[index] = output.metrics.num_cached_tokens
+        for completion in output.outputs:
+            count = len(completion.token_ids)
+            self.completion_tokens += count
+            if count:
+                self._clock.tokens(index * 1024 + completion.index, count)
+            if completion.finish_reason is not None:
+                self._finish_reasons.append(completion.finish_reason)
+                self._service.metrics.finished.labels(completion.finish_reason).inc()
+                self._check(completion)
+
+    def _check(self, completion: CompletionOutput) -> None:
+        if completion.finish_reason == "error":
+            if _NO_TOKEN in str(completion.error):
+                raise ApiError(400, str(completion.error), code="invalid_request")
+            raise ApiError(500, str(completion.error), code="generation_failed")
+        if completion.finish_reason == "abort":
+            raise unavailable(
+                "the server is shutting down and has ended this request before its end", "draining"
+            )
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's ``usage`` object."""
+        prompt = sum(map(len, self.prompt_token_ids))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+    async def close(self) -> None:
+        """End what still runs, and note in the log what was done."""
+        for stream in self._streams:
+            with contextlib.suppress(EngineError):
+                await stream.abort()
+        usage = self.usage()
+        self._context.details |= {
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "completion_tokens": self.completion_tokens,
+            "finish_reasons": self._finish_reasons,
+        }
+        if self._clock.first is not None:
+            self._context.details["first_token_seconds"] = round(self._clock.first, 4)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of ``work``, which is cancelled if the client goes away.
+
+    Raises:
+        ClientGone: it did.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for other in (task, gone):
+            other.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, made while the client is there.
+
+    The first event is waited for before anything is sent, so that what goes wrong until then has
+    its own status. What goes wrong later is sent as an event.
+
+    Args:
+        events: pieces of the stream, each one event or several.
+        close: called at the end, whatever it was.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], Awaitable[None]],
+        context: RequestContext,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+        self._context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await while_connected(receive, self._send(send))
+        finally:
+            await self._close()
+
+    async def _send(self, send: Send) -> None:
+        started = False
+        async with contextlib.aclosing(self._events) as events:
+            try:
+                async for piece in events:
+                    if not started:
+                        started = True
+                        await self._start(send)
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            except Exception as error:
+                if not started:
+                    raise
+                failure = as_api_error(error, self._context.request_id)
+                if failure.code == "internal_error":
+                    logger.exception("request %s failed", self._context.request_id)
+                self._context.details["error"] = failure.message
+                piece = event(failure.body) + DONE
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        if not started:
+            await self._start(send)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

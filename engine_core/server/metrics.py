@@ -1,0 +1,137 @@
+"""What Prometheus is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from engine_core.steps import EngineStats
+
+_FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class _EngineCollector(Collector):
+    """The engine's own figures, asked for when Prometheus asks."""
+
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        self._stats = stats
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return
+        gauges = {
+            "requests_running": ("Sequences that are being generated.", stats.running),
+            "requests_waiting": ("Sequences that wait for their turn.", stats.waiting),
+            "kv_cache_usage_ratio": ("Part of the KV cache in use.", stats.kv_cache_usage),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"engine_core_{name}", text, value=value)
+        counters = {
+            "prefix_cache_queries_tokens": (
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_cache_queries,
+            ),
+            "prefix_cache_hits_tokens": (
+                "Prompt tokens found in the prefix cache.",
+                stats.prefix_cache_hits,
+            ),
+            "preemptions": (
+                "How often a sequence lost its cache blocks to others.",
+                stats.num_preemptions,
+            ),
+            "aborted_sequences": ("Sequences ended before their end.", stats.aborted),
+            "prompt_tokens": ("Tokens of admitted prompts.", stats.prompt_tokens),
+            "generation_tokens": ("Tokens generated.", stats.generated_tokens),
+            "engine_steps": ("Steps of the engine.", stats.steps),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"engine_core_{name}", text, value=value)
+
+
+class Metrics:
+    """The server's figures, in a registry of its own.
+
+    Args:
+        stats: gives the engine's figures, or None while there is no engine.
+    """
+
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(stats))
+        self.http_requests = Counter(
+            "engine_core_http_requests",
+            "HTTP requests answered; status 499 is a client that went away.",
+            ("path", "status"),
+            registry=self._registry,
+        )
+        self.finished = Counter(
+            "engine_core_finished_sequences",
+            "Sequences that ended, by reason.",
+            ("finish_reason",),
+            registry=self._registry,
+        )
+        self.first_token = Histogram(
+            "engine_core_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_FIRST_TOKEN,
+            registry=self._registry,
+        )
+        self.between_tokens = Histogram(
+            "engine_core_inter_token_latency_seconds",
+            "Between a sequence's tokens; tokens that come together share the time.",
+            buckets=_BETWEEN_TOKENS,
+            registry=self._registry,
+        )
+        self.whole = Histogram(
+            "engine_core_request_duration_seconds",
+            "From a generation request's arrival to its end.",
+            buckets=_WHOLE,
+            registry=self._registry,
+        )
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format 0.0.4."""
+        return generate_latest(self._registry)
+
+
+class TokenClock:
+    """Times the tokens of one HTTP request.
+
+    Args:
+        metrics: where the times go.
+        arrival: ``time.monotonic`` seconds at which the request arrived.
+    """
+
+    def __init__(self, metrics: Metrics, arrival: float) -> None:
+        self._metrics = metrics
+        self._arrival = arrival
+        self._last: dict[int, float] = {}
+        self.first: float | None = None
+
+    def tokens(self, sequence: int, count: int) -> None:
+        """``count`` tokens of a sequence came together."""
+        now = time.monotonic()
+        last = self._last.get(sequence)
+        self._last[sequence] = now
+        if self.first is None:
+            self.first = now - self._arrival
+            self._metrics.first_token.observe(self.first)
+        if last is None:
+            return
+        observe = self._metrics.between_tokens.observe
+        each = (now - last) / count
+        for _ in range(count):
+            observe(each)

@@ -1,0 +1,130 @@
+"""What surrounds every request: its id, its log line, its key, and the last resort."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine_core.server.context import RequestContext
+from engine_core.server.errors import ApiError, ClientGone, as_api_error
+from engine_core.server.logs import log
+from engine_core.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+# The status of nginx for a client that closed the connection; it is only written down.
+_CLIENT_GONE = 499
+# Asked for again and again by those who watch the server.
+_QUIET = ("/health", "/health/live", "/health/ready", "/metrics")
+_GENERATION = ("/v1/chat/completions", "/v1/completions")
+_PROTECTED = ("/v1/", "/tokenize", "/detokenize")
+
+
+class RequestMiddleware:
+    """Gives each request its id, answers what nobody caught, and writes the log and the metrics."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        context = RequestContext.begin(scope, Headers(scope=scope).get("x-request-id"))
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = context.request_id
+                headers["X-Content-Type-Options"] = "nosniff"
+            await send(message)
+
+        generation = scope["path"] in _GENERATION
+        self._service.in_flight += generation
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except ClientGone:
+            status = _CLIENT_GONE
+        except Exception as error:
+            failure = as_api_error(error, context.request_id)
+            logger.exception("request %s failed", context.request_id)
+            context.details["error"] = failure.message
+            if status:
+                # The response has begun: that it breaks off is all that can still be told.
+                raise
+            await failure.response()(scope, receive, send_with_headers)
+        finally:
+            self._service.in_flight -= generation
+            self._note(scope, context, status)
+
+    def _note(self, scope: Scope, context: RequestContext, status: int) -> None:
+        route = scope.get("route")
+        path = getattr(route, "path", "unknown").replace(":path", "")
+        self._service.metrics.http_requests.labels(path, status).inc()
+        seconds = time.monotonic() - context.arrival
+        if scope["path"] in _GENERATION and status == 200:
+            self._service.metrics.whole.observe(seconds)
+        if scope["path"] in _QUIET and status != 500:
+            return
+        client = scope.get("client")
+        log(
+            logger,
+            logging.INFO if status < 500 else logging.ERROR,
+            "request",
+            request_id=context.request_id,
+            method=scope["method"],
+            path=scope["path"],
+            status=status,
+            seconds=round(seconds, 4),
+            client=client[0] if client else None,
+            **context.details,
+        )
+
+
+class ApiKeyMiddleware:
+    """Lets only those in who have a key; pages, health and metrics are open to all."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self._app = app
+        # Equal lengths, so that the time of a comparison tells nothing of a key's.
+        self._keys = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] == "http" and scope["path"].startswith(_PROTECTED):
+            given = Headers(scope=scope).get("authorization", "")
+            scheme, _, key = given.partition(" ")
+            if scheme.lower() != "bearer" or not self._is_known(key.strip()):
+                refusal = ApiError(
+                    401,
+                    "no API key was given; send it in the header 'Authorization: Bearer KEY'"
+                    if not given
+                    else "the API key is not one that this server knows",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await refusal.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_known(self, key: str) -> bool:
+        given = _digest(key.encode("latin-1", errors="replace"))
+        known = False
+        for digest in self._keys:
+            known |= hmac.compare_digest(given, digest)
+        return known
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

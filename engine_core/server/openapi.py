@@ -1,0 +1,313 @@
+"""The operations of the API, and the OpenAPI document that is made from them.
+
+FastAPI would describe what it parses and answers itself; here bodies are parsed more strictly and
+answers are built without it, so that the document is made from the same table as the routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import TypeAdapter
+
+from engine_core import __version__
+from engine_core.server import routes
+from engine_core.server.chat import create_chat_completion
+from engine_core.server.completions import create_completion
+from engine_core.server.protocol import (
+    CHAT_BODY,
+    COMPLETION_BODY,
+    DETOKENIZE_BODY,
+    TOKENIZE_BODY,
+)
+from engine_core.server.responses import (
+    ChatChunkAnswer,
+    ChatCompletionAnswer,
+    CompletionAnswer,
+    CompletionChunkAnswer,
+    DetokenizeAnswer,
+    ErrorAnswer,
+    HealthAnswer,
+    ModelAnswer,
+    ModelsAnswer,
+    TokenizeAnswer,
+    VersionAnswer,
+)
+from engine_core.server.settings import ServerSettings
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+Mode = Literal["validation", "serialization"]
+
+_JSON = "application/json"
+_TEXT = "text/plain"
+_EVENTS = "text/event-stream"
+_ERROR = TypeAdapter(ErrorAnswer)
+_REF = "#/components/schemas/{model}"
+
+_UNAUTHORIZED = 401
+_PHRASES = {
+    400: "The body is not one that can be answered; says which field is at fault.",
+    401: "The API key is missing or unknown.",
+    404: "The model is not served here.",
+    408: "The body or the answer was not complete in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON in UTF-8.",
+    429: "Too many requests are here; try again after Retry-After seconds.",
+    500: "The model or the server failed on this request.",
+    503: "The server is loading the model, shuts down or has lost its engine.",
+}
+_BODY_ERRORS = (400, 404, 408, 413, 415, 500, 503)
+_GENERATION_ERRORS = (*_BODY_ERRORS, 429)
+_RETRY = (429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One endpoint.
+
+    Attributes:
+        method: of HTTP.
+        path: as FastAPI writes it.
+        endpoint: the handler; its docstring is the summary.
+        answer: what status 200 brings as JSON; None for plain text.
+        errors: the other statuses.
+        body: what it takes, or None.
+        chunk: what each server-sent event brings, if it can stream.
+        protected: whether a key is asked for if the server has keys.
+        tag: which part of the API it is.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    endpoint: Endpoint
+    answer: TypeAdapter[Any] | None
+    errors: tuple[int, ...]
+    body: TypeAdapter[Any] | None = None
+    chunk: TypeAdapter[Any] | None = None
+    protected: bool = True
+    tag: Literal["OpenAI", "Text", "Server"] = "OpenAI"
+
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/v1/chat/completions",
+        create_chat_completion,
+        TypeAdapter(ChatCompletionAnswer),
+        _GENERATION_ERRORS,
+        CHAT_BODY,
+        TypeAdapter(ChatChunkAnswer),
+    ),
+    Operation(
+        "POST",
+        "/v1/completions",
+        create_completion,
+        TypeAdapter(CompletionAnswer),
+        _GENERATION_ERRORS,
+        COMPLETION_BODY,
+        TypeAdapter(CompletionChunkAnswer),
+    ),
+    Operation("GET", "/v1/models", routes.list_models, TypeAdapter(ModelsAnswer), (500, 503)),
+    Operation(
+        "GET",
+        "/v1/models/{model:path}",
+        routes.retrieve_model,
+        TypeAdapter(ModelAnswer),
+        (404, 500, 503),
+    ),
+    Operation(
+        "POST",
+        "/tokenize",
+        routes.tokenize,
+        TypeAdapter(TokenizeAnswer),
+        _BODY_ERRORS,
+        TOKENIZE_BODY,
+        tag="Text",
+    ),
+    Operation(
+        "POST",
+        "/detokenize",
+        routes.detokenize,
+        TypeAdapter(DetokenizeAnswer),
+        _BODY_ERRORS,
+        DETOKENIZE_BODY,
+        tag="Text",
+    ),
+    Operation(
+        "GET",
+        "/health",
+        routes.ready,
+        TypeAdapter(HealthAnswer),
+        (500, 503),
+        protected=False,
+        tag="Server",
+    ),
+    Operation(
+        "GET",
+        "/health/live",
+        routes.live,
+        TypeAdapter(HealthAnswer),
+        (500, 503),
+        protected=False,
+        tag="Server",
+    ),
+    Operation(
+        "GET",
+        "/health/ready",
+        routes.ready,
+        TypeAdapter(HealthAnswer),
+        (500, 503),
+        protected=False,
+        tag="Server",
+    ),
+    Operation(
+        "GET",
+        "/metrics",
+        routes.metrics,
+        None,
+        (500,),
+        protected=False,
+        tag="Server",
+    ),
+    Operation(
+        "GET",
+        "/version",
+        routes.version,
+        TypeAdapter(VersionAnswer),
+        (500,),
+        protected=False,
+        tag="Server",
+    ),
+)
+
+
+def build_document(
+    settings: ServerSettings, names: Sequence[str], with_keys: bool
+) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of a server.
+
+    Args:
+        settings: the limits that it has.
+        names: what the model is called by.
+        with_keys: whether it asks for API keys.
+    """
+    inputs: list[tuple[str, Mode, TypeAdapter[Any]]] = [("error", "serialization", _ERROR)]
+    for operation in OPERATIONS:
+        if operation.body is not None:
+            inputs.append((f"{operation.path} body", "validation", operation.body))
+        if operation.answer is not None:
+            inputs.append((f"{operation.path} answer", "serialization", operation.answer))
+        if operation.chunk is not None:
+            inputs.append((f"{operation.path} chunk", "serialization", operation.chunk))
+    schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
+    components = definitions["$defs"]
+    for name, schema in components.items():
+        _state_limits(name, schema, settings, names)
+    of = {key: schema for (key, _), schema in schemas.items()}
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        path = operation.path.replace(":path", "")
+        paths.setdefault(path, {})[operation.method.lower()] = _describe(operation, of, with_keys)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "engine-core", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if with_keys:
+        document["components"]["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _state_limits(
+    name: str, schema: dict[str, Any], settings: ServerSettings, names: Sequence[str]
+) -> None:
+    """Write into a body's schema what this one server takes."""
+    fields = schema.get("properties", {})
+    if "model" in fields and name.endswith("Body"):
+        fields["model"]["enum"] = list(names)
+    if "n" in fields:
+        for form in fields["n"]["anyOf"]:
+            if form["type"] == "integer":
+                form["maximum"] = settings.max_n
+
+
+def _describe(operation: Operation, schemas: Mapping[str, Any], with_keys: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if operation.answer is None:
+        content[_TEXT] = {"schema": {"type": "string"}}
+    else:
+        content[_JSON] = {"schema": schemas[f"{operation.path} answer"]}
+    if operation.chunk is not None:
+        content[_EVENTS] = {"itemSchema": _event(schemas[f"{operation.path} chunk"])}
+    errors = set(operation.errors)
+    if with_keys and operation.protected:
+        errors.add(_UNAUTHORIZED)
+    described: dict[str, Any] = {
+        "operationId": operation.path.strip("/").split("/{")[0].replace("/", "_")
+        + ("_one" if "{" in operation.path else ""),
+        "summary": (operation.endpoint.__doc__ or "").strip(),
+        "tags": [operation.tag],
+        "responses": {
+            "200": {"description": "The answer.", "headers": _headers(200), "content": content},
+            **{
+                str(status): {
+                    "description": _PHRASES[status],
+                    "headers": _headers(status),
+                    "content": {_JSON: {"schema": schemas["error"]}},
+                }
+                for status in sorted(errors)
+            },
+        },
+    }
+    if operation.body is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {_JSON: {"schema": schemas[f"{operation.path} body"]}},
+        }
+    if "{model" in operation.path:
+        described["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    if with_keys and operation.protected:
+        described["security"] = [{"ApiKey": []}]
+    return described
+
+
+def _event(chunk: dict[str, Any]) -> dict[str, Any]:
+    """A server-sent event: a chunk or an error as JSON in ``data``, and at the end a word."""
+    return {
+        "type": "object",
+        "properties": {
+            "data": {
+                "anyOf": [
+                    {"const": "[DONE]"},
+                    {"type": "string", "contentMediaType": _JSON, "contentSchema": chunk},
+                ]
+            }
+        },
+        "required": ["data"],
+    }
+
+
+def _headers(status: int) -> dict[str, Any]:
+    headers: dict[str, Any] = {
+        "X-Request-Id": {
+            "description": "The request's name in the log.",
+            "required": True,
+            "schema": {"type": "string", "minLength": 1},
+        }
+    }
+    if status in _RETRY:
+        headers["Retry-After"] = {
+            "description": "Seconds after which to try again.",
+            "required": True,
+            "schema": {"type": "integer", "minimum": 1},
+        }
+    if status == _UNAUTHORIZED:
+        headers["WWW-Authenticate"] = {"required": True, "schema": {"type": "string"}}
+    return headers

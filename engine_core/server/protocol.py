@@ -1,0 +1,426 @@
+"""The bodies of requests: OpenAI's fields, and vLLM's names for what those lack.
+
+The models are as strict as the OpenAPI document made from them: a number in quotes, an unknown key
+or a value of an enumeration written otherwise is refused. None counts as not given, as OpenAI has
+it. Fields of OpenAI's that have no effect here are taken with the value that means so.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    WithJsonSchema,
+)
+
+_MAX_INT = 2**31 - 1
+
+
+def _integral(value: Any) -> Any:
+    """JSON has one kind of number: 1.0 is the integer 1."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
+        return int(value)
+    return value
+
+
+def _only_false(value: Any) -> Any:
+    """0 equals False, and is none."""
+    if value is not False:
+        raise ValueError("only false is supported")
+    return value
+
+
+# The bounds stand before the validator, or the schema would not have them.
+_Integral = BeforeValidator(_integral)
+Count = Annotated[int, Field(ge=1, le=_MAX_INT), _Integral]
+Number = Annotated[int, Field(ge=0, le=_MAX_INT), _Integral]
+Top = Annotated[int, Field(ge=0, le=20), _Integral]
+TokenId = Number
+OnlyFalse = Annotated[Literal[False], BeforeValidator(_only_false)]
+Text = Annotated[str, Field(min_length=1)]
+LogitBias = Annotated[
+    dict[
+        Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")],
+        Annotated[float, Field(ge=-100, le=100)],
+    ],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+]
+
+
+class Body(BaseModel):
+    """A body, or an object within one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Body):
+    """What a stream has besides the text."""
+
+    include_usage: bool | None = Field(
+        default=None, description="End with a chunk that has the usage and no choices."
+    )
+    include_obfuscation: OnlyFalse | None = Field(
+        default=None, description="Chunks are never padded."
+    )
+
+
+class JsonSchemaFormat(Body):
+    """A schema and its name."""
+
+    name: str | None = Field(default=None, description="No effect; OpenAI wants one.")
+    description: str | None = Field(default=None, description="No effect.")
+    schema_: dict[str, Any] = Field(alias="schema", description="What the output must be.")
+    strict: bool | None = Field(
+        default=None, description="No effect: the output always follows the schema."
+    )
+
+
+class TextResponseFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectResponseFormat(Body):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaResponseFormat(Body):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaFormat
+
+
+ResponseFormat = TextResponseFormat | JsonObjectResponseFormat | JsonSchemaResponseFormat
+
+
+class GenerationBody(Body):
+    """What both kinds of generation take."""
+
+    model: str = Field(description="One of the names under which the model is served.")
+    stream: bool | None = Field(default=None, description="Send the output as it comes.")
+    stream_options: StreamOptions | None = Field(default=None, description="Needs stream.")
+    n: Annotated[int, Field(ge=1), _Integral] | None = Field(
+        default=None, description="Completions; each has its own seed."
+    )
+    max_tokens: Number | None = Field(
+        default=None, description="Tokens to generate at most; 0 only to echo a prompt."
+    )
+    min_tokens: Number | None = Field(
+        default=None, description="No end of sequence or stop token before so many tokens."
+    )
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        default=None, description="0 is greedy; otherwise logits are divided by it."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Only the smallest set of most probable tokens whose probability reaches it.",
+    )
+    top_k: Annotated[int, Field(ge=-1, le=_MAX_INT), _Integral] | None = Field(
+        default=None, description="Only the k most probable tokens; 0 or -1 for all."
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="Only tokens at least this many times as probable as the most probable one.",
+    )
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
+        default=None,
+        description="Divides the positive logits of tokens in the prompt and the output, and "
+        "multiplies the negative ones.",
+    )
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        default=None, description="Subtracted from the logits of tokens in the output."
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        default=None,
+        description="Subtracted from a token's logit once for each time it is in the output.",
+    )
+    logit_bias: LogitBias | None = Field(
+        default=None, description="Added to the logits: token id to a number from -100 to 100."
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63), _Integral] | None = Field(
+        default=None, description="Makes random sampling repeatable; one is drawn if not set."
+    )
+    stop: Text | Annotated[list[Text], Field(max_length=64)] | None = Field(
+        default=None, description="Strings that end the text."
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = Field(
+        default=None, description="Tokens that end the sequence."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        default=None, description="Leave the stop string or the stop token in the text."
+    )
+    ignore_eos: bool | None = Field(
+        default=None, description="Go on past the end-of-sequence token."
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
+        default=None, description="Only these tokens, the end of sequence too only if named."
+    )
+    bad_words: Annotated[list[Text], Field(max_length=1024)] | None = Field(
+        default=None, description="Never these words, nor the same after a space."
+    )
+    skip_special_tokens: bool | None = Field(
+        default=None, description="Leave special tokens out of the text."
+    )
+    priority: Annotated[int, Field(ge=-(2**31), le=_MAX_INT), _Integral] | None = Field(
+        default=None, description="A request of a lower value runs before others; 0 if not set."
+    )
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = Field(
+        default=None,
+        description="Seconds from the request's arrival to its end at most, if the server's own "
+        "limit is not less.",
+    )
+    response_format: ResponseFormat | None = Field(
+        default=None, description="What the text must be."
+    )
+    guided_json: dict[str, Any] | None = Field(
+        default=None, description="JSON schema that the text must follow."
+    )
+    guided_regex: Text | None = Field(
+        default=None, description="Regular expression that the whole text must match."
+    )
+    guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = Field(
+        default=None, description="The text must be one of these."
+    )
+    guided_grammar: Text | None = Field(
+        default=None,
+        description="Grammar, in llguidance's form of Lark, that the text must follow.",
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description="Add the token ids of prompt and output to the answer."
+    )
+    user: str | None = Field(default=None, description="A label; no effect.")
+
+
+class TextPart(Body):
+    """A piece of a message's text."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(min_length=1)]
+
+
+class InstructionMessage(Body):
+    """What the model is told to be; "developer" is OpenAI's newer word for "system"."""
+
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(Body):
+    """What the user says."""
+
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+class FunctionCall(Body):
+    """The function that the model called, with its arguments as JSON in a string."""
+
+    name: Text
+    arguments: str
+
+
+class ToolCall(Body):
+    """One call that the model made."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AssistantMessage(Body):
+    """What the model said before."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+
+
+class ToolMessage(Body):
+    """What a function returned."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+Message = Annotated[
+    InstructionMessage | UserMessage | AssistantMessage | ToolMessage,
+    Field(discriminator="role"),
+]
+
+
+class FunctionDefinition(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="JSON schema of the arguments; none are taken if not set."
+    )
+    strict: bool | None = Field(default=None, description="No effect.")
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: Text
+
+
+class NamedToolChoice(Body):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(GenerationBody):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = Field(
+        default=None, description="The newer name of max_tokens."
+    )
+    logprobs: bool | None = Field(
+        default=None, description="Report the log-probability of each token."
+    )
+    top_logprobs: Top | None = Field(
+        default=None, description="Report so many of the most probable tokens too; needs logprobs."
+    )
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+        default=None,
+        description="Whether the model may call functions, must, or which it must call; auto if "
+        "there are tools.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether an answer may have several calls; so if not set."
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None, description="End the prompt with the beginning of the model's turn."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Further variables for the chat template."
+    )
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=0)] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: OnlyFalse | None = None
+    verbosity: Literal["medium"] | None = None
+    safety_identifier: str | None = Field(default=None, description="A label; no effect.")
+    prompt_cache_key: str | None = Field(
+        default=None, description="A label; no effect: equal beginnings share their cache anyway."
+    )
+    reasoning_effort: None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    functions: None = None
+    function_call: None = None
+
+
+TokenPrompt = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionBody(GenerationBody):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1)]
+        | TokenPrompt
+        | Annotated[list[TokenPrompt], Field(min_length=1)]
+    ) = Field(description="Text, token ids, or several of either.")
+    logprobs: Top | None = Field(
+        default=None,
+        description="Report each token's log-probability and so many of the most probable ones.",
+    )
+    prompt_logprobs: Top | None = Field(
+        default=None, description="The same for the prompt's tokens; not in a stream."
+    )
+    echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
+    best_of: Annotated[int, Field(ge=1, le=1), _Integral] | None = Field(
+        default=None, description="Completions are not generated to be thrown away."
+    )
+    suffix: None = Field(default=None, description="Filling in before a suffix is not supported.")
+
+
+class TokenizeTextBody(Body):
+    """The body of ``POST /tokenize`` for a text."""
+
+    model: str
+    prompt: str
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Add what the tokenizer adds to a prompt by itself; so if not set.",
+    )
+    return_token_strs: bool | None = Field(
+        default=None, description="Add the tokens as the vocabulary spells them."
+    )
+
+
+class TokenizeChatBody(Body):
+    """The body of ``POST /tokenize`` for a conversation."""
+
+    model: str
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """The body of ``POST /detokenize``."""
+
+    model: str
+    tokens: list[TokenId]
+
+
+def _kind(value: Any) -> str:
+    return "chat" if isinstance(value, dict) and "messages" in value else "text"
+
+
+TOKENIZE_BODY: TypeAdapter[TokenizeTextBody | TokenizeChatBody] = TypeAdapter(
+    Annotated[
+        Annotated[TokenizeTextBody, Tag("text")] | Annotated[TokenizeChatBody, Tag("chat")],
+        Discriminator(_kind),
+    ]
+)
+CHAT_BODY = TypeAdapter(ChatBody)
+COMPLETION_BODY = TypeAdapter(CompletionBody)
+DETOKENIZE_BODY = TypeAdapter(DetokenizeBody)

@@ -1,0 +1,278 @@
+"""The bodies of answers, as the OpenAPI document describes them.
+
+Answers are built as plain dictionaries, which costs less; the tests hold the two together.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    """An answer, or an object within one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(Answer):
+    """What is wrong."""
+
+    message: str
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "timeout_error",
+        "rate_limit_error",
+        "server_error",
+    ]
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Answer):
+    """A refusal or a failure."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Answer):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int = Field(ge=0)
+
+
+class Usage(Answer):
+    """Tokens in and out."""
+
+    prompt_tokens: int = Field(ge=0)
+    completion_tokens: int = Field(ge=0)
+    total_tokens: int = Field(ge=0)
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(Answer):
+    """A token that could have come."""
+
+    token: str
+    logprob: float = Field(le=0)
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token that came, and others that could have."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    """Log-probabilities of an answer's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class FunctionCallAnswer(Answer):
+    """A function and its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallAnswer(Answer):
+    """One call."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCallAnswer
+
+
+class ChatMessageAnswer(Answer):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str = ""
+    tool_calls: list[ToolCallAnswer] = []
+
+
+class ChatChoice(Answer):
+    """One answer."""
+
+    index: int = Field(ge=0)
+    message: ChatMessageAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: int | str | None
+    token_ids: list[int] = []
+
+
+class ChatCompletionAnswer(Answer):
+    """Answers to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice] = Field(min_length=1)
+    usage: Usage
+    prompt_token_ids: list[int] = []
+
+
+class FunctionCallPiece(Answer):
+    """A function's name, or more of its arguments."""
+
+    name: str = ""
+    arguments: str
+
+
+class ToolCallPiece(Answer):
+    """The beginning of a call, which has the names, or more of it."""
+
+    index: int = Field(ge=0)
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCallPiece
+
+
+class ChatDelta(Answer):
+    """What an answer has more."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[ToolCallPiece] = []
+
+
+class ChatChunkChoice(Answer):
+    """More of one answer."""
+
+    index: int = Field(ge=0)
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] = []
+
+
+class ChatChunkAnswer(Answer):
+    """An event of a stream of answers to a conversation."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] = []
+
+
+class CompletionLogprobsAnswer(Answer):
+    """Log-probabilities of a text's tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(Answer):
+    """Log-probability of a token of the prompt."""
+
+    logprob: float = Field(le=0)
+    rank: int = Field(ge=1)
+    decoded_token: str | None
+
+
+class CompletionChoice(Answer):
+    """One text."""
+
+    index: int = Field(ge=0)
+    text: str
+    logprobs: CompletionLogprobsAnswer | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+
+
+class CompletionAnswer(Answer):
+    """Completions of one prompt or several."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice] = Field(min_length=1)
+    usage: Usage
+
+
+class CompletionChunkChoice(Answer):
+    """More of one text."""
+
+    index: int = Field(ge=0)
+    text: str
+    logprobs: CompletionLogprobsAnswer | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] = []
+
+
+class CompletionChunkAnswer(Answer):
+    """An event of a stream of completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None = None
+
+
+class ModelAnswer(Answer):
+    """A name under which the model is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int = Field(gt=0)
+
+
+class ModelsAnswer(Answer):
+    """Every name under which the model is served."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer] = Field(min_length=1)
+
+
+class TokenizeAnswer(Answer):
+    """A text's tokens."""
+
+    count: int = Field(ge=0)
+    max_model_len: int = Field(gt=0)
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class DetokenizeAnswer(Answer):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class HealthAnswer(Answer):
+    """How the server is."""
+
+    status: Literal["loading", "ready", "draining"]
+
+
+class VersionAnswer(Answer):
+    """What is running."""
+
+    version: str

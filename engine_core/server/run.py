@@ -1,0 +1,226 @@
+"""The server's process: start, signals, and the ways in which it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+
+import uvicorn
+
+from engine_core.configs import EngineConfig
+from engine_core.engine.async_engine import AsyncEngine
+from engine_core.engine.guided import grammar_compiler
+from engine_core.errors import ConfigError, EngineDeadError
+from engine_core.parsers import find_parser_names
+from engine_core.registry import Registry, build_registry
+from engine_core.server.app import create_app
+from engine_core.server.logs import configure_logging, log
+from engine_core.server.service import Service, default_name
+from engine_core.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+# How long answers that are complete have to reach their readers when the server ends.
+_FLUSH_SECONDS = 5
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: how this server ends is decided here."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def run_server(
+    model: str,
+    config: EngineConfig,
+    settings: ServerSettings,
+    *,
+    api_keys: Sequence[str] = (),
+) -> None:
+    """Serve ``model`` until a signal ends it.
+
+    SIGTERM or SIGINT drains: no more requests are taken, those in flight have
+    ``settings.drain_timeout`` seconds. A second signal ends the process at once.
+
+    Args:
+        model: a checkpoint folder, a GGUF file or a hub id.
+        config: the engine's settings.
+        settings: the service's.
+        api_keys: whoever has one of them may use the API; everyone if there are none.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+        EngineError: the model cannot run, or the engine died; all requests have got the cause.
+    """
+    if not settings.served_model_name:
+        settings = settings.replace(served_model_name=(default_name(model),))
+    registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
+    # A wrong name is found before the model is loaded.
+    if settings.tool_parser is not None:
+        registry.tool_parser(settings.tool_parser)
+    if settings.reasoning_parser is not None:
+        registry.reasoning_parser(settings.reasoning_parser)
+    configure_logging(settings.log_format)
+    uvicorn_config = uvicorn.Config(
+        create_app(None, settings, api_keys=api_keys),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+    )
+    with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:
+        runner.run(_serve(uvicorn_config, registry, model, config, settings))
+
+
+async def _serve(
+    uvicorn_config: uvicorn.Config,
+    registry: Registry,
+    model: str,
+    config: EngineConfig,
+    settings: ServerSettings,
+) -> None:
+    service: Service = uvicorn_config.app.state.service  # type: ignore[union-attr]
+    stop = _stop_on_signals()
+    listener = _listen(settings, uvicorn_config.backlog)
+    server = _Server(uvicorn_config)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    address, port = listener.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    log(
+        logger,
+        logging.INFO,
+        f"listening on http://{shown}:{port}",
+        model=model,
+        served_as=list(settings.served_model_name),
+    )
+    engine: AsyncEngine | None = None
+    try:
+        engine = await _load(model, config, settings, service, registry, stop)
+        if engine is None:
+            return
+        dead = asyncio.ensure_future(engine.wait_dead())
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({dead, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if dead.done():
+            raise dead.result()
+        dead.cancel()
+        service.drain()
+        log(
+            logger,
+            logging.INFO,
+            "shutting down: no more requests are taken",
+            in_flight=service.in_flight,
+            drain_timeout=settings.drain_timeout,
+        )
+        await engine.drain(settings.drain_timeout)
+    except EngineDeadError as error:
+        logger.critical("the engine has stopped: %s", error, exc_info=error)
+        raise
+    finally:
+        service.drain()
+        server.should_exit = True
+        await serving
+        if engine is not None:
+            await engine.close()
+
+
+async def _load(
+    model: str,
+    config: EngineConfig,
+    settings: ServerSettings,
+    service: Service,
+    registry: Registry,
+    stop: asyncio.Event,
+) -> AsyncEngine | None:
+    """The engine, or None if the server is to end before it is there."""
+    starting = asyncio.ensure_future(
+        AsyncEngine.start(model, config, max_queued_requests=settings.max_queued_requests)
+    )
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        with suppress(asyncio.CancelledError):
+            await starting
+        return None
+    stopped.cancel()
+    engine = starting.result()
+    try:
+        find_parser_names(
+            engine.model_config,
+            registry,
+            tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
+        if engine.tokenizer is not None and find_spec("llguidance") is not None:
+            # The vocabulary is read now, and not while the first guided request waits.
+            vocab_size = engine.model_config.vocab_size
+            await asyncio.to_thread(grammar_compiler, engine.tokenizer, vocab_size)
+    except BaseException:
+        await engine.close()
+        raise
+    service.attach(engine, registry)
+    # What was made so far lives as long as the server; a collection that visits all of it would
+    # hold up every stream for tens of milliseconds.
+    gc.collect()
+    gc.freeze()
+    log(
+        logger,
+        logging.INFO,
+        "ready",
+        seconds=round(sum(engine.startup.values()), 2),
+        max_model_len=engine.max_model_len,
+    )
+    return engine
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Set at the first SIGTERM or SIGINT; the second one ends the process at once."""
+    stop = asyncio.Event()
+
+    def handle(number: int) -> None:
+        if stop.is_set():
+            # The engine process notices that this one is gone, and follows.
+            os._exit(128 + number)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle, number)
+    return stop
+
+
+def _listen(settings: ServerSettings, backlog: int) -> socket.socket:
+    """The listening socket, made before the model is loaded.
+
+    It listens from here on: who connects between the line that names the address and the server's
+    first ``accept`` waits in the backlog, and a second server cannot take the same address.
+
+    Raises:
+        ConfigError: the address is taken or is none of this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(backlog)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {settings.host}:{settings.port}: {error}; choose another --host or "
+            "--port"
+        ) from None
+    return listener

@@ -1,0 +1,177 @@
+"""What the handlers share: the engine, what state the server is in, and its limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from fastapi import Request
+
+from engine_core.errors import EngineDeadError
+from engine_core.server.body import now
+from engine_core.server.errors import ApiError, busy, unavailable
+from engine_core.server.metrics import Metrics
+from engine_core.server.settings import ServerSettings
+from engine_core.text import token_bytes
+
+if TYPE_CHECKING:
+    from engine_core.engine.async_engine import AsyncEngine
+    from engine_core.parsers import ParserSource
+    from engine_core.steps import EngineStats
+
+Result = TypeVar("Result")
+
+DRAINING = "the server is shutting down and takes no more requests"
+
+# A prompt of so many characters is tokenised in a thread, which costs more than it takes.
+_LONG_TEXT = 8192
+
+
+class Service:
+    """The engine behind the endpoints, and the state of the server.
+
+    Attributes:
+        settings: the user's.
+        names: what the model is called by; the first one is written into answers.
+        metrics: what Prometheus is told.
+        created: when the server began, in seconds since 1970.
+        in_flight: generation requests between their arrival and their end.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.names = settings.served_model_name
+        self.created = now()
+        self.in_flight = 0
+        self._engine: AsyncEngine | None = None
+        self._parsers: ParserSource | None = None
+        self._token_bytes: Sequence[bytes] | None = None
+        self._draining = False
+        self.metrics = Metrics(self._stats)
+
+    @classmethod
+    def of(cls, request: Request) -> Service:
+        """That of the application that ``request`` came to."""
+        service: Service = request.app.state.service
+        return service
+
+    @property
+    def phase(self) -> Literal["loading", "ready", "draining", "dead"]:
+        """What the server can do now."""
+        if self._engine is None:
+            return "draining" if self._draining else "loading"
+        if self._engine.dead is not None:
+            return "dead"
+        return "draining" if self._draining else "ready"
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """Why the engine stopped, if it did."""
+        return None if self._engine is None else self._engine.dead
+
+    def attach(self, engine: AsyncEngine, parsers: ParserSource) -> None:
+        """The model is loaded; requests are taken from now on."""
+        self._engine = engine
+        self._parsers = parsers
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        self._draining = True
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine, if it takes requests.
+
+        Raises:
+            ApiError: 503, and why.
+        """
+        phase = self.phase
+        if phase == "ready":
+            assert self._engine is not None, "it is ready"
+            return self._engine
+        if phase == "dead":
+            raise unavailable(f"the engine has stopped: {self.dead}", "engine_dead")
+        if phase == "draining":
+            raise unavailable(DRAINING, "draining")
+        raise unavailable("the model is being loaded; try again soon", "loading")
+
+    @property
+    def parsers(self) -> ParserSource:
+        """Where the parsers of tool calls and reasoning are found."""
+        assert self._parsers is not None, "it comes with the engine"
+        return self._parsers
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt: one token of the model's length is left for the answer."""
+        longest = self.engine.max_model_len - 1
+        wanted = self.settings.max_prompt_tokens
+        return longest if wanted is None else min(wanted, longest)
+
+    def check_room(self) -> None:
+        """Refuse a request before its body is read if too many are here.
+
+        Raises:
+            ApiError: 429.
+        """
+        limit = self.engine.config.max_num_seqs + self.settings.max_queued_requests
+        if self.in_flight > limit:
+            raise busy(
+                f"{limit} requests are being answered or wait, which is as many as this "
+                "server takes; try again soon"
+            )
+
+    def check_model(self, name: str) -> None:
+        """Refuse a model that is not served.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name not in self.names:
+            raise ApiError(
+                404,
+                f"the model {name[:100]!r} is not served here; there is "
+                f"{', '.join(map(repr, self.names))}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_length(self, token_ids: list[int], param: str) -> None:
+        """Refuse a prompt that is too long.
+
+        Raises:
+            ApiError: 400.
+        """
+        if len(token_ids) > self.max_prompt_tokens:
+            raise ApiError(
+                400,
+                f"the prompt has {len(token_ids)} tokens, and the longest taken here has "
+                f"{self.max_prompt_tokens}",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    async def run_text(self, length: int, work: Callable[[], Result]) -> Result:
+        """``work`` on a text of ``length`` characters, where it stops nobody else."""
+        if length < _LONG_TEXT:
+            return work()
+        return await asyncio.to_thread(work)
+
+    async def token_bytes(self) -> Sequence[bytes]:
+        """Each token's bytes; worked out when first asked for."""
+        if self._token_bytes is None:
+            tokenizer = self.engine.tokenizer
+            assert tokenizer is not None, "only texts are asked for their bytes"
+            self._token_bytes = await asyncio.to_thread(token_bytes, tokenizer)
+        return self._token_bytes
+
+    def _stats(self) -> EngineStats | None:
+        return None if self._engine is None else self._engine.stats()
+
+
+def default_name(model: str) -> str:
+    """What a model is called by if nobody says: a path's last part, or the hub id."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model

@@ -1,0 +1,634 @@
+/** The page: conversations on the left, the open one in the middle, its settings on the right. */
+
+import { ApiError, listModels, streamChat } from "./api.js";
+import { announce, byId, copyWithButton, el, fitHeight, icon } from "./dom.js";
+import { AnswerView, editor, userMessage } from "./message.js";
+import * as store from "./store.js";
+
+const SAVE_EVERY_MS = 1000;
+const AT_END_PX = 64;
+
+const prompt = byId("prompt");
+const scroller = byId("scroller");
+const settingsForm = byId("settings-form");
+
+/** Every conversation by id. */
+const conversations = new Map();
+/** The answers that are being made, by the id of their conversation. */
+const runs = new Map();
+/** Sent messages that are being edited, by the id of their conversation: `{id, text}`. */
+const edits = new Map();
+/** Errors to be shown, by the id of their conversation. */
+const alerts = new Map();
+
+let open = store.newConversation();
+let models = [];
+let atEnd = true;
+
+function showAlert() {
+  const text = alerts.get(open.id) ?? "";
+  byId("alert").hidden = !text;
+  byId("alert-text").textContent = text;
+}
+
+function setAlert(conversation, text) {
+  if (text) alerts.set(conversation.id, text);
+  else alerts.delete(conversation.id);
+  showAlert();
+}
+
+function save(conversation) {
+  try {
+    store.saveConversation(conversation);
+  } catch {
+    setAlert(
+      conversation,
+      "The browser has no room left to store this conversation. Export it, or delete others.",
+    );
+  }
+}
+
+function renderList() {
+  const shown = [...conversations.values()]
+    .filter((conversation) => conversation === open || !store.isEmpty(conversation))
+    .sort((a, b) => (a.updated < b.updated ? 1 : -1));
+  byId("conversations").replaceChildren(
+    ...shown.map((conversation) => {
+      const title = store.titleOf(conversation);
+      return el(
+        "li",
+        { class: runs.has(conversation.id) ? "running" : null },
+        el(
+          "button",
+          {
+            type: "button",
+            class: "conversation",
+            "aria-current": conversation === open ? "true" : null,
+            onclick: () => show(conversation),
+          },
+          title,
+        ),
+        store.isEmpty(conversation)
+          ? null
+          : el(
+              "button",
+              {
+                type: "button",
+                class: "icon-button delete",
+                "aria-label": `Delete “${title}”`,
+                title: "Delete",
+                onclick: () => askToDelete(conversation),
+              },
+              icon("trash"),
+            ),
+      );
+    }),
+  );
+}
+
+function show(conversation) {
+  open = conversation;
+  conversations.set(conversation.id, conversation);
+  store.current.set(conversation.id);
+  prompt.value = conversation.draft;
+  fitHeight(prompt);
+  fillSettings();
+  closeSidebar();
+  atEnd = true;
+  render();
+  if (!edits.has(open.id) && !sidebarLiesAbove.matches) prompt.focus();
+}
+
+function startConversation() {
+  show(store.isEmpty(open) ? open : store.newConversation(open.settings));
+}
+
+function askToDelete(conversation) {
+  byId("delete-name").textContent = store.titleOf(conversation);
+  const dialog = byId("delete-dialog");
+  byId("delete-form").onsubmit = (event) => {
+    event.preventDefault();
+    dialog.close();
+    remove(conversation);
+  };
+  dialog.showModal();
+}
+
+function remove(conversation) {
+  runs.get(conversation.id)?.controller.abort();
+  runs.delete(conversation.id);
+  conversations.delete(conversation.id);
+  store.deleteConversation(conversation.id);
+  if (conversation === open) {
+    const [next] = [...conversations.values()].sort((a, b) => (a.updated < b.updated ? 1 : -1));
+    show(next ?? store.newConversation(conversation.settings));
+  } else {
+    renderList();
+  }
+}
+
+function download(name, value) {
+  const file = new Blob([JSON.stringify(value, null, 2)], { type: "application/json" });
+  const link = el("a", { href: URL.createObjectURL(file), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}
+
+function exportConversations(chosen, name) {
+  download(`${name}.json`, {
+    format: "engine-core-conversations",
+    version: 1,
+    exported: new Date().toISOString(),
+    conversations: chosen,
+  });
+}
+
+const day = () => new Date().toISOString().slice(0, 10);
+
+function render() {
+  const run = runs.get(open.id);
+  const edit = edits.get(open.id);
+  const last = open.messages.length - 1;
+  let area = null;
+  if (run) run.view = null;
+  byId("messages").replaceChildren(
+    ...open.messages.map((message, index) => {
+      if (message.role === "user") {
+        if (edit && edit.id === message.id && !run) {
+          const made = editor(message, edit, {
+            following: last - index,
+            onSend: (text) => sendEdited(open, index, text),
+            onCancel: () => {
+              edits.delete(open.id);
+              render();
+              prompt.focus();
+            },
+          });
+          area = made.area;
+          return made.form;
+        }
+        return userMessage(message, {
+          onEdit: () => startEditing(message),
+        });
+      }
+      const view = new AnswerView(message, {
+        onRegenerate: index === last && index > 0 ? () => regenerate(open) : null,
+        onRender: followEnd,
+      });
+      if (run?.answer === message) run.view = view;
+      return view.element;
+    }),
+  );
+  byId("welcome").hidden = open.messages.length > 0;
+  byId("export").disabled = !open.messages.length;
+  showControls();
+  document.title = open.messages.length ? `${store.titleOf(open)} – engine-core` : "engine-core";
+  showAlert();
+  if (area) {
+    fitHeight(area);
+    area.focus();
+  }
+  followEnd();
+}
+
+/** What depends on whether an answer is being made. */
+function showControls() {
+  const running = runs.has(open.id);
+  const focused = document.activeElement;
+  byId("messages").classList.toggle("answering", running);
+  byId("send").hidden = running;
+  byId("stop").hidden = !running;
+  if (focused === byId("send") || focused === byId("stop")) prompt.focus();
+  renderList();
+}
+
+function startEditing(message) {
+  if (runs.has(open.id)) return;
+  edits.set(open.id, { id: message.id, text: message.content });
+  atEnd = false;
+  render();
+}
+
+function followEnd() {
+  if (atEnd) scroller.scrollTop = scroller.scrollHeight;
+  const below = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight;
+  byId("to-end").hidden = below < 2 * AT_END_PX;
+}
+
+function send() {
+  const text = prompt.value.trim();
+  const conversation = open;
+  if (!text || runs.has(conversation.id) || !settingsAreValid()) return;
+  const typed = prompt.value;
+  setDraft(conversation, "");
+  edits.delete(conversation.id);
+  prompt.focus();
+  const message = { id: store.newId(), role: "user", content: text };
+  generate(conversation, [...conversation.messages, message], {
+    // What was typed comes back, before anything typed since.
+    restore: () => setDraft(conversation, [typed, conversation.draft].filter(Boolean).join("\n")),
+    retry: () => {
+      if (open === conversation) send();
+    },
+  });
+}
+
+function sendEdited(conversation, index, text) {
+  if (!settingsAreValid()) return;
+  const original = conversation.messages[index];
+  edits.delete(conversation.id);
+  const message = { id: store.newId(), role: "user", content: text.trim() };
+  generate(conversation, [...conversation.messages.slice(0, index), message], {
+    restore: () => edits.set(conversation.id, { id: original.id, text }),
+    retry: () => sendEdited(conversation, index, text),
+  });
+  if (conversation === open) prompt.focus();
+}
+
+function regenerate(conversation) {
+  if (runs.has(conversation.id) || !settingsAreValid()) return;
+  edits.delete(conversation.id);
+  generate(conversation, conversation.messages.slice(0, -1), {
+    restore: () => {},
+    retry: () => regenerate(conversation),
+  });
+  if (conversation === open) prompt.focus();
+}
+
+function setDraft(conversation, text) {
+  conversation.draft = text;
+  if (conversation !== open) return;
+  prompt.value = text;
+  fitHeight(prompt);
+}
+
+function requestBody(conversation, messages) {
+  const { system, ...sampling } = conversation.settings;
+  const body = { model: selectedModel() };
+  body.messages = messages.map(({ role, content }) => ({ role, content }));
+  if (system?.trim()) body.messages.unshift({ role: "system", content: system });
+  for (const [name, value] of Object.entries(sampling)) {
+    if (value !== "" && value != null) body[name] = Number(value);
+  }
+  return body;
+}
+
+/**
+ * Asks for an answer to the messages and makes them and it the conversation's. If not a word of it
+ * comes, the conversation is put back as it was, and so (by `restore`) is what was typed; `retry`
+ * sends the same again once a key is given.
+ */
+async function generate(conversation, messages, { restore, retry }) {
+  const before = { messages: conversation.messages, updated: conversation.updated };
+  const answer = {
+    id: store.newId(),
+    role: "assistant",
+    content: "",
+    reasoning: "",
+    status: "streaming",
+    timing: { first: null, last: null, total: null },
+  };
+  const run = { answer, view: null, controller: new AbortController() };
+  runs.set(conversation.id, run);
+  conversation.messages = [...messages, answer];
+  conversation.updated = new Date().toISOString();
+  setAlert(conversation, "");
+  if (conversation === open) {
+    atEnd = true;
+    render();
+  } else {
+    renderList();
+  }
+  save(conversation);
+
+  let failure = null;
+  try {
+    if (!models.length) await loadModels();
+    await receive(conversation, run, requestBody(conversation, messages));
+    if (answer.status === "streaming") {
+      throw new ApiError("The connection closed before the answer was complete.");
+    }
+  } catch (error) {
+    failure = error;
+  }
+
+  runs.delete(conversation.id);
+  if (!conversations.has(conversation.id)) return;
+  const stopped = run.controller.signal.aborted;
+  const nothingCame = !answer.content && !answer.reasoning;
+  if (failure && nothingCame) {
+    Object.assign(conversation, before);
+    restore();
+    setAlert(conversation, stopped ? "" : failure.message);
+    if (stopped) announce("Stopped.");
+    if (conversation === open) render();
+    else renderList();
+    save(conversation);
+    if (failure.status === 401) askForKey(failure.message, retry);
+    return;
+  }
+  if (failure) answer.status = stopped ? "stopped" : "error";
+  if (answer.status === "error") answer.error = failure.message;
+  save(conversation);
+  run.view?.finish();
+  showControls();
+}
+
+/** Reads the answer into the run's message. */
+async function receive(conversation, run, body) {
+  const { answer, controller } = run;
+  answer.model = body.model;
+  const started = performance.now();
+  const now = () => Math.round((performance.now() - started) * 10) / 10;
+  let saved = started;
+  try {
+    for await (const chunk of streamChat(body, store.apiKey.get(), controller.signal)) {
+      if (chunk.usage) answer.usage = chunk.usage;
+      const choice = chunk.choices?.[0];
+      if (!choice) continue;
+      const content = choice.delta?.content ?? "";
+      const reasoning = choice.delta?.reasoning_content ?? "";
+      if (content || reasoning) {
+        answer.timing.last = now();
+        answer.timing.first ??= answer.timing.last;
+        answer.content += content;
+        answer.reasoning += reasoning;
+        run.view?.add(content, reasoning);
+      }
+      if (choice.finish_reason) {
+        answer.finish_reason = choice.finish_reason;
+        answer.status = "done";
+      }
+      if (performance.now() - saved > SAVE_EVERY_MS) {
+        saved = performance.now();
+        save(conversation);
+      }
+    }
+  } finally {
+    answer.timing.total = now();
+  }
+}
+
+const stop = () => runs.get(open.id)?.controller.abort();
+
+async function loadModels() {
+  models = await listModels(store.apiKey.get());
+  const wanted = store.chosenModel.get();
+  const choice = byId("model-choice");
+  choice.replaceChildren(...models.map((name) => el("option", { value: name }, name)));
+  choice.value = models.includes(wanted) ? wanted : models[0];
+  choice.hidden = models.length < 2;
+  byId("model-name").hidden = models.length > 1;
+  byId("model-name").textContent = models[0];
+}
+
+const selectedModel = () => byId("model-choice").value;
+
+async function connect() {
+  try {
+    await loadModels();
+    setAlert(open, "");
+  } catch (error) {
+    byId("model-name").textContent = "Not connected";
+    if (error.status === 401) askForKey(error.message, connect);
+    else setAlert(open, error.message);
+  }
+}
+
+function askForKey(reason, then) {
+  const dialog = byId("key-dialog");
+  byId("key-reason").textContent = store.apiKey.get() ? reason : "The server asks for a key.";
+  byId("key").value = "";
+  byId("key-form").onsubmit = (event) => {
+    event.preventDefault();
+    store.apiKey.set(byId("key").value.trim());
+    byId("forget-key").hidden = false;
+    dialog.close();
+    then();
+  };
+  if (!dialog.open) dialog.showModal();
+}
+
+function fillSettings() {
+  for (const name of store.SETTINGS) {
+    settingsForm.elements[name].value = open.settings[name] ?? "";
+  }
+  checkSettings();
+}
+
+function checkSettings() {
+  const wrong = [...settingsForm.elements].filter((field) => field.willValidate && !field.validity.valid);
+  for (const name of store.SETTINGS) {
+    const field = settingsForm.elements[name];
+    field.setAttribute("aria-invalid", String(wrong.includes(field)));
+  }
+  const [field] = wrong;
+  byId("settings-error").hidden = !field;
+  byId("settings-error").textContent = field
+    ? `${field.labels[0].firstChild.textContent.trim()}: ${field.validationMessage}`
+    : "";
+  return field;
+}
+
+function settingsAreValid() {
+  const wrong = checkSettings();
+  if (!wrong) return true;
+  openSettings();
+  wrong.focus();
+  return false;
+}
+
+function openSettings() {
+  closeSidebar();
+  byId("settings").hidden = false;
+  byId("open-settings").setAttribute("aria-expanded", "true");
+  updateScrim();
+}
+
+function closeSettings() {
+  if (byId("settings").hidden) return;
+  const focused = byId("settings").contains(document.activeElement);
+  byId("settings").hidden = true;
+  byId("open-settings").setAttribute("aria-expanded", "false");
+  updateScrim();
+  if (focused) byId("open-settings").focus();
+}
+
+// On a narrow page these panels lie above the conversation.
+const sidebarLiesAbove = matchMedia("(max-width: 48rem)");
+const settingsLieAbove = matchMedia("(max-width: 68rem)");
+
+function openSidebar() {
+  closeSettings();
+  document.body.classList.add("sidebar-open");
+  byId("open-sidebar").setAttribute("aria-expanded", "true");
+  updateScrim();
+  byId("close-sidebar").focus();
+}
+
+function closeSidebar() {
+  if (!document.body.classList.contains("sidebar-open")) return;
+  document.body.classList.remove("sidebar-open");
+  byId("open-sidebar").setAttribute("aria-expanded", "false");
+  updateScrim();
+  byId("open-sidebar").focus();
+}
+
+function updateScrim() {
+  const sidebar = sidebarLiesAbove.matches && document.body.classList.contains("sidebar-open");
+  const settings = settingsLieAbove.matches && !byId("settings").hidden;
+  byId("scrim").hidden = !sidebar && !settings;
+  byId("page").inert = sidebar || settings;
+  byId("sidebar").inert = settings || (sidebarLiesAbove.matches && !sidebar);
+}
+
+const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
+
+function isDark() {
+  const chosen = store.chosenTheme.get();
+  return chosen ? chosen === "dark" : systemIsDark.matches;
+}
+
+function showTheme() {
+  const chosen = store.chosenTheme.get();
+  if (chosen) document.documentElement.dataset.theme = chosen;
+  else delete document.documentElement.dataset.theme;
+  byId("theme").setAttribute("aria-label", `Switch to the ${isDark() ? "light" : "dark"} theme`);
+}
+
+function switchTheme() {
+  const dark = !isDark();
+  // Back at what the system says, the page follows the system again.
+  store.chosenTheme.set(dark === systemIsDark.matches ? null : dark ? "dark" : "light");
+  showTheme();
+}
+
+let draftTimer = 0;
+prompt.addEventListener("input", () => {
+  fitHeight(prompt);
+  open.draft = prompt.value;
+  const conversation = open;
+  clearTimeout(draftTimer);
+  draftTimer = setTimeout(() => save(conversation), 250);
+});
+prompt.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    send();
+  }
+});
+byId("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+byId("stop").addEventListener("click", stop);
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || event.isComposing || document.querySelector("dialog[open]")) return;
+  if (document.body.classList.contains("sidebar-open")) closeSidebar();
+  else if (settingsLieAbove.matches && !byId("settings").hidden) closeSettings();
+  else stop();
+});
+
+byId("new-conversation").addEventListener("click", startConversation);
+byId("export").addEventListener("click", () =>
+  exportConversations([open], `conversation-${day()}`),
+);
+byId("export-all").addEventListener("click", () =>
+  exportConversations(
+    [...conversations.values()].filter((conversation) => !store.isEmpty(conversation)),
+    `conversations-${day()}`,
+  ),
+);
+byId("delete-cancel").addEventListener("click", () => byId("delete-dialog").close());
+byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
+byId("forget-key").addEventListener("click", () => {
+  store.apiKey.set(null);
+  byId("forget-key").hidden = true;
+  announce("The key is forgotten.");
+});
+byId("close-alert").addEventListener("click", () => {
+  setAlert(open, "");
+  prompt.focus();
+});
+byId("model-choice").addEventListener("change", () => store.chosenModel.set(selectedModel()));
+
+byId("messages").addEventListener("click", (event) => {
+  const button = event.target.closest(".copy-code");
+  if (!button) return;
+  copyWithButton(button, button.closest(".code").querySelector("code").textContent);
+});
+
+settingsForm.addEventListener("input", () => {
+  for (const name of store.SETTINGS) {
+    const field = settingsForm.elements[name];
+    if (field.validity.valid) open.settings[name] = field.value;
+  }
+  checkSettings();
+  save(open);
+});
+settingsForm.addEventListener("submit", (event) => event.preventDefault());
+byId("reset-settings").addEventListener("click", () => {
+  open.settings = {};
+  fillSettings();
+  save(open);
+});
+byId("open-settings").addEventListener("click", () => {
+  if (byId("settings").hidden) {
+    openSettings();
+    settingsForm.elements.system.focus();
+  } else {
+    closeSettings();
+  }
+});
+byId("close-settings").addEventListener("click", closeSettings);
+byId("open-sidebar").addEventListener("click", openSidebar);
+byId("close-sidebar").addEventListener("click", closeSidebar);
+byId("scrim").addEventListener("click", () => {
+  closeSidebar();
+  closeSettings();
+});
+sidebarLiesAbove.addEventListener("change", updateScrim);
+settingsLieAbove.addEventListener("change", updateScrim);
+
+byId("theme").addEventListener("click", switchTheme);
+systemIsDark.addEventListener("change", showTheme);
+
+scroller.addEventListener("scroll", () => {
+  atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < AT_END_PX;
+  followEnd();
+});
+byId("to-end").addEventListener("click", () => {
+  atEnd = true;
+  followEnd();
+  prompt.focus();
+});
+new ResizeObserver(followEnd).observe(scroller);
+
+addEventListener("pagehide", () => {
+  clearTimeout(draftTimer);
+  save(open);
+  for (const [id, run] of runs) {
+    save(conversations.get(id));
+    run.controller.abort();
+  }
+});
+addEventListener("storage", (event) => {
+  // Another tab changed a conversation. One that is open here and in use stays as it is here.
+  if (event.key === "engine-core.theme") showTheme();
+  const id = store.conversationIdOf(event.key);
+  if (!id || id === open.id || runs.has(id)) return;
+  if (event.newValue === null) conversations.delete(id);
+  for (const stored of store.loadConversations()) {
+    if (stored.id === id) conversations.set(id, stored);
+  }
+  renderList();
+});
+
+for (const conversation of store.loadConversations()) {
+  conversations.set(conversation.id, conversation);
+}
+showTheme();
+updateScrim();
+byId("forget-key").hidden = !store.apiKey.get();
+show(conversations.get(store.current.get()) ?? open);
+connect();

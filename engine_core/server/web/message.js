@@ -1,0 +1,172 @@
+/** How one message is shown. */
+
+import { announce, copyWithButton, el, fitHeight, icon, iconButton } from "./dom.js";
+import { MarkdownStream, renderMarkdown } from "./markdown.js";
+
+const seconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
+
+/** Length, speed and waiting time of an answer, as far as they are known. */
+export function statistics({ usage, timing }) {
+  const parts = [];
+  if (usage) parts.push(`${usage.completion_tokens} tokens`);
+  if (usage && timing?.last > timing?.first && usage.completion_tokens > 1) {
+    const rate = (usage.completion_tokens - 1) / ((timing.last - timing.first) / 1000);
+    parts.push(`${rate.toFixed(rate < 100 ? 1 : 0)} tokens/s`);
+  }
+  if (timing?.first != null) parts.push(`first token ${seconds(timing.first)}`);
+  if (timing?.total != null) parts.push(`total ${seconds(timing.total)}`);
+  if (usage) {
+    const cached = usage.prompt_tokens_details?.cached_tokens;
+    parts.push(`prompt ${usage.prompt_tokens} tokens${cached ? `, ${cached} cached` : ""}`);
+  }
+  return parts.join(" · ");
+}
+
+/** A message of the user: its text, or while it is edited a form. */
+export function userMessage(message, { onEdit }) {
+  return el(
+    "article",
+    { class: "message user", "aria-label": "You", "data-id": message.id },
+    el("div", { class: "bubble" }, message.content),
+    el(
+      "div",
+      { class: "actions" },
+      iconButton("copy", "Copy this message", (event) =>
+        copyWithButton(event.currentTarget, message.content),
+      ),
+      iconButton("edit", "Edit this message", onEdit),
+    ),
+  );
+}
+
+/** The form in which a sent message is changed. `edit.text` follows what is typed. */
+export function editor(message, edit, { following, onSend, onCancel }) {
+  const area = el("textarea", { rows: "1", "aria-label": "Edit your message" });
+  area.value = edit.text;
+  const submit = () => {
+    if (area.value.trim()) onSend(area.value);
+  };
+  area.addEventListener("input", () => {
+    edit.text = area.value;
+    fitHeight(area);
+  });
+  area.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      submit();
+    } else if (event.key === "Escape") {
+      event.stopPropagation();
+      onCancel();
+    }
+  });
+  const lost = following > 1 ? `Sending removes the ${following} messages after this one.` : "";
+  const form = el(
+    "form",
+    { class: "message editor", "data-id": message.id },
+    area,
+    el(
+      "div",
+      { class: "buttons" },
+      el("span", { class: "hint" }, lost),
+      el("button", { type: "button", class: "plain", onclick: onCancel }, "Cancel"),
+      el("button", { type: "submit", class: "primary" }, "Send"),
+    ),
+  );
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    submit();
+  });
+  return { form, area };
+}
+
+/** An answer: shown whole, or as it comes. */
+export class AnswerView {
+  #message;
+  #stream = null;
+  #details;
+  #reasoning;
+  #prose;
+  #note;
+  #stats;
+  #actions;
+  #onRegenerate;
+
+  /** `onRegenerate` is null where an answer cannot be made anew; `onRender` hears of new text. */
+  constructor(message, { onRegenerate = null, onRender = () => {} } = {}) {
+    this.#message = message;
+    this.#onRegenerate = onRegenerate;
+    this.#reasoning = el("div", { class: "reasoning-text" }, message.reasoning ?? "");
+    this.#details = el(
+      "details",
+      { class: "reasoning", hidden: !message.reasoning },
+      el("summary", {}, "Reasoning"),
+      this.#reasoning,
+    );
+    this.#prose = el("div", { class: "prose" });
+    this.#note = el("p", { class: "note", hidden: true });
+    this.#stats = el("span", { class: "stats" });
+    this.#actions = el("div", { class: "actions" });
+    this.element = el(
+      "article",
+      { class: "message answer", "aria-label": "Answer", "data-id": message.id },
+      this.#details,
+      this.#prose,
+      this.#note,
+      el("footer", {}, this.#actions, this.#stats),
+    );
+    if (message.status === "streaming") {
+      this.element.setAttribute("aria-busy", "true");
+      this.element.classList.add("streaming");
+      this.#stream = new MarkdownStream(this.#prose, { onBlocks: announce, onRender });
+      this.#stream.append(message.content);
+    } else {
+      this.#showFinished();
+    }
+  }
+
+  /** Shows text that has just been added to the message. */
+  add(content, reasoning) {
+    if (reasoning) {
+      this.#details.hidden = false;
+      this.#reasoning.append(reasoning);
+    }
+    if (content) this.#stream.append(content);
+    this.#stats.textContent = statistics(this.#message);
+    this.#stream.onRender();
+  }
+
+  /** The answer is complete, or will never be. */
+  finish() {
+    this.#stream.finish();
+    this.element.removeAttribute("aria-busy");
+    this.element.classList.remove("streaming");
+    this.#showFinished();
+    announce(this.#note.hidden ? "The answer is complete." : this.#note.textContent);
+  }
+
+  #showFinished() {
+    const message = this.#message;
+    if (!this.#stream) renderMarkdown(this.#prose, message.content);
+    const note = noteOf(message);
+    this.#note.hidden = !note;
+    this.#note.textContent = note;
+    this.#note.classList.toggle("error", message.status === "error");
+    this.#stats.textContent = statistics(message);
+    this.#actions.replaceChildren(
+      iconButton("copy", "Copy this answer", (event) =>
+        copyWithButton(event.currentTarget, message.content),
+      ),
+    );
+    if (this.#onRegenerate) {
+      this.#actions.append(iconButton("again", "Regenerate this answer", this.#onRegenerate));
+    }
+  }
+}
+
+function noteOf(message) {
+  if (message.status === "error") return message.error;
+  if (message.status === "stopped") return "Stopped.";
+  if (message.finish_reason === "length") return "Cut off at the most tokens allowed.";
+  if (!message.content && !message.reasoning) return "The answer is empty.";
+  return "";
+}

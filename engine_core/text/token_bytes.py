@@ -1,0 +1,70 @@
+"""The bytes that each token of a vocabulary adds to a text, for those who match text by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine_core.text.detokenizer import (
+    BYTE_TOKEN,
+    byte_fallback_steps,
+    byte_level_bytes,
+)
+from engine_core.text.tokenizer import Tokenizer
+
+SPECIAL = b"\xff"
+"""No UTF-8 text has this byte; what begins with it is the name of a special token."""
+
+
+def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """For each token id the bytes that it adds to a text that has begun.
+
+    They are what :class:`IncrementalDetokenizer` makes of the token: a SentencePiece token that
+    begins a word begins with its space. A special token's name stands after :data:`SPECIAL`. Empty
+    for an id without a token, and where it is not known what the token adds: a part of a character
+    in a vocabulary that is neither byte-level nor has byte-fallback.
+    """
+    special = tokenizer.special_ids
+    convert = _converter(tokenizer)
+    table = []
+    for token_id in range(tokenizer.vocab_size):
+        token = tokenizer.id_to_token(token_id)
+        if token is None:
+            table.append(b"")
+        elif token_id in special:
+            table.append(SPECIAL + token.encode())
+        else:
+            added = convert(token_id, token)
+            table.append(b"" if SPECIAL in added else added)
+    return table
+
+
+def _converter(tokenizer: Tokenizer) -> Callable[[int, str], bytes]:
+    """What gives the bytes of a token from its id and its spelling."""
+    config = tokenizer.decoder_config
+    if config is not None and config["type"] == "ByteLevel":
+        return lambda token_id, token: byte_level_bytes(token)
+    steps = None if config is None else byte_fallback_steps(config)
+    if steps is not None:
+        replacements = steps[0]
+        return lambda token_id, token: _byte_fallback_bytes(token, replacements)
+    # A text that has begun: what a token adds to it is what it adds anywhere but at the beginning.
+    begun = tokenizer.encode("a", add_special_tokens=False)
+    before = tokenizer.decode(begun, skip_special_tokens=False)
+
+    def decoded(token_id: int, token: str) -> bytes:
+        del token
+        text = tokenizer.decode([*begun, token_id], skip_special_tokens=False)
+        added = text.removeprefix(before)
+        known = text.startswith(before) and "\ufffd" not in added
+        return added.encode() if known else b""
+
+    return decoded
+
+
+def _byte_fallback_bytes(token: str, replacements: tuple[tuple[str, str], ...]) -> bytes:
+    match = BYTE_TOKEN.fullmatch(token)
+    if match is not None:
+        return bytes((int(match[1], 16),))
+    for old, new in replacements:
+        token = token.replace(old, new)
+    return token.encode()

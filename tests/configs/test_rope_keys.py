@@ -1,0 +1,110 @@
+"""The helpers for config builders, on configs as checkpoints write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine_core.configs import check_kinds, longest_sequence, rope_keys
+from engine_core.errors import ConfigError
+
+TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@pytest.mark.parametrize(
+    ("written", "theta", "scaling"),
+    [
+        ({"rope_theta": 5e5}, 5e5, {"rope_type": "default"}),
+        ({"rope_theta": 1e4, "rope_scaling": None}, 1e4, {"rope_type": "default"}),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            1e4,
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 4.0}},
+            None,
+            {"rope_type": "yarn", "factor": 4.0},
+        ),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            1e6,
+            {"rope_type": "default"},
+        ),
+    ],
+)
+def test_old_and_new_spellings_become_one(
+    written: dict[str, Any], theta: float | None, scaling: dict[str, Any]
+) -> None:
+    before = repr(written)
+    assert rope_keys(written, TYPES) == {"rope_theta": theta, "rope_scaling": scaling}
+    assert repr(written) == before
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ("yarn", "rope_scaling must be an object or null, got 'yarn'"),
+        ({"type": "longrope"}, "'longrope' is not one of default, linear"),
+    ],
+)
+def test_a_scaling_that_is_not_supported_is_refused(scaling: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rope_keys({"rope_scaling": scaling}, TYPES)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"rope_type": "default", "factor": 4.0}, 1000),
+        ({"rope_type": "llama3", "factor": 8.0}, 1000),
+        ({"rope_type": "linear", "factor": 4.0}, 4000),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2000),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}, 1000),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 600}, 2400),
+        ({"rope_type": "yarn"}, 1000),
+    ],
+)
+def test_the_longest_sequence(scaling: dict[str, Any], longest: int) -> None:
+    assert longest_sequence(1000, scaling) == longest
+
+
+@pytest.mark.parametrize(
+    ("length", "scaling", "message"),
+    [
+        (0, {"rope_type": "default"}, "max_position_embeddings must be a positive number, got 0"),
+        (8, {"rope_type": "yarn", "factor": -1}, "factor of rope_scaling must be .*, got -1"),
+        (8, {"rope_type": "linear", "factor": float("inf")}, "factor of rope_scaling"),
+        (
+            8,
+            {"rope_type": "yarn", "original_max_position_embeddings": "x"},
+            "original_max_position_embeddings of rope_scaling must be .*, got 'x'",
+        ),
+    ],
+)
+def test_a_senseless_length_is_refused(length: int, scaling: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        longest_sequence(length, scaling)
+
+
+EXAMPLES = {"layers": 1, "eps": 1e-6, "tied": False, "act": "silu"}
+GOOD = {"layers": 2, "eps": 1, "tied": True, "act": "gelu", "other": None}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("layers", 2.0, "layers must be a positive integer, got 2.0"),
+        ("layers", True, "layers must be a positive integer, got True"),
+        ("layers", None, "layers must be a positive integer, got None"),
+        ("eps", 0, "eps must be a positive number, got 0"),
+        ("eps", float("nan"), "eps must be a positive number, got nan"),
+        ("tied", 1, "tied must be true or false, got 1"),
+        ("act", ["silu"], "act must be a string, got"),
+    ],
+)
+def test_values_of_another_kind_are_refused(key: str, value: object, message: str) -> None:
+    check_kinds(GOOD, EXAMPLES)
+    with pytest.raises(ConfigError, match=message):
+        check_kinds({**GOOD, key: value}, EXAMPLES)

@@ -1,0 +1,56 @@
+"""A scheduler without a model, and how tests drive it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_core.cache import KVCacheGroup
+from engine_core.configs import CacheConfig, KVCacheSpec, SchedulerConfig
+from engine_core.scheduler import RequestUpdate, Scheduler
+from engine_core.steps import RowResult, StepPlan, StepResult
+
+
+def scheduler(
+    *,
+    block_size: int = 4,
+    num_blocks: int = 64,
+    windows: Sequence[int | None] = (None,),
+    enable_prefix_caching: bool = True,
+    **limits: int,
+) -> Scheduler:
+    """One cache group for each window, of one head of 8; ``limits`` are of SchedulerConfig."""
+    cache = CacheConfig(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    groups = [
+        KVCacheGroup(
+            KVCacheSpec(num_kv_heads=1, head_dim=8, v_head_dim=8, dtype="float16", window=window),
+            cache,
+        )
+        for window in windows
+    ]
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    return Scheduler(SchedulerConfig(**{**defaults, **limits}), groups)
+
+
+def planned(sched: Scheduler) -> StepPlan:
+    """The next step; there must be one."""
+    plan = sched.schedule()
+    assert plan is not None
+    sched.check()
+    return plan
+
+
+def answer(sched: Scheduler, plan: StepPlan, *tokens: Sequence[int]) -> list[RequestUpdate]:
+    """Give each row of the plan its sampled tokens; 7s where none are named."""
+    rows = []
+    for index, row in enumerate(plan.rows):
+        default = (7,) * plan.repeat if row.sample else ()
+        rows.append(
+            RowResult(row.request_id, tuple(tokens[index]) if index < len(tokens) else default)
+        )
+    updates = sched.update(StepResult(plan.step_id, tuple(rows)))
+    sched.check()
+    return updates

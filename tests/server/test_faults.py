@@ -1,0 +1,309 @@
+"""What goes wrong around a server, and what the others notice of it: nothing.
+
+Every answer that is not ended by its own fault has the tokens of an engine that nobody disturbs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from random_requests import Job, answered, known_jobs
+from serving import ServerProcess
+
+LONG = {"prompt": [5, 6, 7], "max_tokens": 480, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def jobs(tiny_model: Path) -> list[Job]:
+    return known_jobs(tiny_model, 40, seed=3)
+
+
+@contextmanager
+def serving(tiny_model: Path, *options: str) -> Iterator[ServerProcess]:
+    """A server of its own for a fault; its blocks are all back at the end."""
+    options = ("--served-model-name", "tiny", "--max-model-len", "512", *options)
+    with ServerProcess(tiny_model, *options) as server:
+        yield server.wait_ready()
+        if server.process.poll() is None:
+            nothing_is_left(server)
+            server.terminate()
+            assert server.wait() == 0, server.log
+            assert "Traceback" not in server.log, server.log
+
+
+def nothing_is_left(server: ServerProcess) -> None:
+    for gauge in ("requests_running", "requests_waiting", "kv_cache_usage_ratio"):
+        server.wait_for(f"engine_core_{gauge}", 0)
+
+
+def in_parallel(
+    server: ServerProcess, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]]
+) -> None:
+    """Run ``work`` with a client that opens as many connections as it likes."""
+
+    async def run() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+            await work(client)
+
+    asyncio.run(run())
+
+
+async def complete(client: httpx.AsyncClient, job: Job) -> None:
+    """The job as everybody else's request: it must come back as if it were alone."""
+    response = await client.post("/v1/completions", json=job.body)
+    assert response.status_code == 200, response.text
+    assert answered(response.json()["choices"]) == job.answers, job
+
+
+def engine_pid(server: ServerProcess) -> int:
+    """The process that holds the model: the largest of the server's children."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return max(children, key=lambda child: child.memory_info().rss).pid
+
+
+def open_stream(server: ServerProcess, body: dict[str, Any]) -> socket.socket:
+    """A streamed request whose socket the test reads, or does not."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps({"model": "tiny", "stream": True, **body}).encode()
+    end = socket.create_connection((host, int(port)), timeout=30)
+    end.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+        + f"content-length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
+    return end
+
+
+def test_a_client_that_goes_away(tiny_model: Path, jobs: list[Job]) -> None:
+    with serving(tiny_model) as server:
+        for _ in range(5):
+            with open_stream(server, LONG) as end:
+                assert b"200 OK" in end.recv(64)
+                server.wait_for("engine_core_requests_running", 1)
+            steps = server.metric("engine_core_engine_steps_total")
+            server.wait_for("engine_core_requests_running", 0)
+            # It would have gone on for hundreds: only those are over that ran while this looked.
+            assert server.metric("engine_core_engine_steps_total") - steps < 400
+        assert server.metric("engine_core_aborted_sequences_total") == 5
+        in_parallel(server, lambda client: complete(client, jobs[0]))
+
+
+def test_blocks_are_back_within_a_step(tiny_model: Path) -> None:
+    with serving(tiny_model) as server:
+        ends = [open_stream(server, {**LONG, "seed": i, "temperature": 1}) for i in range(8)]
+        for end in ends:
+            end.recv(64)
+        server.wait_for("engine_core_requests_running", 8)
+        for left, end in enumerate(ends[:-1], 1):
+            end.close()
+            server.wait_for("engine_core_requests_running", 8 - left, seconds=5)
+        ends[-1].close()
+
+
+def test_ten_times_more_clients_than_slots(tiny_model: Path, jobs: list[Job]) -> None:
+    with serving(tiny_model, "--max-num-seqs", "50") as server:
+
+        async def crowd(client: httpx.AsyncClient) -> None:
+            await asyncio.gather(*(complete(client, jobs[i % len(jobs)]) for i in range(500)))
+
+        in_parallel(server, crowd)
+        requests = {"path": "/v1/completions", "status": "200"}
+        assert server.metric("engine_core_http_requests_total", **requests) == 500
+
+
+def test_a_queue_that_is_full(tiny_model: Path, jobs: list[Job]) -> None:
+    options = ("--max-num-seqs", "2", "--max-queued-requests", "3")
+    statuses: Counter[int] = Counter()
+    with serving(tiny_model, *options) as server:
+
+        async def ask(client: httpx.AsyncClient, job: Job) -> None:
+            response = await client.post("/v1/completions", json=job.body)
+            statuses[response.status_code] += 1
+            if response.status_code == 429:
+                assert int(response.headers["retry-after"]) >= 1
+                assert response.json()["error"]["code"]
+            else:
+                assert answered(response.json()["choices"]) == job.answers
+
+        async def crowd(client: httpx.AsyncClient) -> None:
+            async with asyncio.TaskGroup() as group:
+                for number in range(60):
+                    group.create_task(ask(client, jobs[number % len(jobs)]))
+
+        in_parallel(server, crowd)
+        assert set(statuses) == {200, 429}
+        # And later there is room again.
+        in_parallel(server, lambda client: complete(client, jobs[0]))
+
+
+def test_the_engine_process_is_killed(tiny_model: Path) -> None:
+    with serving(tiny_model) as server:
+        messages = []
+
+        async def crowd(client: httpx.AsyncClient) -> None:
+            four = {"model": "tiny", **LONG, "n": 4}
+
+            async def whole() -> None:
+                response = await client.post("/v1/completions", json=four)
+                assert response.status_code == 500, response.text
+                messages.append(response.json()["error"]["message"])
+
+            async def streamed() -> None:
+                body = {**four, "stream": True}
+                async with client.stream("POST", "/v1/completions", json=body) as got:
+                    lines = [line async for line in got.aiter_lines() if line]
+                *_, error, done = lines
+                assert done == "data: [DONE]"
+                messages.append(json.loads(error.removeprefix("data: "))["error"]["message"])
+
+            async def kill() -> None:
+                while server.metric("engine_core_requests_running") < 16:
+                    await asyncio.sleep(0.01)
+                os.kill(engine_pid(server), signal.SIGKILL)
+
+            await asyncio.gather(whole(), whole(), streamed(), streamed(), kill())
+
+        in_parallel(server, crowd)
+        assert len(messages) == 4
+        assert all("SIGKILL" in message for message in messages), messages
+        assert server.wait() == 1, server.log
+        assert "SIGKILL" in server.log
+
+
+def test_a_cache_that_is_far_too_small(tiny_model: Path) -> None:
+    # Each fits; a few together do not.
+    jobs = known_jobs(tiny_model, 12, seed=4, longest_answer=300)
+    with serving(tiny_model, "--kv-cache-memory", "256KiB") as server:
+
+        async def crowd(client: httpx.AsyncClient) -> None:
+            await asyncio.gather(*(complete(client, job) for job in jobs * 2))
+
+        in_parallel(server, crowd)
+        assert server.metric("engine_core_preemptions_total") > 0
+
+
+def _nested(depth: int) -> bytes:
+    return b'{"model":"tiny","prompt":' + b"[" * depth + b"]" * depth + b"}"
+
+
+BAD_BODIES = {
+    "huge": (b'{"model":"tiny","prompt":"' + b"a" * (9 << 20) + b'"}', 413),
+    "deep": (_nested(100_000), 400),
+    "not UTF-8": (b'{"model":"tiny","prompt":"\xff\xfe"}', 400),
+    "lone surrogate": (rb'{"model":"tiny","prompt":"\ud800"}', 400),
+    "NaN": (b'{"model":"tiny","prompt":"a","temperature":NaN}', 400),
+    "infinite": (b'{"model":"tiny","prompt":"a","top_p":1e999}', 400),
+    "negative": (b'{"model":"tiny","prompt":"a","max_tokens":-1}', 400),
+    "negative token": (b'{"model":"tiny","prompt":[-1]}', 400),
+    "token beyond the vocabulary": (b'{"model":"tiny","prompt":[320]}', 400),
+    "a number of a million digits": (
+        b'{"model":"tiny","prompt":"a","seed":' + b"9" * 1_000_000 + b"}",
+        400,
+    ),
+    "cut off": (b'{"model":"tiny","prompt":"a', 400),
+    "empty": (b"", 400),
+    "no object": (b"[]", 400),
+    "a field twice": (b'{"model":"tiny","prompt":"a","prompt":"b"}', 400),
+    "an unknown field": (b'{"model":"tiny","prompt":"a","promt":"b"}', 400),
+}
+
+
+def test_bodies_that_nobody_should_send(tiny_model: Path, jobs: list[Job]) -> None:
+    with serving(tiny_model) as server:
+
+        async def refused(client: httpx.AsyncClient, name: str) -> None:
+            body, status = BAD_BODIES[name]
+            kind = {"content-type": "application/json"}
+            response = await client.post("/v1/completions", content=body, headers=kind)
+            assert response.status_code == status, (name, response.text)
+            assert response.json()["error"]["message"], name
+
+        async def crowd(client: httpx.AsyncClient) -> None:
+            others = (complete(client, job) for job in jobs)
+            await asyncio.gather(*(refused(client, name) for name in BAD_BODIES), *others)
+
+        in_parallel(server, crowd)
+        # Fifty deep or huge bodies leave no memory behind worth naming.
+        process = psutil.Process(server.process.pid)
+        before = process.memory_info().rss
+        for _ in range(10):
+            for name in ("huge", "deep", "a number of a million digits"):
+                in_parallel(server, lambda client, name=name: refused(client, name))
+        assert process.memory_info().rss - before < 64 << 20
+
+
+def test_a_slow_reader(tiny_model: Path, jobs: list[Job]) -> None:
+    """It is served at its own speed; the others do not wait for it, nor does its text pile up."""
+    with serving(tiny_model) as server:
+        slow = [
+            open_stream(server, {**LONG, "seed": i, "logprobs": 5, "return_token_ids": True})
+            for i in range(8)
+        ]
+        in_parallel(server, lambda client: complete(client, jobs[0]))
+        nothing_is_left(server)  # the engine has long been done with all of them
+        time.sleep(0.5)
+        tokens = []
+        for end in slow:
+            received = b""
+            while b"data: [DONE]" not in received:
+                piece = end.recv(1024)
+                assert piece, received[-500:]
+                received += piece
+            end.close()
+            count = 0
+            for line in received.decode().splitlines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        count += len(choice.get("token_ids", ()))
+            tokens.append(count)
+        assert tokens == [480] * 8
+
+
+def test_sigterm_under_load(tiny_model: Path, jobs: list[Job]) -> None:
+    with serving(tiny_model, "--max-num-seqs", "4") as server:
+        outcomes: Counter[str] = Counter()
+
+        async def ask(client: httpx.AsyncClient, job: Job) -> None:
+            try:
+                response = await client.post("/v1/completions", json=job.body)
+            except httpx.ConnectError:
+                outcomes["no connection"] += 1
+                return
+            if response.status_code == 503:
+                outcomes["refused"] += 1
+                return
+            assert response.status_code == 200, response.text
+            assert answered(response.json()["choices"]) == job.answers
+            outcomes["complete"] += 1
+
+        async def crowd(client: httpx.AsyncClient) -> None:
+            async with asyncio.TaskGroup() as group:
+                for number in range(60):
+                    group.create_task(ask(client, jobs[number % len(jobs)]))
+                while server.metric("engine_core_requests_running") == 0:
+                    await asyncio.sleep(0.01)
+                server.terminate()
+                for number in range(10):
+                    group.create_task(ask(client, jobs[number]))
+                    await asyncio.sleep(0.01)
+
+        in_parallel(server, crowd)
+        assert server.wait() == 0, server.log
+        # What had begun was finished; what came after was turned away.
+        assert outcomes["complete"] >= 4
+        assert outcomes["refused"] + outcomes["no connection"] > 0
+        assert sum(outcomes.values()) == 70

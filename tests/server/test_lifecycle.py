@@ -1,0 +1,214 @@
+"""How a server begins and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import ServerProcess
+
+pytestmark = pytest.mark.slow
+
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "long", "max_tokens": 900, "ignore_eos": True}
+OPTIONS = ["--max-model-len", "1024", "--kv-cache-memory", "16MiB"]
+
+
+def _stream(server: ServerProcess) -> list[Any]:
+    """The events of a long stream."""
+    body = {**BODY, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def test_requests_in_flight_end_and_new_ones_are_refused(tiny_model: Path) -> None:
+    with ServerProcess(tiny_model, *OPTIONS) as server, ThreadPoolExecutor(4) as pool:
+        loading = httpx.post(f"{server.url}/v1/completions", json=BODY)
+        assert (loading.status_code, loading.json()["error"]["code"]) == (503, "loading")
+        assert int(loading.headers["retry-after"]) > 0
+        assert httpx.get(f"{server.url}/health/live").json() == {"status": "loading"}
+        server.wait_ready()
+        streams = [pool.submit(_stream, server) for _ in range(3)]
+        while server.metric("engine_core_requests_running") < 3:
+            pass
+        server.terminate()
+        while (ready := httpx.get(f"{server.url}/health/ready")).status_code == 200:
+            pass
+        assert ready.json()["error"]["code"] == "draining"
+        refused = httpx.post(f"{server.url}/v1/completions", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        for stream in streams:
+            events = stream.result()
+            assert events[-1] == "[DONE]"
+            assert events[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0
+
+
+def test_what_does_not_end_in_time_is_told_so(tiny_model: Path) -> None:
+    options = [*OPTIONS, "--drain-timeout", "0.2", "--log-prompts"]
+    with ServerProcess(tiny_model, *options) as server, ThreadPoolExecutor(4) as pool:
+        server.wait_ready()
+        # Too many to end so soon.
+        body = {**BODY, "prompt": "remember me", "n": 64}
+        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        while server.metric("engine_core_requests_running") < 64:
+            pass
+        stream = pool.submit(_stream, server)
+        while server.metric("engine_core_requests_running") < 65:
+            pass
+        server.terminate()
+        answer = whole.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        events = stream.result()
+        assert events[-1] == "[DONE]"
+        assert events[-2]["error"]["code"] == "draining"
+        assert server.wait() == 0
+        assert "remember me" in server.log
+
+
+def test_a_second_signal_ends_it_at_once(tiny_model: Path) -> None:
+    with ServerProcess(tiny_model, *OPTIONS) as server, ThreadPoolExecutor(1) as pool:
+        server.wait_ready()
+        body = {**BODY, "n": 64}
+        pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        while server.metric("engine_core_requests_running") < 64:
+            pass
+        server.terminate()
+        while httpx.get(f"{server.url}/health/ready").status_code == 200:
+            pass
+        server.terminate(signal.SIGINT)
+        assert server.wait(5) == 128 + signal.SIGINT
+
+
+def test_a_deadline_and_the_death_of_the_engine(tiny_model: Path) -> None:
+    options = [*OPTIONS, "--request-timeout", "1.5"]
+    with ServerProcess(tiny_model, *options) as server, ThreadPoolExecutor(2) as pool:
+        server.wait_ready()
+        many = {**BODY, "n": 64}
+        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=many, timeout=60)
+        events = _stream(server)
+        assert events[-1] == "[DONE]"
+        assert events[-2]["error"]["code"] == "timeout"
+        assert len(events) > 10
+        answer = whole.result()
+        assert answer.status_code == 408
+        assert answer.json()["error"]["type"] == "timeout_error"
+        assert "tokens generated" in answer.json()["error"]["message"]
+        server.wait_for("engine_core_requests_running", 0)
+
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        pids = [int(pid) for pid in children.read_text().split()]
+        engine = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=many, timeout=60)
+        while server.metric("engine_core_requests_running") < 64:
+            pass
+        os.kill(engine[0], signal.SIGKILL)
+        error = whole.result().json()["error"]
+        assert error["code"] == "engine_dead"
+        assert "SIGKILL" in error["message"]
+        assert server.wait() == 1
+        assert "SIGKILL" in server.log
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "engine_core.cli", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+_CONNECTS_WHEN_TOLD = """
+import logging, re, socket
+from engine_core.cli.app import main
+
+class Connect(logging.Handler):
+    def emit(self, record):
+        found = re.search(r"listening on http://([^:]+):(\\d+)", record.getMessage())
+        if found:
+            try:
+                socket.create_connection((found[1], int(found[2])), timeout=5).close()
+                print("connected", flush=True)
+            except OSError as error:
+                print(f"refused: {error}", flush=True)
+
+logging.getLogger("engine_core.server.run").addHandler(Connect())
+main()
+"""
+
+
+def test_listens_before_it_says_so(tmp_path: Path) -> None:
+    """Whoever waits for the line may connect at once (the handler runs before the next await)."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CONNECTS_WHEN_TOLD, "serve", str(tmp_path), "--port", "0"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout == "connected\n", done.stderr
+
+
+def test_what_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -> None:
+    model = str(tiny_model)
+    code, said = _run("serve", str(tmp_path / "nowhere"), "--port", "0")
+    assert code == 1
+    assert "nowhere" in said.splitlines()[-1]
+    code, said = _run("serve", model, "--port", "0", "--tool-parser", "unknown-parser")
+    assert code == 1
+    assert "unknown-parser" in said.splitlines()[-1]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, said = _run("serve", model, "--port", str(taken.getsockname()[1]))
+    assert code == 1
+    assert "cannot listen on 127.0.0.1" in said
+    code, said = _run("serve", model, "--api-key-file", str(tmp_path / "none"))
+    assert code == 2
+    code, said = _run("serve", model, "--drain-timeout", "-1")
+    assert (code, "--drain-timeout" in said) == (2, True)
+
+
+def test_chat_talks_to_a_running_server(server: ServerProcess) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "engine_core.cli", "chat", "--url", f"{server.url}/v1"),
+            *("--temperature", "0", "--max-tokens", "8"),
+        ],
+        input="Hello\n/settings\n/settings n 2\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    messages = [{"role": "user", "content": "Hello"}]
+    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 8}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+    assert done.stdout.rstrip() == answer["choices"][0]["message"]["content"].rstrip()
+    used = answer["usage"]["total_tokens"]
+    assert f"{used} of 1024 in the context]" in done.stderr
+    assert "settings: temperature 0.0, max_tokens 8" in done.stderr
+    assert "(cut off: max_tokens is reached)" in done.stderr
+
+
+def test_chat_says_what_a_server_refuses(server: ServerProcess) -> None:
+    code, said = _run("chat", "nobody", "--url", server.url)
+    assert (code, "has no model 'nobody'; it has 'tiny'" in said) == (1, True)
+    code, said = _run("chat", "--url", "http://127.0.0.1:1")
+    assert (code, "cannot be reached" in said) == (1, True)
+    code, said = _run("chat", "--url", server.url, "--max-num-seqs", "3")
+    assert (code, "--max-num-seqs" in said) == (2, True)
+    code, said = _run("chat")
+    assert (code, "give a MODEL, or the --url" in said) == (2, True)

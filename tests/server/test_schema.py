@@ -1,0 +1,67 @@
+"""schemathesis over the OpenAPI document: whatever is sent, the answer is one that it declares.
+
+``ENGINE_CORE_TEST_SCHEMA_EXAMPLES`` says how many bodies an operation gets; 200 if not set.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import ServerProcess
+
+HERE = Path(__file__).parent
+EXAMPLES = os.environ.get("ENGINE_CORE_TEST_SCHEMA_EXAMPLES", "200")
+
+
+@pytest.mark.slow
+def test_every_answer_is_declared(server: ServerProcess, tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
+        *("--phases", "coverage,fuzzing", "--max-examples", EXAMPLES),
+        *("--seed", "1", "--generation-database", "none"),
+        *("--request-timeout", "60", "--continue-on-failure", "--warnings", "off", "--no-color"),
+        # Ours, in schema_hooks.py, are stricter: they name the reasons of a refusal, and ask the
+        # schema again.
+        *("--exclude-checks", "positive_data_acceptance,negative_data_rejection"),
+    ]
+    # More events than any answer has, or it would stop reading before the end.
+    (tmp_path / "schemathesis.toml").write_text("max-stream-events = 10000\n")
+    environment = {**os.environ, "SCHEMATHESIS_HOOKS": "schema_hooks", "PYTHONPATH": str(HERE)}
+    refused = server.metric("engine_core_http_requests_total", path="/v1/completions", status="400")
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # It has been everywhere: to the model and to what refuses.
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        assert server.metric("engine_core_http_requests_total", path=path, status="200") > 20, path
+        assert server.metric("engine_core_http_requests_total", path=path, status="400") > 20, path
+    after = server.metric("engine_core_http_requests_total", path="/v1/completions", status="400")
+    assert after > refused
+
+
+def test_the_document_describes_this_server(server: ServerProcess) -> None:
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    assert document["openapi"] == "3.1.0"
+    assert set(document["paths"]) == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/health/live",
+        "/health/ready",
+        "/metrics",
+        "/version",
+    }
+    body = document["components"]["schemas"]["ChatBody"]
+    assert body["properties"]["model"]["enum"] == ["tiny"]
+    assert body["properties"]["n"]["anyOf"][0]["maximum"] == 8
+    assert body["additionalProperties"] is False

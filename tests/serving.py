@@ -1,0 +1,161 @@
+"""A server process with a tiny model, for the tests that go through HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+GOLDEN = Path(__file__).parent / "golden" / "llama-gqa"
+CHAT_TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif -%}"
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor -%}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}"
+)
+_TEXT = """The quick brown fox jumps over the lazy dog. What is an inference engine? It takes a
+model and some text, and says what comes next, one token after the other, as fast as it can."""
+
+
+def write_tiny_model(folder: Path) -> Path:
+    """A random model of 320 tokens, with a byte-level tokenizer and a chat template.
+
+    Its weights are those of a golden fixture; a step takes about a millisecond.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((GOLDEN / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(GOLDEN / "model.safetensors", folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config["vocab_size"],
+        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=1,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_TEXT], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                # Without it transformers is asked, whose import takes seconds.
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "<|im_end|>",
+                "chat_template": CHAT_TEMPLATE,
+            }
+        )
+    )
+    return folder
+
+
+class ServerProcess:
+    """``engine-core serve`` as a process of its own.
+
+    Attributes:
+        url: where it listens, without a slash at the end.
+        process: the process.
+    """
+
+    def __init__(self, model: Path, *options: str, environment: dict[str, str] | None = None):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "engine_core.cli", "serve", str(model), "--port", "0", *options],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._lines: list[str] = []
+        self._listening = threading.Event()
+        self.url = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self._listening.wait(60), self.log
+        assert self.url, self.log
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as stream:
+            for line in stream:
+                self._lines.append(line)
+                found = re.search(r"listening on (http://[^\s\"]+)", line)
+                if found:
+                    self.url = found[1]
+                    self._listening.set()
+        self._listening.set()
+
+    @property
+    def log(self) -> str:
+        """What it has written so far."""
+        return "".join(self._lines[-200:])
+
+    def wait_ready(self, seconds: float = 60) -> Self:
+        """Wait until it takes requests."""
+        deadline = time.monotonic() + seconds
+        while httpx.get(f"{self.url}/health/ready", timeout=10).status_code != 200:
+            assert time.monotonic() < deadline, self.log
+            assert self.process.poll() is None, self.log
+            time.sleep(0.05)
+        return self
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A figure of ``/metrics``; 0 if it is not there."""
+        wanted = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+            found = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
+            if found and (found[1] or "") == wanted:
+                return float(found[2])
+        return 0.0
+
+    def wait_for(self, name: str, value: float, seconds: float = 20) -> None:
+        """Wait until a figure of ``/metrics`` has a value."""
+        deadline = time.monotonic() + seconds
+        while (now := self.metric(name)) != value:
+            assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
+            time.sleep(0.02)
+
+    def wait_for_log(self, text: str, seconds: float = 20) -> None:
+        """Wait until it has written a text, which may come later than the answer it is about."""
+        deadline = time.monotonic() + seconds
+        while text not in self.log:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.log}"
+            time.sleep(0.02)
+
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = 30) -> int:
+        """The exit code."""
+        code = self.process.wait(seconds)
+        self._reader.join(10)
+        return code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(10)

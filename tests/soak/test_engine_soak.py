@@ -1,0 +1,90 @@
+"""An engine under random arrivals, aborts, priorities and a cache that is too small for them.
+
+``ENGINE_CORE_SOAK_SECONDS`` says for how long; ``make soak`` gives it ten minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from random_requests import Job, known_jobs
+from serving import write_tiny_model
+
+from engine_core import EngineConfig, SamplingParams
+from engine_core.engine import Engine
+
+SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "8"))
+# What the allocator and caches that fill up may add between two samples of memory.
+ALLOWED_GROWTH = 32 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swap_space", [0, 2**20], ids=["recompute", "swap"])
+def test_tokens_blocks_and_memory(tmp_path: Path, swap_space: int) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    jobs = known_jobs(model, 60, seed=7)
+    config = EngineConfig(
+        max_num_seqs=12,
+        max_num_batched_tokens=96,
+        max_model_len=512,
+        kv_cache_memory=768 * 2**10,
+        swap_space=swap_space,
+    )
+    engine = Engine(str(model), config)
+    process = psutil.Process()
+    # Whatever is made once is made before memory is looked at.
+    for job in jobs:
+        engine.add_request(list(job.prompt), SamplingParams(**job.sampling))
+    while engine.has_unfinished:
+        engine.step()
+    draw = random.Random(11)
+    running: dict[str, Job] = {}
+    complete = aborted = serial = 0
+    memory: list[int] = []
+    start = time.monotonic()
+    while (elapsed := time.monotonic() - start) < SECONDS or engine.has_unfinished:
+        while elapsed < SECONDS and len(running) < 24 and draw.random() < 0.5:
+            job, serial = draw.choice(jobs), serial + 1
+            name = engine.add_request(
+                list(job.prompt),
+                SamplingParams(**job.sampling),
+                request_id=str(serial),
+                priority=job.priority,
+                streaming=draw.random() < 0.5,
+            )
+            running[name] = job
+        if running and draw.random() < 0.05:
+            name = draw.choice(list(running))
+            engine.abort(name)
+            del running[name]
+            aborted += 1
+        for output in engine.step():
+            if output.finished:
+                job = running.pop(output.request_id)
+                assert tuple(tuple(c.token_ids) for c in output.outputs) == job.answers, job
+                complete += 1
+        if serial % 20 == 0:
+            engine.core.scheduler.check()
+            memory.append(process.memory_info().rss)
+    stats = engine.core.stats()
+    assert not running
+    assert complete > 20
+    assert aborted > 0
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_hits > 0
+    engine.core.scheduler.check()
+    assert stats.kv_cache_usage == 0
+    first = sorted(memory[len(memory) // 4 : len(memory) // 2])
+    last = sorted(memory[3 * len(memory) // 4 :])
+    growth = last[len(last) // 2] - first[len(first) // 2]
+    engine.close()
+    print(
+        f"{complete} complete, {aborted} aborted, {stats.num_preemptions} preemptions, "
+        f"{stats.steps} steps in {SECONDS:.0f} s; memory grew by {growth / 2**20:.1f} MiB"
+    )
+    assert growth < ALLOWED_GROWTH, f"memory grew by {growth} bytes"
