@@ -122,10 +122,10 @@ class ServerProcess:
                 return float(found[2])
         return 0.0
 
-    def wait_for(self, name: str, value: float, seconds: float = 20) -> None:
+    def wait_for(self, name: str, value: float, seconds: float = 20, **labels: str) -> None:
         """Wait until a figure of ``/metrics`` has a value."""
         deadline = time.monotonic() + seconds
-        while (now := self.metric(name)) != value:
+        while (now := self.metric(name, **labels)) != value:
             assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
             time.sleep(0.02)
 

@@ -9,7 +9,7 @@ same inputs and makes the same calls.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_core.kernels import compiled
-from engine_core.runtime.block_tables import BlockTables
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 
 logger = logging.getLogger(__name__)
@@ -139,108 +138,80 @@ class RecordedSteps:
     the step would not agree, and is not recorded any more.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        tables: Sequence[BlockTables],
-        last_tokens: Tensor,
-        max_model_len: int,
-    ) -> None:
+    def __init__(self, model: Model, max_blocks: Sequence[int], max_model_len: int) -> None:
         """To be used under ``torch.inference_mode``.
 
         Args:
             model: a step's context, of decode rows only, to logits ``[R, V]``.
-            tables: one a cache group.
-            last_tokens: ``[max_rows]`` int64, the token that each row sampled last.
+            max_blocks: for each cache group the blocks of the longest sequence.
             max_model_len: tokens of the longest sequence.
         """
         self._model = model
-        self._tables = tables
-        self._last_tokens = last_tokens
+        self._max_blocks = max_blocks
         self._max_model_len = max_model_len
         # None is for a number of rows that came once.
         self._recordings: dict[int, _Recording | None] = {}
         self._nbytes = 0
         self._refused = False
 
-    def logits(
-        self, rows: list[int], positions: list[int], row_state: Mapping[str, Tensor]
-    ) -> Tensor | None:
-        """``[R, V]`` of a step, overwritten by the next; None if it has to be run by the model.
+    def logits(self, context: StepContext) -> Tensor | None:
+        """``[R, V]`` of a step, overwritten by the next; None if the model has to be run for it.
 
         Args:
-            rows: of the persistent batch, each of which computes one token.
-            positions: of these tokens.
-            row_state: of the whole batch, as in :class:`StepContext`.
+            context: a step of one token a row, without token state.
         """
-        count = len(rows)
+        count = context.row_ids.shape[0]
         if self._refused or count > _MOST_ROWS:
             return None
         if count not in self._recordings:
             self._recordings[count] = None
             return None
         recording = self._recordings[count]
-        if recording is not None and recording.context.row_state.keys() != row_state.keys():
+        if recording is not None and recording.context.row_state.keys() != context.row_state.keys():
             self._nbytes -= recording.nbytes
             recording = None
-        if recording is None and self._nbytes >= _MOST_BYTES:
-            return None
-        context = self._context(count, row_state) if recording is None else recording.context
-        self._write(context, rows, positions, row_state)
         if recording is None:
-            self._recordings[count] = recording = self._record(context)
+            if self._nbytes >= _MOST_BYTES:
+                return None
+            self._recordings[count] = recording = self._record(self._copy(context))
             return None if recording is None else recording.logits
+        _write(context, recording.context)
         for call in recording.calls:
             call()
         if not recording.proven:
             recording.proven = True
-            expected = self._model(context)
+            expected = self._model(recording.context)
             if not torch.allclose(recording.logits, expected, rtol=0, atol=0, equal_nan=True):
                 self._refuse("what it computes hangs on more than its tensors")
                 return expected
         return recording.logits
 
-    def _context(self, count: int, row_state: Mapping[str, Tensor]) -> StepContext:
-        """Tensors for a step's numbers."""
-        groups = tuple(
-            GroupMetadata(
-                block_tables=table.device_table[:count].clone(),
-                slot_mapping=torch.zeros(count, dtype=torch.int64),
-            )
-            for table in self._tables
-        )
-        return StepContext(
-            input_ids=torch.zeros(1, count, dtype=torch.int64),
-            position_ids=torch.zeros(1, count, dtype=torch.int64),
-            row_ids=torch.arange(count),
+    def _copy(self, context: StepContext) -> StepContext:
+        """The step in tensors of its own, which hold every step with as many rows."""
+        count = context.row_ids.shape[0]
+        metadata = context.attn_metadata
+        copy = StepContext(
+            input_ids=torch.empty_like(context.input_ids),
+            position_ids=torch.empty_like(context.position_ids),
+            row_ids=context.row_ids,
             attn_metadata=AttentionMetadata(
-                query_start=torch.arange(count + 1, dtype=torch.int32),
-                kv_lens=torch.zeros(count, dtype=torch.int32),
+                query_start=metadata.query_start,
+                kv_lens=torch.empty_like(metadata.kv_lens),
                 max_query_len=1,
                 max_kv_len=self._max_model_len,
                 num_decode_rows=count,
-                groups=groups,
+                groups=tuple(
+                    GroupMetadata(
+                        block_tables=torch.zeros(count, max_blocks, dtype=torch.int32),
+                        slot_mapping=torch.empty_like(group.slot_mapping),
+                    )
+                    for group, max_blocks in zip(metadata.groups, self._max_blocks, strict=True)
+                ),
             ),
-            row_state={name: state[:count].clone() for name, state in row_state.items()},
+            row_state={name: torch.empty_like(state) for name, state in context.row_state.items()},
         )
-
-    def _write(
-        self,
-        context: StepContext,
-        rows: list[int],
-        positions: list[int],
-        row_state: Mapping[str, Tensor],
-    ) -> None:
-        index, places = torch.tensor(rows), torch.tensor(positions)
-        torch.index_select(self._last_tokens, 0, index, out=context.input_ids[0])
-        context.position_ids[0].copy_(places)
-        context.attn_metadata.kv_lens.copy_(places + 1)
-        for table, group in zip(self._tables, context.attn_metadata.groups, strict=True):
-            torch.index_select(table.device_table, 0, index, out=group.block_tables)
-            slots = [table.slot(row, place) for row, place in zip(rows, positions, strict=True)]
-            group.slot_mapping.copy_(torch.tensor(slots))
-        for name, state in row_state.items():
-            torch.index_select(state, 0, index, out=context.row_state[name])
+        _write(context, copy)
+        return copy
 
     def _record(self, context: StepContext) -> _Recording | None:
         calls: list[Callable[[], object]] = []
@@ -260,3 +231,18 @@ class RecordedSteps:
         logger.debug("decode steps are not recorded: %s", why)
         self._refused = True
         self._recordings.clear()
+
+
+def _write(context: StepContext, copy: StepContext) -> None:
+    """Put the numbers of a step into the tensors of a recording of it.
+
+    Row ids and query starts are the same in every step; the end of a block table is not read.
+    """
+    copy.input_ids.copy_(context.input_ids)
+    copy.position_ids.copy_(context.position_ids)
+    copy.attn_metadata.kv_lens.copy_(context.attn_metadata.kv_lens)
+    for ours, given in zip(copy.attn_metadata.groups, context.attn_metadata.groups, strict=True):
+        ours.block_tables[:, : given.block_tables.shape[1]].copy_(given.block_tables)
+        ours.slot_mapping.copy_(given.slot_mapping)
+    for name, state in context.row_state.items():
+        copy.row_state[name].copy_(state)

@@ -138,10 +138,7 @@ class ModelRunner:
         self._recorded_steps: RecordedSteps | None = None
         if device.type == "cpu" and not eager and compiled.available():
             self._recorded_steps = RecordedSteps(
-                self._context_logits,
-                self._tables,
-                self._sampler.last_tokens,
-                scheduler_config.max_model_len,
+                self._context_logits, [longest] * len(self._tables), scheduler_config.max_model_len
             )
         self._decode_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
@@ -205,11 +202,12 @@ class ModelRunner:
         """
         rows = [row.row for row in plan.rows]
         positions = [row.start for row in plan.rows]
+        context = self._decode_context(rows, positions)
         logits = None
         if self._recorded_steps is not None and not self._watched:
-            logits = self._recorded_steps.logits(rows, positions, self._row_state)
+            logits = self._recorded_steps.logits(context)
         if logits is None:
-            logits = self._decode_logits(rows, positions)
+            logits = self._context_logits(context)
         if not all(self._rows[row].plain for row in rows):
             # A recording's logits are overwritten, by the sampler and by the next step.
             return self._sample(plan, range(len(rows)), logits.to(torch.float32, copy=True), {})
@@ -228,8 +226,8 @@ class ModelRunner:
         """Whether somebody waits for a module to be called; in a recorded step none is."""
         return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
 
-    def _decode_logits(self, rows: list[int], positions: list[int]) -> Tensor:
-        """``[R, V]`` of a CPU step of one token a row."""
+    def _decode_context(self, rows: list[int], positions: list[int]) -> StepContext:
+        """What the model is given of a CPU step of one token a row."""
         count, longest = len(rows), max(positions) + 1
         index = torch.tensor(rows)
         groups = tuple(
@@ -241,7 +239,7 @@ class ModelRunner:
             )
             for table in self._tables
         )
-        context = StepContext(
+        return StepContext(
             input_ids=self._sampler.last_tokens[index].unsqueeze(0),
             position_ids=torch.tensor([positions]),
             row_ids=torch.arange(count),
@@ -255,7 +253,6 @@ class ModelRunner:
             ),
             row_state={name: state[index] for name, state in self._row_state.items()},
         )
-        return self._context_logits(context)
 
     def _context_logits(self, context: StepContext) -> Tensor:
         """``[T, V]`` of every token of a step."""

@@ -91,7 +91,8 @@ class Metrics:
         )
         self.between_tokens = Histogram(
             "engine_core_inter_token_latency_seconds",
-            "Between a sequence's tokens; tokens that come together share the time.",
+            "Between a sequence's tokens, one less than it has; those that come together share the "
+            "time, and those that come with its first took none.",
             buckets=_BETWEEN_TOKENS,
             registry=self._registry,
         )
@@ -130,8 +131,9 @@ class TokenClock:
             self.first = now - self._arrival
             self._metrics.first_token.observe(self.first)
         if last is None:
-            return
+            gaps, each = count - 1, 0.0
+        else:
+            gaps, each = count, (now - last) / count
         observe = self._metrics.between_tokens.observe
-        each = (now - last) / count
-        for _ in range(count):
+        for _ in range(gaps):
             observe(each)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from golden_fixtures import GOLDEN, golden_prompts
+from slow_llama import SETTINGS as SLOW
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine_core import LLM, AsyncEngine, EngineConfig, RequestOutput, SamplingParams
@@ -94,7 +95,17 @@ def llm(text_config: EngineConfig) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def engine(run: Run, text_config: EngineConfig) -> Iterator[AsyncEngine]:
-    engine = run(AsyncEngine.start(MODEL, text_config, max_queued_requests=2))
+    yield from started(run, text_config)
+
+
+@pytest.fixture(scope="module")
+def slow_engine(run: Run, text_config: EngineConfig) -> Iterator[AsyncEngine]:
+    """One in which a ``LONG`` request is still running when a test looks at it."""
+    yield from started(run, text_config.replace(**SLOW))
+
+
+def started(run: Run, config: EngineConfig) -> Iterator[AsyncEngine]:
+    engine = run(AsyncEngine.start(MODEL, config, max_queued_requests=2))
     yield engine
     assert engine.dead is None
     run(settled(engine))
@@ -204,7 +215,7 @@ def test_it_gives_what_an_engine_in_this_process_gives(
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_stop_string_ends_text_and_tokens_where_it_does_in_this_process(
-    run: Run, engine: AsyncEngine, llm: LLM, keep: bool
+    run: Run, slow_engine: AsyncEngine, llm: LLM, keep: bool
 ) -> None:
     params = SamplingParams(seed=8, max_tokens=60, ignore_eos=True)
     (free,) = llm.generate("the lazy dog", params)
@@ -215,12 +226,12 @@ def test_a_stop_string_ends_text_and_tokens_where_it_does_in_this_process(
     (expected,) = llm.generate("the lazy dog", params)
     assert expected.outputs[0].finish_reason == "stop"
     assert expected.outputs[0].text == text[: text.index(stop) + (len(stop) if keep else 0)]
-    before = engine.stats()
-    run(generate(engine, "the lazy dog", params)).check_same(expected)
-    run(settled(engine))
+    before = slow_engine.stats()
+    run(generate(slow_engine, "the lazy dog", params)).check_same(expected)
+    run(settled(slow_engine))
     # It was told to end, and that is no abort.
-    assert engine.stats().generated_tokens - before.generated_tokens < 1900
-    assert engine.stats().aborted == before.aborted
+    assert slow_engine.stats().generated_tokens - before.generated_tokens < 1900
+    assert slow_engine.stats().aborted == before.aborted
 
 
 def test_requests_without_a_seed_draw_the_seeds_that_they_would_draw_in_this_process(
@@ -305,19 +316,19 @@ LEAVING = {"abort": by_abort, "aclose": by_closing, "cancellation": by_cancellat
 
 @pytest.mark.parametrize("leave", LEAVING.values(), ids=LEAVING.keys())
 def test_who_leaves_gives_the_blocks_back_and_disturbs_nobody(
-    run: Run, engine: AsyncEngine, leave: Callable[..., Awaitable[None]]
+    run: Run, slow_engine: AsyncEngine, leave: Callable[..., Awaitable[None]]
 ) -> None:
     async def scene() -> None:
-        before = engine.stats()
-        stream = await engine.add_request(PROMPTS[3].input_ids, LONG)
+        before = slow_engine.stats()
+        stream = await slow_engine.add_request(PROMPTS[3].input_ids, LONG)
         reader = asyncio.create_task(read(stream))
-        await until(lambda: engine.stats().generated_tokens > before.generated_tokens + 2)
+        await until(lambda: slow_engine.stats().generated_tokens > before.generated_tokens + 2)
         await asyncio.sleep(0)
-        other = asyncio.create_task(generate(engine, PROMPTS[2].input_ids, GREEDY))
+        other = asyncio.create_task(generate(slow_engine, PROMPTS[2].input_ids, GREEDY))
         await leave(stream, reader)
         assert (await other).tokens == [PROMPTS[2].new_tokens]
-        await settled(engine)
-        after = engine.stats()
+        await settled(slow_engine)
+        after = slow_engine.stats()
         assert after.aborted == before.aborted + 1
         assert after.generated_tokens < before.generated_tokens + 1900
 
@@ -325,76 +336,76 @@ def test_who_leaves_gives_the_blocks_back_and_disturbs_nobody(
 
 
 def test_streams_that_are_dropped_or_left_by_their_block_are_aborted(
-    run: Run, engine: AsyncEngine
+    run: Run, slow_engine: AsyncEngine
 ) -> None:
     async def scene() -> None:
-        before = engine.stats().aborted
-        async with await engine.add_request(PROMPTS[3].input_ids, LONG) as stream:
+        before = slow_engine.stats().aborted
+        async with await slow_engine.add_request(PROMPTS[3].input_ids, LONG) as stream:
             async for _ in stream:
                 break
-        await settled(engine)
-        stream = await engine.add_request(PROMPTS[3].input_ids, LONG)
+        await settled(slow_engine)
+        stream = await slow_engine.add_request(PROMPTS[3].input_ids, LONG)
         await anext(stream)
         del stream
         gc.collect()
-        await settled(engine)
-        assert engine.stats().aborted == before + 2
+        await settled(slow_engine)
+        assert slow_engine.stats().aborted == before + 2
 
     run(scene())
 
 
 def test_a_request_id_may_be_used_again_at_once_after_an_abort(
-    run: Run, engine: AsyncEngine
+    run: Run, slow_engine: AsyncEngine
 ) -> None:
     async def scene() -> None:
         for _ in range(3):
-            stream = await engine.add_request(PROMPTS[3].input_ids, LONG, request_id="mine")
+            stream = await slow_engine.add_request(PROMPTS[3].input_ids, LONG, request_id="mine")
             assert stream.request_id == "mine"
             with pytest.raises(RequestError, match="already a request 'mine'"):
-                await engine.add_request(PROMPTS[3].input_ids, LONG, request_id="mine")
+                await slow_engine.add_request(PROMPTS[3].input_ids, LONG, request_id="mine")
             for _ in range(3):
                 await anext(stream)
             await stream.abort()
             # What is on its way for the first one is not taken for the second one's.
-            again = await generate(engine, PROMPTS[2].input_ids, GREEDY, request_id="mine")
+            again = await generate(slow_engine, PROMPTS[2].input_ids, GREEDY, request_id="mine")
             assert again.tokens == [PROMPTS[2].new_tokens]
 
     run(scene())
 
 
-def test_a_request_ends_at_its_time_limit(run: Run, engine: AsyncEngine) -> None:
+def test_a_request_ends_at_its_time_limit(run: Run, slow_engine: AsyncEngine) -> None:
     async def scene() -> None:
-        stream = await engine.add_request(PROMPTS[3].input_ids, LONG, timeout=0.05)
+        stream = await slow_engine.add_request(PROMPTS[3].input_ids, LONG, timeout=0.05)
         outputs: list[RequestOutput] = []
         with pytest.raises(RequestTimeoutError, match=r"after 0\.05 s"):
             await read_into(outputs, stream)
         assert not any(output.finished for output in outputs)
-        late = await engine.add_request(PROMPTS[3].input_ids, LONG, timeout=0.0)
+        late = await slow_engine.add_request(PROMPTS[3].input_ids, LONG, timeout=0.0)
         with pytest.raises(RequestTimeoutError, match="after 0 s"):
             await read(late)
-        await settled(engine)
-        in_time = await generate(engine, PROMPTS[2].input_ids, GREEDY, timeout=60.0)
+        await settled(slow_engine)
+        in_time = await generate(slow_engine, PROMPTS[2].input_ids, GREEDY, timeout=60.0)
         assert in_time.tokens == [PROMPTS[2].new_tokens]
 
     run(scene())
 
 
 def test_a_full_queue_refuses_and_takes_again_when_there_is_room(
-    run: Run, engine: AsyncEngine
+    run: Run, slow_engine: AsyncEngine
 ) -> None:
     async def scene() -> None:
         # Eight rows and two places, all at once: nothing of it has come back when the last is sent.
-        streams = [await engine.add_request(PROMPTS[3].input_ids, LONG) for _ in range(10)]
+        streams = [await slow_engine.add_request(PROMPTS[3].input_ids, LONG) for _ in range(10)]
         for n in (1, 3):
             with pytest.raises(QueueFullError, match="2 may"):
-                await engine.add_request(PROMPTS[3].input_ids, LONG.replace(n=n))
-        await until(lambda: engine.stats().waiting == 2)
+                await slow_engine.add_request(PROMPTS[3].input_ids, LONG.replace(n=n))
+        await until(lambda: slow_engine.stats().waiting == 2)
         with pytest.raises(QueueFullError, match="2 sequences wait already"):
-            await engine.add_request(PROMPTS[3].input_ids, LONG)
+            await slow_engine.add_request(PROMPTS[3].input_ids, LONG)
         for stream in streams[:9]:
             await stream.abort()
-        await until(lambda: engine.stats().running == 1)
-        taken = await generate(engine, PROMPTS[2].input_ids, GREEDY)
+        await until(lambda: slow_engine.stats().running == 1)
+        taken = await generate(slow_engine, PROMPTS[2].input_ids, GREEDY)
         assert taken.tokens == [PROMPTS[2].new_tokens]
         await streams[9].abort()
 
@@ -438,14 +449,14 @@ def test_what_cannot_be_served_is_refused_before_it_is_sent(
     assert engine.stats().added == added + 1
 
 
-def test_new_requests_are_served_while_a_long_one_runs(run: Run, engine: AsyncEngine) -> None:
+def test_new_requests_are_served_while_a_long_one_runs(run: Run, slow_engine: AsyncEngine) -> None:
     async def scene() -> None:
-        stream = await engine.add_request(PROMPTS[3].input_ids, LONG)
+        stream = await slow_engine.add_request(PROMPTS[3].input_ids, LONG)
         await anext(stream)
         for _ in range(3):
-            short = await generate(engine, PROMPTS[2].input_ids, GREEDY)
+            short = await generate(slow_engine, PROMPTS[2].input_ids, GREEDY)
             assert short.tokens == [PROMPTS[2].new_tokens]
-        assert engine.stats().running == 1
+        assert slow_engine.stats().running == 1
         await stream.abort()
 
     run(scene())
@@ -508,10 +519,11 @@ def test_draining_lets_what_runs_end_and_takes_nothing_new(
 def test_a_drain_that_takes_too_long_aborts_and_the_urgent_overtake(run: Run) -> None:
     """Here, and in an engine in this process."""
     config = IDS_ONLY.replace(max_num_seqs=1)
+    slow = config.replace(**SLOW)
     order: list[int] = []
 
     async def scene() -> None:
-        engine = await AsyncEngine.start(MODEL, config)
+        engine = await AsyncEngine.start(MODEL, slow)
 
         async def one(priority: int) -> None:
             await generate(engine, PROMPTS[2].input_ids, GREEDY, priority=priority)
@@ -543,7 +555,7 @@ def test_a_drain_that_takes_too_long_aborts_and_the_urgent_overtake(run: Run) ->
 
 def test_a_killed_process_ends_every_stream_with_the_signal(run: Run) -> None:
     async def scene() -> None:
-        engine = await AsyncEngine.start(MODEL, IDS_ONLY)
+        engine = await AsyncEngine.start(MODEL, IDS_ONLY.replace(**SLOW))
         watching = asyncio.create_task(engine.wait_dead())
         streams = [await engine.add_request(PROMPTS[3].input_ids, LONG) for _ in range(3)]
         readers = [asyncio.create_task(read(stream)) for stream in streams[:2]]
@@ -565,6 +577,7 @@ def test_a_killed_process_ends_every_stream_with_the_signal(run: Run) -> None:
 
 
 BREAKING = """
+import time
 from engine_core_llama.config import LlamaConfigBuilder
 from engine_core_llama.model import LlamaForCausalLM
 
@@ -575,6 +588,7 @@ class MyModel(LlamaForCausalLM):
     def forward(self, input_ids, *args, **kwargs):
         if (input_ids == 319).any():
             raise StrikeError("the tensor cores are on strike")
+        time.sleep(0.02)  # so that another request is still running when it comes to that
         return super().forward(input_ids, *args, **kwargs)
 
 class MyBuilder(LlamaConfigBuilder):

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.kernels import compiled, rms_norm
 from engine_core.nn.decoder import Decoder
-from engine_core.runtime.block_tables import BlockTables
 from engine_core.runtime.recording import RecordedSteps
-from engine_core.step_context import StepContext
+from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 
 MAX_ROWS, BLOCK_SIZE, MAX_LEN = 20, 4, 64
 WIDTH, VOCAB = 8, 11
@@ -62,15 +61,35 @@ class Steps:
 
     def __init__(self, toy: Toy) -> None:
         self.toy = toy
-        self.table = BlockTables(MAX_ROWS, MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, torch.device("cpu"))
-        for row in range(MAX_ROWS):
-            self.table.append(row, tuple(range(100 * row, 100 * row + MAX_LEN // BLOCK_SIZE)))
-        self.last_tokens = torch.arange(MAX_ROWS + 1)
-        self.prompt_len = torch.arange(MAX_ROWS + 1) * 2
-        self.steps = RecordedSteps(toy, [self.table], self.last_tokens, MAX_LEN)
+        self.last_tokens = torch.arange(MAX_ROWS)
+        self.prompt_len = torch.arange(MAX_ROWS) * 2
+        self.steps = RecordedSteps(toy, [MAX_LEN // BLOCK_SIZE], MAX_LEN)
 
     def run(self, rows: list[int], positions: list[int]) -> Tensor | None:
-        return self.steps.logits(rows, positions, {"prompt_len": self.prompt_len})
+        """A step of rows whose blocks are numbered on from a hundred times their own number."""
+        index, places = torch.tensor(rows), torch.tensor(positions)
+        used = -(-(max(positions) + 1) // BLOCK_SIZE)
+        group = GroupMetadata(
+            block_tables=(100 * index[:, None] + torch.arange(used)).int(),
+            slot_mapping=100 * index * BLOCK_SIZE + places,
+        )
+        metadata = AttentionMetadata(
+            query_start=torch.arange(len(rows) + 1, dtype=torch.int32),
+            kv_lens=(places + 1).int(),
+            max_query_len=1,
+            max_kv_len=max(positions) + 1,
+            num_decode_rows=len(rows),
+            groups=(group,),
+        )
+        return self.steps.logits(
+            StepContext(
+                input_ids=self.last_tokens[index][None],
+                position_ids=places[None],
+                row_ids=torch.arange(len(rows)),
+                attn_metadata=metadata,
+                row_state={"prompt_len": self.prompt_len[index]},
+            )
+        )
 
     def expected(self, rows: list[int], positions: list[int], more: float | Tensor = 0.0) -> Tensor:
         """By the definition of :class:`Toy`, without a context; ``more`` is what it adds extra."""
@@ -99,7 +118,7 @@ def test_recorded_steps_follow_their_numbers(data: st.DataObject) -> None:
                 st.lists(st.integers(0, MAX_ROWS - 1), min_size=1, max_size=4, unique=True)
             )
             positions = [data.draw(st.integers(0, MAX_LEN - 1)) for _ in rows]
-            steps.last_tokens[: MAX_ROWS + 1] = torch.randint(0, 64, (MAX_ROWS + 1,))
+            steps.last_tokens = torch.randint(0, 64, (MAX_ROWS,))
             logits = steps.run(rows, positions)
             if logits is not None:
                 torch.testing.assert_close(

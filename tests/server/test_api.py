@@ -474,19 +474,22 @@ def test_the_page_and_its_headers(server: ServerProcess) -> None:
 
 
 def test_metrics_count_what_was_done(server: ServerProcess, client: openai.OpenAI) -> None:
+    requests = {"path": "/v1/completions", "status": "200"}
+
     def figures() -> list[float]:
         return [
             server.metric("engine_core_finished_sequences_total", finish_reason="length"),
             server.metric("engine_core_time_to_first_token_seconds_count"),
             server.metric("engine_core_inter_token_latency_seconds_count"),
             server.metric("engine_core_generation_tokens_total"),
-            server.metric("engine_core_http_requests_total", path="/v1/completions", status="200"),
+            server.metric("engine_core_http_requests_total", **requests),
         ]
 
     before = figures()
     client.completions.create(**GREEDY, prompt=PROMPTS[0], n=2, extra_body={"ignore_eos": True})
     server.wait_for("engine_core_requests_running", 0)
-    time.sleep(0.1)  # the request is counted when its handler has ended, after its answer
+    # The request is counted when its handler has ended, after its answer.
+    server.wait_for("engine_core_http_requests_total", before[-1] + 1, **requests)
     assert [after - was for after, was in zip(figures(), before, strict=True)] == [2, 1, 46, 48, 1]
 
 
