@@ -5,6 +5,7 @@ and it decides at its import, which any test may cause.
 """
 
 import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,15 @@ with suppress(ImportError):  # a machine with a GPU may run its tests without hy
     # How long an example takes says more about what else runs than about the code.
     settings.register_profile("engine-core", deadline=None)
     settings.load_profile("engine-core")
+
+
+def pytest_configure() -> None:
+    """Let interrupts through to the commands that tests start.
+
+    A shell without job control has what it starts in the background ignore them, and its children.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -87,6 +87,8 @@ def test_preconditions(op) -> None:
         op(x, torch.ones(3), 1e-5)
     with pytest.raises(ValueError, match="stride 1"):
         op(x.t(), torch.ones(2), 1e-5)
+    with pytest.raises(ValueError, match=r"contiguous, got strides \(2,\)"):
+        op(x, torch.ones(8)[::2], 1e-5)
     with pytest.raises(ValueError, match="residual"):
         op(x, torch.ones(4), 1e-5, residual=torch.zeros(2, 4).half())
 

@@ -162,6 +162,8 @@ def test_preconditions() -> None:
         call(3, given[3].double())
     with pytest.raises(ValueError, match="both be"):
         call(0, given[0], q_weight=torch.ones(16))
+    with pytest.raises(ValueError, match=r"k_weight must be contiguous, got stride \(2,\)"):
+        call(0, given[0], q_weight=torch.ones(16), k_weight=torch.ones(32)[::2])
     wide = torch.zeros(7, 9)
     with pytest.raises(ValueError, match="exceed the head dimension 16"):
         rotary_store(*given[:3], wide, wide, *given[5:], **options)

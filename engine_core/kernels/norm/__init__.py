@@ -99,6 +99,11 @@ def _check(
         )
     if x.stride(-1) != 1:
         raise ValueError(f"{op}: x's last dimension must have stride 1, got {x.stride()}")
+    if not weight.is_contiguous() or (bias is not None and not bias.is_contiguous()):
+        raise ValueError(
+            f"{op}: weight and bias must be contiguous, got strides {weight.stride()} and "
+            f"{None if bias is None else bias.stride()}"
+        )
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(
             f"{op}: residual is {tuple(residual.shape)} {residual.dtype}, x {tuple(x.shape)} "

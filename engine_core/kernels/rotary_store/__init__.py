@@ -46,8 +46,8 @@ def rotary_store(
         k_cache: ``[num_blocks, block_size, Hk, D]``, written; last dimension contiguous.
         v_cache: ``[num_blocks, block_size, Hk, Dv]``, likewise.
         slot_mapping: ``[T]`` int64; a token whose slot is negative is not stored.
-        q_weight: ``[D]``, of q's RMSNorm; None if there is none, as for ``k_weight``.
-        k_weight: ``[D]``, of k's.
+        q_weight: ``[D]``, contiguous, of q's RMSNorm; None if there is none, as for ``k_weight``.
+        k_weight: ``[D]``, contiguous, of k's.
         eps: added to the mean squares.
         interleaved: how dimensions pair in the rotation.
 
@@ -102,6 +102,11 @@ def rotary_store(
             f"rotary_store: q_weight and k_weight must both be [{head_dim}] or both None, got "
             f"{weights[0]} and {weights[1]}"
         )
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None and not weight.is_contiguous():
+            raise ValueError(
+                f"rotary_store: {name} must be contiguous, got stride {weight.stride()}"
+            )
     if q.is_cuda and sections == 1 and cos.shape[-1]:
         from engine_core.kernels.rotary_store import triton
 
