@@ -41,6 +41,11 @@ _T = TypeVar("_T")
 
 # How long a process that was told to end, or whose socket is closed, has until it is killed.
 _STOP_SECONDS = 5.0
+# How often in a step's longest time the engine process is looked after. It is given up when all of
+# these looks in a row found no sign of it: a busy event loop looks less often, and is patient.
+_LOOKS = 4
+# How long a process that is given up has to write down what it hangs in.
+_LAST_WORDS_SECONDS = 0.5
 # Texts longer than this are tokenised in a thread, so that the event loop goes on meanwhile.
 _LONG_TEXT = 4096
 
@@ -184,6 +189,7 @@ class AsyncEngine:
         tokenizer: Tokenizer | None,
         input_processor: InputProcessor | None,
         max_queued_requests: int | None,
+        step_timeout: float | None,
     ) -> None:
         """See :meth:`start`."""
         self.config = config
@@ -221,7 +227,13 @@ class AsyncEngine:
         self._buried: asyncio.Future[EngineDeadError] = self._loop.create_future()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._step_timeout = step_timeout
+        self._heard = True
+        self._silent_looks = 0
+        self._watcher: asyncio.TimerHandle | None = None
         link.serve(self._receive, self._bury)
+        if self.dead is None:
+            self._look_again()
 
     @classmethod
     async def start(
@@ -230,6 +242,7 @@ class AsyncEngine:
         config: EngineConfig | None = None,
         *,
         max_queued_requests: int | None = None,
+        step_timeout: float | None = None,
     ) -> Self:
         """Start the engine process and wait until it can take requests.
 
@@ -240,6 +253,10 @@ class AsyncEngine:
             config: the engine's settings.
             max_queued_requests: sequences that may wait for a place in the batch; any number if
                 None.
+            step_timeout: seconds that the engine process may be silent while it has work. After
+                that it is killed, having written to stderr what its threads were doing, and every
+                request ends with :class:`EngineDeadError`; None for no such limit. A step takes
+                seconds at most on a GPU, but minutes for a long prompt of a large model on a CPU.
 
         Raises:
             EngineError: the model cannot run; which part of the tree says why.
@@ -250,6 +267,8 @@ class AsyncEngine:
             raise ConfigError(
                 f"max_queued_requests is a number of sequences or None, got {max_queued_requests}"
             )
+        if step_timeout is not None and not step_timeout > 0:
+            raise ConfigError(f"step_timeout is a number of seconds or None, got {step_timeout}")
         link = await _Link.open(model, config)
         try:
             found = await link.expect(Found)
@@ -260,7 +279,9 @@ class AsyncEngine:
         except BaseException:
             await link.close(kill=True)
             raise
-        return cls(link, config, found, ready, tokenizer, processor, max_queued_requests)
+        return cls(
+            link, config, found, ready, tokenizer, processor, max_queued_requests, step_timeout
+        )
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's ``generation_config.json`` recommends, over our own defaults."""
@@ -431,6 +452,7 @@ class AsyncEngine:
     def _receive(self, message: tuple[list[TokenUpdate], EngineStats]) -> None:
         """Take in what a step brought."""
         updates, self._stats = message
+        self._heard = True
         for state in self._frontend.apply(updates):
             stream = self._streams.get(state.request_id)
             if stream is not None:
@@ -480,12 +502,32 @@ class AsyncEngine:
                 ),
             )
 
+    def _look_again(self) -> None:
+        if self._step_timeout is not None:
+            self._watcher = self._loop.call_later(self._step_timeout / _LOOKS, self._look)
+
+    def _look(self) -> None:
+        """Give the engine process up if it has had work, and said nothing, for too long."""
+        stats = self._stats
+        busy = not self._idle.is_set() or stats.running > 0 or stats.waiting > 0
+        self._silent_looks = 0 if self._heard or not busy else self._silent_looks + 1
+        self._heard = False
+        if self._silent_looks < _LOOKS:
+            self._look_again()
+            return
+        self._link.give_up(
+            f"the engine process (pid {self.pid}) hangs: no step has ended for "
+            f"{self._step_timeout:g} s, its step_timeout"
+        )
+
     def _note_idle(self) -> None:
         if not self._frontend.states:
             self._idle.set()
 
     def _bury(self, error: EngineDeadError) -> None:
         """The engine process has ended."""
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self._closing and not self._frontend.states:
             return
         self.dead = error
@@ -614,10 +656,22 @@ class _Link(asyncio.Protocol):
             else:
                 receive(message)
 
+    def give_up(self, why: str) -> None:
+        """Kill a process that no longer does anything, once it has written its stacks to stderr."""
+        if self._lost.is_set() or self._failure is not None:
+            return
+        self._failure = Failure(why, "what its threads did is on stderr")
+        os.kill(self.pid, signal.SIGUSR1)
+        asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._kill)
+
+    def _kill(self) -> None:
+        if not self._lost.is_set():
+            self._child.kill()
+
     async def close(self, *, kill: bool) -> None:
         """End the process and wait for that."""
-        if kill and not self._lost.is_set():
-            self._child.kill()
+        if kill:
+            self._kill()
         assert self._transport is not None, "it was opened"
         self._transport.abort()  # What was not sent yet is of no use to it any more.
         await self._lost.wait()

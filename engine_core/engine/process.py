@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import logging.handlers
 import os
 import pickle
@@ -213,6 +215,9 @@ def main(end: socket.socket, parent: int, log_level: int, model: str, config: En
     # Both go to every process of a terminal or a service; the parent decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(RuntimeError):  # there is no stderr
+        # What the other side sends before it kills a process that hangs.
+        faulthandler.register(signal.SIGUSR1)
     _die_with(parent)
     channel = _Channel(end)
     logging.basicConfig(level=log_level, handlers=[channel.log_handler()], force=True)

@@ -145,7 +145,12 @@ async def _load(
 ) -> AsyncEngine | None:
     """The engine, or None if the server is to end before it is there."""
     starting = asyncio.ensure_future(
-        AsyncEngine.start(model, config, max_queued_requests=settings.max_queued_requests)
+        AsyncEngine.start(
+            model,
+            config,
+            max_queued_requests=settings.max_queued_requests,
+            step_timeout=settings.step_timeout,
+        )
     )
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -56,6 +56,12 @@ class ServerSettings(FrozenConfig):
         gt=0,
         description="Seconds from a request's arrival to its end at most; no limit if not set.",
     )
+    step_timeout: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds that the engine may go without ending a step before it counts as hung "
+        "and the server ends.",
+    )
     drain_timeout: float = Field(
         default=30.0,
         ge=0,

@@ -192,6 +192,48 @@ def test_the_engine_process_is_killed(tiny_model: Path) -> None:
         assert "SIGKILL" in server.log
 
 
+HANGING = """
+import time
+from engine_core_llama.config import LlamaConfigBuilder
+from engine_core_llama.model import LlamaForCausalLM
+
+class HangingLlama(LlamaForCausalLM):
+    def forward(self, input_ids, *args, **kwargs):
+        if (input_ids == 319).any():
+            wait_for_a_rank_that_is_gone()
+        return super().forward(input_ids, *args, **kwargs)
+
+def wait_for_a_rank_that_is_gone():
+    time.sleep(3600)
+
+class HangingLlamaBuilder(LlamaConfigBuilder):
+    architecture = "HangingLlama"
+
+MODULE_MAP = {"HangingLlama": "HangingLlama"}
+CONFIG_BUILDERS = [HangingLlamaBuilder]
+"""
+
+
+def test_a_step_that_hangs(tiny_model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    file = tmp_path / "hanging_llama.py"
+    file.write_text(HANGING)
+    named = ("--hf-overrides", '{"architectures": ["HangingLlama"]}')
+    with serving(
+        tiny_model, "--custom-module-map", str(file), *named, "--step-timeout", "4"
+    ) as server:
+        in_parallel(server, lambda client: complete(client, jobs[0]))
+        time.sleep(6)  # having nothing to do is no hanging
+        in_parallel(server, lambda client: complete(client, jobs[1]))
+        body = {"model": "tiny", "prompt": [5, 319], "max_tokens": 1}
+        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert response.status_code == 500, response.text
+        error = response.json()["error"]
+        assert error["code"] == "engine_dead"
+        assert "hangs: no step has ended for 4 s" in error["message"]
+        assert server.wait() == 1, server.log
+        assert "in wait_for_a_rank_that_is_gone" in server.log
+
+
 def test_a_cache_that_is_far_too_small(tiny_model: Path) -> None:
     # Each fits; a few together do not.
     jobs = known_jobs(tiny_model, 12, seed=4, longest_answer=300)
