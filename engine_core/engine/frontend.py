@@ -458,13 +458,16 @@ class Frontend:
             text = stream.append(new)
             completion.text.append(text.delta)
             if text.stopped_by is not None and reason is None:
-                completion.finish_reason = reason = "stop"
-                completion.stop_reason = text.stopped_by
-                self._finish(update.request_id, "stop", text.stopped_by)
+                reason = "stop"
+                completion.finish_reason, completion.stop_reason = reason, text.stopped_by
+                self._finish(update.request_id, reason, text.stopped_by)
         if reason is not None:
             completion.text.append(stream.finish())
             if completion.include_stop:
                 completion.text.append(stream.stopped_by or "")
+            if reason == "length" and stream.stopped_by is not None:
+                # The last token completed it: the core had already ended the sequence.
+                completion.finish_reason, completion.stop_reason = "stop", stream.stopped_by
 
     def _decoded(self, entry: TokenLogprobs) -> TokenLogprobs:
         if self._tokenizer is None:

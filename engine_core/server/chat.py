@@ -26,6 +26,7 @@ from engine_core.server.generation import (
     Generation,
     check_common,
     conflict,
+    guided_fields,
     sampling_params,
     while_connected,
 )
@@ -126,7 +127,8 @@ class _Chat:
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = now()
         self._parsers: list[OutputParser] = []
-        self._called: set[int] = set()
+        # For each completion that calls functions, the arguments of its last call.
+        self._last_call: dict[int, list[str]] = {}
         self._token_bytes: Sequence[bytes] = ()
         if service.settings.log_prompts:
             context.details["messages"] = self.messages
@@ -151,6 +153,13 @@ class _Chat:
                 "parallel_tool_calls can be false only with a tool_choice of 'required' or a "
                 "function",
                 "parallel_tool_calls",
+            )
+        guiding = next(iter(guided_fields(body)), None)
+        if guiding is not None and self.tools and self._tool_choice in (None, "auto"):
+            raise conflict(
+                f"{guiding} says what the text must be, which leaves no room for calls of tools; "
+                "leave one of them out, or set tool_choice to 'none'",
+                guiding,
             )
         defaults = self._service.engine.default_sampling_params()
         if longest is None and "max_tokens" in defaults.model_fields_set:
@@ -207,8 +216,10 @@ class _Chat:
                 parsed.reasoning + rest.reasoning,
                 parsed.tool_calls + rest.tool_calls,
             )
-        if parsed.tool_calls:
-            self._called.add(completion.index)
+        for call in parsed.tool_calls:
+            if call.name is not None:
+                self._last_call[completion.index] = []
+            self._last_call.setdefault(completion.index, []).append(call.arguments)
         return parsed
 
     def _note(self, completion: CompletionOutput) -> None:
@@ -218,9 +229,12 @@ class _Chat:
             outputs[completion.index] += completion.text
 
     def _finish_reason(self, completion: CompletionOutput) -> str | None:
-        if completion.finish_reason == "stop" and completion.index in self._called:
-            return "tool_calls"
-        return completion.finish_reason
+        arguments = self._last_call.get(completion.index)
+        if completion.finish_reason != "stop" or arguments is None:
+            return completion.finish_reason
+        # Clients run what ended so: not a call that a stop string or a stop token cut off.
+        cut = completion.stop_reason is not None and not _is_json("".join(arguments))
+        return "stop" if cut else "tool_calls"
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if not self._body.logprobs or not completion.logprobs:
@@ -331,6 +345,14 @@ class _Chat:
             if completion.finish_reason is not None:
                 answer.finish_reason = self._finish_reason(completion)
                 answer.stop_reason = completion.stop_reason
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _tool_call_chunk(call: ToolCallDelta) -> dict[str, Any]:

@@ -89,10 +89,9 @@ def sampling_params(
         raise ApiError(400, message, code="conflicting_fields") from None
 
 
-def _guided(body: GenerationBody, given: GuidedParams | None) -> GuidedParams | None:
+def guided_fields(body: GenerationBody) -> dict[str, GuidedParams]:
+    """What the text must be, by the name of each field that says so."""
     ways: dict[str, GuidedParams] = {}
-    if given is not None:
-        ways["tool_choice"] = given
     if isinstance(body.response_format, JsonObjectResponseFormat):
         ways["response_format"] = GuidedParams(json_object=True)
     elif isinstance(body.response_format, JsonSchemaResponseFormat):
@@ -106,6 +105,11 @@ def _guided(body: GenerationBody, given: GuidedParams | None) -> GuidedParams | 
         ways["guided_choice"] = GuidedParams(choice=tuple(body.guided_choice))
     if body.guided_grammar is not None:
         ways["guided_grammar"] = GuidedParams(grammar=body.guided_grammar)
+    return ways
+
+
+def _guided(body: GenerationBody, given: GuidedParams | None) -> GuidedParams | None:
+    ways = ({} if given is None else {"tool_choice": given}) | guided_fields(body)
     if len(ways) > 1:
         names = " and ".join(ways)
         raise conflict(

@@ -234,6 +234,36 @@ def test_a_stop_string_ends_text_and_tokens_where_it_does_in_this_process(
     assert slow_engine.stats().aborted == before.aborted
 
 
+@pytest.mark.parametrize(
+    ("token", "stop", "count", "text"),
+    [
+        ("x", "xx", 5, ""),
+        ("x", "xxxxx", 5, ""),
+        ("x", "x" * 6, 5, "xxxxx"),
+        # The first byte of a character of four: what it is shows when nothing more comes.
+        ("ð", "\ufffd", 1, ""),
+    ],
+    ids=["early", "last", "never", "at the end"],
+)
+def test_a_stop_string_that_the_last_allowed_token_completes_is_why_it_stopped(
+    run: Run, engine: AsyncEngine, llm: LLM, token: str, stop: str, count: int, text: str
+) -> None:
+    assert llm.tokenizer is not None
+    only = llm.tokenizer.token_to_id(token)
+    assert only is not None
+    params = SamplingParams(allowed_token_ids=(only,), stop=(stop,), max_tokens=count)
+    reason = ("length", None) if text else ("stop", stop)
+    (output,) = llm.generate("the", params)
+    (completion,) = output.outputs
+    assert (completion.finish_reason, completion.stop_reason) == reason
+    assert completion.text == text
+    whole = run(generate(engine, "the", params))
+    assert (whole.reasons, whole.texts) == ([reason], [text])
+    kept = run(generate(engine, "the", params.replace(include_stop_str_in_output=True)))
+    assert (kept.reasons, kept.texts) == ([reason], [text or stop])
+    run(settled(engine))
+
+
 def test_requests_without_a_seed_draw_the_seeds_that_they_would_draw_in_this_process(
     run: Run, text_config: EngineConfig
 ) -> None:

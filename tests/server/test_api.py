@@ -428,6 +428,33 @@ def test_a_tool_that_must_be_called_is(client: openai.OpenAI, choice: Any) -> No
     assert again.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_a_call_that_a_stop_string_cut_off_is_not_to_be_run(
+    client: openai.OpenAI, choice: Any, stream: bool
+) -> None:
+    options: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 300, "seed": 4}
+    options |= {"tools": [WEATHER], "tool_choice": choice, "stop": ["city"]}
+    if stream:
+        last = list(client.chat.completions.create(**options, stream=True))[-1].choices[0]
+    else:
+        last = client.chat.completions.create(**options).choices[0]
+    assert last.finish_reason == "stop"
+    assert last.model_extra == {"stop_reason": "city"}
+
+
+def test_tools_that_must_not_be_called_leave_room_for_json(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 64, "seed": 1}
+    options |= {"tools": [WEATHER], "tool_choice": "none"}
+    schema = {"enum": ["sun", "rain"]}
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    (choice,) = client.chat.completions.create(**options, response_format=form).choices
+    assert choice.finish_reason == "stop"
+    assert json.loads(choice.message.content or "") in ("sun", "rain")
+
+
 def test_tokenize_and_detokenize(post: Any, tokenizer: Tokenizer) -> None:
     text = "The quick <|im_end|> dög"
     ids = tokenizer.encode(text).ids

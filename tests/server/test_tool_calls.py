@@ -72,6 +72,61 @@ def test_a_stream(client: openai.OpenAI) -> None:
     assert [json.loads(text)["city"] for text in arguments.values()] == ["Rome", "Oslo"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "reason", "arguments"),
+    [
+        ({"stop": ["Rome"]}, "stop", ['{"city": "']),
+        ({"stop": ["Oslo"]}, "stop", ['{"city": "Rome"}', '{"city": "']),
+        ({"stop": ["</tool_call>\n"]}, "tool_calls", ['{"city": "Rome"}']),
+        # The tenth token ends within the first call's arguments.
+        ({"max_tokens": 10}, "length", ['{"city": "Ro']),
+    ],
+    ids=["in a call", "in the second call", "after a call", "length"],
+)
+def test_a_call_that_was_cut_off_is_not_to_be_run(
+    client: openai.OpenAI, stream: bool, limit: Any, reason: str, arguments: list[str]
+) -> None:
+    options: dict[str, Any] = {**ASKED, **limit, "tools": [TOOL], "temperature": 0}
+    found: dict[int, str] = {}
+    if stream:
+        for chunk in client.chat.completions.create(**options, stream=True):
+            (piece,) = chunk.choices
+            last = piece.finish_reason
+            for call in piece.delta.tool_calls or ():
+                found[call.index] = found.get(call.index, "") + call.function.arguments
+    else:
+        (choice,) = client.chat.completions.create(**options).choices
+        last = choice.finish_reason
+        calls = choice.message.tool_calls or ()
+        found = {index: call.function.arguments for index, call in enumerate(calls)}
+    assert (last, list(found.values())) == (reason, arguments)
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+@pytest.mark.parametrize(
+    "guide",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        {"guided_json": {"type": "object"}},
+        {"guided_regex": "a+"},
+        {"guided_choice": ["a"]},
+        {"guided_grammar": 'start: "a"'},
+    ],
+    ids=lambda guide: "-".join(guide),
+)
+def test_a_guided_text_has_no_room_for_calls(
+    client: openai.OpenAI, guide: dict[str, Any], choice: str | None
+) -> None:
+    (field,) = guide
+    with pytest.raises(openai.BadRequestError, match=f"{field} says what the text must be") as no:
+        client.chat.completions.create(
+            **ASKED, tools=[TOOL], extra_body={**guide, "tool_choice": choice}
+        )
+    assert (no.value.code, no.value.param) == ("conflicting_fields", field)
+
+
 def test_without_tools_it_is_text(client: openai.OpenAI) -> None:
     (choice,) = client.chat.completions.create(**ASKED, temperature=0).choices
     assert choice.finish_reason == "stop"
