@@ -37,11 +37,12 @@ def test_tokens_blocks_and_memory(tmp_path: Path, swap_space: int) -> None:
     )
     engine = Engine(str(model), config)
     process = psutil.Process()
-    # Whatever is made once is made before memory is looked at.
-    for job in jobs:
-        engine.add_request(list(job.prompt), SamplingParams(**job.sampling))
-    while engine.has_unfinished:
-        engine.step()
+    # Whatever is made once, or once for each size of a batch, is made before memory is looked at.
+    for _ in range(3):
+        for job in jobs:
+            engine.add_request(list(job.prompt), SamplingParams(**job.sampling))
+        while engine.has_unfinished:
+            engine.step()
     draw = random.Random(11)
     running: dict[str, Job] = {}
     complete = aborted = serial = 0
