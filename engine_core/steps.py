@@ -252,7 +252,7 @@ class RequestMetrics:
     """Host clock (``time.monotonic`` seconds) and counts of a request.
 
     Attributes:
-        arrival_time: when it was added.
+        arrival_time: when it was added, or came to the server.
         first_token_time: when its first token came, or None.
         finished_time: when its last completion ended, or None.
         num_cached_tokens: prompt tokens taken from the prefix cache.

@@ -116,6 +116,10 @@ class SamplingParams(FrozenConfig):
     6. unless greedy: ``temperature``, ``top_k``, ``top_p``, ``min_p``.
 
     Log-probabilities are reported as the model gave them, before all of this.
+
+    ``max_tokens`` beyond the model's length are cut to what the prompt leaves of it, and the
+    sequence ends with the reason "length" there. ``min_tokens`` that it has no room for are
+    refused, as they could not be kept.
     """
 
     n: int = Field(
@@ -180,7 +184,8 @@ class SamplingParams(FrozenConfig):
     max_tokens: int | None = Field(
         default=16,
         ge=1,
-        description="Tokens to generate at most; none for as many as the model's length allows.",
+        description="Tokens to generate at most; none for as many as the model's length allows, "
+        "which ends the sequence in any case.",
     )
     min_tokens: int = Field(
         default=0, ge=0, description="No end of sequence or stop token before so many tokens."

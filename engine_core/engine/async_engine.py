@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ from engine_core.inputs import InputProcessor
 from engine_core.registry import build_registry
 from engine_core.runtime.memory import CachePlan
 from engine_core.scheduler import Request, check_request
-from engine_core.steps import EngineStats, RequestOutput, TokenUpdate
+from engine_core.steps import CoreRequest, EngineStats, RequestOutput, TokenUpdate
 from engine_core.text import Tokenizer
 
 _T = TypeVar("_T")
@@ -344,15 +345,55 @@ class AsyncEngine:
             QueueFullError: too many wait already.
             EngineDeadError: the engine process has ended, or is to end.
         """
+        (stream,) = await self.add_requests(
+            [prompt],
+            sampling_params,
+            request_ids=None if request_id is None else [request_id],
+            priority=priority,
+            timeout=timeout,
+        )
+        return stream
+
+    async def add_requests(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        arrival_time: float | None = None,
+    ) -> list[RequestStream]:
+        """Queue a request for each prompt, or none at all if one of them is refused.
+
+        Args:
+            prompts: text or token ids each.
+            sampling_params: for all of them; the checkpoint's defaults if None.
+            request_ids: names of the caller's choice, one a prompt.
+            priority: see :meth:`add_request`.
+            timeout: seconds from their arrival after which they are ended.
+            arrival_time: when that was, in seconds of ``time.monotonic``; now if None.
+
+        Returns:
+            What comes of each.
+
+        Raises:
+            RequestError: one cannot be served, or all together never can.
+            QueueFullError: too many wait already.
+            EngineDeadError: the engine process has ended, or is to end.
+        """
         self._check_alive()
         if timeout is not None and not timeout >= 0:
             raise RequestError(f"a timeout is a number of seconds, got {timeout!r}")
-        deadline = None if timeout is None else self._loop.time() + timeout
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
         if sampling_params is not None and sampling_params.logits_processors:
             raise RequestError(
                 "logits_processors are functions of this process, and tokens are chosen in "
                 "another; use LLM or Engine"
             )
+        names: Sequence[str | None] = [None] * len(prompts) if request_ids is None else request_ids
+        if len(names) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts need as many request ids, got {len(names)}")
         frontend = self._frontend
         # What may take long goes to a thread, so that the event loop goes on meanwhile.
         if sampling_params is not None and sampling_params.guided is not None:
@@ -360,42 +401,41 @@ class AsyncEngine:
                 params = await asyncio.to_thread(frontend.resolve, sampling_params)
         else:
             params = frontend.resolve(sampling_params)
-        if _text_length(prompt) > _LONG_TEXT:
-            text, token_ids = await asyncio.to_thread(frontend.tokenize, prompt)
-        else:
-            text, token_ids = frontend.tokenize(prompt)
+        tokenized = []
+        for prompt in prompts:
+            if _text_length(prompt) > _LONG_TEXT:
+                tokenized.append(await asyncio.to_thread(frontend.tokenize, prompt))
+            else:
+                tokenized.append(frontend.tokenize(prompt))
+        # From here on nobody else runs until all of them are queued.
         self._check_alive()
-        self._check_queue(params.n)
-        state, requests = frontend.prepare(
-            text,
-            token_ids,
-            params,
-            request_id=request_id,
-            priority=priority,
-            unique_ids=True,
-        )
-        check_request(
-            Request(
-                state.request_id,
-                requests[0].prompt,
-                requests[0].sampling,
-                arrival_time=state.arrival_time,
-                max_model_len=self.max_model_len,
-            ),
-            self._scheduler_config,
-            self._groups,
-        )
-        frontend.keep(state)
-        stream = RequestStream(self, state)
-        self._streams[state.request_id] = stream
-        self._idle.clear()
-        self._num_sent += len(requests)
-        self._link.send(("add", requests))
-        if deadline is not None and timeout is not None:
-            stream._timer = self._loop.call_at(
-                deadline, self._time_out, weakref.ref(stream), timeout
+        self._check_queue(params.n * len(prompts))
+        prepared: dict[str, tuple[State, list[CoreRequest]]] = {}
+        for (text, token_ids), name in zip(tokenized, names, strict=True):
+            state, requests = frontend.prepare(
+                text,
+                token_ids,
+                params,
+                request_id=name,
+                priority=priority,
+                unique_ids=True,
+                arrival_time=arrival_time,
             )
-        return stream
+            check_request(
+                Request(
+                    state.request_id,
+                    requests[0].prompt,
+                    requests[0].sampling,
+                    arrival_time=state.arrival_time,
+                    max_model_len=self.max_model_len,
+                ),
+                self._scheduler_config,
+                self._groups,
+            )
+            if state.request_id in prepared:
+                raise RequestError(f"two requests are called {state.request_id!r}; rename one")
+            prepared[state.request_id] = (state, requests)
+        return [self._queue(state, requests, timeout) for state, requests in prepared.values()]
 
     def stats(self) -> EngineStats:
         """What the engine held after its last step, and did since its start."""
@@ -435,19 +475,47 @@ class AsyncEngine:
         """Refuse ``n`` sequences if too many wait, as far as is known from the last step.
 
         What was sent since then counts as waiting, unless there were free rows and nobody waited.
+
+        Raises:
+            RequestError: they are too many even for an engine that does nothing.
+            QueueFullError: they are too many now.
         """
         if self._max_queued is None:
             return
+        max_num_seqs = self._scheduler_config.max_num_seqs
+        if n > max_num_seqs + self._max_queued:
+            raise RequestError(
+                f"{n} sequences are asked for at once, and there is room for {max_num_seqs} that "
+                f"run (max_num_seqs) and {self._max_queued} that wait (max_queued_requests); ask "
+                "for fewer"
+            )
         stats = self._stats
         waiting = stats.waiting + self._num_sent - stats.added
         free = 0
         if stats.waiting == 0:
-            free = self._scheduler_config.max_num_seqs - stats.running
+            free = max_num_seqs - stats.running
         if waiting + n > self._max_queued + free:
             raise QueueFullError(
                 f"{max(0, waiting - free)} sequences wait already and {self._max_queued} may; the "
                 f"{n} of this request can be served later"
             )
+
+    def _queue(
+        self, state: State, requests: list[CoreRequest], timeout: float | None
+    ) -> RequestStream:
+        """Hand a request that was checked to the other process."""
+        self._frontend.keep(state)
+        stream = RequestStream(self, state)
+        self._streams[state.request_id] = stream
+        self._idle.clear()
+        self._num_sent += len(requests)
+        self._link.send(("add", requests))
+        if timeout is not None:
+            left = timeout - (time.monotonic() - state.arrival_time)
+            stream._timer = self._loop.call_later(
+                max(0.0, left), self._time_out, weakref.ref(stream), timeout
+            )
+        return stream
 
     def _receive(self, message: tuple[list[TokenUpdate], EngineStats]) -> None:
         """Take in what a step brought."""

@@ -340,6 +340,7 @@ class Frontend:
         streaming: bool = True,
         priority: int = 0,
         unique_ids: bool = False,
+        arrival_time: float | None = None,
     ) -> tuple[State, list[CoreRequest]]:
         """Make what the core is to be given for a request. It is not kept before :meth:`keep`.
 
@@ -352,6 +353,7 @@ class Frontend:
             priority: lower runs first.
             unique_ids: whether the core's ids are never used again, for a core that may still speak
                 of a request that is forgotten here.
+            arrival_time: ``time.monotonic`` seconds; now if None.
 
         Raises:
             RequestError: it cannot be served.
@@ -370,8 +372,8 @@ class Frontend:
             if self._input_processor is None
             else self._input_processor.process(token_ids)
         )
-        now = time.monotonic()
-        state = State(request_id, text, token_ids, now, streaming, unfinished=params.n)
+        arrived = time.monotonic() if arrival_time is None else arrival_time
+        state = State(request_id, text, token_ids, arrived, streaming, unfinished=params.n)
         seed = self._draw_seed() if params.seed is None else params.seed
         base = f"{request_id}@{serial}" if unique_ids else request_id
         requests = []
@@ -379,7 +381,7 @@ class Frontend:
             # Nothing that needs to be validated is changed.
             own = params.model_copy(update={"n": 1, "seed": (seed + index) % 2**63})
             child = base if params.n == 1 else f"{base}#{index}"
-            requests.append(CoreRequest(child, processed, own, now, priority))
+            requests.append(CoreRequest(child, processed, own, arrived, priority))
             stream = None
             if self._tokenizer is not None:
                 stream = TextStream(self._tokenizer, own, token_ids)

@@ -119,6 +119,12 @@ def check_request(
             f"{name}: a prompt of {request.prompt_len} tokens leaves no room for output in "
             f"max_model_len {request.max_model_len}; shorten it"
         )
+    room = request.max_model_len - request.prompt_len
+    if request.sampling.min_tokens > room:
+        raise RequestError(
+            f"{name}: min_tokens {request.sampling.min_tokens} cannot be kept, a prompt of "
+            f"{request.prompt_len} tokens leaves {room} in max_model_len {request.max_model_len}"
+        )
     before = 0
     for start, end in request.prompt.atomic_spans:
         if not before <= start < end <= request.prompt_len:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -137,6 +136,24 @@ def check_common(body: GenerationBody, service: Service) -> None:
         raise conflict("stream_options needs stream", "stream_options")
 
 
+def _check_count(service: Service, num_prompts: int, n: int) -> None:
+    """Refuse what this server can never queue, however little it has to do.
+
+    Raises:
+        ApiError: 400.
+    """
+    rows = service.engine.config.max_num_seqs
+    queued = service.settings.max_queued_requests
+    if num_prompts * n > rows + queued:
+        raise ApiError(
+            400,
+            f"{num_prompts * n} sequences are asked for (prompts: {num_prompts}, n: {n}), and this "
+            f"server takes at most {rows + queued} at once: {rows} that run and {queued} that wait",
+            param="n" if n > 1 else "prompt",
+            code="invalid_value",
+        )
+
+
 class Generation:
     """What one HTTP request asks of the engine: a request for each of its prompts."""
 
@@ -168,31 +185,25 @@ class Generation:
             EngineError: one is refused, or the engine is dead.
         """
         engine = service.engine
+        _check_count(service, len(prompts), params.n)
         limits = [
             limit for limit in (service.settings.request_timeout, body.timeout) if limit is not None
         ]
-        timeout = None
-        if limits:
-            timeout = max(0.0, min(limits) - (time.monotonic() - context.arrival))
         if params.guided is not None:
             # Compiled outside the event loop; the engine finds it in the compiler's cache.
             vocab_size = engine.model_config.vocab_size
             await asyncio.to_thread(check_guided, params, vocab_size, engine.tokenizer)
-        streams: list[RequestStream] = []
         try:
-            for index, token_ids in enumerate(prompts):
-                stream = await engine.add_request(
-                    token_ids,
-                    params,
-                    request_id=f"{identifier}-{index}",
-                    priority=body.priority or 0,
-                    timeout=timeout,
-                )
-                streams.append(stream)
-        except BaseException as error:
-            for stream in streams:
-                await stream.abort()
-            if isinstance(error, EngineDeadError) and service.phase == "draining":
+            streams = await engine.add_requests(
+                prompts,
+                params,
+                request_ids=[f"{identifier}-{index}" for index in range(len(prompts))],
+                priority=body.priority or 0,
+                timeout=min(limits, default=None),
+                arrival_time=context.arrival,
+            )
+        except EngineDeadError:
+            if service.phase == "draining":
                 raise unavailable(DRAINING, "draining") from None
             raise
         return cls(service, context, streams)

@@ -442,6 +442,62 @@ def test_a_full_queue_refuses_and_takes_again_when_there_is_room(
     run(scene())
 
 
+def test_what_can_never_be_queued_is_not_to_come_again(run: Run, slow_engine: AsyncEngine) -> None:
+    async def scene() -> None:
+        await settled(slow_engine)
+        # Eight rows and two places.
+        for prompts, n in (([PROMPTS[2].input_ids], 11), ([PROMPTS[2].input_ids] * 6, 2)):
+            with pytest.raises(RequestError, match=r"1[12] sequences .* at once"):
+                await slow_engine.add_requests(prompts, GREEDY.replace(n=n))
+        streams = await slow_engine.add_requests([PROMPTS[2].input_ids] * 5, GREEDY.replace(n=2))
+        wholes = await asyncio.gather(*(read(stream, 2) for stream in streams))
+        assert [whole.tokens for whole in wholes] == [[PROMPTS[2].new_tokens] * 2] * 5
+
+    run(scene())
+
+
+def test_several_prompts_are_queued_together_or_not_at_all(
+    run: Run, slow_engine: AsyncEngine
+) -> None:
+    good, bad = PROMPTS[2].input_ids, [1] * 2048
+
+    async def scene() -> None:
+        await settled(slow_engine)
+        before = slow_engine.stats()
+        with pytest.raises(RequestError, match="leaves no room"):
+            await slow_engine.add_requests([good, bad], GREEDY)
+        with pytest.raises(RequestError, match="two requests are called 'one'"):
+            await slow_engine.add_requests([good, good], GREEDY, request_ids=["one", "one"])
+        with pytest.raises(RequestError, match="2 prompts need as many request ids, got 1"):
+            await slow_engine.add_requests([good, good], GREEDY, request_ids=["one"])
+        streams = await slow_engine.add_requests([good] * 9, LONG)
+        with pytest.raises(QueueFullError, match="the 2 of this request can be served later"):
+            await slow_engine.add_requests([good] * 2, GREEDY)
+        for stream in streams:
+            await stream.abort()
+        await until(lambda: slow_engine.stats().aborted == before.aborted + 9)
+        assert slow_engine.stats().added == before.added + 9
+        one, two = await slow_engine.add_requests([good, good], GREEDY, request_ids=["one", "two"])
+        assert (one.request_id, two.request_id) == ("one", "two")
+        for whole in await asyncio.gather(read(one), read(two)):
+            assert whole.tokens == [PROMPTS[2].new_tokens]
+
+    run(scene())
+
+
+def test_a_time_limit_counts_from_the_arrival(run: Run, slow_engine: AsyncEngine) -> None:
+    async def scene() -> None:
+        arrived = time.monotonic() - 1000
+        (stream,) = await slow_engine.add_requests(
+            [PROMPTS[3].input_ids], LONG, timeout=1000.5, arrival_time=arrived
+        )
+        with pytest.raises(RequestTimeoutError, match=r"after 1000\.5 s, its limit"):
+            await read(stream)
+        await settled(slow_engine)
+
+    run(scene())
+
+
 REFUSED = {
     "empty": ([], {}, "prompt is empty"),
     "too long": ([1] * 2048, {}, "leaves no room"),

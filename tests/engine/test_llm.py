@@ -121,6 +121,15 @@ def test_min_tokens_forbids_the_stop_token_before(llm: LLM) -> None:
     assert len(output.outputs[0].token_ids) >= 5
 
 
+def test_max_tokens_beyond_the_context_are_cut_and_min_tokens_refused(llm: LLM) -> None:
+    room = 200 - len(IDS[2])
+    (output,) = llm.generate(IDS[2], GREEDY.replace(max_tokens=1000, min_tokens=room))
+    assert len(output.outputs[0].token_ids) == room
+    assert output.outputs[0].finish_reason == "length"
+    with pytest.raises(RequestError, match=f"min_tokens {room + 1} cannot be kept.* leaves {room}"):
+        llm.generate(IDS[2], GREEDY.replace(max_tokens=1000, min_tokens=room + 1))
+
+
 def test_a_seed_repeats_and_n_completions_differ(llm: LLM) -> None:
     params = SamplingParams(n=4, seed=7, max_tokens=12, ignore_eos=True)
     (first,) = llm.generate(IDS[2], params)

@@ -46,7 +46,7 @@ def jobs(draw: st.DrawFn, config: SchedulerConfig, scarce: bool, priorities: Seq
     cut_at = draw(st.none() | st.none() | st.integers(1, 5))
     sampling = SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=draw(st.integers(0, min(4, max_tokens or 4))),
+        min_tokens=draw(st.integers(0, min(4, max_tokens or 4, config.max_model_len - prompt_len))),
         ignore_eos=scarce or draw(st.booleans()),
         stop=() if cut_at is None else ("x",),
         stop_token_ids=() if scarce else draw(st.sampled_from([(), (3,), (0, 4)])),

@@ -382,6 +382,26 @@ def test_a_request_has_a_time_limit_of_its_own(client: openai.OpenAI) -> None:
         )
     assert refused.value.status_code == 408
     assert refused.value.code == "timeout"
+    assert "ended after 0.01 s, its limit" in refused.value.message
+
+
+def test_min_tokens_that_cannot_be_kept_are_refused_before_anything_runs(
+    server: ServerProcess, client: openai.OpenAI, tokenizer: Tokenizer
+) -> None:
+    prompts = ["a", PROMPTS[2]]
+    most = 1024 - len(tokenizer.encode(PROMPTS[2]).ids)
+    server.wait_for("engine_core_requests_running", 0)
+    aborted = server.metric("engine_core_aborted_sequences_total")
+    options: dict[str, Any] = {**GREEDY, "max_tokens": 2000}
+    with pytest.raises(openai.BadRequestError, match=f"min_tokens {most + 1} cannot be kept"):
+        client.completions.create(**options, prompt=prompts, extra_body={"min_tokens": most + 1})
+    answer = client.completions.create(
+        **options, prompt=prompts, extra_body={"min_tokens": most, "return_token_ids": True}
+    )
+    first, second = answer.choices
+    assert len(_ids(first)) >= most
+    assert (len(_ids(second)), second.finish_reason) == (most, "length")
+    assert server.metric("engine_core_aborted_sequences_total") == aborted
 
 
 @pytest.mark.parametrize(

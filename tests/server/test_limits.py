@@ -106,6 +106,8 @@ def test_every_name_serves_the_same_model(session: httpx.Client) -> None:
     [
         ({**SHORT, "n": 3}, 400, "invalid_value", "n"),
         ({**SHORT, "prompt": ["a"] * 5}, 400, "invalid_value", "prompt"),
+        # Two run and three wait: six never can.
+        ({**SHORT, "prompt": ["a"] * 3, "n": 2}, 400, "invalid_value", "n"),
         ({**SHORT, "prompt": "word " * 200}, 400, "context_length_exceeded", "prompt"),
         ({**SHORT, "prompt": "word " * 5000}, 413, "body_too_large", None),
         ({**SHORT, "model": "nobody"}, 404, "model_not_found", "model"),
