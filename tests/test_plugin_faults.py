@@ -165,6 +165,79 @@ def test_a_foreign_api_is_named_with_this_one(install: Install, tmp_path: Path) 
     check_reported(installed, message, tmp_path / "model")
 
 
+def test_an_exit_at_import_ends_nothing(install: Install, tmp_path: Path) -> None:
+    installed = install("raise SystemExit(3)\n" + SOUND)
+    message = "engine_core_thistle.plugin cannot be imported: SystemExit: 3"
+    check_reported(installed, message, tmp_path / "model")
+
+
+FAILING = """
+
+class Thistle:
+    @classmethod
+    def condition(cls, model):
+        return 1 // 0 > 0
+
+    @classmethod
+    def build(cls, hf_config, model_path=None, **kwargs): ...
+
+    def process(self, token_ids): ...
+
+
+@hookimpl
+def HOOK():
+    return [Thistle]
+"""
+
+
+def test_a_builder_whose_condition_fails_is_named(install: Install, tmp_path: Path) -> None:
+    installed = install(SOUND + FAILING.replace("HOOK", "config_builders"))
+    message = "Thistle.condition() failed: ZeroDivisionError"
+    check_reported(installed, message, tmp_path / "model")
+
+
+def test_a_processor_whose_condition_fails_stops_its_own_models_only(
+    install: Install, tmp_path: Path
+) -> None:
+    installed = install(SOUND + FAILING.replace("HOOK", "input_processors"))
+    (installed.target / "engine_core_thistle" / "model.py").write_text(
+        "from engine_core_llama.model import LlamaForCausalLM as ThistleForCausalLM"
+    )
+    message = "plugin 'thistle': Thistle.condition() failed: ZeroDivisionError"
+    listed = json.loads(installed.cli("plugins", "--json").stdout)
+    assert [report["name"] for report in listed if report["error"]] == ["thistle"]
+    checked = installed.cli("check-model", GOLDEN, "--skip-tokenizer-init")
+    assert checked.returncode == 0, checked.stderr
+    assert f"warning plugin-broken: {message}" in checked.stdout
+    check_llama_serves(installed)
+
+    model = checkpoint_of("ThistleForCausalLM", tmp_path / "model")
+    checked = installed.cli("check-model", model, "--skip-tokenizer-init")
+    assert checked.returncode == 1
+    assert f"ERROR plugin-broken: {message}" in checked.stdout
+    refused = installed.generate(model)
+    assert refused.returncode == 1
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_builder_that_returns_nothing_is_named(install: Install, tmp_path: Path) -> None:
+    plugin = SOUND + FAILING.replace("HOOK", "config_builders")
+    asks = 'hf_config.get("architectures") == ["ThistleForCausalLM"]'
+    plugin = plugin.replace("condition(cls, model)", "condition(cls, hf_config)")
+    installed = install(plugin.replace("1 // 0 > 0", asks))
+    model = checkpoint_of("ThistleForCausalLM", tmp_path / "model")
+    message = "plugin 'thistle': Thistle.build() returned None, not a ModelConfig"
+    checked = installed.cli("check-model", model, "--skip-tokenizer-init")
+    assert checked.returncode == 1
+    assert f"ERROR plugin-broken: {message}" in checked.stdout
+    refused = installed.generate(model)
+    assert refused.returncode == 1
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
+    check_llama_serves(installed)
+
+
 def test_a_stolen_architecture_names_both_and_a_file_decides(
     install: Install, tmp_path: Path
 ) -> None:

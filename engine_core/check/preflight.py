@@ -154,9 +154,7 @@ class _Check:
             )
         if self.registry is None:
             return
-        for report in self.registry.reports:
-            if report.error is not None:
-                self._add("plugin-broken", "warning", report.error)
+        self._report_plugins(self.registry)
         with self._collecting("device-unavailable"):
             # A GPU that is planned for need not be here.
             self.device = (
@@ -169,11 +167,17 @@ class _Check:
         self._open(self.registry, self.device or torch.device("cpu"))
         if self.checkpoint is not None:
             self._understand(self.registry, self.checkpoint)
+            self._report_plugins(self.registry)  # Some fail only when asked about a model.
         else:
             return
         self._check_tokenizer(self.checkpoint)
         if self.model_config is not None and self.dtype is not None:
             self._check_network(self.model_config, self.dtype, self.checkpoint)
+
+    def _report_plugins(self, registry: Registry) -> None:
+        for report in registry.reports:
+            if report.error is not None:
+                self._add("plugin-broken", "warning", report.error)
 
     def _open(self, registry: Registry, device: torch.device) -> None:
         with self._collecting():

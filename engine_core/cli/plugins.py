@@ -18,7 +18,7 @@ PLUGIN_OPTIONS = OptionGroup(EngineConfig, only=("custom_module_map", "plugin_er
 
 
 def plugin_reports(options: dict[str, Any]) -> tuple[PluginReport, ...]:
-    """What discovery finds with the options of :data:`PLUGIN_OPTIONS`.
+    """What discovery finds with the options of :data:`PLUGIN_OPTIONS`, and who fails at a model.
 
     Raises:
         PluginLoadError: a module-map file is broken, or a plugin is and strictness was asked for.
@@ -27,6 +27,7 @@ def plugin_reports(options: dict[str, Any]) -> tuple[PluginReport, ...]:
 
     config = PLUGIN_OPTIONS.build(options)
     registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
+    registry.probe()
     return registry.reports
 
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What a plugin's code may raise without ending the process: other families are to be served.
+_FAULTS = (Exception, SystemExit)
+
 
 @dataclass(frozen=True, slots=True)
 class PluginReport:
@@ -69,6 +72,9 @@ class _Source:
 class Registry:
     """What the installed plugins and the given module maps know. Made by :func:`build_registry`.
 
+    A plugin whose ``condition`` fails on a model is broken from then on: it is reported, and the
+    others go on as if it were not installed. With ``strict`` its error is raised.
+
     Attributes:
         reports: one for each plugin and module-map file, broken ones included.
     """
@@ -78,10 +84,13 @@ class Registry:
         reports: Sequence[PluginReport],
         plugins: Sequence[_Source],
         custom: Sequence[_Source],
+        *,
+        strict: bool = False,
     ) -> None:
         self.reports = tuple(reports)
         self._plugins = tuple(plugins)
         self._custom = tuple(custom)
+        self._strict = strict
 
     @property
     def architectures(self) -> dict[str, str]:
@@ -117,47 +126,114 @@ class Registry:
 
         Raises:
             DuplicateArchitectureError: two builders match.
-            ConfigError: the checkpoint's config is wrong.
+            UnknownArchitectureError: none matches, and nobody claims the architecture.
+            PluginLoadError: the builder does not keep its contract.
+            ConfigError: the checkpoint's config is wrong, or the builder fails on it.
         """
         for sources in (self._custom, self._plugins):
-            matches = [
-                (source.name, builder)
-                for source in sources
-                for builder in source.config_builders
-                if builder.condition(hf_config)
-            ]
+            matches = self._matching(sources, "config_builders", hf_config)
             if len(matches) > 1:
-                names = " and ".join(f"{b.__name__} of {name!r}" for name, b in matches)
+                names = " and ".join(f"{b.__name__} of {source.name!r}" for source, b in matches)
                 raise DuplicateArchitectureError(
                     f"two config builders match this checkpoint: {names}; uninstall one, or say "
                     "which in a custom_module_map file"
                 )
             if matches:
-                return matches[0][1].build(hf_config, model_path)
+                source, builder = matches[0]
+                return _build(builder, hf_config, model_path, owner=source.name)
         names = hf_config.get("architectures", [])
         known = self.architectures
         if isinstance(names, list) and names and str(names[0]) not in known:
             raise UnknownArchitectureError(
                 self._unknown(str(names[0]), hf_config.get("model_type"))
             )
-        return DefaultConfigBuilder.build(hf_config, model_path)
+        return _build(DefaultConfigBuilder, hf_config, model_path)
 
     def input_processor(self, model_config: ModelConfig) -> InputProcessor | None:
         """The one processor whose condition holds for the model, or None.
 
         Raises:
             DuplicateArchitectureError: two processors match.
+            PluginLoadError: the model's own plugin fails at it.
         """
-        matches = [
-            (source.name, processor)
-            for source in self._plugins
-            for processor in source.input_processors
-            if processor.condition(model_config)
-        ]
+        matches = self._matching(
+            self._plugins, "input_processors", model_config, needed=model_config.architecture
+        )
         if len(matches) > 1:
-            names = " and ".join(f"{p.__name__} of {name!r}" for name, p in matches)
+            names = " and ".join(f"{p.__name__} of {source.name!r}" for source, p in matches)
             raise DuplicateArchitectureError(f"two input processors match this model: {names}")
-        return matches[0][1](model_config) if matches else None
+        if not matches:
+            return None
+        source, processor = matches[0]
+        try:
+            made: InputProcessor = processor(model_config)
+        except EngineError:
+            raise
+        except _FAULTS as error:
+            raise PluginLoadError(
+                f"plugin {source.name!r}: {processor.__name__} cannot be made for this model: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return made
+
+    def probe(self) -> None:
+        """Ask each plugin whether a model of nobody's is its own, which none may fail at.
+
+        Raises:
+            PluginLoadError: a module-map file does, or a plugin in strict mode.
+        """
+        from engine_core.configs.hf_config import HFConfig
+        from engine_core.configs.model import ModelConfig
+
+        name = "NobodysForCausalLM"
+        hf_config = HFConfig(architectures=[name], model_type="nobodys")
+        for sources in (self._custom, self._plugins):
+            self._matching(sources, "config_builders", hf_config)
+        model_config = ModelConfig(
+            architecture=name,
+            hf_config=hf_config,
+            vocab_size=1,
+            hidden_size=1,
+            num_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            head_dim=1,
+            max_position_embeddings=1,
+        )
+        self._matching(self._plugins, "input_processors", model_config)
+
+    def _matching(
+        self,
+        sources: Sequence[_Source],
+        hook: Literal["config_builders", "input_processors"],
+        subject: HFConfig | ModelConfig,
+        needed: str | None = None,
+    ) -> list[tuple[_Source, Any]]:
+        """The classes that the sources offer for ``subject``; a plugin that fails is left out.
+
+        Nothing goes on without the plugin that claims the architecture ``needed``.
+        """
+        found: list[tuple[_Source, Any]] = []
+        for source in sources:
+            try:
+                found += [
+                    (source, item)
+                    for item in getattr(source, hook)
+                    if _holds(item, subject, source.name)
+                ]
+            except PluginLoadError as error:
+                if self._strict or source in self._custom or needed in source.module_map:
+                    raise
+                self._leave_out(source, str(error))
+        return found
+
+    def _leave_out(self, source: _Source, error: str) -> None:
+        logger.warning("%s; skipped", error)
+        self._plugins = tuple(other for other in self._plugins if other is not source)
+        self.reports = tuple(
+            replace(report, error=error) if report.name == source.name else report
+            for report in self.reports
+        )
 
     def gguf_adapters(self) -> dict[str, str]:
         """GGUF architecture -> ``"package.module.Class"`` of its adapter.
@@ -262,6 +338,40 @@ class Registry:
         return " ".join(lines) + self._broken()
 
 
+def _holds(item: Any, subject: HFConfig | ModelConfig, owner: str) -> bool:
+    try:
+        return bool(item.condition(subject))
+    except _FAULTS as error:
+        raise PluginLoadError(
+            f"plugin {owner!r}: {item.__name__}.condition() failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _build(
+    builder: type[ConfigBuilder],
+    hf_config: HFConfig,
+    model_path: Path | None,
+    owner: str | None = None,
+) -> ModelConfig:
+    from engine_core.configs.model import ModelConfig
+
+    try:
+        built: Any = builder.build(hf_config, model_path)
+    except EngineError:
+        raise
+    except _FAULTS as error:  # Families check what they know of; a config may hold anything.
+        where = "config.json" if model_path is None else model_path / "config.json"
+        who = builder.__name__ + ("" if owner is None else f" of plugin {owner!r}")
+        raise ConfigError(
+            f"{where} cannot be understood: {who} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(built, ModelConfig):
+        raise PluginLoadError(
+            f"plugin {owner!r}: {builder.__name__}.build() returned {built!r}, not a ModelConfig"
+        )
+    return built
+
+
 def _load_class(target: str | type, owner: str) -> type:
     if isinstance(target, type):
         return target
@@ -270,7 +380,7 @@ def _load_class(target: str | type, owner: str) -> type:
         value = getattr(importlib.import_module(module_name), class_name)
     except EngineError:
         raise
-    except Exception as error:
+    except _FAULTS as error:
         raise PluginLoadError(
             f"plugin {owner!r}: {target} cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -343,7 +453,7 @@ def _load_plugin(manager: pluggy.PluginManager, name: str, module: ModuleType) -
             if implementation.plugin is module:
                 try:
                     offers[hook] = implementation.function()
-                except Exception as error:
+                except _FAULTS as error:
                     raise PluginLoadError(
                         f"{owner}: {hook}() failed: {type(error).__name__}: {error}"
                     ) from error
@@ -381,7 +491,7 @@ def _load_module_map_file(path: str) -> _Source:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except _FAULTS as error:
         del sys.modules[module_name]
         raise PluginLoadError(f"{owner}: {type(error).__name__}: {error}") from error
     declared = getattr(module, "MODULE_MAP", None)
@@ -445,7 +555,7 @@ def build_registry(
         try:
             try:
                 module = point.load()
-            except Exception as error:
+            except _FAULTS as error:
                 raise PluginLoadError(
                     f"plugin {point.name!r}: {point.value} cannot be imported: "
                     f"{type(error).__name__}: {error}"
@@ -475,7 +585,7 @@ def build_registry(
                     architecture,
                     claimed[architecture],
                 )
-    return Registry(reports, plugins, custom)
+    return Registry(reports, plugins, custom, strict=plugin_errors == "strict")
 
 
 __all__ = ["PluginReport", "Registry", "build_registry"]

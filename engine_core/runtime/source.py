@@ -9,7 +9,7 @@ import torch
 
 from engine_core.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig
-from engine_core.errors import ConfigError, CorruptCheckpointError, EngineError
+from engine_core.errors import ConfigError, CorruptCheckpointError
 from engine_core.registry import Registry
 from engine_core.runtime import platform
 
@@ -151,20 +151,11 @@ def read_config(registry: Registry, checkpoint: Checkpoint) -> ModelConfig:
 
     Raises:
         EngineError: as :meth:`Registry.model_config`.
-        ConfigError: the builder fails on the config.
         CorruptCheckpointError: a size is out of all proportion to the tensors.
     """
     hf_config = checkpoint.hf_config
     _check_layers(hf_config, checkpoint)
-    try:
-        model_config = registry.model_config(hf_config, checkpoint.folder)
-    except EngineError:
-        raise
-    except Exception as error:  # Families check what they know of; a config may hold anything.
-        raise ConfigError(
-            f"{checkpoint.folder / 'config.json'} cannot be understood: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    model_config = registry.model_config(hf_config, checkpoint.folder)
     if checkpoint.has_weights:
         _check_sizes(model_config, checkpoint)
     return model_config

@@ -45,7 +45,7 @@ class Point:
     dist: object = None
 
     def load(self) -> object:
-        if isinstance(self.target, Exception):
+        if isinstance(self.target, BaseException):
             raise self.target
         return self.target
 
@@ -85,6 +85,7 @@ def test_a_plugin_is_found_with_its_distribution() -> None:
 BROKEN = {
     "import": (Point("bad", ImportError("No module named 'lost'")), "No module named 'lost'"),
     "syntax": (Point("bad", SyntaxError("invalid syntax")), "SyntaxError"),
+    "exit": (Point("bad", SystemExit(3)), "SystemExit: 3"),
     "no api": (Point("bad", plugin(None, module_map={})), "states no requires_api"),
     "other api": (Point("bad", plugin("0.2")), "asks for plugin API 0.2, this core offers 0.1"),
     "unknown hook": (Point("bad", plugin(modul_map={})), "unknown hook modul_map"),
@@ -117,6 +118,120 @@ def test_a_hook_that_fails_names_the_plugin_and_the_hook() -> None:
     module.module_map = hookimpl(lambda: 1 / 0)
     registry = build_registry(entry_points=[Point("bad", module)])
     assert "plugin 'bad': module_map() failed: ZeroDivisionError" in registry.reports[0].error
+
+
+class Failing:
+    """A config builder, and an input processor, whose condition fails on every model."""
+
+    @classmethod
+    def condition(cls, model: object) -> bool:
+        return 1 // 0 > 0
+
+    @classmethod
+    def build(cls, hf_config: HFConfig, model_path: object = None, **kwargs: object) -> None:
+        """Never asked."""
+
+    def process(self, token_ids: object) -> None:
+        """Never asked."""
+
+
+FAILED = "plugin 'bad': Failing.condition() failed: ZeroDivisionError"
+BAD = {"BadForCausalLM": f"{__name__}.ToyForCausalLM"}
+
+
+@pytest.mark.parametrize("hook", ["config_builders", "input_processors"])
+def test_a_condition_that_fails_breaks_its_own_plugin_only(hook: str) -> None:
+    points = [
+        Point("bad", plugin(module_map=BAD, **{hook: [Failing]})),
+        Point("toy", plugin(module_map=TOY)),
+    ]
+    registry = build_registry(entry_points=points)
+    config = registry.model_config(HFConfig(CONFIG))
+    assert config.architecture == "ToyForCausalLM"
+    assert registry.input_processor(config) is None
+    by_name = {report.name: report for report in registry.reports}
+    assert FAILED in by_name["bad"].error
+    assert by_name["toy"].error is None
+    with pytest.raises(UnknownArchitectureError) as caught:
+        registry.model_config(HFConfig(CONFIG, architectures=["BadForCausalLM"]))
+    assert FAILED in str(caught.value)
+
+    strict = build_registry(entry_points=points, plugin_errors="strict")
+    with pytest.raises(PluginLoadError, match="ZeroDivisionError"):
+        strict.input_processor(strict.model_config(HFConfig(CONFIG)))
+
+
+@pytest.mark.parametrize("hook", ["config_builders", "input_processors"])
+def test_a_probe_finds_a_condition_that_fails(hook: str) -> None:
+    points = [Point("bad", plugin(**{hook: [Failing]})), Point("toy", plugin(module_map=TOY))]
+    registry = build_registry(entry_points=points)
+    registry.probe()
+    assert [bool(report.error) for report in registry.reports] == [True, False]
+    assert FAILED in registry.reports[0].error
+
+
+def test_a_model_does_not_run_without_the_processor_that_its_plugin_fails_at() -> None:
+    module = plugin(module_map=BAD, input_processors=[Failing])
+    registry = build_registry(entry_points=[Point("bad", module)])
+    config = registry.model_config(HFConfig(CONFIG, architectures=["BadForCausalLM"]))
+    with pytest.raises(PluginLoadError) as caught:
+        registry.input_processor(config)
+    assert FAILED in str(caught.value)
+
+
+def test_a_processor_that_cannot_be_made_names_the_plugin_and_the_class() -> None:
+    class Toy(Failing):
+        @classmethod
+        def condition(cls, model: object) -> bool:
+            return True
+
+        def __init__(self, model_config: object) -> None:
+            raise KeyError("petals")
+
+    module = plugin(module_map=TOY, input_processors=[Toy])
+    registry = build_registry(entry_points=[Point("toy", module)])
+    with pytest.raises(PluginLoadError, match=r"plugin 'toy': Toy cannot be made .* 'petals'"):
+        registry.input_processor(registry.model_config(HFConfig(CONFIG)))
+
+
+def test_a_module_map_file_whose_condition_fails_is_refused_by_name(tmp_path: Path) -> None:
+    text = """
+class Builder:
+    @classmethod
+    def condition(cls, hf_config): return hf_config.petals > 0
+    @classmethod
+    def build(cls, hf_config, model_path=None, **kwargs): ...
+
+MODULE_MAP = {}
+CONFIG_BUILDERS = [Builder]
+"""
+    path = module_map_file(tmp_path, text)
+    registry = build_registry([path], entry_points=[Point("toy", plugin(module_map=TOY))])
+    with pytest.raises(PluginLoadError, match=r"Builder\.condition\(\) failed: AttributeError"):
+        registry.model_config(HFConfig(CONFIG))
+
+
+def test_a_builder_that_fails_or_gives_no_config_names_itself_and_its_plugin() -> None:
+    class Nothing(Failing):
+        @classmethod
+        def condition(cls, model: object) -> bool:
+            return True
+
+    class Stumbling(Nothing):
+        @classmethod
+        def build(cls, hf_config: HFConfig, model_path: object = None, **kwargs: object) -> None:
+            raise KeyError("petals")
+
+    registry = build_registry(entry_points=[Point("toy", plugin(config_builders=[Nothing]))])
+    with pytest.raises(PluginLoadError, match=r"'toy': Nothing\.build\(\) returned None"):
+        registry.model_config(HFConfig(CONFIG))
+    # It may be the checkpoint's fault: nobody can tell.
+    registry = build_registry(entry_points=[Point("toy", plugin(config_builders=[Stumbling]))])
+    with pytest.raises(ConfigError) as caught:
+        registry.model_config(HFConfig(CONFIG), Path("somewhere"))
+    message = str(caught.value)
+    assert f"{Path('somewhere', 'config.json')} cannot be understood" in message
+    assert "Stumbling of plugin 'toy' failed: KeyError: 'petals'" in message
 
 
 def test_two_claims_of_one_architecture_name_both() -> None:
