@@ -17,6 +17,7 @@ from engine_core.checkpoint.files import (
 )
 from engine_core.checkpoint.safetensors_file import SafetensorsFile
 from engine_core.configs import HFConfig
+from engine_core.configs.rope import override_rope
 from engine_core.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -232,10 +233,13 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def apply_overrides(hf_config: HFConfig, overrides: Mapping[str, Any]) -> HFConfig:
     """A copy of ``hf_config`` with ``overrides`` in it; nested objects are merged key by key.
 
+    Those of rotary positions take effect under whichever of their names, see :func:`override_rope`.
+
     Raises:
-        ConfigError: an override has a name that is no string.
+        ConfigError: an override has a name that is no string, or two names of one thing are given.
     """
-    return HFConfig(_merge(hf_config.to_dict(), overrides))
+    values = hf_config.to_dict()
+    return HFConfig({**_merge(values, overrides), **override_rope(values, overrides)})
 
 
 def _merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine_core.configs.engine import EngineConfig, Quantization
     from engine_core.configs.hf_config import HFConfig
     from engine_core.configs.model import ModelConfig
-    from engine_core.configs.rope import longest_sequence, rope_keys
+    from engine_core.configs.rope import longest_sequence, refuse_partial_rotary, rope_keys
     from engine_core.configs.sampling import BeamSearchParams, GuidedParams, SamplingParams
     from engine_core.configs.scheduler import SchedulerConfig
     from engine_core.configs.tokenizer import SentencePieceFormat
@@ -35,6 +35,7 @@ _HOMES = {
     "SentencePieceFormat": "engine_core.configs.tokenizer",
     "check_kinds": "engine_core.configs.builder",
     "longest_sequence": "engine_core.configs.rope",
+    "refuse_partial_rotary": "engine_core.configs.rope",
     "rope_keys": "engine_core.configs.rope",
 }
 
@@ -54,6 +55,7 @@ __all__ = [
     "SentencePieceFormat",
     "check_kinds",
     "longest_sequence",
+    "refuse_partial_rotary",
     "rope_keys",
 ]
 

@@ -26,6 +26,8 @@ class ModelConfig(FrozenConfig):
         max_position_embeddings: longest sequence that the model is made for.
         may_exceed_length: whether a user may ask for longer ones (dynamic rope scaling: there is
             no length at which it ends).
+        reads_rope_scaling: whether a linear or YaRN ``rope_scaling`` in the config makes the model
+            one for longer sequences.
         dtype: element type of the weights in the checkpoint, or None if the config does not say.
         bos_token_id: begin-of-sequence token, or None.
         eos_token_ids: tokens that end a sequence.
@@ -50,6 +52,7 @@ class ModelConfig(FrozenConfig):
     head_dim: int = Field(gt=0)
     max_position_embeddings: int = Field(gt=0)
     may_exceed_length: bool = False
+    reads_rope_scaling: bool = False
     dtype: DType | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

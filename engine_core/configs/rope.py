@@ -8,6 +8,9 @@ from typing import Any
 from engine_core.configs.builder import is_positive
 from engine_core.errors import ConfigError
 
+# Two names of one object. Where a config has both, transformers reads the first.
+_NAMES = ("rope_scaling", "rope_parameters")
+
 # Scalings whose factor says how far beyond max_position_embeddings a sequence may go.
 _STRETCHING = ("linear", "dynamic", "yarn")
 
@@ -16,8 +19,9 @@ def rope_keys(values: Mapping[str, Any], rope_types: Collection[str]) -> dict[st
     """The keys ``rope_theta`` and ``rope_scaling``, however a config.json writes them.
 
     Args:
-        values: the config's keys. ``rope_parameters`` is the newer name of ``rope_scaling``, and
-            may hold the base; ``rope_type`` is the newer name of ``type``.
+        values: the config's keys. ``rope_parameters`` is the newer name of ``rope_scaling``, which
+            counts if both are there; a base in the object counts before one beside it;
+            ``rope_type`` is the newer name of ``type``.
         rope_types: what the family supports.
 
     Returns:
@@ -26,7 +30,7 @@ def rope_keys(values: Mapping[str, Any], rope_types: Collection[str]) -> dict[st
     Raises:
         ConfigError: the scaling is no object, or of a type that is not supported.
     """
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope = next((values[name] for name in _NAMES if values.get(name)), {})
     if not isinstance(rope, Mapping):
         raise ConfigError(f"config.json: rope_scaling must be an object or null, got {rope!r}")
     older = rope.get("type", "default")
@@ -39,6 +43,74 @@ def rope_keys(values: Mapping[str, Any], rope_types: Collection[str]) -> dict[st
         )
     theta = rope.pop("rope_theta", values.get("rope_theta"))
     return {"rope_theta": theta, "rope_scaling": rope}
+
+
+def override_rope(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``overrides`` of a config make of its rope keys, under every name that it has for them.
+
+    An override takes effect whichever of the names it uses and wherever the config holds the base.
+
+    Args:
+        values: the config's keys.
+        overrides: keys to replace, of which ``rope_scaling`` (or ``rope_parameters``) is merged
+            key by key; null takes the scaling away and leaves the base.
+
+    Returns:
+        the keys that change, without ``rope_theta`` itself.
+
+    Raises:
+        ConfigError: both names of the scaling are among ``overrides``.
+    """
+    given = [name for name in _NAMES if name in overrides]
+    if len(given) > 1:
+        raise ConfigError(
+            f"hf_overrides: {' and '.join(given)} are two names of one object; give one"
+        )
+    held = {name: values[name] for name in _NAMES if values.get(name)}
+    if not held or not (given or "rope_theta" in overrides):
+        return {}
+    rope: Any = next(iter(held.values()))
+    if given:
+        rope = _overridden(rope, overrides[given[0]])
+    if isinstance(rope, Mapping) and "rope_theta" in rope and "rope_theta" in overrides:
+        stated = overrides[given[0]] if given else None
+        if not (isinstance(stated, Mapping) and "rope_theta" in stated):
+            rope = {**rope, "rope_theta": overrides["rope_theta"]}
+    return dict.fromkeys((*given, *held), rope)
+
+
+def _overridden(rope: Any, override: Any) -> Any:
+    if not isinstance(rope, Mapping):
+        return override
+    if override is None:
+        return {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else None
+    if not isinstance(override, Mapping):
+        return override
+    merged = {**rope, **override}
+    if "type" in override and "rope_type" not in override:
+        merged.pop("rope_type", None)  # It would count before the older name.
+    return merged
+
+
+def refuse_partial_rotary(values: Mapping[str, Any]) -> None:
+    """For families whose heads rotate whole: refuse ``partial_rotary_factor`` other than 1.
+
+    Their classes in transformers ignore it without a scaling, and fail with one.
+
+    Args:
+        values: the config's keys, with ``rope_scaling`` as :func:`rope_keys` returns it.
+
+    Raises:
+        ConfigError: it is there, in the config or in its scaling.
+    """
+    for where in (values["rope_scaling"], values):
+        factor = where.get("partial_rotary_factor")
+        if factor is not None and factor != 1:
+            raise ConfigError(
+                f"config.json: partial_rotary_factor {factor!r}, but heads of this family rotate "
+                "whole; if the weights were trained so, set it to 1.0 where it stands with "
+                "hf_overrides"
+            )
 
 
 def longest_sequence(max_position_embeddings: int, rope_scaling: Mapping[str, Any]) -> int:

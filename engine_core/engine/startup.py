@@ -185,9 +185,14 @@ def find_max_model_len(model_config: ModelConfig, config: EngineConfig, model: s
     longest = model_config.max_position_embeddings
     wanted = config.max_model_len or longest
     if wanted > longest and not model_config.may_exceed_length:
+        stretch = (
+            ", or stretch the model with a rope_scaling of type linear or yarn in hf_overrides"
+            if model_config.reads_rope_scaling
+            else ""
+        )
         raise ConfigError(
-            f"max_model_len {wanted} is above the {longest} tokens that {model} is made for; to "
-            "stretch it, give a rope_scaling in hf_overrides"
+            f"max_model_len {wanted} is above the {longest} tokens that {model} is made for; set "
+            f"it lower{stretch}"
         )
     return wanted
 

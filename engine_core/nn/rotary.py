@@ -269,14 +269,16 @@ def build_rotary_embedding_from_config(config: Any) -> RotaryEmbedding:
 
     Reads ``head_dim`` (or ``hidden_size / num_attention_heads``), ``partial_rotary_factor``,
     ``rope_theta``, ``rope_scaling`` and the newer ``rope_parameters``, and
-    ``max_position_embeddings``.
+    ``max_position_embeddings``. What the scaling holds itself counts before what stands beside it.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = getattr(config, "rope_parameters", None) or {}
     scaling = getattr(config, "rope_scaling", None) or parameters
-    theta = getattr(config, "rope_theta", None) or scaling.get("rope_theta", 10000.0)
-    partial = getattr(config, "partial_rotary_factor", None) or scaling.get(
-        "partial_rotary_factor", 1.0
+    theta = scaling.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    partial = (
+        scaling.get("partial_rotary_factor")
+        or getattr(config, "partial_rotary_factor", None)
+        or 1.0
     )
     return build_rotary_embedding(
         int(head_dim * partial),

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine_core.configs import check_kinds, longest_sequence, rope_keys
+from engine_core.checkpoint import apply_overrides
+from engine_core.configs import HFConfig, check_kinds, longest_sequence, rope_keys
 from engine_core.errors import ConfigError
 
 TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -32,6 +33,15 @@ TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
             1e6,
             {"rope_type": "default"},
         ),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                "rope_theta": 1e4,
+            },
+            1e4,
+            {"rope_type": "linear", "factor": 2.0},
+        ),
     ],
 )
 def test_old_and_new_spellings_become_one(
@@ -40,6 +50,62 @@ def test_old_and_new_spellings_become_one(
     before = repr(written)
     assert rope_keys(written, TYPES) == {"rope_theta": theta, "rope_scaling": scaling}
     assert repr(written) == before
+
+
+NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+OLD = {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "theta", "scaling"),
+    [
+        (NEW, {"rope_theta": 9.0}, 9.0, {"rope_type": "default"}),
+        (
+            NEW,
+            {"rope_scaling": {"type": "linear", "factor": 4}},
+            7.0,
+            {"rope_type": "linear", "factor": 4},
+        ),
+        (NEW, {"rope_scaling": {"rope_theta": 8.0}}, 8.0, {"rope_type": "default"}),
+        (NEW, {"rope_parameters": None}, 7.0, {"rope_type": "default"}),
+        (OLD, {"rope_theta": 9.0}, 9.0, {"rope_type": "linear", "factor": 2.0}),
+        (OLD, {"rope_scaling": {"factor": 4}}, 7.0, {"rope_type": "linear", "factor": 4}),
+        (OLD, {"rope_parameters": {"factor": 4}}, 7.0, {"rope_type": "linear", "factor": 4}),
+        (OLD, {"rope_scaling": None}, 7.0, {"rope_type": "default"}),
+        (
+            OLD,
+            {"rope_scaling": {"type": "dynamic"}},
+            7.0,
+            {"rope_type": "dynamic", "factor": 2.0},
+        ),
+        (
+            {"rope_theta": 7.0},
+            {"rope_scaling": {"type": "linear", "factor": 4}},
+            7.0,
+            {"rope_type": "linear", "factor": 4},
+        ),
+    ],
+)
+def test_an_override_takes_effect_under_whichever_name(
+    config: dict[str, Any],
+    overrides: dict[str, Any],
+    theta: float,
+    scaling: dict[str, Any],
+) -> None:
+    changed = apply_overrides(HFConfig(config), overrides).to_dict()
+    assert rope_keys(changed, TYPES) == {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def test_an_override_that_is_no_object_is_not_passed_over() -> None:
+    changed = apply_overrides(HFConfig(NEW), {"rope_scaling": "yarn"}).to_dict()
+    with pytest.raises(ConfigError, match="rope_scaling must be an object or null, got 'yarn'"):
+        rope_keys(changed, TYPES)
+
+
+def test_an_override_of_two_names_is_refused() -> None:
+    overrides = {"rope_scaling": {"factor": 2.0}, "rope_parameters": {"factor": 4.0}}
+    with pytest.raises(ConfigError, match="rope_scaling and rope_parameters are two names"):
+        apply_overrides(HFConfig(OLD), overrides)
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,21 @@ _DEFAULTS_2 = {
     "rope_ratio": 1,
 }
 
+_BASE = 10000.0
+
+# What other families stretch their rotation with; ChatGLM's code has rope_ratio alone, or nothing.
+_ROTATION: dict[str, tuple[Any, ...]] = {
+    "rope_theta": (_BASE,),
+    "rope_scaling": (),
+    "rope_parameters": (),
+}
+
 # Keys that change the mathematics in ways that nobody has checked here, and the values that do not.
 _ONLY_1: dict[str, tuple[Any, ...]] = {
     "position_encoding_2d": (True,),
     "quantization_bit": (0,),
     "pre_seq_len": (),
+    **_ROTATION,
 }
 _ONLY_2: dict[str, tuple[Any, ...]] = {
     "original_rope": (True,),
@@ -49,9 +59,8 @@ _ONLY_2: dict[str, tuple[Any, ...]] = {
     "quantization_bit": (0,),
     "pre_seq_len": (),
     "vision_config": (),
+    **_ROTATION,
 }
-
-_BASE = 10000.0
 
 # In the vocabulary that ChatGLM2 and ChatGLM3 share, version 3 ends its turn with <|user|> or
 # <|observation|>; version 2 never gives these ids, for which it has no token.
@@ -148,10 +157,15 @@ def _filled(
     values = {**defaults, **given}
     for key, known in only.items():
         if key in values and values[key] not in known:
-            allowed = " or ".join(map(repr, known)) or "nothing"
+            allowed = " or ".join(map(repr, known))
             raise ConfigError(
-                f"config.json: {key} {values[key]!r} is not supported for ChatGLM, only {allowed}: "
-                "it changes the results in a way that has not been verified"
+                f"config.json: {key} {values[key]!r} is not supported for ChatGLM"
+                + (f", only {allowed}: " if known else "; leave it out: ")
+                + (
+                    "its code never reads it"
+                    if key in _ROTATION
+                    else "it changes the results in a way that has not been verified"
+                )
             )
     for key, default in defaults.items():
         if isinstance(default, bool) and not isinstance(values[key], bool):

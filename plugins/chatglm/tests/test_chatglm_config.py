@@ -133,7 +133,19 @@ def test_what_version_2_leaves_out_is_filled_in() -> None:
     [
         (CHATGLM_6B, {"position_encoding_2d": False}, "position_encoding_2d False"),
         (CHATGLM_6B, {"quantization_bit": 4}, "quantization_bit 4"),
-        (CHATGLM_6B, {"pre_seq_len": 128}, "pre_seq_len 128"),
+        (
+            CHATGLM_6B,
+            {"pre_seq_len": 128},
+            "pre_seq_len 128 is not supported for ChatGLM; leave it out: it changes the results",
+        ),
+        (
+            CHATGLM_6B,
+            {"rope_theta": 5e5},
+            r"rope_theta 500000\.0 is not .*, only 10000\.0: its code",
+        ),
+        (CHATGLM2_6B, {"rope_theta": 5e5}, r"rope_theta 500000\.0 .* its code never reads it"),
+        (CHATGLM2_6B, {"rope_scaling": {"type": "linear"}}, "rope_scaling .* never reads it"),
+        (CHATGLM2_6B, {"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters .*; leave it out"),
         (CHATGLM_6B, {"gmask_token_id": ...}, "'gmask_token_id' must be a token id.*150528"),
         (CHATGLM_6B, {"bos_token_id": "4"}, "'bos_token_id' must be a token id"),
         (CHATGLM_6B, {"num_layers": ...}, "'num_layers' must be a positive integer, got None"),

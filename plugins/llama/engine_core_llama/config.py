@@ -11,6 +11,7 @@ from engine_core.configs import (
     SentencePieceFormat,
     check_kinds,
     longest_sequence,
+    refuse_partial_rotary,
     rope_keys,
 )
 from engine_core.configs.builder import token_ids
@@ -62,6 +63,7 @@ class LlamaConfigBuilder:
         values = {**cls.defaults, **stated}
         values.update(rope_keys(values, _ROPE_TYPES))
         values.pop("rope_parameters", None)
+        refuse_partial_rotary(values)
         values["sliding_window"] = cls.sliding_window(hf_config)
         if "num_attention_heads" in values:
             values.setdefault("num_key_value_heads", values["num_attention_heads"])
@@ -72,6 +74,7 @@ class LlamaConfigBuilder:
             longest_sequence(values["max_position_embeddings"], values["rope_scaling"]),
         )
         kwargs.setdefault("may_exceed_length", values["rope_scaling"]["rope_type"] == "dynamic")
+        kwargs.setdefault("reads_rope_scaling", True)
         kwargs.setdefault("sentencepiece", _SENTENCEPIECE)
         kwargs.setdefault("tool_parser", _tool_parser(hf_config))
         config = DefaultConfigBuilder.build(hf_config, model_path, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -150,6 +151,30 @@ def test_a_published_config_means_what_transformers_reads(values: dict[str, Any]
     assert config.max_position_embeddings == theirs.max_position_embeddings
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+        {
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+            "rope_theta": 7e5,
+            "rope_scaling": None,
+        },
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_theta": 7e5},
+    ],
+)
+def test_of_two_names_that_disagree_the_one_that_transformers_reads_counts(
+    rope: dict[str, Any],
+) -> None:
+    ours = build({**LLAMA_7B, **rope}).hf_config
+    theirs = {**LlamaConfig(**{**LLAMA_7B, **copy.deepcopy(rope)}).rope_parameters}
+    theirs.pop("type", None)
+    assert {**ours.rope_scaling, "rope_theta": ours.rope_theta} == theirs
+
+
 def test_a_window_in_a_llama_config_is_not_one() -> None:
     assert build({**LLAMA_7B, "sliding_window": 4096}).hf_config.sliding_window is None
 
@@ -165,6 +190,11 @@ def test_a_window_in_a_llama_config_is_not_one() -> None:
         ({"rope_scaling": ["yarn"]}, "rope_scaling"),
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, "'su' is not one of default, linear"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor 0.5, but heads of this family rotate whole",
+        ),
         ({"max_position_embeddings": 0}, "max_position_embeddings"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"attention_bias": "yes"}, "attention_bias"),

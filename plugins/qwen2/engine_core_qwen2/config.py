@@ -10,6 +10,7 @@ from engine_core.configs import (
     HFConfig,
     check_kinds,
     longest_sequence,
+    refuse_partial_rotary,
     rope_keys,
 )
 from engine_core.errors import ConfigError
@@ -59,6 +60,7 @@ class Qwen2ConfigBuilder:
         values = {**cls.defaults, **stated}
         values.update(rope_keys(values, _ROPE_TYPES))
         values.pop("rope_parameters", None)
+        refuse_partial_rotary(values)
         if "num_attention_heads" in values:
             values.setdefault("num_key_value_heads", values["num_attention_heads"])
         check_kinds(values, {"intermediate_size": 1, **cls.defaults})
@@ -66,6 +68,7 @@ class Qwen2ConfigBuilder:
             "max_position_embeddings",
             longest_sequence(values["max_position_embeddings"], values["rope_scaling"]),
         )
+        kwargs.setdefault("reads_rope_scaling", True)
         # Without its tags in the text it does nothing, so that older models are not harmed.
         kwargs.setdefault("tool_parser", "hermes")
         kwargs.setdefault("reasoning_parser", cls.reasoning_parser)

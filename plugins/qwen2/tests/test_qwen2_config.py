@@ -202,6 +202,7 @@ def test_a_missing_number_of_key_heads_means_one_a_query_head() -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor"),
         ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "original_max"),
+        ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"max_position_embeddings": True}, "max_position_embeddings"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"hidden_act": 3}, "hidden_act"),
