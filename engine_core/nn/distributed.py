@@ -9,14 +9,20 @@ from torch import Tensor
 from engine_core.step_context import BuildContext
 
 
+class IndivisibleError(ValueError):
+    """A part of a model does not split evenly over the ranks."""
+
+
 def divide(total: int, parts: int, what: str) -> int:
     """``total / parts``.
 
     Raises:
-        ValueError: it is not whole; names ``what``.
+        IndivisibleError: it is not whole; names ``what``.
     """
     if total % parts:
-        raise ValueError(f"{what} ({total}) is not divisible by tensor_parallel_size ({parts})")
+        raise IndivisibleError(
+            f"{what} ({total}) is not divisible by tensor_parallel_size ({parts})"
+        )
     return total // parts
 
 

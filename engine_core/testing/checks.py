@@ -15,13 +15,14 @@ from engine_core.checkpoint import TensorHeader
 from engine_core.configs import HFConfig, SamplingParams
 from engine_core.engine import LLM
 from engine_core.errors import ConfigError, UnknownArchitectureError, WeightsMismatchError
+from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.loading import materialize
 from engine_core.runtime.loader import check_weights
 from engine_core.steps import RequestOutput
 from engine_core.testing.case import ConformanceError
 from engine_core.testing.reference import NEW_TOKENS
 from engine_core.testing.state import changes, snapshot
-from engine_core.testing.subject import BlockedError, Family, Subject
+from engine_core.testing.subject import Family, NotApplicableError, Subject
 from engine_core.testing.synchronisation import no_synchronisation
 from engine_core.testing.tiny_model import PagedCache, Run, Step, TokenSequence
 from engine_core.testing.trace import TOLERANCE, difference, explain
@@ -163,6 +164,8 @@ def weights(subject: Subject) -> None:
             "does not use it. If it has no meaning for the results, name it in the case's "
             "unused_weights"
         )
+    # What fails only with data is this check's to say, too.
+    subject.load()
 
 
 def _refusal(model: torch.nn.Module, headers: Mapping[str, Any]) -> WeightsMismatchError | None:
@@ -529,14 +532,18 @@ def prefix_caching(subject: Subject) -> None:
 def tensor_parallel(subject: Subject) -> None:
     """Two ranks give what one gives."""
     subject.require_run()
+    try:
+        subject.on_meta(tp_size=2)
+    except ConfigError as error:
+        if isinstance(error.__cause__, IndivisibleError):
+            raise NotApplicableError(
+                f"this model does not split over two ranks: {error}"
+            ) from error
+        raise
     prompts = [prompt.token_ids for prompt in subject.checkpoint.prompts]
     with _llm(subject) as llm:
         expected = _generate(subject, llm, prompts)
-    try:
-        llm = _llm(subject, tensor_parallel_size=2)
-    except ConfigError as error:
-        raise BlockedError(f"this model does not split over two ranks: {error}") from error
-    with llm:
+    with _llm(subject, tensor_parallel_size=2) as llm:
         outputs = _generate(subject, llm, prompts)
     _same_outputs(outputs, expected, "with tensor_parallel_size=2")
 

@@ -25,7 +25,23 @@ CPU = torch.device("cpu")
 
 
 class BlockedError(Exception):
-    """A check cannot run, because what it needs fails and another check says why."""
+    """What a check needs fails, and that is another check's to say.
+
+    Attributes:
+        check: the other one's name. A check is skipped only if this one has failed.
+        cause: what fails.
+    """
+
+    def __init__(self, check: str, cause: Exception) -> None:
+        super().__init__(
+            f"test_{check} says why this cannot be checked ({type(cause).__name__}: {cause})"
+        )
+        self.check = check
+        self.cause = cause
+
+
+class NotApplicableError(Exception):
+    """A check has nothing to look at in this model, and says why; nothing is wrong."""
 
 
 def blocked_by(check: str) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
@@ -39,9 +55,7 @@ def blocked_by(check: str) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]
             except BlockedError:
                 raise
             except Exception as error:
-                raise BlockedError(
-                    f"{check} says why this cannot be checked ({type(error).__name__}: {error})"
-                ) from error
+                raise BlockedError(check, error) from error
 
         return wrapper
 
@@ -85,12 +99,41 @@ def find_family(package: str) -> Family:
 
 
 class Subject:
-    """One tiny model of a family. What its attributes need is made once, when it is asked for."""
+    """One tiny model of a family. What its attributes need is made once, when it is asked for.
+
+    Attributes:
+        family: the installed family.
+        case: the model.
+        checkpoint: its files.
+        failed: names of the checks that have failed; see :meth:`run`.
+    """
 
     def __init__(self, family: Family, case: ConformanceCase, checkpoint: TinyCheckpoint) -> None:
         self.family = family
         self.case = case
         self.checkpoint = checkpoint
+        self.failed: set[str] = set()
+
+    def run(self, check: Callable[[Subject], None]) -> None:
+        """Run ``check``, a function of :mod:`engine_core.testing.checks`.
+
+        Raises:
+            BlockedError: it cannot run, because of what another check has failed for.
+            NotApplicableError: there is nothing to check.
+            Exception: it fails; also with what it needs, unless another check has failed for that.
+        """
+        try:
+            check(self)
+        except NotApplicableError:
+            raise
+        except BlockedError as error:
+            if error.check in self.failed - {check.__name__}:
+                raise
+            self.failed.add(check.__name__)
+            raise error.cause from None
+        except Exception:
+            self.failed.add(check.__name__)
+            raise
 
     @property
     def folder(self) -> Path:
@@ -106,20 +149,20 @@ class Subject:
         return self.family.registry.model_config(HFConfig.from_folder(self.folder), self.folder)
 
     @cached_property
-    @blocked_by("test_config_builder")
+    @blocked_by("config_builder")
     def model_config(self) -> ModelConfig:
         """As :meth:`read_config`."""
         return self.read_config()
 
     @cached_property
-    @blocked_by("test_config_builder")
+    @blocked_by("config_builder")
     def model_class(self) -> type:
         """The class that the module map names."""
         return self.family.registry.model_class(self.model_config.architecture)
 
-    def on_meta(self, dtype: str = "float32") -> nn.Module:
-        """The model without weights."""
-        context = BuildContext(dtype=getattr(torch, dtype))
+    def on_meta(self, dtype: str = "float32", tp_size: int = 1) -> nn.Module:
+        """The model without weights, or the first rank's share of it."""
+        context = BuildContext(dtype=getattr(torch, dtype), tp_size=tp_size)
         return build_on_meta(self.model_class, self.model_config, context)
 
     def tiny_model(self, network: nn.Module, device: torch.device = CPU) -> TinyModel:
@@ -134,7 +177,7 @@ class Subject:
         return self.tiny_model(network, device)
 
     @cached_property
-    @blocked_by("test_weights")
+    @blocked_by("weights")
     def model(self) -> TinyModel:
         """The model in float32."""
         return self.load()
@@ -157,7 +200,7 @@ class Subject:
         return self.run_alone(self.model, TokenSequence.incremental)
 
     @cached_property
-    @blocked_by("test_logits")
+    @blocked_by("logits")
     def alone(self) -> list[Run]:
         """As :meth:`compute`."""
         return self.compute()

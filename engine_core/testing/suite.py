@@ -13,7 +13,13 @@ from engine_core.testing import checks
 from engine_core.testing.case import load_cases
 from engine_core.testing.imports import check_discovery, check_import_rules
 from engine_core.testing.reference import prepare
-from engine_core.testing.subject import BlockedError, Family, Subject, find_family
+from engine_core.testing.subject import (
+    BlockedError,
+    Family,
+    NotApplicableError,
+    Subject,
+    find_family,
+)
 
 _FAMILIES = pytest.StashKey[dict[str, Family]]()
 _SUBJECTS = pytest.StashKey[dict[tuple[str, str], Subject]]()
@@ -32,8 +38,8 @@ def _package(suite: ConformanceTests, config: pytest.Config) -> str:
 def _run(check: Callable[[Subject], None], subject: Subject) -> None:
     __tracebackhide__ = True
     try:
-        check(subject)
-    except BlockedError as error:
+        subject.run(check)
+    except (BlockedError, NotApplicableError) as error:
         pytest.skip(str(error))
 
 
@@ -47,8 +53,9 @@ def _run_on_gpu(check: Callable[[Subject], None], subject: Subject) -> None:
 class ConformanceTests:
     """Subclass it in a family's tests as ``TestConformance`` and set ``package``.
 
-    A check that cannot run because another one fails is skipped, and says which. A method may be
-    overridden, to mark it ``xfail`` say.
+    A check that cannot run because another one has failed is skipped, and says which; if that one
+    has not failed, say because it was deselected, the check itself fails with the cause. A method
+    may be overridden, to mark it ``xfail`` say.
 
     Attributes:
         package: import name of the family; what ``--model-package`` says if None.

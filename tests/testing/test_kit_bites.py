@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_core.errors import ConfigError
 from engine_core.testing import ConformanceError, ConformanceTests, checks
 from engine_core.testing.reference import TinyCheckpoint, prepare
 from engine_core.testing.subject import Subject, find_family
@@ -63,6 +64,39 @@ RUNS = {
 }
 
 FAULTS = {
+    "a module map that names no class": Fault(
+        "plugin.py",
+        "engine_core_tiny.model.TinyForCausalLM",
+        "engine_core_tiny.model.Nope",
+        {"test_config_builder": r"engine_core_tiny\.model.*Nope"},
+        blocked={"test_weights", *RUNS},
+    ),
+    "a model file that cannot be imported": Fault(
+        "model.py",
+        "from engine_core.configs import HFConfig",
+        "import nosuchthing\nfrom engine_core.configs import HFConfig",
+        {"test_config_builder": r"No module named 'nosuchthing'"},
+        blocked={"test_weights", *RUNS},
+    ),
+    "a model that cannot be built": Fault(
+        "model.py",
+        "base=config.rope_theta",
+        "base=config.no_such_key",
+        {
+            "test_config_builder": r"cannot be built .*no_such_key",
+            "test_weights": r"cannot be built .*no_such_key",
+        },
+        blocked=RUNS,
+    ),
+    "a loader that trips over data": Fault(
+        "model.py",
+        "        load_stacked_weights(self, weights, stacked, ignore=())",
+        "        load_stacked_weights(self, weights, stacked, ignore=())\n"
+        "        if not self.lm_head.weight.is_meta:\n"
+        '            raise ArithmeticError("no such data")',
+        {"test_weights": r"no such data"},
+        blocked=RUNS,
+    ),
     "wrong rope base": Fault(
         "model.py",
         "base=config.rope_theta",
@@ -303,7 +337,9 @@ def run_kit(
     blocked: set[tuple[str, str]] = set()
     suite = ConformanceTests()
     subjects = {case.name: Subject(family, case, checkpoints[case.name]) for case in family.cases}
-    for name, method in inspect.getmembers(suite, inspect.ismethod):
+    # In the order in which pytest runs them.
+    for name in vars(ConformanceTests):
+        method = getattr(suite, name)
         if not name.startswith("test_") or name == SLOW or hasattr(method, "pytestmark"):
             continue
         each = subjects if "subject" in inspect.signature(method).parameters else {"": family}
@@ -340,6 +376,25 @@ def test_a_fault_of_two_ranks_is_found(
         checks.logits(subject)
         with pytest.raises(ConformanceError, match="with tensor_parallel_size=2: log-prob"):
             checks.tensor_parallel(subject)
+
+
+def test_a_model_that_fails_on_two_ranks_is_not_one_that_does_not_split(
+    tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
+) -> None:
+    """Its author took a rank's heads for the whole model's."""
+    shutil.copytree(SOURCE, tmp_path / PACKAGE)
+    file = tmp_path / PACKAGE / "model.py"
+    text = file.read_text()
+    line = "        self.rotate = ApplyRotaryEmb()\n"
+    assert text.count(line) == 1
+    file.write_text(
+        text.replace(line, f"        assert self.qkv_proj.num_q_heads == heads\n{line}")
+    )
+    with installed(tmp_path):
+        family = find_family(PACKAGE)
+        subject = Subject(family, family.cases[0], checkpoints[family.cases[0].name])
+        with pytest.raises(ConfigError, match="cannot be built from this config: AssertionError"):
+            subject.run(checks.tensor_parallel)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())

@@ -15,11 +15,12 @@ SOURCE = Path(__file__).parent / "tiny_family" / "engine_core_tiny"
 
 
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In an empty folder, with the packages of ``folder/site`` installed."""
     # The plugin is an entry point of the installed package; that of a source tree may be older.
     command = [sys.executable, "-m", "pytest", "-p", "engine_core.testing.plugin"]
     command += ["-p", "no:cacheprovider", "--pyargs", "engine_core.testing", *arguments]
     paths = os.pathsep.join([str(folder / "site"), str(ROOT)])
-    (folder / "empty").mkdir()
+    (folder / "empty").mkdir(exist_ok=True)
     return subprocess.run(
         command,
         capture_output=True,
@@ -54,6 +55,24 @@ def test_an_installed_package_is_checked(site: Path) -> None:
         "test_logits[biases] PASSED",
     ):
         assert line in done.stdout
+
+
+def test_no_check_is_skipped_unless_the_one_that_says_why_has_failed(site: Path) -> None:
+    plugin = site / "site" / "engine_core_tiny" / "plugin.py"
+    plugin.write_text(plugin.read_text().replace("model.TinyForCausalLM", "model.Nope"))
+    arguments = ("--model-package", "engine_core_tiny", "-v", "-rs", "-k")
+    done = run_pytest(site, *arguments, "(config_builder or weights or logits) and biases")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "test_config_builder[biases] FAILED" in done.stdout
+    assert "test_logits[biases] SKIPPED" in done.stdout
+    assert "test_weights[biases] SKIPPED" in done.stdout
+    assert "test_config_builder says why this cannot be checked" in done.stdout
+    assert "Nope" in done.stdout
+    # With the check that says why left out, the others say it themselves.
+    done = run_pytest(site, *arguments, "logits and biases and not gpu")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "test_logits[biases] FAILED" in done.stdout
+    assert "Nope" in done.stdout
 
 
 def test_the_package_must_be_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine_core.testing import ConformanceCase, ConformanceError, checks
 from engine_core.testing.case import load_cases
 from engine_core.testing.reference import NEW_TOKENS, TinyCheckpoint, prepare
-from engine_core.testing.subject import BlockedError, Subject, find_family
+from engine_core.testing.subject import NotApplicableError, Subject, find_family
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -155,7 +155,7 @@ def test_a_prompt_as_long_as_the_model_allows_is_checked(tmp_path: Path) -> None
 def test_what_cannot_be_split_is_not_pretended(tmp_path: Path) -> None:
     heads = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
     odd = case(config={**CONFIG, **heads})
-    with pytest.raises(BlockedError, match=r"does not split over two ranks: .*heads \(3\)"):
+    with pytest.raises(NotApplicableError, match=r"does not split over two ranks: .*heads \(3\)"):
         checks.tensor_parallel(subject(odd, prepare(odd, tmp_path)))
 
 
