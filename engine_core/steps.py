@@ -124,7 +124,8 @@ class Logprob:
     Attributes:
         logprob: natural logarithm.
         rank: 1 for the most probable token of the vocabulary.
-        decoded_token: its text, or None without a tokenizer.
+        decoded_token: what it adds to a text that has begun, such as " fox"; a special token's
+            name; U+FFFD for a part of a character. None without a tokenizer.
     """
 
     logprob: float

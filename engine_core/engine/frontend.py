@@ -24,7 +24,7 @@ from engine_core.steps import (
     TokenLogprobs,
     TokenUpdate,
 )
-from engine_core.text import TextStream, Tokenizer, load_tokenizer
+from engine_core.text import TextStream, Tokenizer, TokenNames, load_tokenizer
 
 
 class TextPrompt(TypedDict):
@@ -472,13 +472,16 @@ class Frontend:
                 completion.finish_reason, completion.stop_reason = "stop", stream.stopped_by
 
     def _decoded(self, entry: TokenLogprobs) -> TokenLogprobs:
-        if self._tokenizer is None:
+        names = self._token_names
+        if names is None:
             return entry
-        decode = self._tokenizer.decode
         return {
-            token: replace(value, decoded_token=decode([token], skip_special_tokens=False))
-            for token, value in entry.items()
+            token: replace(value, decoded_token=names.text(token)) for token, value in entry.items()
         }
+
+    @cached_property
+    def _token_names(self) -> TokenNames | None:
+        return None if self._tokenizer is None else TokenNames(self._tokenizer)
 
     def _in_vocabulary(self, token: Any) -> bool:
         return (

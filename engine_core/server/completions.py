@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -26,6 +27,7 @@ from engine_core.server.generation import (
 from engine_core.server.logprobs import CompletionLogprobs, prompt_logprobs
 from engine_core.server.protocol import COMPLETION_BODY, CompletionBody
 from engine_core.server.service import Service
+from engine_core.text import TokenNames
 
 if TYPE_CHECKING:
     from engine_core.steps import CompletionOutput, RequestOutput, TokenLogprobs
@@ -35,7 +37,6 @@ async def create_completion(request: Request) -> Response:
     """Complete one prompt or several."""
     service = Service.of(request)
     context = RequestContext.of(request)
-    engine = service.engine
     service.check_room()
     body = await read_body(request, COMPLETION_BODY, service.settings.max_body_size)
     check_common(body, service)
@@ -51,14 +52,12 @@ async def create_completion(request: Request) -> Response:
     params = _sampling_params(service, body)
     prompts = []
     for prompt in given:
-        length = len(prompt) if isinstance(prompt, str) else 0
-        _, token_ids = await service.run_text(length, partial(engine.tokenize, prompt))
-        service.check_length(token_ids, "prompt")
-        prompts.append(token_ids)
+        work = partial(service.tokenize, prompt)
+        prompts.append(await service.run_text(context.body_size, work))
     if service.settings.log_prompts:
         context.details["prompts"] = given
-    completion = _Completion(service, context, body, given, prompts)
-    return await completion.answer(request, params)
+    completion = _Completion(service, context, body, given, prompts, params)
+    return await completion.answer(request)
 
 
 def _prompts(body: CompletionBody) -> list[str | list[int]]:
@@ -94,21 +93,26 @@ class _Completion:
         body: CompletionBody,
         given: list[str | list[int]],
         prompts: list[list[int]],
+        params: SamplingParams,
     ) -> None:
         self._service = service
         self._context = context
         self._body = body
         self._given = given
         self._prompts = prompts
+        self._params = params
+        self._n = params.n
+        self._tokenizer = tokenizer = service.engine.tokenizer
+        self._token_names: TokenNames | None = None
+        if tokenizer is not None and body.logprobs is not None:
+            self._token_names = TokenNames(tokenizer)
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = now()
-        self._n = 1
 
-    async def answer(self, request: Request, params: SamplingParams) -> Response:
+    async def answer(self, request: Request) -> Response:
         """Run the requests and make the response of them."""
-        self._n = params.n
         generation = await Generation.start(
-            self._service, self._context, self._id, self._prompts, params, self._body
+            self._service, self._context, self._id, self._prompts, self._params, self._body
         )
         if self._body.stream:
             return EventStream(self._events(generation), generation.close, self._context)
@@ -180,14 +184,32 @@ class _Completion:
         return self._prompts[index]
 
     def prompt_text(self, index: int) -> str:
-        """A prompt as text."""
+        """A prompt as text; empty if it was given as tokens and there is no tokenizer."""
         given = self._given[index]
-        return given if isinstance(given, str) else self.decode(given)
+        if isinstance(given, str):
+            return given
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(given, skip_special_tokens=False)
 
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of tokens; empty without a tokenizer."""
-        tokenizer = self._service.engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=False)
+    def num_added(self, index: int) -> int:
+        """How many tokens a prompt begins with that the tokenizer put before its text."""
+        if self._tokenizer is None or not isinstance(self._given[index], str):
+            return 0
+        pairs = zip(self._tokenizer.encode(""), self._prompts[index], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def logprobs(self, index: int) -> CompletionLogprobs | None:
+        """What makes the ``logprobs`` objects of a completion of a prompt, if they are wanted."""
+        if self._body.logprobs is None:
+            return None
+        return CompletionLogprobs(
+            self._tokenizer,
+            self._token_names,
+            self._body.logprobs,
+            prompt_token_ids=self._prompts[index],
+            skip_special_tokens=self._params.skip_special_tokens,
+        )
 
 
 class _Choice:
@@ -197,13 +219,13 @@ class _Choice:
         self._request = request
         self._prompt = prompt
         self._index = index
-        body = request.body
-        self._logprobs = None if body.logprobs is None else CompletionLogprobs(body.logprobs)
+        self._logprobs = request.logprobs(prompt)
         self._of_prompt: list[TokenLogprobs | None] | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._made: list[dict[str, Any]] = []
         self._begun = False
+        self._taken = False
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
 
@@ -224,21 +246,16 @@ class _Choice:
         self._text.append(completion.text)
         self._token_ids += completion.token_ids
         if self._logprobs is not None and completion.logprobs:
-            self._made.append(
-                self._logprobs.add(
-                    completion.token_ids, completion.logprobs, [""] * len(completion.token_ids)
-                )
-            )
+            self._made.append(self._logprobs.add(completion.token_ids, completion.logprobs))
 
     def _echo(self) -> None:
-        self._text.append(self._request.prompt_text(self._prompt))
-        if self._logprobs is None:
-            return
-        token_ids = self._request.prompt_token_ids(self._prompt)
-        first = self._request.decode(token_ids[:1])
-        texts = [first, *[""] * (len(token_ids) - 1)]
-        of_prompt = self._of_prompt or [None] * len(token_ids)
-        self._made.append(self._logprobs.add(token_ids, of_prompt, texts))
+        text = self._request.prompt_text(self._prompt)
+        self._text.append(text)
+        if self._logprobs is not None:
+            count = len(self._request.prompt_token_ids(self._prompt))
+            of_prompt = self._of_prompt or [None] * count
+            num_added = self._request.num_added(self._prompt)
+            self._made.append(self._logprobs.echo(text, of_prompt, num_added=num_added))
 
     def _object(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         made: dict[str, Any] = {
@@ -261,6 +278,9 @@ class _Choice:
         if not text and logprobs is None and self._finish_reason is None and not more:
             return None
         made = self._object(text, logprobs)
+        if self._request.body.return_token_ids and not self._taken:
+            made["prompt_token_ids"] = self._request.prompt_token_ids(self._prompt)
+        self._taken = True
         self._text.clear()
         self._token_ids = []
         return made

@@ -155,10 +155,23 @@ def _check_count(service: Service, num_prompts: int, n: int) -> None:
 
 
 class Generation:
-    """What one HTTP request asks of the engine: a request for each of its prompts."""
+    """What one HTTP request asks of the engine: a request for each of its prompts.
+
+    Args:
+        service: the server.
+        context: the HTTP request's.
+        streams: what comes of the prompts.
+        completes: whether their tokens are for the answer; else the prompts are only scored, and a
+            token comes of that too.
+    """
 
     def __init__(
-        self, service: Service, context: RequestContext, streams: Sequence[RequestStream]
+        self,
+        service: Service,
+        context: RequestContext,
+        streams: Sequence[RequestStream],
+        *,
+        completes: bool,
     ) -> None:
         self._service = service
         self._context = context
@@ -196,6 +209,7 @@ class Generation:
         try:
             streams = await engine.add_requests(
                 prompts,
+        self._completes = completes
                 params,
                 request_ids=[f"{identifier}-{index}" for index in range(len(prompts))],
                 priority=body.priority or 0,
@@ -206,7 +220,7 @@ class Generation:
             if service.phase == "draining":
                 raise unavailable(DRAINING, "draining") from None
             raise
-        return cls(service, context, streams)
+        return cls(service, context, streams, completes=body.max_tokens != 0)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """What comes of the prompts: a prompt's index and what is new of it.
@@ -244,7 +258,7 @@ class Generation:
     def _take(self, index: int, output: RequestOutput) -> None:
         self._cached[index] = output.metrics.num_cached_tokens
         for completion in output.outputs:
-            count = len(completion.token_ids)
+            count = len(completion.token_ids) if self._completes else 0
             self.completion_tokens += count
             if count:
                 self._clock.tokens(index * 1024 + completion.index, count)

@@ -221,6 +221,7 @@ class CompletionChunkChoice(Answer):
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None = None
     token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
 
 
 class CompletionChunkAnswer(Answer):

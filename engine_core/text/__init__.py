@@ -8,7 +8,7 @@ from engine_core.text.loading import load_tokenizer
 from engine_core.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from engine_core.text.stop_strings import StopMatch, StopStringMatcher
 from engine_core.text.text_stream import TextStream, TextUpdate
-from engine_core.text.token_bytes import token_bytes
+from engine_core.text.token_bytes import TokenNames, token_bytes
 from engine_core.text.tokenizer import FastTokenizer, Tokenizer, TransformersTokenizer
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "TextStream",
     "TextUpdate",
     "Tokenizer",
+    "TokenNames",
     "TransformersTokenizer",
     "load_tokenizer",
     "token_bytes",

@@ -1,4 +1,5 @@
-"""The bytes that each token of a vocabulary adds to a text, for those who match text by tokens."""
+"""The bytes that each token of a vocabulary adds to a text, for those who match text by tokens, and
+what a token is called."""
 
 from __future__ import annotations
 
@@ -36,6 +37,58 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
             added = convert(token_id, token)
             table.append(b"" if SPECIAL in added else added)
     return table
+
+
+class TokenNames:
+    """What single tokens are called; worked out when one is asked for, and kept.
+
+    Args:
+        tokenizer: whose tokens they are.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = tokenizer.special_ids
+        self._convert = _converter(tokenizer)
+        self._texts: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+
+    def text(self, token_id: int) -> str:
+        """What the token adds to a text that has begun; empty for an id without a token.
+
+        A special token's text is its name, and bytes that are no whole characters are U+FFFD.
+        """
+        known = self._texts.get(token_id)
+        if known is None:
+            known = self._texts[token_id] = self._text(token_id)
+        return known
+
+    def unique(self, token_id: int) -> str:
+        """The same, but ``bytes:\\xf0\\x9f`` for such bytes, as OpenAI's completions have them."""
+        known = self._names.get(token_id)
+        if known is None:
+            known = self._names[token_id] = self._name(token_id)
+        return known
+
+    def _text(self, token_id: int) -> str:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._special:
+            return token or ""
+        added = self._convert(token_id, token)
+        if added:
+            return added.decode(errors="replace")
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def _name(self, token_id: int) -> str:
+        text = self.text(token_id)
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or "\ufffd" not in text or token_id in self._special:
+            return text
+        added = self._convert(token_id, token)
+        try:
+            return added.decode() or text
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in added)
 
 
 def _converter(tokenizer: Tokenizer) -> Callable[[int, str], bytes]:

@@ -14,7 +14,14 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 from serving import ServerProcess
-from tokenizers import Tokenizer
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    processors,
+)
 
 from engine_core import LLM, SamplingParams
 
@@ -249,6 +256,221 @@ def test_echo_scores_the_prompt(client: openai.OpenAI, llm: LLM) -> None:
     )
     text = "".join(chunk.choices[0].text for chunk in streamed)
     assert text.startswith(prompt)
+
+
+EMOJI = "Emoji 🦀𓀀 crab ok"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_stand_where_their_text_does(
+    client: openai.OpenAI, tokenizer: Tokenizer, stream: bool
+) -> None:
+    options: dict[str, Any] = {"model": MODEL, "prompt": EMOJI, "echo": True, "logprobs": 0}
+    options |= {"seed": 1, "max_tokens": 20, "extra_body": {"guided_choice": [" and 𓀀 crab"]}}
+    if stream:
+        chunks = list(client.completions.create(**options, stream=True))
+        pieces = [chunk.choices[0] for chunk in chunks]
+    else:
+        pieces = client.completions.create(**options).choices
+    text = EMOJI + " and 𓀀 crab"
+    assert "".join(piece.text for piece in pieces) == text
+    reported = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    tokens = [token for item in reported for token in item.tokens or ()]
+    offsets = [offset for item in reported for offset in item.text_offset or ()]
+    # The tokenizer's own offsets: each byte of a character stands where the character does.
+    prompt, completion = tokenizer.encode(EMOJI), tokenizer.encode(" and 𓀀 crab")
+    expected = [start for start, _ in prompt.offsets]
+    expected += [len(EMOJI) + start for start, _ in completion.offsets]
+    assert tokens[-1] == "<|im_end|>"
+    assert offsets == [*expected, len(text)]
+    assert offsets[tokens.index("bytes:\\x80") + 1] == 7
+    crab = [r"bytes:\xf0", r"bytes:\x9f", r"bytes:\xa6", r"bytes:\x80"]
+    begin = tokens.index(crab[0])
+    assert tokens[begin : begin + 4] == crab
+    assert "".join(tokens[:begin]) == "Emoji "
+
+
+def test_top_logprobs_lose_no_token_and_have_the_chosen_one(
+    client: openai.OpenAI, llm: LLM
+) -> None:
+    params = SamplingParams(seed=5, max_tokens=24, logprobs=5, prompt_logprobs=5, ignore_eos=True)
+    (expected,) = llm.generate(EMOJI, params)
+    options: dict[str, Any] = {"model": MODEL, "prompt": EMOJI, "echo": True, "seed": 5}
+    options |= {"max_tokens": 24, "extra_body": {"ignore_eos": True}}
+    reported = client.completions.create(**options, logprobs=5).choices[0].logprobs
+    assert expected.prompt_logprobs is not None
+    output = expected.outputs[0]
+    entries = [*expected.prompt_logprobs[1:], *(output.logprobs or ())]
+    assert reported is not None
+    assert reported.top_logprobs is not None
+    assert reported.tokens is not None
+    assert reported.token_logprobs is not None
+    assert reported.top_logprobs[0] is None
+    sizes = set()
+    for top, tokens, name, value in zip(
+        reported.top_logprobs[1:],
+        entries,
+        reported.tokens[1:],
+        reported.token_logprobs[1:],
+        strict=True,
+    ):
+        assert tokens is not None
+        assert sorted(top.values()) == pytest.approx(
+            sorted(entry.logprob for entry in tokens.values()), abs=1e-4
+        )
+        assert top[name] == value
+        assert "\ufffd" not in "".join(top)
+        sizes.add(len(top))
+    assert sizes == {5, 6}, "the token that came is sometimes among the most probable"
+    assert any(name.startswith("bytes:") for top in reported.top_logprobs[1:] for name in top)
+    alone = client.completions.create(**options, logprobs=0).choices[0].logprobs
+    assert alone is not None
+    assert alone.top_logprobs is not None
+    assert [list(top) for top in alone.top_logprobs[1:]] == [[name] for name in alone.tokens[1:]]
+
+
+@pytest.fixture(scope="module")
+def spaced(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A server whose tokenizer is in the layout of Llama 2's: a beginning-of-sequence token, words
+    that begin with their space, and a decoder that drops the first one.
+    """
+    special = ["<unk>", "<s>", "</s>"]
+    parts = [*"▁thefox", "th", "the", "▁the", "fo", "fox", "▁fox"]
+    vocabulary = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *dict.fromkeys(parts)]
+    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("f", "o"), ("fo", "x"), ("▁", "fox")]
+    backend = Tokenizer(
+        models.BPE(
+            {token: index for index, token in enumerate(vocabulary)},
+            merges,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    folder = tmp_path_factory.mktemp("spaced")
+    backend.save(str(folder / "tokenizer.json"))
+    template = "<s>{% for message in messages %}{{ message.content }}{% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "eos_token": "</s>", "chat_template": template})
+    )
+    options = ["--kv-cache-memory", "16MiB", "--served-model-name", MODEL]
+    with (
+        ServerProcess(tiny_model, *options, "--tokenizer", str(folder)).wait_ready() as process,
+        openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_tokens_of_a_sentencepiece_layout_have_their_spaces(spaced: openai.OpenAI) -> None:
+    def scored(prompt: Any) -> tuple[str, Any]:
+        (choice,) = spaced.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            echo=True,
+            logprobs=0,
+            max_tokens=2,
+            extra_body={"allowed_token_ids": [fox], "prompt_logprobs": 0},
+        ).choices
+        assert choice.logprobs is not None
+        return choice.text, choice
+
+    ids = httpx.post(
+        str(spaced.base_url.join("../tokenize")), json={"model": MODEL, "prompt": "the fox  the"}
+    ).json()["tokens"]
+    beginning, the, fox, space, _ = ids
+    text, choice = scored("the fox  the")
+    assert text == "the fox  the fox fox"
+    names = ["<s>", " the", " fox", " ", " the", " fox", " fox"]
+    assert choice.logprobs.tokens == names
+    # The beginning of the sequence is not in the text.
+    assert choice.logprobs.text_offset == [0, 0, 3, 7, 8, 12, 16]
+    of_prompt = choice.model_extra["prompt_logprobs"][1:]
+    assert [next(iter(at.values()))["decoded_token"] for at in of_prompt] == names[1:5]
+    # Here it is: the text of token ids is theirs.
+    text, choice = scored([beginning, the, space, fox])
+    assert text == "<s> the  fox fox fox"
+    assert choice.logprobs.tokens == ["<s>", " the", " ", " fox", " fox", " fox"]
+    assert choice.logprobs.text_offset == [0, 3, 7, 8, 12, 16]
+    # It was written.
+    text, choice = scored("<s>the")
+    assert choice.logprobs.tokens[:2] == ["<s>", "<s>"]
+    assert choice.logprobs.text_offset[:3] == [0, 0, 3]
+    assert text.startswith("<s>the")
+    # Without its prompt a text begins with its first token.
+    (choice,) = spaced.completions.create(
+        model=MODEL,
+        prompt="the",
+        logprobs=0,
+        max_tokens=2,
+        extra_body={"allowed_token_ids": [fox]},
+    ).choices
+    assert choice.text == " fox fox"
+    assert choice.logprobs is not None
+    assert choice.logprobs.text_offset == [0, 4]
+
+    (answer,) = spaced.chat.completions.create(
+        model=MODEL,
+        messages=HELLO,
+        logprobs=True,
+        top_logprobs=1,
+        max_tokens=1,
+        extra_body={"allowed_token_ids": [fox]},
+    ).choices
+    assert answer.logprobs is not None
+    assert answer.logprobs.content is not None
+    (item,) = answer.logprobs.content
+    assert (item.token, item.bytes) == (" fox", list(b" fox"))
+    assert len(item.top_logprobs) == 1
+
+
+def test_nothing_is_completed_where_a_prompt_is_scored(
+    client: openai.OpenAI, tokenizer: Tokenizer
+) -> None:
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPTS[:2], "echo": True, "logprobs": 1}
+    options |= {"max_tokens": 0, "extra_body": {"return_token_ids": True}}
+    answer = client.completions.create(**options)
+    chunks = list(
+        client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+    count = sum(len(tokenizer.encode(prompt).ids) for prompt in PROMPTS[:2])
+    for usage in (answer.usage, chunks[-1].usage):
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (count, 0)
+        assert usage.total_tokens == count
+    assert [_ids(choice) for choice in answer.choices] == [[], []]
+
+
+def test_a_stream_tells_the_prompts_token_ids_once(
+    client: openai.OpenAI, tokenizer: Tokenizer
+) -> None:
+    options: dict[str, Any] = {**GREEDY, "prompt": PROMPTS[:2], "n": 2}
+    found: dict[int, list[list[int]]] = {}
+    for chunk in client.completions.create(
+        **options, stream=True, extra_body={"return_token_ids": True}
+    ):
+        for choice in chunk.choices:
+            extra = choice.model_extra or {}
+            found.setdefault(choice.index, []).append(extra.get("prompt_token_ids"))
+    ids = [tokenizer.encode(prompt).ids for prompt in PROMPTS[:2]]
+    for index, pieces in found.items():
+        assert pieces == [ids[index // 2], *[None] * (len(pieces) - 1)]
+    assert len(found) == 4
 
 
 def test_token_ids_are_prompts_too(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
