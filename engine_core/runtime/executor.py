@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import tempfile
 import traceback
 from collections import deque
@@ -30,6 +31,8 @@ from engine_core.step_context import BuildContext
 from engine_core.steps import StepPlan, StepResult
 
 _STOP_SECONDS = 5.0
+# Less, so that a rank ends by itself even if its parent is gone.
+_LEAVE_SECONDS = 4
 
 
 class Executor(Protocol):
@@ -268,25 +271,8 @@ def _worker_main(
     """The life of one rank's process."""
     # Ctrl-C goes to every process of the terminal; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker: Worker | None = None
     try:
-        while True:
-            try:
-                command, *arguments = connection.recv()
-            except (EOFError, OSError):
-                return
-            if command == "load":
-                worker = _join(model, config, rank, meeting)
-                connection.send(("done", worker.load()))
-                continue
-            assert worker is not None, f"{command} before load"
-            if command == "start":
-                worker.start(*arguments)
-                connection.send(("done", None))
-            else:
-                result = worker.submit(*arguments).result()
-                if rank == 0:
-                    connection.send(("done", result))
+        _serve(connection, model, config, rank, meeting)
     except EngineError as error:
         with contextlib.suppress(OSError):  # the parent is gone
             connection.send(("refused", error))
@@ -296,6 +282,52 @@ def _worker_main(
             connection.send(
                 ("failed", f"{type(error).__name__}: {error} ({last.name}, line {last.lineno})")
             )
+    # A thread of the process group may still hold tensors of the last collective. If it lets go
+    # of them while the interpreter is taken down, the C++ runtime aborts; so it is not taken down.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or None
+            stream.flush()
+    os._exit(0)
+
+
+def _serve(
+    connection: Connection, model: str, config: EngineConfig, rank: int, meeting: str
+) -> None:
+    """Do what the parent says until it hangs up."""
+    worker: Worker | None = None
+    while True:
+        try:
+            command, *arguments = connection.recv()
+        except (EOFError, OSError):
+            break
+        if command == "load":
+            worker = _join(model, config, rank, meeting)
+            connection.send(("done", worker.load()))
+            continue
+        assert worker is not None, f"{command} before load"
+        if command == "start":
+            worker.start(*arguments)
+            connection.send(("done", None))
+        else:
+            result = worker.submit(*arguments).result()
+            if rank == 0:
+                connection.send(("done", result))
+    if worker is not None:
+        del worker
+        _leave()
+
+
+def _leave() -> None:
+    """Leave the other ranks, who may be gone."""
+    import torch.distributed
+
+    # NCCL may wait for a rank that is dead. The signal ends this process whatever holds the GIL.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_LEAVE_SECONDS)
+    # The model's layers know the group, and each other.
+    gc.collect()
+    torch.distributed.destroy_process_group()
+    signal.alarm(0)
 
 
 def _join(model: str, config: EngineConfig, rank: int, meeting: str) -> Worker:

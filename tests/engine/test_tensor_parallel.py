@@ -54,6 +54,31 @@ def test_a_rank_that_dies_ends_the_request_with_the_cause() -> None:
     assert not multiprocessing.active_children()
 
 
+def test_ranks_end_quietly(capfd: pytest.CaptureFixture[str]) -> None:
+    """What gloo's threads hold back at the end is a matter of luck, so it is tried again."""
+    prompt = golden_prompts("llama-gqa")[2].input_ids
+    for _ in range(5):
+        with LLM(str(GOLDEN / "llama-gqa"), config()) as llm:
+            ranks = multiprocessing.active_children()
+            llm.generate(prompt, SamplingParams(max_tokens=2))
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_whose_neighbour_is_gone_ends_quietly(
+    number: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompt = golden_prompts("llama-gqa")[2].input_ids
+    with LLM(str(GOLDEN / "llama-gqa"), config()) as llm:
+        ranks = sorted(multiprocessing.active_children(), key=lambda rank: rank.name)
+        llm.generate(prompt, SamplingParams(max_tokens=2))
+        os.kill(ranks[number].pid, signal.SIGKILL)
+        ranks[number].join()
+    assert ranks[1 - number].exitcode == 0
+    assert capfd.readouterr().err == ""
+
+
 def test_a_custom_module_map_reaches_every_rank(tmp_path: Path) -> None:
     """No environment variable, no fork: each process reads the file itself."""
     prompt = golden_prompts("llama-gqa")[2]
