@@ -299,6 +299,14 @@ class _Check:
         if checkpoint.has_weights:
             try:
                 account = check_weights(self.network, checkpoint, self.model)
+                for pair in account.uncompared:
+                    self._add(
+                        "tied-head-unread",
+                        "warning",
+                        f"the config ties {pair[0]} and {pair[1]} (tie_word_embeddings), and the "
+                        "checkpoint has both: if they differ, it will be refused",
+                        pair,
+                    )
                 if mode == "gguf":
                     keep_blocks(self.network, checkpoint, account)
             except WeightsMismatchError as error:
@@ -430,9 +438,14 @@ class _Check:
                 if golden is None
                 else compare_with_golden(model, golden)
             )
+        except (CheckpointError, ConfigError) as error:
+            self._add(_code(error), "error", str(error))
+            return
         except EngineError as error:
             self._add("comparison-unavailable", "warning", str(error))
             return
+        # Loading has compared them.
+        self.problems = [p for p in self.problems if p.code != "tied-head-unread"]
         for prompt in self.comparison.prompts:
             if prompt.first_difference is not None:
                 part = next(p for p in prompt.parts if p.part == prompt.first_difference)

@@ -32,6 +32,7 @@ Code = Literal[
     "plugin-broken",
     "quantization-unsupported",
     "special-id-out-of-range",
+    "tied-head-unread",
     "tokenizer-larger-than-vocabulary",
     "tokenizer-unusable",
     "weights-missing",
@@ -63,6 +64,8 @@ HINTS: dict[Code, str] = {
     "plugin-broken": "Reinstall or remove the plugin; the others work without it.",
     "quantization-unsupported": "Take the model's unquantised checkpoint or a GGUF file of it.",
     "special-id-out-of-range": "Correct the id in config.json or generation_config.json.",
+    "tied-head-unread": "Compare them with --deep; if they differ, set tie_word_embeddings to "
+    "false with hf_overrides.",
     "tokenizer-larger-than-vocabulary": "Prompts that contain such a token are refused; check that "
     "tokenizer and weights belong together.",
     "tokenizer-unusable": "Add the tokenizer's files, name another with --tokenizer, or set "

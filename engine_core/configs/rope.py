@@ -30,7 +30,7 @@ def rope_keys(values: Mapping[str, Any], rope_types: Collection[str]) -> dict[st
     Raises:
         ConfigError: the scaling is no object, or of a type that is not supported.
     """
-    rope = next((values[name] for name in _NAMES if values.get(name)), {})
+    rope: Any = next((values[name] for name in _NAMES if values.get(name)), {})
     if not isinstance(rope, Mapping):
         raise ConfigError(f"config.json: rope_scaling must be an object or null, got {rope!r}")
     older = rope.get("type", "default")

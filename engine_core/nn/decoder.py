@@ -77,11 +77,10 @@ class RotaryCausalLM(CausalLM, ABC):
             config, [self.build_layer(config, index) for index in range(config.num_hidden_layers)]
         )
         self.rotary_emb = build_rotary_embedding_from_config(config)
-        self.tied: bool = config.tie_word_embeddings
         self.lm_head = build_lm_head(
             config.hidden_size,
             config.vocab_size,
-            tied_to=self.model.embed_tokens if self.tied else None,
+            tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
         )
 
     @abstractmethod
@@ -128,6 +127,5 @@ class RotaryCausalLM(CausalLM, ABC):
                 "gate_proj": ("gate_up_proj", 0),
                 "up_proj": ("gate_up_proj", 1),
             },
-            # Old checkpoints store the rotary table; some with a tied head store the head too.
-            ignore=("rotary_emb.inv_freq", *(("lm_head.weight",) if self.tied else ())),
+            ignore=("rotary_emb.inv_freq",),  # Old checkpoints store the table.
         )

@@ -8,6 +8,7 @@ meta device: that checks every name and shape of a checkpoint without reading it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine_core.errors import WeightsMismatchError
+from engine_core.errors import ConfigError, WeightsMismatchError
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -33,7 +34,12 @@ class ShapeMismatchError(ValueError):
 
 
 class LoadAccount:
-    """Which parameters of a model were filled and which tensors were taken."""
+    """Which parameters of a model were filled and which tensors were taken.
+
+    Attributes:
+        uncompared: pairs of tensors that are for one parameter and were not read: if they differ,
+            loading them will be refused.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(param): name for name, param in model.named_parameters()}
@@ -45,6 +51,7 @@ class LoadAccount:
         self._by_storage: dict[int, str] = {}
         self._current: str | None = None
         self._wrong: list[str] = []
+        self.uncompared: list[tuple[str, str]] = []
 
     def watch(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Pass the tensors on and remember their names."""
@@ -217,6 +224,9 @@ def load_stacked_weights(
 ) -> None:
     """Load a checkpoint whose names are the model's, but for layers merged into one.
 
+    A parameter that the model shares between two names, as a tied head, may have a tensor under
+    each of them. The second is compared with the first.
+
     Args:
         model: whose parameters are filled.
         weights: the checkpoint's names and tensors.
@@ -224,8 +234,13 @@ def load_stacked_weights(
             ``{"q_proj": ("qkv_proj", "q")}``; a layer name is one dotted part.
         rename: applied to each checkpoint name first.
         ignore: beginnings or ends of names that the model has no use for.
+
+    Raises:
+        ConfigError: two tensors that are tied are not the same.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
+    users = Counter(id(param) for param in params.values())
+    tied: dict[tuple[int, Any], tuple[str, Tensor]] = {}
     ignored = tuple(ignore)
     account = _ACCOUNT.get()
     for name, tensor in weights:
@@ -241,11 +256,45 @@ def load_stacked_weights(
             target = ".".join([*path, layer, leaf]).lstrip(".")
         param = params.get(target)
         if param is not None:
+            if users[id(param)] > 1:
+                # Held until its copy comes; it is mapped from its file, not in memory.
+                first = tied.setdefault((id(param), shard_id), (name, tensor))
+                if first[0] != name:
+                    _check_tied(first, (name, tensor))
+                    continue
             load_weight(param, tensor, shard_id)
         elif account is None:
             raise WeightsMismatchError(
                 f"the model has no parameter for the tensor {name!r}", unexpected=(name,)
             )
+
+
+def _check_tied(first: tuple[str, Tensor], second: tuple[str, Tensor]) -> None:
+    """Take note of a second tensor for a parameter that has been filled from the first."""
+    account = _ACCOUNT.get()
+    (one, filled), (other, copy) = first, second
+    if account is not None:
+        account.ignore(other)
+        if filled.is_meta and filled.shape == copy.shape:
+            account.uncompared.append((one, other))
+            return
+    if filled.shape != copy.shape or not _equal(filled, copy):
+        raise ConfigError(
+            f"the model's config ties {one} and {other} (tie_word_embeddings), but in the "
+            "checkpoint they differ; set tie_word_embeddings to false in hf_overrides to run with "
+            "both"
+        )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.dtype == other.dtype:
+        return torch.equal(one, other)
+    # In parts: converted as a whole, a large model's vocabulary would take gigabytes.
+    parts = zip(one.split(_ROWS), other.split(_ROWS), strict=True)
+    return all(torch.equal(rows.double(), others.double()) for rows, others in parts)
+
+
+_ROWS = 1024
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

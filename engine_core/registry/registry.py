@@ -144,9 +144,10 @@ class Registry:
         names = hf_config.get("architectures", [])
         known = self.architectures
         if isinstance(names, list) and names and str(names[0]) not in known:
-            raise UnknownArchitectureError(
-                self._unknown(str(names[0]), hf_config.get("model_type"))
-            )
+            model_type = hf_config.get("model_type")
+            if not isinstance(model_type, str | None):
+                raise ConfigError(f"config.json: model_type must be a string, got {model_type!r}")
+            raise UnknownArchitectureError(self._unknown(str(names[0]), model_type))
         return _build(DefaultConfigBuilder, hf_config, model_path)
 
     def input_processor(self, model_config: ModelConfig) -> InputProcessor | None:

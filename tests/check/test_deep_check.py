@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from golden_fixtures import GOLDEN
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from engine_core import EngineConfig
+from engine_core import LLM, EngineConfig
 from engine_core.check import check_model
 from engine_core.cli import app
+from engine_core.errors import ConfigError
 
 IDS = EngineConfig(skip_tokenizer_init=True)
 
@@ -86,6 +88,56 @@ def test_the_first_layer_that_differs_is_named(wrong: EngineConfig) -> None:
 def test_overrides_go_to_both(model: Model) -> None:
     config = IDS.replace(hf_overrides={"rope_theta": 77.0})
     report = check_model(str(model), config, deep=True)
+    assert report.comparison is not None
+    assert report.comparison.same
+
+
+def test_a_tied_head_that_is_another_is_refused_and_runs_untied(model: Model) -> None:
+    model.json("config.json", tie_word_embeddings=True)
+    pair = {"lm_head.weight", "model.embed_tokens.weight"}
+    unread = check_model(str(model), IDS)
+    assert unread.exit_code == 0
+    [warning] = [p for p in unread.warnings if p.code == "tied-head-unread"]
+    assert set(warning.names) == pair
+
+    message = (
+        r"(?s)ties (?=.*lm_head\.weight)(?=.*model\.embed_tokens\.weight).* they differ; set tie"
+    )
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(model), IDS)
+    read = check_model(str(model), IDS, deep=True)
+    assert read.exit_code == 1
+    assert not read.will_run
+    [problem] = read.errors
+    assert problem.code == "config-invalid"
+    assert re.search(message, problem.message)
+
+    untied = IDS.replace(hf_overrides={"tie_word_embeddings": False})
+    report = check_model(str(model), untied, deep=True)
+    assert report.exit_code == 0
+    assert report.comparison is not None
+    assert report.comparison.same
+
+
+def test_a_tied_head_that_is_stored_again_is_read(model: Model) -> None:
+    model.json("config.json", tie_word_embeddings=True)
+    model.tensors(
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        )
+    )
+    report = check_model(str(model), IDS, deep=True)
+    assert report.exit_code == 0
+    assert "tied-head-unread" not in {problem.code for problem in report.problems}
+    assert report.comparison is not None
+    assert report.comparison.same
+
+
+def test_a_tied_head_that_stands_alone_is_the_embedding(model: Model) -> None:
+    model.json("config.json", tie_word_embeddings=True)
+    model.tensors(lambda tensors: tensors.pop("model.embed_tokens.weight"))
+    report = check_model(str(model), IDS, deep=True)
+    assert report.exit_code == 0
     assert report.comparison is not None
     assert report.comparison.same
 

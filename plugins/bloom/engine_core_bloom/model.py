@@ -86,11 +86,10 @@ class BloomForCausalLM(CausalLM):
         self.word_embeddings_layernorm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.h = nn.ModuleList(BloomBlock(config) for _ in range(config.num_hidden_layers))
         self.ln_f = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.tied = config.tie_word_embeddings
         self.lm_head = build_lm_head(
             config.hidden_size,
             config.vocab_size,
-            tied_to=self.word_embeddings if self.tied else None,
+            tied_to=self.word_embeddings if config.tie_word_embeddings else None,
         )
 
     def forward(
@@ -117,5 +116,4 @@ class BloomForCausalLM(CausalLM):
             # For each head its query, key and value rows stand together.
             {"query_key_value": ("qkv_proj", "hgd"), "dense": ("o_proj", None)},
             rename=lambda name: name.removeprefix("transformer."),
-            ignore=("lm_head.weight",) if self.tied else (),
         )

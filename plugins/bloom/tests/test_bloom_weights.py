@@ -11,7 +11,7 @@ from golden_fixtures import GOLDEN, check_output, golden_prompts, greedy_params
 from safetensors.torch import load_file, save_file
 
 from engine_core import LLM
-from engine_core.errors import WeightsMismatchError
+from engine_core.errors import ConfigError, WeightsMismatchError
 
 NAME = "bloom-6heads"
 
@@ -46,11 +46,34 @@ def test_a_checkpoint_saved_without_head_is_a_language_model(tmp_path: Path) -> 
     check_golden(tmp_path)
 
 
-def test_a_stored_copy_of_the_tied_head_is_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_stored_copy_of_the_tied_head_is_accepted(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = golden_tensors()
-    head = tensors["transformer.word_embeddings.weight"].clone()
+    head = tensors["transformer.word_embeddings.weight"].to(dtype, copy=True)
     copy_checkpoint(tmp_path, {**tensors, "lm_head.weight": head})
     check_golden(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_head_that_is_tied_and_another_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = golden_tensors()
+    head = tensors["transformer.word_embeddings.weight"].to(dtype, copy=True)
+    head[-1, -1] += 1.0
+    copy_checkpoint(tmp_path, {**tensors, "lm_head.weight": head})
+    with pytest.raises(
+        ConfigError, match=r"lm_head\.weight .*they differ; set tie_word_embeddings"
+    ):
+        LLM(str(tmp_path), skip_tokenizer_init=True)
+
+
+def test_a_tied_head_of_another_shape_is_refused(tmp_path: Path) -> None:
+    tensors = golden_tensors()
+    head = tensors["transformer.word_embeddings.weight"][:-1].clone()
+    copy_checkpoint(tmp_path, {**tensors, "lm_head.weight": head})
+    with pytest.raises(
+        ConfigError, match=r"lm_head\.weight .*they differ; set tie_word_embeddings"
+    ):
+        LLM(str(tmp_path), skip_tokenizer_init=True)
 
 
 def test_an_untied_head_is_read(tmp_path: Path) -> None:

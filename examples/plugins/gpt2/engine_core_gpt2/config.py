@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig
+from engine_core.configs import DefaultConfigBuilder, HFConfig, check_kinds
 from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ _ONLY = {
     "add_cross_attention": False,
     "scale_attn_by_inverse_layer_idx": False,
     "scale_attn_weights": True,
-    "tie_word_embeddings": True,
 }
 
 
@@ -56,7 +55,9 @@ class GPT2ConfigBuilder:
         hf_config = hf_config.replace(
             **{name: value for name, value in names.items() if value is not None},
             layer_norm_epsilon=hf_config.get("layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=hf_config.get("tie_word_embeddings", True),
         )
+        check_kinds(hf_config.to_dict(), {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True})
         config = DefaultConfigBuilder.build(hf_config, model_path, **kwargs)
         inner = hf_config.get("n_inner", 4 * config.hidden_size)
         return config.replace(hf_config=hf_config.replace(intermediate_size=inner))

@@ -60,7 +60,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2LMHeadModel(CausalLM):
-    """GPT-2 with its head, which is the token embedding. Positions are learned, too."""
+    """GPT-2 with its head, which usually is the token embedding. Positions are learned, too."""
 
     def __init__(
         self,
@@ -74,7 +74,11 @@ class GPT2LMHeadModel(CausalLM):
         self.wpe = build_embedding(config.max_position_embeddings, config.hidden_size)
         self.h = nn.ModuleList(GPT2Block(config) for _ in range(config.num_hidden_layers))
         self.ln_f = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.lm_head = build_lm_head(config.hidden_size, config.vocab_size, tied_to=self.wte)
+        self.lm_head = build_lm_head(
+            config.hidden_size,
+            config.vocab_size,
+            tied_to=self.wte if config.tie_word_embeddings else None,
+        )
 
     def forward(
         self,
@@ -101,6 +105,5 @@ class GPT2LMHeadModel(CausalLM):
             rename=lambda name: name.removeprefix("transformer.").replace(
                 "attn.c_proj", "attn.o_proj"
             ),
-            # Old checkpoints store the causal mask; some store the tied head again.
-            ignore=(".attn.bias", ".attn.masked_bias", "lm_head.weight"),
+            ignore=(".attn.bias", ".attn.masked_bias"),  # Old checkpoints store the causal mask.
         )

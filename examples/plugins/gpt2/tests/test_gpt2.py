@@ -135,6 +135,24 @@ def test_names_without_prefix_and_stored_masks_are_read(
     check(rewritten(checkpoint, tmp_path, tensors), checkpoint.prompts)
 
 
+def test_a_head_of_its_own_is_read_if_the_config_says_so(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    tensors = load_file(checkpoint.folder / "model.safetensors")
+    # Rows in another order give the same logits in that order.
+    order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"][order]
+    folder = str(rewritten(checkpoint, tmp_path, tensors))
+    with pytest.raises(ConfigError, match=r"they differ; set tie_word_embeddings to false"):
+        LLM(folder, skip_tokenizer_init=True)
+    prompt = checkpoint.prompts[1]
+    params = PARAMS.replace(max_tokens=1, prompt_logprobs=None)
+    untied = {"tie_word_embeddings": False}
+    with LLM(folder, skip_tokenizer_init=True, hf_overrides=untied) as llm:
+        [output] = llm.generate(prompt.token_ids, params)
+    assert order[output.outputs[0].token_ids[0]] == prompt.continuation[0]
+
+
 def test_learned_positions_end(checkpoint: Checkpoint) -> None:
     with pytest.raises(ConfigError, match=f"max_model_len {LONGEST + 1} is above the {LONGEST}"):
         LLM(str(checkpoint.folder), skip_tokenizer_init=True, max_model_len=LONGEST + 1)
@@ -146,6 +164,7 @@ def test_learned_positions_end(checkpoint: Checkpoint) -> None:
         ({"activation_function": "relu"}, "activation_function is 'relu'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ({"add_cross_attention": True}, "add_cross_attention is True"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
         ({"n_head": None}, "num_attention_heads"),
         ({"n_positions": 0}, "max_position_embeddings"),
     ],
