@@ -91,7 +91,15 @@ class CacheMemoryError(EngineError):
 
 
 class RequestError(EngineError, ValueError):
-    """One request is refused; every other request goes on."""
+    """One request is refused; every other request goes on.
+
+    Attributes:
+        param: the parameter at fault, as the caller named it; None if it is none or several.
+    """
+
+    def __init__(self, *args: object, param: str | None = None) -> None:
+        super().__init__(*args)
+        self.param = param
 
 
 class QueueFullError(RequestError):

@@ -24,7 +24,13 @@ from engine_core.steps import (
     TokenLogprobs,
     TokenUpdate,
 )
-from engine_core.text import TextStream, Tokenizer, TokenNames, load_tokenizer
+from engine_core.text import (
+    TextStream,
+    Tokenizer,
+    TokenNames,
+    check_variables,
+    load_tokenizer,
+)
 
 
 class TextPrompt(TypedDict):
@@ -272,15 +278,7 @@ class Frontend:
             raise RequestError(
                 f"a prompt is text or a list of token ids, got {type(given).__name__}"
             )
-        vocab_size = self._model_config.vocab_size
-        # Looked at as a whole first: a prompt of a million tokens is checked in a few milliseconds.
-        if set(map(type, given)) != {int} or not 0 <= min(given) <= max(given) < vocab_size:
-            for position, token in enumerate(given):
-                if not self._in_vocabulary(token):
-                    raise RequestError(
-                        f"token {token!r} at position {position} of the prompt is not a token id "
-                        f"of the vocabulary of {vocab_size}"
-                    )
+        check_token_ids(given, self._model_config.vocab_size, "prompt")
         return None, list(given)
 
     def render_chat(
@@ -300,16 +298,15 @@ class Frontend:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise RequestError("this engine has no tokenizer, so it cannot chat")
-        if chat_template is None and not tokenizer.chat_templates:
-            chat_template = self._model_config.default_chat_template
-        text = tokenizer.apply_chat_template(
+        text = render_chat_text(
+            tokenizer,
+            self._model_config,
             messages,
             add_generation_prompt=add_generation_prompt,
-            tools=tools,
             chat_template=chat_template,
-            **(template_kwargs or {}),
+            tools=tools,
+            template_kwargs=template_kwargs,
         )
-        # The template writes the special tokens itself.
         return tokenizer.encode(text, add_special_tokens=False)
 
     def resolve(self, sampling_params: SamplingParams | None) -> SamplingParams:
@@ -483,17 +480,65 @@ class Frontend:
     def _token_names(self) -> TokenNames | None:
         return None if self._tokenizer is None else TokenNames(self._tokenizer)
 
-    def _in_vocabulary(self, token: Any) -> bool:
-        return (
-            isinstance(token, int)
-            and not isinstance(token, bool)
-            and 0 <= token < self._model_config.vocab_size
-        )
-
     def _draw_seed(self) -> int:
         self._drawn_seeds += 1
         text = f"{self._config.seed}:{self._drawn_seeds}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> None:
+    """Refuse a list with anything in it but ids of the vocabulary.
+
+    Args:
+        token_ids: the list.
+        vocab_size: columns of the logits.
+        name: of the parameter that the list is.
+
+    Raises:
+        RequestError: names the first that is none, and where it stands.
+    """
+    # Looked at as a whole first: a prompt of a million tokens is checked in a few milliseconds.
+    types = set(map(type, token_ids))
+    if not types or (types == {int} and 0 <= min(token_ids) <= max(token_ids) < vocab_size):
+        return
+    for position, token in enumerate(token_ids):
+        is_integer = isinstance(token, int) and not isinstance(token, bool)
+        if not is_integer or not 0 <= token < vocab_size:
+            raise RequestError(
+                f"token {token!r} at position {position} of the {name} is not a token id of the "
+                f"vocabulary of {vocab_size}",
+                param=name,
+            )
+
+
+def render_chat_text(
+    tokenizer: Tokenizer,
+    model_config: ModelConfig,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt that the chat template makes of one conversation, as text.
+
+    It is to be encoded with ``add_special_tokens=False``: the template writes them itself.
+
+    Raises:
+        RequestError: the messages do not fit the template, or there is none.
+    """
+    variables = template_kwargs or {}
+    check_variables(variables)
+    if chat_template is None and not tokenizer.chat_templates:
+        chat_template = model_config.default_chat_template
+    return tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        tools=tools,
+        chat_template=chat_template,
+        **variables,
+    )
 
 
 def choose_tokenizer(
@@ -526,5 +571,7 @@ __all__ = [
     "State",
     "TextPrompt",
     "TokensPrompt",
+    "check_token_ids",
     "choose_tokenizer",
+    "render_chat_text",
 ]

@@ -6,7 +6,11 @@ from weakref import WeakKeyDictionary, ref
 
 from engine_core.configs import SamplingParams
 from engine_core.errors import RequestError
-from engine_core.runtime.guided import GrammarCompiler
+from engine_core.runtime.guided import (
+    GRAMMAR_TOO_COMPLEX,
+    GRAMMAR_WITHOUT_END,
+    GrammarCompiler,
+)
 from engine_core.text import Tokenizer, token_bytes
 
 _compilers: WeakKeyDictionary[Tokenizer, GrammarCompiler] = WeakKeyDictionary()
@@ -47,3 +51,6 @@ def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> GrammarCompiler:
         compiler = GrammarCompiler(token_bytes(tokenizer), encode, vocab_size)
         _compilers[tokenizer] = compiler
     return compiler
+
+
+__all__ = ["GRAMMAR_TOO_COMPLEX", "GRAMMAR_WITHOUT_END", "check_guided", "grammar_compiler"]

@@ -9,6 +9,9 @@ from engine_core.engine.guided import check_guided
 from engine_core.errors import RequestError
 from engine_core.text import Tokenizer
 
+# Tokens that a message names at most.
+_SHOWN = 8
+
 
 def resolve_sampling(
     params: SamplingParams, vocab_size: int, tokenizer: Tokenizer | None
@@ -24,12 +27,14 @@ def resolve_sampling(
         count = getattr(params, name)
         if count is not None and count > vocab_size:
             raise RequestError(
-                f"{name} {count} is above the vocabulary of {vocab_size}; -1 reports every token"
+                f"{name} {count} is above the vocabulary of {vocab_size}; -1 reports every token",
+                param=name,
             )
     bad_words = _tokenized(params.bad_words, tokenizer)
     if params.stop and tokenizer is None:
         raise RequestError(
-            "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
+            "stop strings need a tokenizer, and this engine has none; use stop_token_ids",
+            param="stop",
         )
     named: dict[str, Iterable[int]] = {
         "stop_token_ids": params.stop_token_ids,
@@ -40,7 +45,12 @@ def resolve_sampling(
     for name, tokens in named.items():
         outside = [token for token in tokens if not 0 <= token < vocab_size]
         if outside:
-            raise RequestError(f"{name} {outside} are outside the vocabulary of {vocab_size}")
+            more = ", ..." if len(outside) > _SHOWN else ""
+            raise RequestError(
+                f"{name} [{', '.join(map(str, outside[:_SHOWN]))}{more}] are outside the "
+                f"vocabulary of {vocab_size}",
+                param=name,
+            )
     return params.replace(bad_words=bad_words) if bad_words else params
 
 
@@ -59,12 +69,13 @@ def _tokenized(
             continue
         if tokenizer is None:
             raise RequestError(
-                "bad_words as text need a tokenizer, and this engine has none; give token ids"
+                "bad_words as text need a tokenizer, and this engine has none; give token ids",
+                param="bad_words",
             )
         bare = word.lstrip(" ")
         for text in (bare, f" {bare}") if bare else (word,):
             tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
             if not tokens:
-                raise RequestError(f"the bad word {word!r} has no tokens")
+                raise RequestError(f"the bad word {word!r} has no tokens", param="bad_words")
             sequences[tokens] = None
     return tuple(sequences)

@@ -79,10 +79,14 @@ def offered_functions(tools: Tools) -> dict[str, Mapping[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
             raise RequestError(
                 f"tools[{index}] must be {{'type': 'function', 'function': {{'name': ..., "
-                f"'parameters': ...}}}}, got {tool!r}"
+                f"'parameters': ...}}}}, got {tool!r}",
+                param=f"tools.{index}",
             )
         if name in functions:
-            raise RequestError(f"tools[{index}]: there are two functions {name!r}; rename one")
+            raise RequestError(
+                f"tools[{index}]: there are two functions {name!r}; rename one",
+                param=f"tools.{index}.function.name",
+            )
         functions[name] = function
     return functions
 
@@ -97,7 +101,9 @@ def chosen_function(offered: Mapping[str, Any], tool_choice: ToolChoice) -> str 
         return None
     if tool_choice == "required":
         if not offered:
-            raise RequestError("tool_choice 'required' needs tools, and none are given")
+            raise RequestError(
+                "tool_choice 'required' needs tools, and none are given", param="tool_choice"
+            )
         return None
     name = None
     if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function":
@@ -106,11 +112,15 @@ def chosen_function(offered: Mapping[str, Any], tool_choice: ToolChoice) -> str 
     if not isinstance(name, str):
         raise RequestError(
             "tool_choice must be 'auto', 'none', 'required' or {'type': 'function', 'function': "
-            f"{{'name': ...}}}}, got {tool_choice!r}"
+            f"{{'name': ...}}}}, got {tool_choice!r}",
+            param="tool_choice",
         )
     if name not in offered:
         known = ", ".join(map(repr, offered)) or "none"
-        raise RequestError(f"tool_choice names {name!r}, which is not among the tools: {known}")
+        raise RequestError(
+            f"tool_choice names {name!r}, which is not among the tools: {known}",
+            param="tool_choice",
+        )
     return name
 
 

@@ -30,6 +30,10 @@ _PLACES_TRIED = 200
 _LARGEST = 2**53
 # It has a state for each remainder: with 10**5 of them a grammar takes seconds to compile.
 _MOST_STEPS = 10**4
+# What llguidance calls the parts that have limits.
+_LIMITS = ("parser error", "lexer error")
+GRAMMAR_TOO_COMPLEX = "what the text must be is too complex to be followed"
+GRAMMAR_WITHOUT_END = "the guided text is complete, but the model has no end-of-sequence token"
 # Where a schema keeps what is referred to.
 _DEFINITIONS = ("$schema", "$defs", "definitions")
 # Compiled grammars kept for requests to come.
@@ -65,7 +69,7 @@ class Guide:
             if token in self.ends:
                 self.ended = True
             elif not self.matcher.consume_token(token):
-                self.error = f"guided decoding failed: {_brief(self.matcher.get_error())}"
+                self.error = _failure(self.matcher)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,8 @@ class GrammarCompiler:
         place = ""
         if params.kind == "json_schema":
             place, error = _innermost_error(params.json_schema, error, self._schema_error)
-        raise RequestError(f"guided.{params.kind}{place}: {error}")
+        param = f"guided.{params.kind}{place}"
+        raise RequestError(f"{param}: {error}", param=param)
 
     def guide(self, params: GuidedParams, ends: Sequence[int]) -> Guide:
         """A guide at the beginning of a text.
@@ -165,15 +170,12 @@ class GrammarCompiler:
         for matcher, place in live:
             guide, row = guides[place], masks[place]
             if matcher.is_error():
-                guide.error = f"guided decoding failed: {_brief(matcher.get_error())}"
+                guide.error = _failure(matcher)
                 row[:] = 0xFFFFFFFF
                 continue
             may_end = int(row[end_word]) >> end_bit & 1
             if may_end and not guide.ends and matcher.is_stopped():
-                guide.error = (
-                    "the guided text is complete, but the model has no end-of-sequence token; "
-                    "name one in stop_token_ids"
-                )
+                guide.error = f"{GRAMMAR_WITHOUT_END}; name one in stop_token_ids"
             # A vocabulary may hold an end as ordinary text, which is then not to be cut off there.
             for token in guide.ends:
                 word, bit = token // 32, np.uint32(1 << token % 32)
@@ -256,6 +258,14 @@ class _Vocabulary:
             return ids
         assert self.longest_tokens is not None, "set as soon as there is a trie"
         return self.longest_tokens(text)
+
+
+def _failure(matcher: LLMatcher) -> str:
+    """Why a matcher cannot go on, in words that say whose fault it is."""
+    error = _brief(matcher.get_error())
+    # The library's limits on a grammar's size are not all noticed before they are reached.
+    whose = GRAMMAR_TOO_COMPLEX if error.startswith(_LIMITS) else "guided decoding failed"
+    return f"{whose}: {error}"
 
 
 def _brief(message: str) -> str:

@@ -81,5 +81,5 @@ def create_app(
 async def _answer(request: Request, error: Any) -> Response:
     context = RequestContext.of(request)
     failure = as_api_error(error, context.request_id)
-    context.details["error"] = failure.message
+    context.note(failure)
     return failure.response()

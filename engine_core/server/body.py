@@ -19,17 +19,23 @@ from typing import Any, NoReturn, TypeVar
 from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
 
+from engine_core.server.context import RequestContext
 from engine_core.server.errors import ApiError, ClientGone
 
 Model = TypeVar("Model")
 
 MAX_DEPTH = 64
+# Millions of them stop the interpreter for a second while they are made, and again whenever they
+# are looked through for garbage.
+MAX_CONTAINERS = 2**18
 _READ_TIMEOUT = 30.0
 # What is still read of a body that is refused, so that its sender gets to see why.
 _DISCARD_TIMEOUT = 2.0
 # A body of this many bytes is parsed in a thread.
 _LARGE = 64 * 1024
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# A string that does not end is taken too, and nothing is tried twice: the time is linear.
+_STRING_OR_CONTAINER = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
 _SHOWN = 80
 
 
@@ -41,6 +47,7 @@ async def read_body(request: Request, model: TypeAdapter[Model], max_size: int) 
     """
     _check_content_type(request)
     raw = await _read(request, max_size)
+    RequestContext.of(request).body_size = len(raw)
     if len(raw) >= _LARGE:
         return await asyncio.to_thread(_parse, raw, model)
     return _parse(raw, model)
@@ -134,7 +141,8 @@ def parse_json(raw: bytes) -> Any:
 
     Raises:
         ApiError: it is not UTF-8 or not JSON; it repeats a key, nests deeper than
-            :data:`MAX_DEPTH`, has a number beyond a double's range or a lone surrogate.
+            :data:`MAX_DEPTH`, has more than :data:`MAX_CONTAINERS` arrays and objects, a number
+            beyond a double's range or a lone surrogate.
     """
     if not raw:
         raise _invalid("the body is empty; it must be a JSON object")
@@ -142,6 +150,9 @@ def parse_json(raw: bytes) -> Any:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise _invalid(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    brackets = raw.count(b"[") + raw.count(b"{")
+    if brackets > MAX_CONTAINERS and _has_many_containers(text):
+        raise _invalid(f"the body has more than {MAX_CONTAINERS} arrays and objects")
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -151,8 +162,8 @@ def parse_json(raw: bytes) -> Any:
     except ValueError:
         # Python refuses to read an integer of thousands of digits.
         raise _invalid("the body has an integer that is far too large") from None
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
-        _check_depth(value)
+    if brackets > MAX_DEPTH and is_too_deep(value):
+        raise _too_deep()
     if _SURROGATE.search(text):
         _check_strings(value)
     return value
@@ -200,15 +211,26 @@ def _children(value: Any) -> Iterator[Any]:
         yield from value
 
 
-def _check_depth(value: Any) -> None:
+def _has_many_containers(text: str) -> bool:
+    """Whether there are more than may be, outside strings."""
+    containers = 0
+    for found in _STRING_OR_CONTAINER.finditer(text):
+        containers += found[0] in ("[", "{")
+        if containers > MAX_CONTAINERS:
+            return True
+    return False
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether ``value`` nests deeper than :data:`MAX_DEPTH`."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
             item for parent in level for item in _children(parent) if isinstance(item, dict | list)
         ]
         if not level:
-            return
-    raise _too_deep()
+            return False
+    return True
 
 
 def _check_strings(value: Any) -> None:
@@ -231,8 +253,34 @@ def _check_strings(value: Any) -> None:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    """The beginning of ``repr(value)``, which may itself be as large as the body."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > _SHOWN:
+            return f"{text[:_SHOWN]}..."
+    return text
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield repr(value[: _SHOWN + 1])
+    elif isinstance(value, dict):
+        yield "{"
+        for index, (key, item) in enumerate(value.items()):
+            yield ", " if index else ""
+            yield from _pieces(key)
+            yield ": "
+            yield from _pieces(item)
+        yield "}"
+    elif isinstance(value, list):
+        yield "["
+        for index, item in enumerate(value):
+            yield ", " if index else ""
+            yield from _pieces(item)
+        yield "]"
+    else:
+        yield repr(value)
 
 
 def _path(location: tuple[int | str, ...], value: Any, kind: str) -> tuple[str, ...]:
@@ -247,7 +295,7 @@ def _path(location: tuple[int | str, ...], value: Any, kind: str) -> tuple[str, 
             value = value[part]
         elif not (index == last and kind == "missing"):
             continue
-        path.append(str(part))
+        path.append(str(part)[:_SHOWN])
     return tuple(path)
 
 
@@ -256,19 +304,31 @@ def _explained(error: ValidationError, value: Any) -> ApiError:
     complaints: dict[tuple[str, ...], list[str]] = {}
     code = "invalid_value"
     kinds = set()
-    for item in error.errors(include_url=False, include_context=False):
+    for item in error.errors(include_url=False):
         kind = item["type"]
-        kinds.add(kind)
         path = _path(item["loc"], value, kind)
         message = item["msg"].removeprefix("Value error, ")
         if kind == "extra_forbidden":
             message = "unknown field; leave it out"
         elif kind == "missing":
             message = "this field is required"
+        elif kind in ("union_tag_invalid", "union_tag_not_found"):
+            # The field that says which of several objects it is.
+            name = item["ctx"]["discriminator"].strip("'")
+            path = (*path, name)
+            known_tags = item["ctx"].get("expected_tags")
+            message = "this field is required"
+            if known_tags is not None:
+                message = f"must be one of {known_tags}, got {_short(item['input'].get(name))}"
+            else:
+                kind = "missing"
+        elif kind in ("model_type", "model_attributes_type", "dict_type"):
+            message = f"must be an object, got {_short(item['input'])}"
         elif kind == "none_required":
             message = f"not supported here, got {_short(item['input'])}; leave it out"
         else:
             message = f"{message}, got {_short(item['input'])}"
+        kinds.add(kind)
         known = complaints.setdefault(path, [])
         if message not in known:
             known.append(message)

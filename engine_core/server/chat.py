@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -18,9 +19,10 @@ from engine_core.parsers import (
     build_output_parser,
     tool_choice_params,
 )
-from engine_core.server.body import now, read_body
+from engine_core.server.body import MAX_DEPTH, is_too_deep, now, read_body
 from engine_core.server.context import RequestContext
 from engine_core.server.encoding import DONE, encode, event
+from engine_core.server.errors import ApiError
 from engine_core.server.generation import (
     EventStream,
     Generation,
@@ -42,9 +44,13 @@ _PROMPT_END = 32
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates were written for: text as a string, arguments as objects."""
+    """Messages as chat templates were written for: text as a string, arguments as objects.
+
+    Raises:
+        ApiError: 400; arguments nest too deeply.
+    """
     made = []
-    for message in messages:
+    for index, message in enumerate(messages):
         plain = message.model_dump(exclude_none=True)
         if plain["role"] == "developer":
             plain["role"] = "system"
@@ -52,19 +58,26 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             plain["content"] = "\n".join(part.text for part in message.content)
         elif plain["role"] == "assistant":
             plain.setdefault("content", "")
-        for call in plain.get("tool_calls", ()):
+        for place, call in enumerate(plain.get("tool_calls", ())):
             function = call["function"]
-            function["arguments"] = _arguments(function["arguments"])
+            param = f"messages.{index}.tool_calls.{place}.function.arguments"
+            function["arguments"] = _arguments(function["arguments"], param)
         made.append(plain)
     return made
 
 
-def _arguments(text: str) -> Any:
+def _arguments(text: str, param: str) -> Any:
     """The object that ``text`` is; what a model wrote wrongly stays text."""
     try:
         value = json.loads(text or "{}")
+        deep = is_too_deep(value)
     except ValueError:
         return text
+    except RecursionError:
+        deep = True
+    if deep:
+        message = f"{param}: the arguments nest deeper than {MAX_DEPTH} levels"
+        raise ApiError(400, message, param=param, code="invalid_value")
     return value if isinstance(value, dict) else text
 
 
@@ -75,38 +88,33 @@ def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
 
 
-def prompt_text_length(messages: Sequence[Message]) -> int:
-    """Characters that a template will have to do with, roughly."""
-    length = 0
-    for message in messages:
-        content = message.content or ""
-        length += (
-            sum(len(part.text) for part in content) if isinstance(content, list) else len(content)
-        )
-    return length
-
-
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     service = Service.of(request)
     context = RequestContext.of(request)
-    engine = service.engine
     service.check_room()
     body = await read_body(request, CHAT_BODY, service.settings.max_body_size)
     check_common(body, service)
+    chat, params, prompt = await service.run_text(
+        context.body_size, partial(_understood, service, context, body)
+    )
+    return await chat.answer(request, prompt, params)
+
+
+def _understood(
+    service: Service, context: RequestContext, body: ChatBody
+) -> tuple[_Chat, SamplingParams, list[int]]:
+    """What the body asks for, and its prompt."""
     chat = _Chat(service, context, body)
     params = chat.sampling_params()
-    prompt = await service.run_text(
-        prompt_text_length(body.messages),
-        lambda: engine.render_chat(
-            chat.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            tools=chat.tools,
-            template_kwargs=body.chat_template_kwargs,
-        ),
+    prompt = service.render_chat(
+        chat.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        tools=chat.tools,
+        template_kwargs=body.chat_template_kwargs,
     )
     service.check_length(prompt, "messages")
-    return await chat.answer(request, prompt, params)
+    return chat, params, prompt
 
 
 class _Chat:

@@ -10,7 +10,11 @@ from typing import Any
 
 from fastapi import Request
 
+from engine_core.server.errors import ApiError
+
 _KEY = "engine_core.context"
+# Statuses whose messages say what was wrong with what the client sent.
+_MAY_QUOTE = (400, 404, 415)
 _ACCEPTED = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -22,11 +26,15 @@ class RequestContext:
         request_id: the client's X-Request-Id if it is one that a log can hold, or a new one.
         arrival: ``time.monotonic`` seconds.
         details: further columns of the log line.
+        log_prompts: whether the log may quote what the client sent.
+        body_size: bytes of the body, once it is read.
     """
 
     request_id: str
     arrival: float = field(default_factory=time.monotonic)
     details: dict[str, Any] = field(default_factory=dict)
+    log_prompts: bool = False
+    body_size: int = 0
 
     @classmethod
     def of(cls, request: Request) -> RequestContext:
@@ -35,9 +43,23 @@ class RequestContext:
         return context
 
     @classmethod
-    def begin(cls, scope: Any, given_id: str | None) -> RequestContext:
+    def begin(cls, scope: Any, given_id: str | None, *, log_prompts: bool) -> RequestContext:
         """A new one, put into ``scope``."""
         accepted = given_id is not None and _ACCEPTED.fullmatch(given_id)
-        context = cls(given_id if accepted and given_id else uuid.uuid4().hex)
+        request_id = given_id if accepted and given_id else uuid.uuid4().hex
+        context = cls(request_id, log_prompts=log_prompts)
         scope[_KEY] = context
         return context
+
+    def note(self, failure: ApiError) -> None:
+        """Let the log line say why the request failed.
+
+        The message of a refusal may quote the body, and so a prompt: unless those are logged, the
+        code and the field stand for it.
+        """
+        if self.log_prompts or failure.status_code not in _MAY_QUOTE:
+            self.details["error"] = failure.message
+            return
+        self.details["error"] = failure.code
+        if failure.param is not None:
+            self.details["param"] = failure.param

@@ -107,7 +107,7 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
     if isinstance(error, RequestTimeoutError):
         return ApiError(408, str(error), code="timeout")
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), code="invalid_request")
+        return ApiError(400, str(error), param=error.param, code="invalid_request")
     if isinstance(error, EngineDeadError):
         return ApiError(500, str(error), code="engine_dead")
     return ApiError(

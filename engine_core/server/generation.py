@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,16 +13,18 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine_core.configs import GuidedParams, SamplingParams
-from engine_core.engine.guided import check_guided
-from engine_core.errors import ConfigError, EngineDeadError, EngineError
+from engine_core.engine.guided import GRAMMAR_TOO_COMPLEX, GRAMMAR_WITHOUT_END, check_guided
+from engine_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from engine_core.server.context import RequestContext
 from engine_core.server.encoding import DONE, event
 from engine_core.server.errors import ApiError, ClientGone, as_api_error, unavailable
 from engine_core.server.metrics import TokenClock
 from engine_core.server.protocol import (
+    ChatBody,
     GenerationBody,
     JsonObjectResponseFormat,
     JsonSchemaResponseFormat,
+    NamedToolChoice,
 )
 from engine_core.server.service import DRAINING, Service
 
@@ -32,8 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# What the sampler says of parameters that forbid every token, which no check can foresee.
-_NO_TOKEN = "leave no token to choose"
+# What the engine says of parameters that forbid every token, and of grammars that are too large or
+# cannot end: no check can foresee them.
+_ASKED_FOR = ("leave no token to choose", GRAMMAR_TOO_COMPLEX, GRAMMAR_WITHOUT_END)
 _SAME_NAME = (
     "n",
     "temperature",
@@ -85,7 +89,9 @@ def sampling_params(
         return defaults.replace(**values, **own, guided=_guided(body, guided))
     except ConfigError as error:
         message = str(error).replace("SamplingParams.", "").removeprefix("SamplingParams: ")
-        raise ApiError(400, message, code="conflicting_fields") from None
+        name = message.split(maxsplit=1)[0].rstrip(":")
+        param = name if name in type(body).model_fields else None
+        raise ApiError(400, message, param=param, code="conflicting_fields") from None
 
 
 def guided_fields(body: GenerationBody) -> dict[str, GuidedParams]:
@@ -115,6 +121,33 @@ def _guided(body: GenerationBody, given: GuidedParams | None) -> GuidedParams | 
             f"{names} each say what the text must be; give one of them", next(iter(ways))
         )
     return next(iter(ways.values()), None)
+
+
+def _named_by_field(error: RequestError, body: GenerationBody) -> RequestError:
+    """A complaint about the guided text in terms of the field that asked for it."""
+    place = error.param
+    if place is None or not place.startswith("guided."):
+        return error
+    _, _, inner = place.removeprefix("guided.").partition(".")
+    field = next(iter(guided_fields(body)), None)
+    if isinstance(body.response_format, JsonSchemaResponseFormat):
+        field = "response_format.json_schema.schema"
+    elif field is None and isinstance(body, ChatBody):
+        field, inner = _tool_field(body, inner)
+    param = f"{field}.{inner}" if inner else str(field)
+    return RequestError(f"{param}{str(error).removeprefix(place)}", param=param)
+
+
+def _tool_field(body: ChatBody, inner: str) -> tuple[str, str]:
+    """The parameters of the tool that a place in the schema of calls is in, and where in them."""
+    chosen = body.tool_choice
+    if isinstance(chosen, NamedToolChoice):
+        names = [tool.function.name for tool in body.tools or ()]
+        return f"tools.{names.index(chosen.function.name)}.function.parameters", inner
+    found = re.match(r"\$defs\.tool_(\d+)(?:\.|$)", inner)
+    if found is None:
+        return "tools", ""
+    return f"tools.{found[1]}.function.parameters", inner[found.end() :]
 
 
 def check_common(body: GenerationBody, service: Service) -> None:
@@ -176,6 +209,7 @@ class Generation:
         self._service = service
         self._context = context
         self._streams = streams
+        self._completes = completes
         self._clock = TokenClock(service.metrics, context.arrival)
         self._finish_reasons: list[str] = []
         self.prompt_token_ids = [stream.prompt_token_ids for stream in streams]
@@ -205,11 +239,13 @@ class Generation:
         if params.guided is not None:
             # Compiled outside the event loop; the engine finds it in the compiler's cache.
             vocab_size = engine.model_config.vocab_size
-            await asyncio.to_thread(check_guided, params, vocab_size, engine.tokenizer)
+            try:
+                await asyncio.to_thread(check_guided, params, vocab_size, engine.tokenizer)
+            except RequestError as error:
+                raise _named_by_field(error, body) from None
         try:
             streams = await engine.add_requests(
                 prompts,
-        self._completes = completes
                 params,
                 request_ids=[f"{identifier}-{index}" for index in range(len(prompts))],
                 priority=body.priority or 0,
@@ -269,7 +305,7 @@ class Generation:
 
     def _check(self, completion: CompletionOutput) -> None:
         if completion.finish_reason == "error":
-            if _NO_TOKEN in str(completion.error):
+            if any(reason in str(completion.error) for reason in _ASKED_FOR):
                 raise ApiError(400, str(completion.error), code="invalid_request")
             raise ApiError(500, str(completion.error), code="generation_failed")
         if completion.finish_reason == "abort":
@@ -374,7 +410,7 @@ class EventStream(Response):
                 failure = as_api_error(error, self._context.request_id)
                 if failure.code == "internal_error":
                     logger.exception("request %s failed", self._context.request_id)
-                self._context.details["error"] = failure.message
+                self._context.note(failure)
                 piece = event(failure.body) + DONE
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         if not started:

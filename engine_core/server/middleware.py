@@ -38,7 +38,11 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = RequestContext.begin(scope, Headers(scope=scope).get("x-request-id"))
+        context = RequestContext.begin(
+            scope,
+            Headers(scope=scope).get("x-request-id"),
+            log_prompts=self._service.settings.log_prompts,
+        )
         status = 0
 
         async def send_with_headers(message: Message) -> None:
@@ -59,7 +63,7 @@ class RequestMiddleware:
         except Exception as error:
             failure = as_api_error(error, context.request_id)
             logger.exception("request %s failed", context.request_id)
-            context.details["error"] = failure.message
+            context.note(failure)
             if status:
                 # The response has begun: that it breaks off is all that can still be told.
                 raise

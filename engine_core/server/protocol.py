@@ -3,11 +3,17 @@
 The models are as strict as the OpenAPI document made from them: a number in quotes, an unknown key
 or a value of an enumeration written otherwise is refused. None counts as not given, as OpenAI has
 it. Fields of OpenAI's that have no effect here are taken with the value that means so.
+
+A body of the largest size may hold millions of mistakes, and to write each of them down takes
+minutes in which nobody else is served. So a list ends at its first mistake, no list is looked into
+that is too long, and a union knows its branch by one look.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     BaseModel,
@@ -15,12 +21,71 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetCoreSchemaHandler,
     Tag,
     TypeAdapter,
     WithJsonSchema,
+    model_validator,
 )
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 _MAX_INT = 2**31 - 1
+
+# Far above what anyone sends; they bound what one body can cost.
+MAX_TOKEN_IDS = 2**20
+MAX_PROMPTS = 2**16
+MAX_MESSAGES = 2**14
+MAX_PARTS = 1024
+MAX_CALLS = 1024
+MAX_TOOLS = 128
+MAX_STOP = 64
+MAX_STOP_LENGTH = 512
+MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**18
+MAX_BIASES = 2**16
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_LENGTH = 128
+MAX_CHOICES = 1024
+# Unknown keys of an object that are named.
+_MAX_UNKNOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """How many entries a list or an object has; none is looked at if they are too many.
+
+    Attributes:
+        low: at least so many, 0 or 1.
+        high: at most so many.
+    """
+
+    low: int
+    high: int
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        inner = handler(source)
+        assert inner["type"] in ("list", "dict"), "nothing else has entries"
+        # The lengths are for the document: the check comes before.
+        more: dict[str, Any] = {"min_length": self.low, "max_length": self.high}
+        if inner["type"] == "list":
+            more["fail_fast"] = True
+        schema = cast("CoreSchema", {**inner, **more})
+        return core_schema.no_info_before_validator_function(self._check, schema)
+
+    def _check(self, value: Any) -> Any:
+        if not isinstance(value, list | dict) or self.low <= len(value) <= self.high:
+            return value
+        if len(value) < self.low:
+            message = "must not be empty"
+        elif self.high == 0:
+            message = "only an empty one is supported"
+        else:
+            message = "must have {high} entries or fewer, and has {length}"
+        raise PydanticCustomError(
+            "wrong_length", message, {"low": self.low, "high": self.high, "length": len(value)}
+        )
 
 
 def _integral(value: Any) -> Any:
@@ -45,14 +110,18 @@ Top = Annotated[int, Field(ge=0, le=20), _Integral]
 TokenId = Number
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_only_false)]
 Text = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]
 LogitBias = Annotated[
     dict[
         Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")],
         Annotated[float, Field(ge=-100, le=100)],
     ],
+    Items(0, MAX_BIASES),
     WithJsonSchema(
         {
             "type": "object",
+            "maxProperties": MAX_BIASES,
             "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         }
@@ -64,6 +133,16 @@ class Body(BaseModel):
     """A body, or an object within one."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_unknown(cls, value: Any) -> Any:
+        """Leave only the first unknown keys, which are refused then, each with an error."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + _MAX_UNKNOWN:
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = islice((key for key in value if key not in known), _MAX_UNKNOWN)
+        return {key: value[key] for key in (*unknown, *(known & value.keys()))}
 
 
 class StreamOptions(Body):
@@ -107,7 +186,10 @@ class JsonSchemaResponseFormat(Body):
     json_schema: JsonSchemaFormat
 
 
-ResponseFormat = TextResponseFormat | JsonObjectResponseFormat | JsonSchemaResponseFormat
+ResponseFormat = Annotated[
+    TextResponseFormat | JsonObjectResponseFormat | JsonSchemaResponseFormat,
+    Field(discriminator="type"),
+]
 
 
 class GenerationBody(Body):
@@ -157,10 +239,10 @@ class GenerationBody(Body):
     seed: Annotated[int, Field(ge=0, lt=2**63), _Integral] | None = Field(
         default=None, description="Makes random sampling repeatable; one is drawn if not set."
     )
-    stop: Text | Annotated[list[Text], Field(max_length=64)] | None = Field(
+    stop: StopString | Annotated[list[StopString], Items(0, MAX_STOP)] | None = Field(
         default=None, description="Strings that end the text."
     )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = Field(
+    stop_token_ids: Annotated[list[TokenId], Items(0, MAX_STOP_TOKEN_IDS)] | None = Field(
         default=None, description="Tokens that end the sequence."
     )
     include_stop_str_in_output: bool | None = Field(
@@ -169,10 +251,10 @@ class GenerationBody(Body):
     ignore_eos: bool | None = Field(
         default=None, description="Go on past the end-of-sequence token."
     )
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
+    allowed_token_ids: Annotated[list[TokenId], Items(1, MAX_ALLOWED_TOKEN_IDS)] | None = Field(
         default=None, description="Only these tokens, the end of sequence too only if named."
     )
-    bad_words: Annotated[list[Text], Field(max_length=1024)] | None = Field(
+    bad_words: Annotated[list[BadWord], Items(0, MAX_BAD_WORDS)] | None = Field(
         default=None, description="Never these words, nor the same after a space."
     )
     skip_special_tokens: bool | None = Field(
@@ -195,7 +277,7 @@ class GenerationBody(Body):
     guided_regex: Text | None = Field(
         default=None, description="Regular expression that the whole text must match."
     )
-    guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = Field(
+    guided_choice: Annotated[list[Text], Items(1, MAX_CHOICES)] | None = Field(
         default=None, description="The text must be one of these."
     )
     guided_grammar: Text | None = Field(
@@ -215,7 +297,7 @@ class TextPart(Body):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+Content = str | Annotated[list[TextPart], Items(1, MAX_PARTS)]
 
 
 class InstructionMessage(Body):
@@ -239,6 +321,11 @@ class FunctionCall(Body):
 
     name: Text
     arguments: str
+    parsed_arguments: Any = Field(
+        default=None,
+        exclude=True,
+        description="No effect: the arguments once more, as a client has parsed them.",
+    )
 
 
 class ToolCall(Body):
@@ -247,6 +334,9 @@ class ToolCall(Body):
     id: str
     type: Literal["function"]
     function: FunctionCall
+    index: Number | None = Field(
+        default=None, exclude=True, description="No effect: its place in a stream."
+    )
 
 
 class AssistantMessage(Body):
@@ -255,8 +345,14 @@ class AssistantMessage(Body):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_calls: Annotated[list[ToolCall], Items(1, MAX_CALLS)] | None = None
     name: str | None = None
+    parsed: Any = Field(
+        default=None,
+        exclude=True,
+        description="No effect: the content once more, as a client has parsed it.",
+    )
+    annotations: Annotated[list[Any], Items(0, 0)] | None = Field(default=None, exclude=True)
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -311,7 +407,7 @@ class NamedToolChoice(Body):
 class ChatBody(GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Items(1, MAX_MESSAGES)]
     max_completion_tokens: Count | None = Field(
         default=None, description="The newer name of max_tokens."
     )
@@ -321,7 +417,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Top | None = Field(
         default=None, description="Report so many of the most probable tokens too; needs logprobs."
     )
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Items(0, MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
         default=None,
         description="Whether the model may call functions, must, or which it must call; auto if "
@@ -336,8 +432,8 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="Further variables for the chat template."
     )
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=0)] | None = None
+    modalities: Annotated[list[Literal["text"]], Items(1, 1)] | None = None
+    metadata: Annotated[dict[str, str], Items(0, 0)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: OnlyFalse | None = None
     verbosity: Literal["medium"] | None = None
@@ -353,18 +449,34 @@ class ChatBody(GenerationBody):
     function_call: None = None
 
 
-TokenPrompt = Annotated[list[TokenId], Field(min_length=1)]
+TokenPrompt = Annotated[list[TokenId], Items(1, MAX_TOKEN_IDS)]
+
+
+def _prompt_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else None
+    if isinstance(first, str):
+        return "texts"
+    return "token_lists" if isinstance(first, list) else "tokens"
 
 
 class CompletionBody(GenerationBody):
     """The body of ``POST /v1/completions``."""
 
-    prompt: (
-        Text
-        | Annotated[list[Text], Field(min_length=1)]
-        | TokenPrompt
-        | Annotated[list[TokenPrompt], Field(min_length=1)]
-    ) = Field(description="Text, token ids, or several of either.")
+    prompt: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[list[Text], Items(1, MAX_PROMPTS), Tag("texts")]
+        | Annotated[TokenPrompt, Tag("tokens")]
+        | Annotated[list[TokenPrompt], Items(1, MAX_PROMPTS), Tag("token_lists")],
+        Discriminator(
+            _prompt_kind,
+            custom_error_type="no_prompt",
+            custom_error_message="must be text, token ids, or a list of either",
+        ),
+    ] = Field(description="Text, token ids, or several of either.")
     logprobs: Top | None = Field(
         default=None,
         description="Report each token's log-probability and so many of the most probable ones.",
@@ -397,8 +509,8 @@ class TokenizeChatBody(Body):
     """The body of ``POST /tokenize`` for a conversation."""
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    messages: Annotated[list[Message], Items(1, MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Items(0, MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
@@ -408,7 +520,7 @@ class DetokenizeBody(Body):
     """The body of ``POST /detokenize``."""
 
     model: str
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Items(0, MAX_TOKEN_IDS)]
 
 
 def _kind(value: Any) -> str:

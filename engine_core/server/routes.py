@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -9,13 +10,21 @@ from fastapi.responses import Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from engine_core import __version__
+from engine_core.engine.frontend import check_token_ids
 from engine_core.errors import RequestError
 from engine_core.server.body import read_body
-from engine_core.server.chat import prompt_text_length, template_messages, template_tools
+from engine_core.server.chat import template_messages, template_tools
+from engine_core.server.context import RequestContext
 from engine_core.server.encoding import encode
 from engine_core.server.errors import ApiError, unavailable
-from engine_core.server.protocol import DETOKENIZE_BODY, TOKENIZE_BODY, TokenizeTextBody
+from engine_core.server.protocol import (
+    DETOKENIZE_BODY,
+    TOKENIZE_BODY,
+    TokenizeChatBody,
+    TokenizeTextBody,
+)
 from engine_core.server.service import Service
+from engine_core.text import Tokenizer
 
 
 def _json(value: Any) -> Response:
@@ -55,26 +64,29 @@ async def tokenize(request: Request) -> Response:
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise RequestError("the server was started without a tokenizer")
+    size = RequestContext.of(request).body_size
+    return await service.run_text(size, partial(_tokenized, service, tokenizer, body))
+
+
+def _tokenized(
+    service: Service, tokenizer: Tokenizer, body: TokenizeTextBody | TokenizeChatBody
+) -> Response:
     if isinstance(body, TokenizeTextBody):
+        service.check_text(body.prompt, "prompt")
         special = body.add_special_tokens is not False
-        tokens = await service.run_text(
-            len(body.prompt), lambda: tokenizer.encode(body.prompt, add_special_tokens=special)
-        )
+        tokens = tokenizer.encode(body.prompt, add_special_tokens=special)
     else:
-        tokens = await service.run_text(
-            prompt_text_length(body.messages),
-            lambda: engine.render_chat(
-                template_messages(body.messages),
-                add_generation_prompt=body.add_generation_prompt is not False,
-                tools=template_tools(body.tools),
-                template_kwargs=body.chat_template_kwargs,
-            ),
+        tokens = service.render_chat(
+            template_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            tools=template_tools(body.tools),
+            template_kwargs=body.chat_template_kwargs,
         )
     spelled = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
     return _json(
         {
             "count": len(tokens),
-            "max_model_len": engine.max_model_len,
+            "max_model_len": service.engine.max_model_len,
             "tokens": tokens,
             "token_strs": spelled,
         }
@@ -90,12 +102,13 @@ async def detokenize(request: Request) -> Response:
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise RequestError("the server was started without a tokenizer")
-    if body.tokens:
-        engine.tokenize(body.tokens)  # refuses ids outside the vocabulary
-    text = await service.run_text(
-        len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
-    )
-    return _json({"prompt": text})
+    vocab_size = engine.model_config.vocab_size
+
+    def decode() -> Response:
+        check_token_ids(body.tokens, vocab_size, "tokens")
+        return _json({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    return await service.run_text(RequestContext.of(request).body_size, decode)
 
 
 async def live(request: Request) -> Response:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import Request
 
-from engine_core.errors import EngineDeadError
+from engine_core.engine.frontend import render_chat_text
+from engine_core.errors import EngineDeadError, RequestError
 from engine_core.server.body import now
 from engine_core.server.errors import ApiError, busy, unavailable
 from engine_core.server.metrics import Metrics
@@ -25,7 +26,8 @@ Result = TypeVar("Result")
 
 DRAINING = "the server is shutting down and takes no more requests"
 
-# A prompt of so many characters is tokenised in a thread, which costs more than it takes.
+# Below so many bytes or characters a thread costs more than it saves, and so does a look at the
+# vocabulary.
 _LONG_TEXT = 8192
 
 
@@ -153,18 +155,87 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    async def run_text(self, length: int, work: Callable[[], Result]) -> Result:
-        """``work`` on a text of ``length`` characters, where it stops nobody else."""
-        if length < _LONG_TEXT:
+    def check_text(self, text: str, param: str) -> None:
+        """Refuse a text that cannot be short enough as tokens, which takes seconds to find out.
+
+        Raises:
+            ApiError: 400.
+        """
+        if len(text) < _LONG_TEXT:
+            return
+        longest = max(map(len, self._all_token_bytes()), default=0)
+        most = self.max_prompt_tokens * longest
+        size = len(text.encode(errors="replace"))
+        if size > most:
+            raise ApiError(
+                400,
+                f"the prompt has {size} bytes of text, and the longest taken here has "
+                f"{self.max_prompt_tokens} tokens of at most {longest} bytes each",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def tokenize(self, prompt: str | list[int]) -> list[int]:
+        """The token ids of a prompt.
+
+        Raises:
+            ApiError: 400; it is too long.
+            RequestError: the engine has no tokenizer, or there is no such token.
+        """
+        if isinstance(prompt, str):
+            if self.engine.tokenizer is not None:
+                self.check_text(prompt, "prompt")
+        else:
+            self.check_length(prompt, "prompt")
+        _, token_ids = self.engine.tokenize(prompt)
+        self.check_length(token_ids, "prompt")
+        return token_ids
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> list[int]:
+        """The token ids of the prompt that a conversation makes.
+
+        Raises:
+            ApiError: 400; its text is too long.
+            RequestError: the messages do not fit the template, or there is none.
+        """
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise RequestError("the server was started without a tokenizer, so it cannot chat")
+        text = render_chat_text(
+            tokenizer,
+            self.engine.model_config,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+        self.check_text(text, "messages")
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    async def run_text(self, size: int, work: Callable[[], Result]) -> Result:
+        """``work`` on what came in a body of ``size`` bytes, where it stops nobody else."""
+        if size < _LONG_TEXT:
             return work()
         return await asyncio.to_thread(work)
 
     async def token_bytes(self) -> Sequence[bytes]:
         """Each token's bytes; worked out when first asked for."""
         if self._token_bytes is None:
+            return await asyncio.to_thread(self._all_token_bytes)
+        return self._token_bytes
+
+    def _all_token_bytes(self) -> Sequence[bytes]:
+        if self._token_bytes is None:
             tokenizer = self.engine.tokenizer
             assert tokenizer is not None, "only texts are asked for their bytes"
-            self._token_bytes = await asyncio.to_thread(token_bytes, tokenizer)
+            self._token_bytes = token_bytes(tokenizer)
         return self._token_bytes
 
     def _stats(self) -> EngineStats | None:

@@ -3,6 +3,7 @@
 No torch. ``transformers`` is imported only for a tokenizer that nothing else can read.
 """
 
+from engine_core.text.chat_template import check_variables
 from engine_core.text.detokenizer import IncrementalDetokenizer
 from engine_core.text.loading import load_tokenizer
 from engine_core.text.sentencepiece_tokenizer import SentencePieceTokenizer
@@ -19,9 +20,10 @@ __all__ = [
     "StopStringMatcher",
     "TextStream",
     "TextUpdate",
-    "Tokenizer",
     "TokenNames",
+    "Tokenizer",
     "TransformersTokenizer",
+    "check_variables",
     "load_tokenizer",
     "token_bytes",
 ]

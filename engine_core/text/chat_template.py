@@ -26,6 +26,9 @@ from engine_core.errors import RequestError
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
 
+# What a template is given by the arguments of these names; "self" is jinja's own.
+_NOT_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template", "self")
+
 # A message's reasoning goes by several names; templates read the first, gpt-oss's the second.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -60,6 +63,24 @@ def choose_chat_template(
     )
 
 
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Refuse variables for a template that would take the place of what it is given anyway.
+
+    Args:
+        variables: the ``chat_template_kwargs`` of a request.
+
+    Raises:
+        RequestError: names the first of them.
+    """
+    for name in _NOT_VARIABLES:
+        if name in variables:
+            param = f"chat_template_kwargs.{name}"
+            own = "" if name in ("self", "chat_template") else f" with what the field {name} says"
+            raise RequestError(
+                f"{param}: the engine sets this one itself{own}; leave it out", param=param
+            )
+
+
 def render_chat_template(
     template: str,
     messages: Sequence[Mapping[str, Any]],
@@ -81,13 +102,18 @@ def render_chat_template(
         RequestError: malformed messages or tools, or an error in or from the template.
     """
     compiled = _compile(template)
-    names = {
-        "documents": None,
-        **_plain(variables),
-        "messages": _checked_messages(messages),
-        "tools": _checked_tools(tools),
-        "add_generation_prompt": add_generation_prompt,
-    }
+    try:
+        names = {
+            "documents": None,
+            **_plain(variables),
+            "messages": _checked_messages(messages),
+            "tools": _checked_tools(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+    except RecursionError:
+        raise RequestError(
+            "the messages, the tools or the variables nest too deeply for a chat template"
+        ) from None
     try:
         return compiled.render(names)
     except jinja2.TemplateError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class StopStringMatcher:
     def __init__(self, stop: Sequence[str]) -> None:
         if not all(stop):
             raise ValueError(f"an empty stop string would end every text at once: {list(stop)!r}")
-        self._root = _automaton(stop)
+        self._root = _automaton(tuple(stop))
         self._node = self._root
         self._held = ""
         self._stopped = False
@@ -101,7 +102,9 @@ class StopStringMatcher:
         return node.next[character]
 
 
-def _automaton(stop: Sequence[str]) -> _Node:
+# The sequences of a request share theirs, which nobody changes once it is made.
+@lru_cache(maxsize=16)
+def _automaton(stop: tuple[str, ...]) -> _Node:
     root = _Node(0)
     for string in stop:
         node = root

@@ -18,6 +18,9 @@ from engine_core.text.chat_template import (
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
+# Characters or tokens from which on the interpreter is left to other threads.
+_LONG_TEXT = 4096
+
 
 class Tokenizer(ABC):
     """Text to token ids and back, and the checkpoint's chat templates.
@@ -158,13 +161,21 @@ class FastTokenizer(Tokenizer):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See :meth:`Tokenizer.encode`."""
         check_text(text)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of a batch the library knows no offsets and needs no interpreter, so that other threads
+        # run meanwhile; a single text would stop them for as long as it takes.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See :meth:`Tokenizer.decode`."""
         if self._unused_ids:
             ids = [token_id for token_id in ids if token_id not in self._unused_ids]
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) < _LONG_TEXT:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     @property
     def vocab_size(self) -> int:
