@@ -34,13 +34,17 @@ class ConfigBuilder(Protocol):
         """
 
 
-def token_ids(value: Any, key: str) -> tuple[int, ...]:
-    """``eos_token_id`` as checkpoints write it (absent, one id or a list) as a tuple."""
+def token_ids(value: Any, key: str, file: str = "config.json") -> tuple[int, ...]:
+    """``eos_token_id`` as checkpoints write it (absent, one id or a list) as a tuple.
+
+    Raises:
+        ConfigError: it is something else; names ``file``, ``key`` and the value.
+    """
     if value is None:
         return ()
     ids = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-        raise ConfigError(f"config.json: {key} must be a token id or a list of them, got {value!r}")
+        raise ConfigError(f"{file}: {key} must be a token id or a list of them, got {value!r}")
     return tuple(ids)
 
 
@@ -118,15 +122,15 @@ class DefaultConfigBuilder:
             values.setdefault(key, _integer(hf_config, key))
         values.setdefault("num_layers", _integer(hf_config, "num_hidden_layers"))
         heads = values["num_attention_heads"]
-        values.setdefault("num_key_value_heads", hf_config.get("num_key_value_heads", heads))
+        if "num_key_value_heads" not in values:
+            values["num_key_value_heads"] = _integer(hf_config, "num_key_value_heads", heads)
         if "head_dim" not in values:
-            head_dim = hf_config.get("head_dim")
-            if head_dim is None and values["hidden_size"] % heads:
+            if hf_config.get("head_dim") is None and values["hidden_size"] % heads:
                 raise ConfigError(
                     f"config.json: hidden_size ({values['hidden_size']}) is not divisible by "
                     f"num_attention_heads ({heads}) and there is no head_dim"
                 )
-            values["head_dim"] = head_dim or values["hidden_size"] // heads
+            values["head_dim"] = _integer(hf_config, "head_dim", values["hidden_size"] // heads)
         if heads % values["num_key_value_heads"]:
             raise ConfigError(
                 f"config.json: num_attention_heads ({heads}) is not divisible by "
@@ -141,8 +145,8 @@ class DefaultConfigBuilder:
         return ModelConfig(**values)
 
 
-def _integer(hf_config: HFConfig, key: str) -> int:
-    value = hf_config.get(key)
+def _integer(hf_config: HFConfig, key: str, default: int | None = None) -> int:
+    value = hf_config.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"config.json: {key!r} must be a positive integer, got {value!r}")
     return value

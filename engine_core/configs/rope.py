@@ -108,8 +108,7 @@ def refuse_partial_rotary(values: Mapping[str, Any]) -> None:
         if factor is not None and factor != 1:
             raise ConfigError(
                 f"config.json: partial_rotary_factor {factor!r}, but heads of this family rotate "
-                "whole; if the weights were trained so, set it to 1.0 where it stands with "
-                "hf_overrides"
+                "whole; if this model's do too, set it to 1.0, where it stands, with hf_overrides"
             )
 
 

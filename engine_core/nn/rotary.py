@@ -154,6 +154,15 @@ def _number(scaling: Scaling, key: str, default: float | None = None) -> float:
     return float(value)
 
 
+def _positive(scaling: Scaling, key: str, default: float) -> float:
+    value = _number(scaling, key, default)
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"rope_scaling needs a positive number {key!r}, got {value!r} in {dict(scaling)}"
+        )
+    return value
+
+
 def _default(dim: int, base: float, max_position: int, scaling: Scaling) -> RotaryEmbedding:
     del max_position, scaling
     return RotaryEmbedding(_inv_freq(dim, base))
@@ -182,27 +191,29 @@ def _llama3(dim: int, base: float, max_position: int, scaling: Scaling) -> Rotar
 
 def _yarn(dim: int, base: float, max_position: int, scaling: Scaling) -> RotaryEmbedding:
     """YaRN (Peng et al., 2023), with the parameters that transformers reads."""
-    original = _number(scaling, "original_max_position_embeddings", max_position)
-    factor = _number(scaling, "factor", max_position / original)
-    mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    original = _positive(scaling, "original_max_position_embeddings", max_position)
+    factor = _positive(scaling, "factor", max_position / original)
+    mscale, mscale_all = _number(scaling, "mscale", 0.0), _number(scaling, "mscale_all_dim", 0.0)
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = (
-            temperature(mscale) / temperature(mscale_all)
-            if mscale and mscale_all
-            else temperature(1.0)
+    both = temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else None
+    attention_factor = _number(
+        scaling, "attention_factor", temperature(1.0) if both is None else both
+    )
+    truncate = scaling.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ValueError(
+            f"rope_scaling needs true or false for 'truncate', got {truncate!r} in {dict(scaling)}"
         )
 
     def dimension_of(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = dimension_of(_number(scaling, "beta_fast", 32))
-    high = dimension_of(_number(scaling, "beta_slow", 1))
-    if scaling.get("truncate", True):
+    low = dimension_of(_positive(scaling, "beta_fast", 32))
+    high = dimension_of(_positive(scaling, "beta_slow", 1))
+    if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
@@ -211,7 +222,7 @@ def _yarn(dim: int, base: float, max_position: int, scaling: Scaling) -> RotaryE
     interpolate = ((index - low) / (high - low)).clamp(0.0, 1.0)
     inv_freq = _inv_freq(dim, base)
     return RotaryEmbedding(
-        inv_freq / factor * interpolate + inv_freq * (1 - interpolate), float(attention_factor)
+        inv_freq / factor * interpolate + inv_freq * (1 - interpolate), attention_factor
     )
 
 

@@ -130,6 +130,12 @@ class Registry:
             PluginLoadError: the builder does not keep its contract.
             ConfigError: the checkpoint's config is wrong, or the builder fails on it.
         """
+        names = hf_config.get("architectures", [])
+        if isinstance(names, list) and len(names) > 1:
+            raise ConfigError(
+                f"config.json: architectures names several model classes, {names!r}; say with "
+                "hf_overrides which one it is"
+            )
         for sources in (self._custom, self._plugins):
             matches = self._matching(sources, "config_builders", hf_config)
             if len(matches) > 1:
@@ -141,7 +147,6 @@ class Registry:
             if matches:
                 source, builder = matches[0]
                 return _build(builder, hf_config, model_path, owner=source.name)
-        names = hf_config.get("architectures", [])
         known = self.architectures
         if isinstance(names, list) and names and str(names[0]) not in known:
             model_type = hf_config.get("model_type")

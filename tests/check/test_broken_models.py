@@ -356,7 +356,7 @@ BROKEN: dict[str, tuple[Callable[[Model], Any], set[str], type[EngineError], str
         config(num_key_value_heads=0),
         {"config-invalid"},
         ConfigError,
-        "num_key_value_heads|cannot be understood",
+        "'num_key_value_heads' must be a positive integer, got 0",
     ),
     "a model type that is a number": (
         config(architectures=["ChatGLMModel"], model_type=7),

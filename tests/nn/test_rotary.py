@@ -35,6 +35,14 @@ SCALINGS = {
         "beta_slow": 2.0,
         "attention_factor": 1.5,
     },
+    "yarn mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+        "truncate": False,
+    },
 }
 
 
@@ -101,6 +109,23 @@ def test_dynamic_scaling_without_lengths_is_refused() -> None:
 WRONG = {
     "unknown": ({"type": "longest"}, "'longest' is not one of default, linear"),
     "no factor": ({"rope_type": "linear"}, "needs a number 'factor', got None"),
+    "fast": (
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0},
+        "needs a positive number 'beta_fast', got 0",
+    ),
+    "slow": (
+        {"rope_type": "yarn", "factor": 4.0, "beta_slow": "x"},
+        "needs a number 'beta_slow', got 'x'",
+    ),
+    "attention": (
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": "x"},
+        "needs a number 'attention_factor', got 'x'",
+    ),
+    "mscale": (
+        {"rope_type": "yarn", "factor": 4.0, "mscale": "x", "mscale_all_dim": 1},
+        "needs a number 'mscale', got 'x'",
+    ),
+    "truncate": ({"rope_type": "yarn", "factor": 4.0, "truncate": "no"}, "for 'truncate', got"),
     "text": ({"rope_type": "yarn", "factor": "4"}, "needs a number 'factor', got '4'"),
 }
 

@@ -261,6 +261,13 @@ def test_the_default_builder_serves_a_plugin_without_one() -> None:
     )
 
 
+def test_of_several_architectures_none_is_chosen() -> None:
+    registry = build_registry(entry_points=[Point("toy", plugin(module_map=TOY))])
+    config = HFConfig(CONFIG, architectures=["ToyForCausalLM", "FooForCausalLM"])
+    with pytest.raises(ConfigError, match="several model classes, .*'ToyForCausalLM', 'FooFor"):
+        registry.model_config(config)
+
+
 def test_an_unknown_architecture_lists_near_ones_and_the_package_to_look_for() -> None:
     registry = build_registry(entry_points=[Point("toy", plugin(module_map=TOY))])
     config = HFConfig(CONFIG, architectures=["ToyForCausalML"])
@@ -353,6 +360,11 @@ BAD_CONFIGS = {
     "text": ({"hidden_size": "4"}, "'hidden_size' must be a positive integer, got '4'"),
     "heads": ({"num_attention_heads": 3}, "not divisible by num_attention_heads"),
     "kv heads": ({"num_key_value_heads": 3}, "not divisible by num_key_value_heads"),
+    "no kv heads": ({"num_key_value_heads": 0}, "'num_key_value_heads' must be .*, got 0"),
+    "kv heads' text": ({"num_key_value_heads": "2"}, "'num_key_value_heads' must be .*, got '2'"),
+    "head size": ({"head_dim": 0}, "'head_dim' must be a positive integer, got 0"),
+    "head size's kind": ({"head_dim": 16.0}, "'head_dim' must be .*, got 16.0"),
+    "head size's text": ({"head_dim": "16"}, "'head_dim' must be .*, got '16'"),
     "dtype": ({"torch_dtype": "int4"}, "'int4' is not one of"),
     "eos": ({"eos_token_id": "end"}, "eos_token_id must be a token id"),
 }
