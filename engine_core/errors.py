@@ -4,6 +4,7 @@
 
     EngineError
     ├── ConfigError (ValueError)          a value in a config, ours or the checkpoint's
+    │   └── OptionError                   a setting of the engine does not fit this model or device
     ├── CheckpointError                   what is on disk cannot be used
     │   ├── CheckpointNotFoundError       no such folder, file or hub id
     │   ├── CorruptCheckpointError        truncated, malformed or lying file
@@ -29,6 +30,10 @@ class EngineError(Exception):
 
 class ConfigError(EngineError, ValueError):
     """A value in an engine config, sampling parameters or a checkpoint's config is wrong."""
+
+
+class OptionError(ConfigError):
+    """A setting of the engine is well-formed, but not for this model, its files or this device."""
 
 
 class CheckpointError(EngineError):

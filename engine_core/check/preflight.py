@@ -36,10 +36,12 @@ from engine_core.check.report import (
 from engine_core.checkpoint import Checkpoint, resolve_model
 from engine_core.configs import EngineConfig, KVCacheSpec, ModelConfig
 from engine_core.configs.builder import token_ids
+from engine_core.configs.generation import default_sampling_params
 from engine_core.engine.startup import (
     find_eos_token_ids,
     find_max_model_len,
     open_tokenizer,
+    unread_message,
 )
 from engine_core.errors import (
     CacheMemoryError,
@@ -49,6 +51,7 @@ from engine_core.errors import (
     CorruptCheckpointError,
     DuplicateArchitectureError,
     EngineError,
+    OptionError,
     PluginError,
     RequestError,
     TokenizerError,
@@ -75,6 +78,7 @@ _CODES: tuple[tuple[type[EngineError], Code], ...] = (
     (CheckpointError, "checkpoint-unsupported"),
     (TokenizerError, "tokenizer-unusable"),
     (CacheMemoryError, "memory-cache-too-small"),
+    (OptionError, "option-invalid"),
     (ConfigError, "config-invalid"),
 )
 # Errors that keep nobody from loading the model and giving it token ids.
@@ -188,7 +192,7 @@ class _Check:
         if self.path is not None and self.path.is_dir():
             # The weights are unusable, but more may be said about config and tokenizer.
             with self._collecting():
-                config = self.config.replace(load_format="dummy")
+                config = self.config.replace(load_format="dummy", quantization=None)
                 self.checkpoint = open_files(self.model, config, registry, device)
 
     def _understand(self, registry: Registry, checkpoint: Checkpoint) -> None:
@@ -205,6 +209,11 @@ class _Check:
         device = self.device or torch.device("cpu")
         self.dtype = platform.resolve_dtype(self.config, device, self.model_config.dtype)
         self._check_special_ids(self.model_config, checkpoint)
+        with self._collecting("generation-config-invalid"):
+            default_sampling_params(checkpoint.generation_config, self.model_config)
+            unread = unread_message(checkpoint.generation_config)
+            if unread is not None:
+                self._add("generation-config-unread", "warning", unread)
 
     def _check_special_ids(self, model_config: ModelConfig, checkpoint: Checkpoint) -> None:
         generation_config = checkpoint.generation_config
@@ -292,7 +301,7 @@ class _Check:
             )
             self.network = build_on_meta(self.model_class, model_config, context)
         max_model_len = None
-        with self._collecting("option-invalid"):
+        with self._collecting():
             max_model_len = find_max_model_len(model_config, self.config, self.model)
         if self.network is None:
             return

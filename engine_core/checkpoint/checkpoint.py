@@ -18,7 +18,7 @@ from engine_core.checkpoint.files import (
 from engine_core.checkpoint.safetensors_file import SafetensorsFile
 from engine_core.configs import HFConfig
 from engine_core.configs.rope import override_rope
-from engine_core.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from engine_core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,12 +151,12 @@ def open_checkpoint(
     Raises:
         CheckpointNotFoundError: the folder, its config or its weight files are not there.
         CorruptCheckpointError: a file is damaged; names it.
-        ConfigError: ``load_format`` or ``hf_overrides`` does not fit the checkpoint.
+        OptionError: ``load_format`` or ``hf_overrides`` does not fit the checkpoint.
         UnknownArchitectureError: no adapter for the GGUF file's architecture.
         TokenizerError: a special token's id in the GGUF file is no index into its vocabulary.
     """
     if load_format not in ("auto", "safetensors", "bin", "gguf", "dummy"):
-        raise ConfigError(
+        raise OptionError(
             f"load_format {load_format!r} is not one of auto, safetensors, bin, gguf, dummy"
         )
     gguf = _gguf_file(path, load_format)
@@ -236,7 +236,7 @@ def apply_overrides(hf_config: HFConfig, overrides: Mapping[str, Any]) -> HFConf
     Those of rotary positions take effect under whichever of their names, see :func:`override_rope`.
 
     Raises:
-        ConfigError: an override has a name that is no string, or two names of one thing are given.
+        OptionError: an override has a name that is no string, or two names of one thing are given.
     """
     values = hf_config.to_dict()
     return HFConfig({**_merge(values, overrides), **override_rope(values, overrides)})
@@ -246,7 +246,7 @@ def _merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     merged = dict(values)
     for name, value in overrides.items():
         if not isinstance(name, str):
-            raise ConfigError(f"hf_overrides: {name!r} is no name of a key")
+            raise OptionError(f"hf_overrides: {name!r} is no name of a key")
         old = merged.get(name)
         if isinstance(value, Mapping) and isinstance(old, dict):
             value = _merge(old, value)
@@ -258,7 +258,7 @@ def _gguf_file(path: Path, load_format: str) -> Path | None:
     """The GGUF file to convert, or None if the checkpoint is an ordinary folder."""
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         if load_format not in ("auto", "gguf"):
-            raise ConfigError(
+            raise OptionError(
                 f"load_format {load_format!r} does not fit the GGUF file {path}; leave it at auto"
             )
         return path

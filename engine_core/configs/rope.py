@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from engine_core.configs.builder import is_positive
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, OptionError
 
 # Two names of one object. Where a config has both, transformers reads the first.
 _NAMES = ("rope_scaling", "rope_parameters")
@@ -59,11 +59,11 @@ def override_rope(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
         the keys that change, without ``rope_theta`` itself.
 
     Raises:
-        ConfigError: both names of the scaling are among ``overrides``.
+        OptionError: both names of the scaling are among ``overrides``.
     """
     given = [name for name in _NAMES if name in overrides]
     if len(given) > 1:
-        raise ConfigError(
+        raise OptionError(
             f"hf_overrides: {' and '.join(given)} are two names of one object; give one"
         )
     held = {name: values[name] for name in _NAMES if values.get(name)}

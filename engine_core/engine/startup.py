@@ -10,9 +10,14 @@ from engine_core.cache import KVCacheGroup
 from engine_core.checkpoint import Checkpoint
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.configs.builder import token_ids
+from engine_core.configs.generation import (
+    GENERATION_CONFIG,
+    default_sampling_params,
+    unread_keys,
+)
 from engine_core.engine.frontend import choose_tokenizer
 from engine_core.engine.grammar_source import find_grammar_compiler
-from engine_core.errors import ConfigError
+from engine_core.errors import OptionError
 from engine_core.kernels import compiled
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
@@ -72,6 +77,8 @@ class Loaded:
     eos_token_ids: tuple[int, ...]
 
 
+# Characters of a value that a message shows.
+_SHOWN = 60
 # Steps submitted before the first result is read. A CPU computes a step while it is submitted.
 _DEPTH = {"cpu": 0, "cuda": 2}
 # How often a plan may be replayed before the host looks: a request that ended is found out so late.
@@ -91,6 +98,10 @@ def open_engine(model: str, config: EngineConfig) -> Opened:
         source = open_model(model, config, registry)
         generation_config = source.checkpoint.generation_config
         eos_token_ids = find_eos_token_ids(source.model_config, generation_config)
+        default_sampling_params(generation_config, source.model_config)
+        unread = unread_message(generation_config)
+        if unread is not None:
+            logger.warning("%s", unread)
         max_model_len = find_max_model_len(source.model_config, config, model)
     return Opened(
         registry=registry,
@@ -164,7 +175,7 @@ def find_eos_token_ids(
 
     An id outside the vocabulary is left out: the model cannot generate it.
     """
-    more = token_ids(generation_config.get("eos_token_id"), "generation_config eos_token_id")
+    more = token_ids(generation_config.get("eos_token_id"), "eos_token_id", GENERATION_CONFIG)
     ids = dict.fromkeys((*model_config.eos_token_ids, *more))
     outside = [token for token in ids if not 0 <= token < model_config.vocab_size]
     if outside:
@@ -176,11 +187,25 @@ def find_eos_token_ids(
     return tuple(token for token in ids if token not in outside)
 
 
+def unread_message(generation_config: dict[str, Any]) -> str | None:
+    """Which keys of ``generation_config.json`` are not read though they matter; None for none."""
+    unread = unread_keys(generation_config)
+    if not unread:
+        return None
+    named = ", ".join(f"{name} {_shortened(value)}" for name, value in unread.items())
+    return f"{GENERATION_CONFIG} asks for {named}: not supported, tokens are chosen without it"
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
 def find_max_model_len(model_config: ModelConfig, config: EngineConfig, model: str) -> int:
     """The longest sequence wanted, before the cache's memory is looked at; ``model`` is its name.
 
     Raises:
-        ConfigError: more is asked for than the model can do.
+        OptionError: more is asked for than the model can do.
     """
     longest = model_config.max_position_embeddings
     wanted = config.max_model_len or longest
@@ -190,7 +215,7 @@ def find_max_model_len(model_config: ModelConfig, config: EngineConfig, model: s
             if model_config.reads_rope_scaling
             else ""
         )
-        raise ConfigError(
+        raise OptionError(
             f"max_model_len {wanted} is above the {longest} tokens that {model} is made for; set "
             f"it lower{stretch}"
         )

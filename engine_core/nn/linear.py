@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.kernels import Undivided, linear
-from engine_core.nn.distributed import all_reduce, divide
+from engine_core.nn.distributed import IndivisibleError, all_reduce, divide
 from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
 from engine_core.nn.packing import MatrixModule, OneDNNMatrix, PackedMatrix, onednn_packs
 from engine_core.step_context import current_build_context
@@ -221,7 +221,12 @@ class QKVLinear(Linear):
             kv_start = rank * kv_heads
         else:
             # Fewer heads than ranks: several ranks keep the same one.
-            kv_heads, kv_start = 1, rank // divide(size, num_kv_heads, "tensor_parallel_size")
+            if size % num_kv_heads:
+                raise IndivisibleError(
+                    f"tensor_parallel_size ({size}) is not divisible by the number of key and "
+                    f"value heads ({num_kv_heads})"
+                )
+            kv_heads, kv_start = 1, rank // (size // num_kv_heads)
         self.split_sizes = (
             q_heads * head_size,
             kv_heads * head_size,

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from engine_core.checkpoint import Checkpoint
 from engine_core.configs import ModelConfig
-from engine_core.errors import CheckpointError, ConfigError, EngineError
+from engine_core.errors import CheckpointError, ConfigError, EngineError, OptionError
+from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.linear import Linear
 from engine_core.nn.loading import LoadAccount, load_account, materialize
 from engine_core.runtime.packing import Packer, quantize
@@ -32,7 +33,8 @@ def build_on_meta(model_class: type, model_config: ModelConfig, context: BuildCo
     """The model without memory for its parameters.
 
     Raises:
-        ConfigError: its class cannot be built from this config, or nothing of it quantised.
+        ConfigError: its class cannot be built from this config.
+        OptionError: it cannot be split over so many ranks, or nothing of it quantised.
     """
     try:
         with building(context), torch.device("meta"):
@@ -44,6 +46,11 @@ def build_on_meta(model_class: type, model_config: ModelConfig, context: BuildCo
             )
     except EngineError:
         raise
+    except IndivisibleError as error:
+        raise OptionError(
+            f"{model_class.__name__} of this size cannot be split over {context.tp_size} ranks: "
+            f"{error}"
+        ) from error
     except (
         Exception
     ) as error:  # Whatever a family's code trips over, the config is all it was given.
@@ -100,7 +107,7 @@ def keep_blocks(model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) 
     ``account`` is that of :func:`check_weights`.
 
     Raises:
-        ConfigError: the file has no blocks that torch can multiply.
+        OptionError: the file has no blocks that torch can multiply.
     """
     assert checkpoint.gguf is not None, "open_files opens a GGUF file without conversion"
     in_blocks = [

@@ -61,11 +61,13 @@ def plan_cache(
     usable = budget // bytes_per_block - 1
     if usable < blocks_a_sequence:
         if not shorten or usable < 1:
+            shorter = (
+                f", or set max_model_len to at most {usable * block_size}" if usable > 0 else ""
+            )
             raise CacheMemoryError(
                 f"a sequence of {max_model_len} tokens needs "
                 f"{(blocks_a_sequence + 1) * bytes_per_block} bytes of KV cache, but "
-                f"kv_cache_memory is {budget}: raise it, or set max_model_len to at most "
-                f"{max(usable, 0) * block_size}"
+                f"kv_cache_memory is {budget}: raise it{shorter}"
             )
         max_model_len = usable * block_size
     num_blocks = 1 + min(usable, max_num_seqs * blocks_a_sequence)

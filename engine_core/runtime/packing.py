@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from engine_core.errors import ConfigError
+from engine_core.errors import OptionError
 from engine_core.nn.embedding import Embedding, VocabularySplit
 from engine_core.nn.linear import Linear
 from engine_core.nn.loading import LoadAccount
@@ -50,7 +50,7 @@ def quantize(
         the weights that will not be loaded as numbers, but as blocks.
 
     Raises:
-        ConfigError: nothing at all can be quantised.
+        OptionError: nothing at all can be quantised.
     """
     skip: Collection[str] = getattr(model, "quantization_skip", ())
     users = Counter(id(param) for m in model.modules() for param in m._parameters.values())
@@ -80,7 +80,7 @@ def quantize(
             else "no linear layer has a shape that torch can multiply so (inputs in multiples of "
             "32, with int4 outputs in multiples of 16)"
         )
-        raise ConfigError(f"quantization {mode!r}: {what}; leave it out")
+        raise OptionError(f"quantization {mode!r}: {what}; leave it out")
     if left:
         logger.info("quantization %s leaves %d of %d linears as they are: %s", mode, len(left),
                     len(left) + count, ", ".join(left[:4]))  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 from engine_core.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig
-from engine_core.errors import ConfigError, CorruptCheckpointError
+from engine_core.errors import ConfigError, CorruptCheckpointError, OptionError
 from engine_core.registry import Registry
 from engine_core.runtime import platform
 
@@ -102,12 +102,12 @@ def open_files(
 
     Raises:
         CheckpointError: a file is not there or cannot be used.
-        ConfigError: the quantisation asked for is not possible with these files or this device.
+        OptionError: the quantisation asked for is not possible with these files or this device.
         UnknownArchitectureError: no plugin reads a GGUF file of this architecture.
     """
     quantization = config.quantization
     if quantization is not None and device.type != "cpu":
-        raise ConfigError(
+        raise OptionError(
             f"quantization {quantization!r} is multiplied by torch's CPU kernels and cannot run on "
             f"{device}; set device='cpu', or leave it out"
         )
@@ -121,7 +121,7 @@ def open_files(
         convert=convert and quantization != "gguf",
     )
     if quantization == "gguf" and checkpoint.gguf is None:
-        raise ConfigError(
+        raise OptionError(
             f"quantization 'gguf' keeps the blocks of a GGUF file, and {model} is none; "
             "'int8' and 'int4' quantise any checkpoint"
         )

@@ -124,6 +124,42 @@ def test_too_little_memory_for_the_cache(model: Model) -> None:
     assert report.errors[0].message == str(caught.value)
 
 
+def test_a_cache_for_no_length_at_all(model: Model) -> None:
+    config = EngineConfig(kv_cache_memory=1024)
+    [problem] = check_model(str(model), config).errors
+    assert problem.code == "memory-cache-too-small"
+    assert problem.message.endswith("kv_cache_memory is 1024: raise it")
+    with pytest.raises(CacheMemoryError) as caught:
+        LLM(str(model), config)
+    assert problem.message == str(caught.value)
+
+
+def test_an_option_that_does_not_fit_is_not_the_configs_fault(model: Model) -> None:
+    wrong: dict[str, tuple[dict[str, Any], str | None]] = {
+        "of this size cannot be split over 3 ranks": ({"tensor_parallel_size": 3}, None),
+        "cannot run on cuda": ({"quantization": "int4"}, "H100"),
+        "'gguf' keeps the blocks": ({"quantization": "gguf"}, None),
+        "above the 2048 tokens": ({"max_model_len": 4096}, None),
+        "two names of one object": (
+            {"hf_overrides": {"rope_scaling": {"factor": 2}, "rope_parameters": {"factor": 4}}},
+            None,
+        ),
+    }
+    for message, (settings, gpu) in wrong.items():
+        [problem] = check_model(str(model), EngineConfig(**settings), gpu=gpu).errors
+        assert (problem.code, problem.hint) == (
+            "option-invalid",
+            "Change the option that is named.",
+        )
+        assert message in problem.message
+
+
+def test_a_quantization_that_a_gpu_has_not_hides_no_other_fault(model: Model) -> None:
+    model.json("config.json", num_key_value_heads=3)
+    report = check_model(str(model), EngineConfig(quantization="int4"), gpu="H100")
+    assert {problem.code for problem in report.errors} == {"option-invalid", "config-invalid"}
+
+
 def test_cache_and_weights_together_too_large(model: Model) -> None:
     report = check_model(str(model), EngineConfig(kv_cache_memory=2**30), memory=2**29)
     assert found(report) == [("error", "memory-cache-too-small")]

@@ -264,7 +264,7 @@ def test_the_default_builder_serves_a_plugin_without_one() -> None:
 def test_of_several_architectures_none_is_chosen() -> None:
     registry = build_registry(entry_points=[Point("toy", plugin(module_map=TOY))])
     config = HFConfig(CONFIG, architectures=["ToyForCausalLM", "FooForCausalLM"])
-    with pytest.raises(ConfigError, match="several model classes, .*'ToyForCausalLM', 'FooFor"):
+    with pytest.raises(ConfigError, match=r"several model classes, .*'ToyForCausalLM', 'FooFor"):
         registry.model_config(config)
 
 
