@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine_core.cli.answer import Answer
-from engine_core.cli.command import OptionGroup, command, repeats
+from engine_core.cli.command import OptionGroup, command, parsed, repeats
 from engine_core.cli.remote import RemoteModel
 from engine_core.configs import EngineConfig, SamplingParams
 from engine_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
@@ -319,11 +319,12 @@ def _parsed(name: str, text: str = "") -> Any:
     if name == "logit_bias":
         return json.loads(text)
     values = shlex.split(text)
-    if repeats(SamplingParams.model_fields[name]) and values:
-        return values
+    field = SamplingParams.model_fields[name]
+    if repeats(field) and values:
+        return parsed(field, values)
     if len(values) != 1:
         raise ValueError(f"{name} takes one value, got {len(values)}")
-    return values[0]
+    return parsed(field, values[0])
 
 
 def _history_file() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -48,6 +49,27 @@ def repeats(field: FieldInfo) -> bool:
     return any(get_origin(item) is tuple for item in _members(field.annotation))
 
 
+def parsed(field: FieldInfo, value: Any) -> Any:
+    """``value`` of an option, or each of a list of them, as a number where the field holds numbers.
+
+    What is no number stays as it is, for the config model to say so.
+    """
+    if isinstance(value, list):
+        return [parsed(field, item) for item in value]
+    if not isinstance(value, str):
+        return value
+    members = {item for member in _members(field.annotation) for item in _items(member)}
+    for kind in (int, float):
+        if kind in members and str not in members:
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return value
+
+
+def _items(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) is tuple else (annotation,)
+
+
 def _takes_none(field: FieldInfo) -> bool:
     """Whether None is a value that someone must be able to ask for."""
     return field.default is not None and types.NoneType in _members(field.annotation)
@@ -73,8 +95,9 @@ def _flag(name: str) -> str:
 class OptionGroup(Generic[Config]):
     """The fields of a config model as command-line options.
 
-    Values are passed to the model as they were written, so that it alone parses and checks them. An
-    option that was not given is None and leaves the field to whoever builds the config.
+    Numbers are parsed here, everything else is passed to the model as it was written; it alone
+    checks the values. An option that was not given is None and leaves the field to whoever builds
+    the config.
 
     Args:
         model: the config model; each field's description is its help. Fields that it excludes from
@@ -141,6 +164,8 @@ class OptionGroup(Generic[Config]):
                     raise typer.BadParameter(f"{_flag(name)}: not JSON: {error}") from None
             elif value == "none" and _takes_none(field):
                 values[name] = None
+            else:
+                values[name] = parsed(field, value)
         return values
 
     def build(self, options: Mapping[str, Any]) -> Config:

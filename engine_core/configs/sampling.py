@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from engine_core.configs.base import FrozenConfig
 
@@ -36,8 +36,16 @@ def takes_prompt(processor: LogitsProcessor) -> bool:
     return len(needed) == 3
 
 
-_Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
-_TokenSequence = Annotated[tuple[int, ...], Field(min_length=1)]
+def _number(value: Any) -> Any:
+    """Text and truth values, which pydantic would convert, are mistakes in a number's place."""
+    if isinstance(value, str | bytes | bool):
+        raise ValueError("a number is expected")
+    return value
+
+
+_Token = Annotated[int, BeforeValidator(_number)]
+_Bias = Annotated[float, BeforeValidator(_number), Field(ge=-100.0, le=100.0)]
+_TokenSequence = Annotated[tuple[_Token, ...], Field(min_length=1)]
 
 
 class GuidedParams(FrozenConfig):
@@ -221,6 +229,33 @@ class SamplingParams(FrozenConfig):
         description="What the text must be: JSON, a JSON schema, a regular expression, ...",
     )
 
+    @field_validator(
+        "n",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        mode="before",
+    )
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        return _number(value)
+
+    @field_validator("stop_token_ids", "allowed_token_ids", mode="before")
+    @classmethod
+    def _tokens(cls, value: Any) -> Any:
+        for item in value if isinstance(value, list | tuple) else ():
+            _number(item)
+        return value
+
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_string(cls, value: Any) -> Any:
@@ -332,3 +367,8 @@ class BeamSearchParams(FrozenConfig):
         default=1.0, description="Above 0 favours long sequences, below 0 short ones."
     )
     ignore_eos: bool = Field(default=False, description="Go on past the end-of-sequence token.")
+
+    @field_validator("beam_width", "max_tokens", "length_penalty", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        return _number(value)

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 from engine_core.checkpoint import resolve_model
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
+from engine_core.configs.generation import default_sampling_params
 from engine_core.engine.sampling import resolve_sampling
 from engine_core.errors import RequestError
 from engine_core.inputs import InputProcessor, ProcessedPrompt
@@ -239,19 +240,7 @@ class Frontend:
     @cached_property
     def default_sampling_params(self) -> SamplingParams:
         """What ``generation_config.json`` recommends, over our own defaults."""
-        given = self._generation_config
-        names = {
-            "temperature": "temperature",
-            "top_k": "top_k",
-            "top_p": "top_p",
-            "min_p": "min_p",
-            "repetition_penalty": "repetition_penalty",
-            "max_new_tokens": "max_tokens",
-        }
-        values = {ours: given[name] for name, ours in names.items() if given.get(name) is not None}
-        if given.get("do_sample") is False:
-            values["temperature"] = 0.0
-        return SamplingParams(**values)
+        return default_sampling_params(self._generation_config, self._model_config)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, None if it was given as token ids, and its token ids.

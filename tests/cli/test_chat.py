@@ -94,7 +94,7 @@ def test_a_wrong_command_changes_nothing(smollm2_gguf: Path) -> None:
     for message in (
         "there is no command /temperature; /help shows them",
         "there is no setting 'n'; there are temperature, ",
-        "not changed: SamplingParams.top_p: Input should be less than or equal to 1, got '5'",
+        "not changed: SamplingParams.top_p: Input should be less than or equal to 1, got 5",
         "not changed: top_k takes one value, got 2",
         "not changed: Expecting property name",
         "not changed: No closing quotation",

@@ -113,7 +113,7 @@ def test_help_shows_every_field(model: type) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--top-p", "3"], "--top-p: Input should be less than or equal to 1, got '3'"),
+        (["--top-p", "3"], "--top-p: Input should be less than or equal to 1, got 3"),
         (["--max-num-seqs", "many"], "--max-num-seqs: Input should be a valid integer"),
         (["--dtype", "int9"], "got 'int9'"),
         (["--kv-cache-memory", "4 bananas"], "a size is a number of bytes"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +15,7 @@ from golden_fixtures import GOLDEN, SETTINGS, golden_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.check import check_model
 from engine_core.configs.sampling import BeamSearchParams
 from engine_core.errors import ConfigError, RequestError
 
@@ -259,6 +262,16 @@ SENSELESS: dict[str, dict[str, Any]] = {
     "logits_processors": {"logits_processors": [3]},
     "logits_processors form": {"logits_processors": [lambda logits: logits]},
     "prompt_logprobs": {"prompt_logprobs": -2},
+    "temperature text": {"temperature": "0.5"},
+    "top_p truth value": {"top_p": True},
+    "max_tokens truth value": {"max_tokens": True},
+    "max_tokens fraction": {"max_tokens": 1.5},
+    "n text": {"n": "2"},
+    "seed text": {"seed": "0"},
+    "stop_token_ids text": {"stop_token_ids": ["5"]},
+    "stop_token_ids truth value": {"stop_token_ids": (5, True)},
+    "bad_words truth value": {"bad_words": [[True]]},
+    "logit_bias text": {"logit_bias": {1: "2.0"}},
 }
 
 
@@ -267,6 +280,14 @@ def test_senseless_parameters_are_refused_by_name(settings: dict[str, Any]) -> N
     (name,) = settings
     with pytest.raises(ConfigError, match=f"SamplingParams.{name}"):
         SamplingParams(**settings)
+
+
+def test_whole_numbers_are_numbers() -> None:
+    params = SamplingParams(temperature=1, top_p=1, logit_bias={3: 2}, stop_token_ids=[5])
+    assert (params.temperature, params.top_p) == (1.0, 1.0)
+    assert (params.logit_bias, params.stop_token_ids) == ({3: 2.0}, (5,))
+    with pytest.raises(ConfigError, match=r"BeamSearchParams.beam_width: a number.*got '2'"):
+        BeamSearchParams(beam_width="2", max_tokens=3)
 
 
 def test_the_checkpoints_own_penalty_is_a_default(tmp_path: Path) -> None:
@@ -278,6 +299,123 @@ def test_the_checkpoints_own_penalty_is_a_default(tmp_path: Path) -> None:
     with LLM(str(tmp_path), skip_tokenizer_init=True) as llm:
         params = llm.default_sampling_params()
         assert params == SamplingParams(temperature=0.0, repetition_penalty=1.8, max_tokens=24)
+
+
+def with_generation_config(folder: Path, **values: Any) -> Path:
+    """A checkpoint that recommends ``values``."""
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).symlink_to(GOLDEN / "llama-gqa" / file)
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"temperature": -5, "top_p": 7}, ["temperature: .*got -5", "top_p: .*got 7"]),
+        ({"temperature": "0.5"}, ["temperature: .*got '0.5'"]),
+        ({"do_sample": "no"}, ["do_sample: true or false is expected, got 'no'"]),
+        ({"max_new_tokens": True}, ["max_new_tokens: .*got True"]),
+        ({"suppress_tokens": 5}, ["suppress_tokens: a list is expected, got 5"]),
+        ({"bad_words_ids": [3]}, [r"bad_words_ids: .*got \[3\]"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_a_senseless_generation_config_is_refused_at_start_up(
+    tmp_path: Path, values: dict[str, Any], says: list[str]
+) -> None:
+    folder = with_generation_config(tmp_path, **values)
+    with pytest.raises(ConfigError) as caught:
+        LLM(str(folder), skip_tokenizer_init=True)
+    report = check_model(folder, EngineConfig(skip_tokenizer_init=True))
+    (problem,) = [p for p in report.problems if p.code == "generation-config-invalid"]
+    assert problem.severity == "error"
+    for message in says:
+        assert re.search(f"generation_config.json: {message}", str(caught.value))
+        assert re.search(f"generation_config.json: {message}", problem.message)
+
+
+def test_tokens_that_the_checkpoint_suppresses_never_come(
+    tmp_path: Path, reference: PreTrainedModel
+) -> None:
+    first, second = unpenalised(reference, SHORT[0])[:2]
+    suppressed: dict[str, Any] = {
+        "suppress_tokens": [first],
+        "bad_words_ids": [[second], [first]],
+    }
+    expected = transformers_greedy(reference, SHORT[0], **suppressed)
+    assert not {first, second} & {*expected}
+    # One that nobody can generate.
+    suppressed["suppress_tokens"].append(VOCAB)
+    folder = with_generation_config(tmp_path, do_sample=False, max_new_tokens=24, **suppressed)
+    with LLM(str(folder), skip_tokenizer_init=True) as llm:
+        params = llm.default_sampling_params().replace(ignore_eos=True)
+        assert generated(llm, [SHORT[0]], params) == [expected]
+
+
+def test_keys_that_are_not_read_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unread = {
+        "no_repeat_ngram_size": 3,
+        "num_beams": 4,
+        "min_new_tokens": 5,
+        "forced_bos_token_id": 0,
+        "bad_words_ids": [[3, 4]],
+        "typical_p": 0.9,
+    }
+    folder = with_generation_config(tmp_path, **unread, max_length=4096, transformers_version="4")
+    with LLM(str(folder), skip_tokenizer_init=True) as llm:
+        for _ in range(2):
+            llm.generate([3, 4])
+    (said,) = [r.getMessage() for r in caplog.records if "generation_config" in r.getMessage()]
+    report = check_model(folder, EngineConfig(skip_tokenizer_init=True))
+    (problem,) = [p for p in report.problems if p.code == "generation-config-unread"]
+    assert problem.severity == "warning"
+    for name, value in unread.items():
+        assert f"{name} {value!r}" in said
+        assert f"{name} {value!r}" in problem.message
+    assert "max_length" not in said
+
+
+def test_keys_that_are_off_give_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What transformers 4 wrote of a GenerationConfig in which nothing was set."""
+    off = {
+        "bad_words_ids": None,
+        "begin_suppress_tokens": None,
+        "diversity_penalty": 0.0,
+        "do_sample": False,
+        "early_stopping": False,
+        "encoder_no_repeat_ngram_size": 0,
+        "encoder_repetition_penalty": 1.0,
+        "epsilon_cutoff": 0.0,
+        "eta_cutoff": 0.0,
+        "force_words_ids": None,
+        "forced_eos_token_id": None,
+        "guidance_scale": None,
+        "length_penalty": 1.0,
+        "max_length": 20,
+        "min_length": 0,
+        "no_repeat_ngram_size": 0,
+        "num_beam_groups": 1,
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        "renormalize_logits": False,
+        "repetition_penalty": 1.0,
+        "sequence_bias": None,
+        "suppress_tokens": None,
+        "temperature": 1.0,
+        "top_k": 50,
+        "top_p": 1.0,
+        "typical_p": 1.0,
+        "use_cache": True,
+    }
+    folder = with_generation_config(tmp_path, **off)
+    with LLM(str(folder), skip_tokenizer_init=True) as llm:
+        assert llm.default_sampling_params() == SamplingParams(temperature=0.0, top_k=50)
+    assert not [r for r in caplog.records if "generation_config" in r.getMessage()]
 
 
 BEAMS: dict[str, dict[str, Any]] = {
