@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine_core.server.context import RequestContext
 from engine_core.server.errors import ApiError, ClientGone, as_api_error
 from engine_core.server.logs import log
+from engine_core.server.pages import PAGE
 from engine_core.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -73,9 +75,7 @@ class RequestMiddleware:
             self._note(scope, context, status)
 
     def _note(self, scope: Scope, context: RequestContext, status: int) -> None:
-        route = scope.get("route")
-        path = getattr(route, "path", "unknown").replace(":path", "")
-        self._service.metrics.http_requests.labels(path, status).inc()
+        self._service.metrics.http_requests.labels(_route_path(scope), status).inc()
         seconds = time.monotonic() - context.arrival
         if scope["path"] in _GENERATION and status == 200:
             self._service.metrics.whole.observe(seconds)
@@ -94,6 +94,16 @@ class RequestMiddleware:
             client=client[0] if client else None,
             **context.details,
         )
+
+
+def _route_path(scope: Scope) -> str:
+    """What the metrics call the place that a request came to, answered there or refused before."""
+    for route in scope["app"].router.routes:
+        match, _ = route.matches(scope)
+        if match is not Match.NONE:
+            path: str = "/" if route.name == PAGE else route.path.replace(":path", "")
+            return path
+    return "unknown"
 
 
 class ApiKeyMiddleware:

@@ -12,6 +12,8 @@ from starlette.routing import BaseRoute, Route
 
 _FOLDER = Path(__file__).parent / "web"
 _INDEX = "index.html"
+PAGE = "page"
+"""The name of each file's route."""
 _CONTENT_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -36,7 +38,8 @@ def page_routes() -> Iterator[BaseRoute]:
         if content_type is not None:
             path = file.relative_to(_FOLDER).as_posix()
             endpoint = _File(file.read_bytes(), content_type)
-            yield Route("/" if path == _INDEX else f"/{path}", endpoint.get, methods=["GET"])
+            url = "/" if path == _INDEX else f"/{path}"
+            yield Route(url, endpoint.get, methods=["GET"], name=PAGE)
 
 
 class _File:

@@ -16,6 +16,7 @@ from engine_core.server.errors import ApiError, busy, unavailable
 from engine_core.server.metrics import Metrics
 from engine_core.server.settings import ServerSettings
 from engine_core.text import token_bytes
+from engine_core.text.token_bytes import SPECIAL
 
 if TYPE_CHECKING:
     from engine_core.engine.async_engine import AsyncEngine
@@ -163,7 +164,7 @@ class Service:
         """
         if len(text) < _LONG_TEXT:
             return
-        longest = max(map(len, self._all_token_bytes()), default=0)
+        longest = max(len(token.removeprefix(SPECIAL)) for token in self._all_token_bytes())
         most = self.max_prompt_tokens * longest
         size = len(text.encode(errors="replace"))
         if size > most:

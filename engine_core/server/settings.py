@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from engine_core.configs.base import FrozenConfig
 from engine_core.configs.engine import Bytes
+
+# What a browser sends as Origin: lower case, without a path and without the scheme's own port.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+_OWN_PORTS = (("http://", ":80"), ("https://", ":443"))
 
 
 class ServerSettings(FrozenConfig):
@@ -26,7 +31,8 @@ class ServerSettings(FrozenConfig):
     )
     served_model_name: tuple[str, ...] = Field(
         default=(),
-        description="Name that requests call the model by; the last part of MODEL if not set.",
+        description="Name that requests call the model by. If not set: of a path its last part, "
+        "else MODEL itself.",
     )
     allow_origin: tuple[str, ...] = Field(
         default=(),
@@ -83,3 +89,30 @@ class ServerSettings(FrozenConfig):
     log_prompts: bool = Field(
         default=False, description="Write prompts and outputs into the log too."
     )
+
+    @field_validator("served_model_name")
+    @classmethod
+    def _different_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for index, name in enumerate(value):
+            if not name.strip():
+                raise ValueError("a name that is empty cannot be asked for")
+            if name in value[:index]:
+                raise ValueError(f"the name {name!r} is given twice; give each name once")
+        return value
+
+    @field_validator("allow_origin")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            own_port = any(
+                origin.startswith(scheme) and origin.endswith(port) for scheme, port in _OWN_PORTS
+            )
+            if origin not in ("*", "null") and (own_port or not _ORIGIN.fullmatch(origin)):
+                raise ValueError(
+                    f"{origin!r} is no origin as browsers send it, such as https://page.example or "
+                    "http://localhost:3000: a scheme and a host, the port unless it is the "
+                    "scheme's own, and no path"
+                )
+            if origin != origin.lower():
+                raise ValueError(f"browsers send an origin in lower case; write {origin.lower()!r}")
+        return value

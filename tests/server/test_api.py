@@ -13,6 +13,7 @@ import jsonschema
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
+from pydantic import BaseModel
 from serving import ServerProcess
 from tokenizers import (
     AddedToken,
@@ -615,8 +616,9 @@ def test_min_tokens_that_cannot_be_kept_are_refused_before_anything_runs(
     server.wait_for("engine_core_requests_running", 0)
     aborted = server.metric("engine_core_aborted_sequences_total")
     options: dict[str, Any] = {**GREEDY, "max_tokens": 2000}
-    with pytest.raises(openai.BadRequestError, match=f"min_tokens {most + 1} cannot be kept"):
+    with pytest.raises(openai.BadRequestError, match=f"min_tokens {most + 1} cannot be kept") as no:
         client.completions.create(**options, prompt=prompts, extra_body={"min_tokens": most + 1})
+    assert no.value.param == "min_tokens"
     answer = client.completions.create(
         **options, prompt=prompts, extra_body={"min_tokens": most, "return_token_ids": True}
     )
@@ -697,6 +699,69 @@ def test_tools_that_must_not_be_called_leave_room_for_json(client: openai.OpenAI
     assert json.loads(choice.message.content or "") in ("sun", "rain")
 
 
+class Forecast(BaseModel):
+    sunny: bool
+
+
+CALLED: dict[str, Any] = {
+    "tools": [openai.pydantic_function_tool(Forecast)],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+}
+# A text that ends: the client raises on one that its limit cuts off.
+YES: dict[str, Any] = {"extra_body": {"guided_choice": ["yes"]}}
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own
+@pytest.mark.parametrize("way", ["create", "parse", "stream"])
+@pytest.mark.parametrize("asked", [YES, CALLED, {"response_format": Forecast}])
+def test_a_message_as_the_client_dumps_it_can_be_sent_back(
+    client: openai.OpenAI, way: str, asked: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 300, "seed": 4}
+    completions: Any = client.chat.completions
+    if way == "create":
+        if "response_format" in asked:
+            schema = {"name": "forecast", "schema": Forecast.model_json_schema()}
+            asked = {"response_format": {"type": "json_schema", "json_schema": schema}}
+        answer = completions.create(**options, **asked)
+    elif way == "parse":
+        answer = completions.parse(**options, **asked)
+    else:
+        with completions.stream(**options, **asked) as stream:
+            answer = stream.get_final_completion()
+    message = answer.choices[0].message
+    assert message.content or message.tool_calls
+    bare: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.tool_calls:
+        bare["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    prompts = []
+    for said in (bare, message.model_dump(), message.to_dict(), message):
+        again = completions.create(
+            model=MODEL,
+            messages=[*HELLO, said, *HELLO],
+            max_tokens=1,
+            extra_body={"return_token_ids": True},
+        )
+        prompts.append(again.model_extra["prompt_token_ids"])
+    assert prompts == [prompts[0]] * 4
+
+
+def test_an_annotation_is_not_ignored(client: openai.OpenAI) -> None:
+    said: Any = {"role": "assistant", "content": "a", "annotations": []}
+    assert client.chat.completions.create(**GREEDY, messages=[*HELLO, said]).choices
+    said["annotations"] = [{"type": "url_citation"}]
+    with pytest.raises(openai.BadRequestError, match=r"messages.1.annotations: only an empty one"):
+        client.chat.completions.create(**GREEDY, messages=[*HELLO, said])
+
+
 def test_tokenize_and_detokenize(post: Any, tokenizer: Tokenizer) -> None:
     text = "The quick <|im_end|> dög"
     ids = tokenizer.encode(text).ids
@@ -759,6 +824,26 @@ def test_metrics_count_what_was_done(server: ServerProcess, client: openai.OpenA
     # The request is counted when its handler has ended, after its answer.
     server.wait_for("engine_core_http_requests_total", before[-1] + 1, **requests)
     assert [after - was for after, was in zip(figures(), before, strict=True)] == [2, 1, 46, 48, 1]
+
+
+def test_requests_are_counted_by_their_route(server: ServerProcess) -> None:
+    def counted(path: str, status: int) -> float:
+        return server.metric("engine_core_http_requests_total", path=path, status=str(status))
+
+    asked = [
+        ("GET", "/", "/", 200),
+        ("GET", "/app.js", "/", 200),
+        ("GET", "/openapi.json", "/openapi.json", 200),
+        ("GET", "/v1/models/a/b", "/v1/models/{model}", 404),
+        ("GET", "/v1/completions", "/v1/completions", 405),
+        ("GET", "/nothing", "unknown", 404),
+    ]
+    for method, url, path, status in asked:
+        before = counted(path, status)
+        assert httpx.request(method, server.url + url).status_code == status
+        server.wait_for(
+            "engine_core_http_requests_total", before + 1, path=path, status=str(status)
+        )
 
 
 def test_a_request_is_known_by_its_id(server: ServerProcess) -> None:

@@ -180,6 +180,18 @@ def test_what_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -> None:
     assert code == 2
     code, said = _run("serve", model, "--drain-timeout", "-1")
     assert (code, "--drain-timeout" in said) == (2, True)
+    for option, values, why in (
+        ("--served-model-name", ("",), "empty"),
+        ("--served-model-name", ("tiny", "other", "tiny"), "'tiny' is given twice"),
+        ("--allow-origin", ("https://a.example/x",), "no path"),
+        ("--allow-origin", ("https://a.example/",), "no path"),
+        ("--allow-origin", ("a.example",), "a scheme and a host"),
+        ("--allow-origin", ("https://a.example:443",), "the port unless it is the scheme's own"),
+        ("--allow-origin", ("http://b.example:3000", "https://A.example"), "'https://a.example'"),
+    ):
+        code, said = _run("serve", model, *(word for value in values for word in (option, value)))
+        said = " ".join(said.split())
+        assert (code, option in said, why in said) == (2, True, True), said
 
 
 def test_chat_talks_to_a_running_server(server: ServerProcess) -> None:

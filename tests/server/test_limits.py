@@ -16,6 +16,7 @@ import openai
 import pytest
 from serving import ServerProcess
 from slow_llama import OPTIONS as SLOW
+from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +73,10 @@ def test_only_keys_let_in(strict: ServerProcess) -> None:
         response = httpx.post(f"{strict.url}/v1/completions", headers=headers, json=SHORT)
         assert _error(response) == (401, "invalid_api_key", None)
         assert response.headers["www-authenticate"] == "Bearer"
+    refused = {"path": "/tokenize", "status": "401"}
+    before = strict.metric("engine_core_http_requests_total", **refused)
     assert httpx.post(f"{strict.url}/tokenize", json={}).status_code == 401
+    strict.wait_for("engine_core_http_requests_total", before + 1, **refused)
     for path in ("/health", "/health/live", "/metrics", "/", "/openapi.json", "/version"):
         assert httpx.get(strict.url + path).status_code == 200, path
     with (
@@ -161,7 +165,18 @@ CHAT: dict[str, Any] = {
         ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
         ({"max_completion_tokens": 2}, "max_tokens and max_completion_tokens differ"),
         ({"tool_choice": "required"}, "needs tools"),
-        ({"response_format": {"type": "yaml"}}, "response_format"),
+        (
+            {"response_format": {"type": "yaml"}},
+            "response_format.type: .*'json_schema', got 'yaml'",
+        ),
+        ({"response_format": {}}, "response_format.type: this field is required"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "^response_format.json_schema.schema: this field is required$",
+        ),
+        ({"metadata": {"a": "b"}}, "metadata: only an empty one is supported"),
+        ({"service_tier": "flex"}, "service_tier: .*'flex'"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0, got -1"),
         ({"chat_template": "{{ x }}"}, "chat_template: unknown field"),
     ],
 )
@@ -171,6 +186,259 @@ def test_a_chat_is_refused_with_a_reason(
     response = session.post("/v1/chat/completions", json={**CHAT, **change})
     assert _error(response)[0] == 400
     assert re.search(says, response.json()["error"]["message"])
+
+
+ITEM: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "strin"}}}
+WRONG_SCHEMA: dict[str, Any] = {"type": "json_schema", "json_schema": {"schema": ITEM}}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "right"}},
+    {"type": "function", "function": {"name": "wrong", "parameters": ITEM}},
+]
+WRONG_TOOL = {"type": "function", "function": {"name": "wrong"}}
+
+
+def _calling(arguments: str) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        *(
+            ({"chat_template_kwargs": {name: False}}, f"chat_template_kwargs.{name}", None)
+            for name in ("add_generation_prompt", "messages", "tools", "chat_template", "self")
+        ),
+        *(
+            (_calling(arguments), "messages.1.tool_calls.0.function.arguments", "invalid_value")
+            for arguments in (
+                '{"a":' + "[" * 100_000 + "]" * 100_000 + "}",
+                '{"a":' * 900 + "1" + "}" * 900,
+                '{"a":' * 65 + "1" + "}" * 65,
+            )
+        ),
+        ({"guided_json": ITEM}, "guided_json.properties.a", None),
+        ({"guided_regex": "("}, "guided_regex", None),
+        ({"guided_grammar": "start: b"}, "guided_grammar", None),
+        (
+            {"response_format": WRONG_SCHEMA},
+            "response_format.json_schema.schema.properties.a",
+            None,
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required"},
+            "tools.1.function.parameters.properties.a",
+            None,
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": WRONG_TOOL},
+            "tools.1.function.parameters.properties.a",
+            None,
+        ),
+        ({"tool_choice": "required"}, "tool_choice", None),
+        ({"tools": TOOLS[:1], "tool_choice": WRONG_TOOL}, "tool_choice", None),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.function.name", None),
+        ({"logit_bias": {"320": 1}}, "logit_bias", None),
+        ({"allowed_token_ids": [1, 320]}, "allowed_token_ids", None),
+        ({"stop_token_ids": [320]}, "stop_token_ids", None),
+        ({"min_tokens": 2}, "min_tokens", "conflicting_fields"),
+        # Only when it is followed do these turn out to be beyond what a grammar may be.
+        ({"guided_grammar": 'start: "a"{100000}', "max_tokens": 9}, None, None),
+        ({"guided_json": {"enum": ["a" * 1_000_000]}, "max_tokens": 9}, None, None),
+    ],
+)
+def test_a_refusal_names_the_field(
+    server: ServerProcess, change: dict[str, Any], param: str | None, code: str | None
+) -> None:
+    response = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, **change}, timeout=60)
+    assert _error(response) == (400, code or "invalid_request", param)
+    if param is not None and "." in param:
+        assert response.json()["error"]["message"].startswith((f"{param}: ", "tools[1]: "))
+
+
+def test_other_endpoints_name_the_field_too(server: ServerProcess) -> None:
+    body: dict[str, Any] = {"model": "tiny", "messages": CHAT["messages"]}
+    body["chat_template_kwargs"] = {"self": 1}
+    response = httpx.post(f"{server.url}/tokenize", json=body)
+    assert _error(response) == (400, "invalid_request", "chat_template_kwargs.self")
+    response = httpx.post(f"{server.url}/detokenize", json={"model": "tiny", "tokens": [1, 320]})
+    assert _error(response) == (400, "invalid_request", "tokens")
+    assert "token 320 at position 1 of the tokens" in response.json()["error"]["message"]
+    response = httpx.post(f"{server.url}/v1/completions", json={**SHORT, "prompt": [1, 320]})
+    assert _error(response) == (400, "invalid_request", "prompt")
+
+
+WORDS = "abc d " * 1_200_000
+LARGE: dict[str, tuple[str, dict[str, Any], str, str | None, str]] = {
+    "wrong tokens": (
+        "/v1/completions",
+        {"prompt": [-1] * 1_000_000},
+        "invalid_value",
+        "prompt.0",
+        "prompt.0: Input should be greater than or equal to 0, got -1",
+    ),
+    "tokens": (
+        "/v1/completions",
+        {"prompt": [1] * 2_000_000},
+        "invalid_value",
+        "prompt",
+        "prompt: must have 1048576 entries or fewer, and has 2000000, got [1, 1, ",
+    ),
+    "lists of tokens": (
+        "/v1/completions",
+        {"prompt": [[1]] * 100_000},
+        "invalid_value",
+        "prompt",
+        "prompt: must have 65536 entries or fewer, and has 100000, got [[1], [1], ",
+    ),
+    "mixed prompts": (
+        "/v1/completions",
+        {"prompt": ["a", *range(50_000)]},
+        "invalid_value",
+        "prompt.1",
+        "prompt.1: Input should be a valid string, got 0",
+    ),
+    "no messages": (
+        "/v1/chat/completions",
+        {"messages": [1] * 10_000},
+        "invalid_value",
+        "messages.0",
+        "messages.0: must be an object, got 1",
+    ),
+    "messages": (
+        "/v1/chat/completions",
+        {"messages": CHAT["messages"] * 20_000},
+        "invalid_value",
+        "messages",
+        "messages: must have 16384 entries or fewer, and has 20000, got [{'role': 'user', ",
+    ),
+    "role": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "x" * 1_000_000}]},
+        "invalid_value",
+        "messages.0.role",
+        "messages.0.role: must be one of ",
+    ),
+    "metadata": (
+        "/v1/chat/completions",
+        {"messages": CHAT["messages"], "metadata": {str(number): 1 for number in range(100_000)}},
+        "invalid_value",
+        "metadata",
+        "metadata: only an empty one is supported, got {'0': 1, ",
+    ),
+    "unknown fields": (
+        "/v1/completions",
+        {"prompt": "a", **{f"field_{number}": 1 for number in range(100_000)}},
+        "unknown_field",
+        "field_0",
+        "field_0: unknown field; leave it out. field_1: unknown field; leave it out. ",
+    ),
+    "a long field": (
+        "/v1/completions",
+        {"prompt": "a", "x" * 1_000_000: 1},
+        "unknown_field",
+        "x" * 80,
+        "xxxx",
+    ),
+    "biases": (
+        "/v1/completions",
+        {"prompt": "a", "logit_bias": {f"x{number}": 1 for number in range(70_000)}},
+        "invalid_value",
+        "logit_bias",
+        "logit_bias: must have 65536 entries or fewer, and has 70000, ",
+    ),
+    "allowed tokens": (
+        "/v1/completions",
+        {"prompt": "a", "allowed_token_ids": [1] * 300_000},
+        "invalid_value",
+        "allowed_token_ids",
+        "allowed_token_ids: must have 262144 entries or fewer, and has 300000, ",
+    ),
+    "stop strings": (
+        "/v1/completions",
+        {"prompt": "a", "stop": ["a" * 100_000] * 64},
+        "invalid_value",
+        "stop",
+        "stop: Input should be a valid string, got ['aaa",
+    ),
+    "bad words": (
+        "/v1/completions",
+        {"prompt": "a", "bad_words": ["abc d " * 1000] * 1024},
+        "invalid_value",
+        "bad_words.0",
+        "bad_words.0: String should have at most 128 characters, got 'abc d",
+    ),
+    "arrays": (
+        "/v1/completions",
+        {"prompt": [[]] * 300_000},
+        "invalid_json",
+        None,
+        "the body has more than 262144 arrays and objects",
+    ),
+    "tokens to text": (
+        "/detokenize",
+        {"tokens": [1] * 2_000_000},
+        "invalid_value",
+        "tokens",
+        "tokens: must have 1048576 entries or fewer, and has 2000000, got [1, 1, ",
+    ),
+    **{
+        f"text to {path}": (
+            path,
+            body,
+            "context_length_exceeded",
+            next(iter(body)),
+            f"the prompt has {size} bytes of text, and the longest taken here has 1023 tokens of "
+            "at most 12 bytes each",
+        )
+        for path, body, size in (
+            ("/v1/completions", {"prompt": WORDS}, 7_200_000),
+            ("/tokenize", {"prompt": WORDS}, 7_200_000),
+            # As the template of the tests writes it.
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": WORDS}]},
+                7_200_000 + len("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"),
+            ),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_body_is_refused_without_looking_at_all_of_it(
+    server: ServerProcess, name: str
+) -> None:
+    path, body, code, param, says = LARGE[name]
+    response = httpx.post(f"{server.url}{path}", json={"model": "tiny", **body}, timeout=60)
+    assert _error(response) == (400, code, param)
+    message = response.json()["error"]["message"]
+    assert message.startswith(says)
+    # What is quoted of the body is short, and of a list it is the first mistake only.
+    assert len(response.content) < 1000
+    if re.search(r"\.\d+$", param or ""):
+        assert len(re.findall(r"(?:^|\. )[a-z_]+\.\d+: ", message)) == 1
+
+
+def test_brackets_in_a_text_are_not_arrays(server: ServerProcess, tiny_model: Path) -> None:
+    text = '["[{\\"' * 120_000
+    body = {"model": "tiny", "prompt": text}
+    response = httpx.post(f"{server.url}/tokenize", json=body, timeout=60)
+    assert _error(response)[:2] == (400, "context_length_exceeded")
+
+
+def test_a_text_is_tokenised_if_it_may_fit(server: ServerProcess, tiny_model: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    text = ("abc d " * 3000)[: 1023 * 12]
+    ids = tokenizer.encode(text).ids
+    answer = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": text}).json()
+    assert answer["tokens"] == ids
+    response = httpx.post(f"{server.url}/v1/completions", json={**SHORT, "prompt": text})
+    assert _error(response) == (400, "context_length_exceeded", "prompt")
+    assert f"the prompt has {len(ids)} tokens" in response.json()["error"]["message"]
+    body = {"model": "tiny", "prompt": f"{text}a"}
+    response = httpx.post(f"{server.url}/tokenize", json=body)
+    assert _error(response) == (400, "context_length_exceeded", "prompt")
 
 
 @pytest.mark.parametrize(
@@ -282,5 +550,15 @@ def test_the_log_is_json_without_prompts(strict: ServerProcess, session: httpx.C
     assert line["completion_tokens"] == 1
     assert line["finish_reasons"] == ["length"]
     assert line["seconds"] > 0
+    wrong: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": secret}]}]
+    headers = {"X-Request-Id": "logged-2"}
+    refused = session.post(
+        "/v1/chat/completions", json={**CHAT, "messages": wrong}, headers=headers
+    )
+    assert secret in refused.json()["error"]["message"]
+    strict.wait_for_log('"request_id":"logged-2"')
+    lines = [json.loads(line) for line in strict.log.splitlines()]
+    (line,) = [line for line in lines if line.get("request_id") == "logged-2"]
+    assert (line["error"], line["param"]) == ("invalid_value", "messages.0.content")
     assert secret not in strict.log
     assert not any(key in strict.log for key in KEYS)

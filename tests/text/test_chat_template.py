@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine_core.errors import RequestError
-from engine_core.text import Tokenizer, load_tokenizer
+from engine_core.text import Tokenizer, check_variables, load_tokenizer
 
 WEATHER = {
     "type": "function",
@@ -152,6 +152,28 @@ def test_malformed_messages_are_refused(byte_level: Tokenizer, messages: Any, me
 def test_malformed_tools_are_refused(byte_level: Tokenizer, tools: Any) -> None:
     with pytest.raises(RequestError, match=r"tools(\[0\])? must be a"):
         byte_level.apply_chat_template([USER], tools=tools, chat_template="{{ tools }}")
+
+
+def test_what_nests_without_end_is_refused(byte_level: Tokenizer) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    call = {"type": "function", "function": {"name": "f", "arguments": deep}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    with pytest.raises(RequestError, match="nest too deeply"):
+        byte_level.apply_chat_template(messages, chat_template="{{ messages }}")
+    while deep:  # piece by piece, as its own end would nest as deeply
+        deep = deep.pop("a")
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "chat_template", "self"]
+)
+def test_variables_that_the_engine_sets_are_refused(name: str) -> None:
+    with pytest.raises(RequestError, match=f"chat_template_kwargs.{name}: ") as refused:
+        check_variables({"enable_thinking": False, name: 1})
+    assert refused.value.param == f"chat_template_kwargs.{name}"
+    check_variables({"enable_thinking": False, "bos_token": "<s>"})
 
 
 def test_messages_are_not_changed(byte_level: Tokenizer) -> None:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_core.text import StopStringMatcher
+from engine_core.text import StopMatch, StopStringMatcher
 
 letters = st.text("abc", max_size=12)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
@@ -77,6 +77,15 @@ def test_ignored_string_is_released() -> None:
     assert matcher.append("an END", may_stop=False).text == "an END"
     assert matcher.append(" more").text == " more"
     assert matcher.append(" END").stopped_by == "END"
+
+
+def test_texts_with_the_same_stop_strings_do_not_disturb_each_other() -> None:
+    first, second = StopStringMatcher(["end", "dot"]), StopStringMatcher(["end", "dot"])
+    assert first.append("the en").text == "the "
+    assert second.append("d").text == ""
+    assert second.append("ay").text == "day"
+    assert first.append("d") == StopMatch("", "end")
+    assert second.append(" en").text == " "
 
 
 def test_no_stop_strings_hold_nothing_back() -> None:
