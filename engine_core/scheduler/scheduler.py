@@ -123,7 +123,8 @@ def check_request(
     if request.sampling.min_tokens > room:
         raise RequestError(
             f"{name}: min_tokens {request.sampling.min_tokens} cannot be kept, a prompt of "
-            f"{request.prompt_len} tokens leaves {room} in max_model_len {request.max_model_len}"
+            f"{request.prompt_len} tokens leaves {room} in max_model_len {request.max_model_len}",
+            param="min_tokens",
         )
     before = 0
     for start, end in request.prompt.atomic_spans:
