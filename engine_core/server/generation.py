@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# What the engine says of parameters that forbid every token, and of grammars that are too large or
-# cannot end: no check can foresee them.
-_ASKED_FOR = ("leave no token to choose", GRAMMAR_TOO_COMPLEX, GRAMMAR_WITHOUT_END)
+# What no check can foresee: parameters that forbid every token, grammars that are too large or do
+# not end.
+_NO_TOKEN = "leave no token to choose"
+_OF_GRAMMARS = (GRAMMAR_TOO_COMPLEX, GRAMMAR_WITHOUT_END)
 _SAME_NAME = (
     "n",
     "temperature",
@@ -129,13 +130,20 @@ def _named_by_field(error: RequestError, body: GenerationBody) -> RequestError:
     if place is None or not place.startswith("guided."):
         return error
     _, _, inner = place.removeprefix("guided.").partition(".")
-    field = next(iter(guided_fields(body)), None)
+    param = _guided_place(body, inner)
+    return RequestError(f"{param}{str(error).removeprefix(place)}", param=param)
+
+
+def _guided_place(body: GenerationBody, inner: str = "") -> str:
+    """The field that asked for the guided text, and in it the place ``inner`` of its schema."""
     if isinstance(body.response_format, JsonSchemaResponseFormat):
         field = "response_format.json_schema.schema"
-    elif field is None and isinstance(body, ChatBody):
+    elif ways := guided_fields(body):
+        field = next(iter(ways))
+    else:
+        assert isinstance(body, ChatBody), "a completion is guided by its own fields only"
         field, inner = _tool_field(body, inner)
-    param = f"{field}.{inner}" if inner else str(field)
-    return RequestError(f"{param}{str(error).removeprefix(place)}", param=param)
+    return f"{field}.{inner}" if inner else field
 
 
 def _tool_field(body: ChatBody, inner: str) -> tuple[str, str]:
@@ -196,6 +204,7 @@ class Generation:
         streams: what comes of the prompts.
         completes: whether their tokens are for the answer; else the prompts are only scored, and a
             token comes of that too.
+        guided_by: the field that says what the text must be, if one does.
     """
 
     def __init__(
@@ -205,11 +214,13 @@ class Generation:
         streams: Sequence[RequestStream],
         *,
         completes: bool,
+        guided_by: str | None,
     ) -> None:
         self._service = service
         self._context = context
         self._streams = streams
         self._completes = completes
+        self._guided_by = guided_by
         self._clock = TokenClock(service.metrics, context.arrival)
         self._finish_reasons: list[str] = []
         self.prompt_token_ids = [stream.prompt_token_ids for stream in streams]
@@ -256,7 +267,9 @@ class Generation:
             if service.phase == "draining":
                 raise unavailable(DRAINING, "draining") from None
             raise
-        return cls(service, context, streams, completes=body.max_tokens != 0)
+        guided_by = None if params.guided is None else _guided_place(body)
+        completes = body.max_tokens != 0
+        return cls(service, context, streams, completes=completes, guided_by=guided_by)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """What comes of the prompts: a prompt's index and what is new of it.
@@ -305,9 +318,12 @@ class Generation:
 
     def _check(self, completion: CompletionOutput) -> None:
         if completion.finish_reason == "error":
-            if any(reason in str(completion.error) for reason in _ASKED_FOR):
-                raise ApiError(400, str(completion.error), code="invalid_request")
-            raise ApiError(500, str(completion.error), code="generation_failed")
+            error = str(completion.error)
+            if any(reason in error for reason in _OF_GRAMMARS):
+                raise ApiError(400, error, param=self._guided_by, code="invalid_request")
+            if _NO_TOKEN in error:
+                raise ApiError(400, error, code="invalid_request")
+            raise ApiError(500, error, code="generation_failed")
         if completion.finish_reason == "abort":
             raise unavailable(
                 "the server is shutting down and has ended this request before its end", "draining"

@@ -234,6 +234,9 @@ def _state_limits(
         for form in fields["n"]["anyOf"]:
             if form["type"] == "integer":
                 form["maximum"] = settings.max_n
+    for form in fields.get("prompt", {}).get("oneOf", ()):
+        if form["type"] == "array" and form["items"]["type"] != "integer":
+            form["maxItems"] = min(form["maxItems"], settings.max_prompts)
 
 
 def _describe(operation: Operation, schemas: Mapping[str, Any], with_keys: bool) -> dict[str, Any]:

@@ -243,8 +243,8 @@ def _calling(arguments: str) -> dict[str, Any]:
         ({"stop_token_ids": [320]}, "stop_token_ids", None),
         ({"min_tokens": 2}, "min_tokens", "conflicting_fields"),
         # Only when it is followed do these turn out to be beyond what a grammar may be.
-        ({"guided_grammar": 'start: "a"{100000}', "max_tokens": 9}, None, None),
-        ({"guided_json": {"enum": ["a" * 1_000_000]}, "max_tokens": 9}, None, None),
+        ({"guided_grammar": 'start: "a"{100000}', "max_tokens": 9}, "guided_grammar", None),
+        ({"guided_json": {"enum": ["a" * 1_000_000]}, "max_tokens": 9}, "guided_json", None),
     ],
 )
 def test_a_refusal_names_the_field(

@@ -65,3 +65,7 @@ def test_the_document_describes_this_server(server: ServerProcess) -> None:
     assert body["properties"]["model"]["enum"] == ["tiny"]
     assert body["properties"]["n"]["anyOf"][0]["maximum"] == 8
     assert body["additionalProperties"] is False
+    assert body["properties"]["messages"]["maxItems"] == 16384
+    forms = document["components"]["schemas"]["CompletionBody"]["properties"]["prompt"]["oneOf"]
+    # A text, texts, token ids, and lists of them.
+    assert [form.get("maxItems") for form in forms] == [None, 64, 2**20, 64]
