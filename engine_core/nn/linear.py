@@ -149,18 +149,14 @@ class Linear(MatrixModule):
         row = data[0].numel() if data.dim() > 1 else 1
         sizes = {shard_id: part.size * row for shard_id, part in self._parts.items()}
         param.shard_sizes = sizes  # type: ignore[attr-defined]
+        if len(self._parts) > 1:
+            param.weight_spliter = self._split  # type: ignore[attr-defined]
         set_weight_loader(param, self._load)
         self.register_parameter(name, param)
 
     def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
         if shard_id is None and None not in self._parts:
-            rows = sum(part.total for part in self._parts.values())
-            if tensor.shape[:1] != (rows,):
-                raise ShapeMismatchError(
-                    f"has shape {list(tensor.shape)}, the model wants {rows} rows"
-                )
-            pieces = tensor.split([part.total for part in self._parts.values()])
-            for key, piece in zip(self._parts, pieces, strict=True):
+            for key, piece in zip(self._parts, self._split(tensor), strict=True):
                 self._load(param, piece, key)
             param.shard_sizes[None] = param.numel()  # type: ignore[attr-defined]
             return
@@ -181,6 +177,20 @@ class Linear(MatrixModule):
                 )
             tensor = tensor.narrow(input_dim, self.context.tp_rank * local, local)
         copy_checked(param.narrow(0, part.offset, part.size), tensor)
+
+    def _split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """A checkpoint's fused tensor as the parts that it was joined of, each of the whole model.
+
+        Raises:
+            ShapeMismatchError: it has another number of rows.
+        """
+        sizes = [part.total for part in self._parts.values()]
+        if tensor.shape[:1] != (sum(sizes),):
+            raise ShapeMismatchError(
+                f"has shape {list(tensor.shape)}, the model wants {sum(sizes)} rows"
+            )
+        parts: tuple[Tensor, ...] = tensor.split(sizes)
+        return parts
 
     def forward(self, x: Tensor | Undivided) -> Tensor:
         """``x [..., in_features of this rank]`` to ``[..., out_features of this rank]``.
@@ -243,9 +253,6 @@ class QKVLinear(Linear):
         self.num_q_heads = q_heads
         self.num_kv_heads = kv_heads
         self._group = num_q_heads // num_kv_heads
-        for param in (self.weight, self.bias):
-            if param is not None:
-                param.weight_spliter = self._split_interleaved  # type: ignore[attr-defined]
 
     def split_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[..., out]`` to views q ``[T, heads, D]``, k ``[T, kv, D]`` and v ``[T, kv, Dv]``."""
@@ -265,26 +272,22 @@ class QKVLinear(Linear):
         if shard_id != "hgd":
             super()._load(param, tensor, shard_id)
             return
-        pieces = self._split_interleaved(tensor, layout="hgd")
+        pieces = self._split(tensor, layout="hgd")
         for key, piece in zip(self._parts, pieces, strict=True):
             super()._load(param, piece, key)
 
-    def _split_interleaved(
-        self, tensor: Tensor, layout: str = "default"
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _split(self, tensor: Tensor, layout: str = "default") -> tuple[Tensor, ...]:
         """A checkpoint's fused qkv tensor as q, k and v.
 
         Layout "default" is [all q | all k | all v]; "hgd" is, for each kv head, its query heads,
         then k, then v (GPT-NeoX, BLOOM and ChatGLM without multi-query).
+
+        Raises:
+            ShapeMismatchError: it has another number of rows.
         """
-        sizes = [part.total for part in self._parts.values()]
-        if tensor.shape[0] != sum(sizes):
-            raise ShapeMismatchError(
-                f"has shape {list(tensor.shape)}, the model wants {sum(sizes)} rows"
-            )
+        pieces = super()._split(tensor)
         if layout == "default":
-            q, k, v = tensor.split(sizes)
-            return q, k, v
+            return pieces
         if layout != "hgd" or self.head_size != self.head_size_v:
             raise ValueError(f"layout must be 'default' or 'hgd' with equal heads, got {layout!r}")
         heads = tensor.unflatten(0, (-1, self._group + 2, self.head_size))

@@ -9,13 +9,13 @@ nothing on it without data parallelism or quantisation (``layer_type``, ``prefix
 :mod:`engine_core.nn`: they are shorter, and their kernels can fuse.
 
 Reference: ``lmdeploy/pytorch/nn``, ``lmdeploy/pytorch/models/utils`` and
-``docs/en/advance/pytorch_new_model.md`` of lmdeploy 0.10.
+``docs/en/advance/pytorch_new_model.md`` of lmdeploy 0.10; ``models`` of 0.14.0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -33,6 +33,7 @@ from engine_core.nn.rotary import RotaryEmbedding as _RotaryEmbedding
 from engine_core.step_context import (
     AttentionMetadata,
     StepContextManager,
+    building,
     current_build_context,
 )
 from engine_core.step_context import StepContext as _StepContext
@@ -56,8 +57,10 @@ __all__ = [
     "StepContext",
     "StepContextManager",
     "YarnParameters",
+    "add_prefix",
     "build_colwise_linear",
     "build_down_linear",
+    "build_embedding",
     "build_gateup_linear",
     "build_linear",
     "build_merged_colwise_linear",
@@ -321,7 +324,7 @@ def build_qkv_proj(
 
 
 class ParallelEmbedding(core.Embedding):
-    """The token embedding; split over the vocabulary whatever ``is_tp``, with the same result."""
+    """The token embedding; whole on every rank or, if ``is_tp``, split over the vocabulary."""
 
     def __init__(
         self,
@@ -344,7 +347,9 @@ class ParallelEmbedding(core.Embedding):
             _refuse("ParallelEmbedding", "force_dtype", force_dtype, "it has the model's dtype")
         if padding_idx is not None and not -vocab_size <= padding_idx < vocab_size:
             _refuse("ParallelEmbedding", "padding_idx", padding_idx, f"{vocab_size} rows")
-        super().__init__(vocab_size, hidden_size, dtype, device)
+        context = current_build_context()
+        with building(context if is_tp else replace(context, tp_rank=0, tp_size=1)):
+            super().__init__(vocab_size, hidden_size, dtype, device)
         self.padding_idx = None if padding_idx is None else padding_idx % vocab_size
 
     def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: object = None) -> None:
@@ -355,8 +360,26 @@ class ParallelEmbedding(core.Embedding):
                 param[row].zero_()
 
 
+def build_embedding(
+    vocab_size: int,
+    hidden_size: int,
+    padding_idx: int | None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    is_tp: bool = False,
+    **kwargs: Any,
+) -> ParallelEmbedding:
+    """A :class:`ParallelEmbedding`, which takes ``kwargs``."""
+    return ParallelEmbedding(
+        vocab_size, hidden_size, padding_idx, dtype=dtype, device=device, is_tp=is_tp, **kwargs
+    )
+
+
 class ParallelLMHead(core.LMHead):
-    """The output head; split over the vocabulary whatever ``is_tp``, with the same result."""
+    """The output head; split over the vocabulary whatever ``is_tp``, with the same result.
+
+    Tied to an embedding it is split as that is.
+    """
 
     def __init__(
         self,
@@ -376,6 +399,7 @@ class ParallelLMHead(core.LMHead):
     def tie_weights(self, embedding: ParallelEmbedding) -> None:
         """Share the embedding's matrix."""
         self.weight = embedding.weight
+        self.context, self.rows, self.first = embedding.context, embedding.rows, embedding.first
 
 
 class Attention(_Attention):
@@ -396,7 +420,7 @@ class Attention(_Attention):
         learnable_sink: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Split the heads over the ranks.
+        """Split the heads over the ranks; a ``sliding_window`` of -1 is none.
 
         Raises:
             ValueError: it is not causal, or asks for MLA, sinks, a window that is no positive
@@ -410,6 +434,8 @@ class Attention(_Attention):
             _refuse("Attention", "learnable_sink", learnable_sink, "there are no attention sinks")
         if kwargs:
             _refuse("Attention", *next(iter(kwargs.items())), "there is no such argument")
+        if sliding_window == -1:
+            sliding_window = None
         if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
             _refuse("Attention", "sliding_window", sliding_window, "give a number of keys or None")
         ranks = current_build_context().tp_size
@@ -621,6 +647,11 @@ class ApplyRotaryEmb(nn.Module):
         return rotated
 
 
+def add_prefix(name: str, prefix: str) -> str:
+    """``name`` below ``prefix``: what a model file makes of the ``prefix`` arguments."""
+    return f"{prefix}.{name}" if prefix else name
+
+
 def default_weight_loader(param: nn.Parameter, loaded_weight: Tensor) -> None:
     """Copy a tensor of the parameter's shape.
 
@@ -765,10 +796,20 @@ class DeployModelMixinV1(DeployModelMixin):
         return logits
 
     def update_weights(self) -> None:
-        """Share the embedding's matrix with the head."""
+        """Share the embedding's matrix with the head.
+
+        Raises:
+            ValueError: one of them is split over the ranks and the other is not.
+        """
         if self.config.tie_word_embeddings:
             head: Any = self.get_lm_head()
             embedding: Any = self.get_input_embeddings()
+            if head.weight.shape != embedding.weight.shape:
+                raise ValueError(
+                    f"{type(self).__name__}: tie_word_embeddings, but on a rank the head is "
+                    f"{list(head.weight.shape)} and the embedding {list(embedding.weight.shape)}; "
+                    "give both is_tp=False, or tie them with ParallelLMHead.tie_weights"
+                )
             head.weight = embedding.weight
 
     def build_lm_head(

@@ -11,20 +11,30 @@ from typing import Any
 
 import pytest
 import torch
-from golden_fixtures import check_generation, golden_llm
+from golden_fixtures import (
+    GOLDEN,
+    check_generation,
+    check_output,
+    golden_llm,
+    golden_prompts,
+    greedy_params,
+)
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from engine_core import LLM
 from engine_core.configs import HFConfig, ModelConfig
 from engine_core.errors import WeightsMismatchError
 from engine_core.nn import lmdeploy
 from engine_core.runtime.loader import build_on_meta, check_weights, load_weights
-from engine_core.step_context import BuildContext
+from engine_core.step_context import BuildContext, building
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "porting-from-lmdeploy.md"
-SOURCE = HERE / "lmdeploy_style_llama.txt"
+LLAMA = HERE / "lmdeploy_style_llama.txt"
+QWEN = HERE / "lmdeploy_style_qwen.txt"
 SETTINGS = {
     "default": {},
     "chunks-of-8": {"max_num_seqs": 4, "max_num_batched_tokens": 8},
@@ -39,16 +49,23 @@ def ported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     assert command is not None
 
     def make(name: str) -> str:
+        source, architectures = (
+            (QWEN, ("Qwen2ForCausalLM", "Qwen3ForCausalLM"))
+            if "Qwen" in name
+            else (LLAMA, ("LlamaForCausalLM",))
+        )
         file = folder / name / "my_model.py"
         file.parent.mkdir(exist_ok=True)
-        file.write_text(SOURCE.read_text())
+        file.write_text(source.read_text())
         subprocess.run(command[0], shell=True, check=True, cwd=file.parent)
-        ours, theirs = file.read_text().splitlines(), SOURCE.read_text().splitlines()
-        changed = [line for line, other in zip(ours, theirs, strict=True) if line != other]
-        assert len(changed) == 5
-        assert all(line.startswith("from engine_core.nn.lmdeploy import ") for line in changed)
+        ours, theirs = file.read_text().splitlines(), source.read_text().splitlines()
+        changed = [(line, other) for line, other in zip(ours, theirs, strict=True) if line != other]
+        assert len(changed) >= 5
+        for line, other in changed:
+            assert line.startswith("from engine_core.nn.lmdeploy import ")
+            assert other.startswith(("from lmdeploy.", "from ."))
         with file.open("a") as lines:
-            lines.write(f'MODULE_MAP = {{"LlamaForCausalLM": "{name}"}}\n')
+            lines.write(f"MODULE_MAP = {dict.fromkeys(architectures, name)}\n")
         return str(file)
 
     return make
@@ -63,6 +80,51 @@ def test_a_ported_file_gives_the_logits_of_transformers(
 ) -> None:
     module_map = ported("MyForCausalLM")
     check_generation(name, {"custom_module_map": module_map, **settings})
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("name", ["qwen2-gqa", "qwen2-tied-nowindow", "qwen3-tiny"])
+def test_the_manner_of_newer_files_runs(
+    ported: Callable[[str], str], name: str, settings: dict[str, Any]
+) -> None:
+    """Layers with prefixes, an embedding and a head that are built by functions."""
+    check_generation(name, {"custom_module_map": ported("MyQwenForCausalLM"), **settings})
+
+
+def test_a_tied_head_is_whole_on_each_of_two_ranks(ported: Callable[[str], str]) -> None:
+    settings = {"custom_module_map": ported("MyQwenForCausalLM"), "tensor_parallel_size": 2}
+    check_generation("qwen2-tied-nowindow", settings)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tensors_that_a_checkpoint_has_fused_are_taken_apart(
+    ported: Callable[[str], str], tmp_path: Path, quantization: str | None
+) -> None:
+    """A parameter's weight_spliter gives the parts of its own layer."""
+    own = GOLDEN / "qwen3-tiny"
+    tensors = load_file(own / "model.safetensors")
+    for name in list(tensors):
+        for first, rest, fused in (
+            ("q_proj", ("k_proj", "v_proj"), "qkv_proj"),
+            ("gate_proj", ("up_proj",), "gate_up_proj"),
+        ):
+            if first in name:
+                parts = [name, *(name.replace(first, other) for other in rest)]
+                joined = torch.cat([tensors.pop(part) for part in parts])
+                tensors[name.replace(first, fused)] = joined
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").symlink_to(own / "config.json")
+    prompts = [prompt.input_ids for prompt in golden_prompts("qwen3-tiny")]
+    params = greedy_params("qwen3-tiny")
+    settings = {"custom_module_map": ported("MyQwenForCausalLM"), "quantization": quantization}
+    with golden_llm("qwen3-tiny", **settings) as llm:
+        expected = llm.generate(prompts, params)
+    with LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=160, **settings) as llm:
+        outputs = llm.generate(prompts, params)
+    for output, prompt, other in zip(outputs, golden_prompts("qwen3-tiny"), expected, strict=True):
+        if quantization is None:
+            check_output(output, prompt)
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids
 
 
 def test_the_guides_own_shape_runs(ported: Callable[[str], str]) -> None:
@@ -132,7 +194,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "not causal": (lambda: lmdeploy.Attention(2, 4, causal=False), "causal=False"),
     "mla": (lambda: lmdeploy.Attention(2, 4, use_flash_mla=True), "use_flash_mla"),
     "sinks": (lambda: lmdeploy.Attention(2, 4, learnable_sink=True), "learnable_sink"),
-    "window": (lambda: lmdeploy.Attention(2, 4, sliding_window=-1), "sliding_window=-1"),
+    "window": (lambda: lmdeploy.Attention(2, 4, sliding_window=0), "sliding_window=0"),
     "unknown": (lambda: lmdeploy.Attention(2, 4, block_sparse=7), "block_sparse=7"),
     "embedding dtype": (
         lambda: lmdeploy.ParallelEmbedding(8, 4, None, force_dtype=torch.float64),
@@ -273,6 +335,43 @@ def test_the_padding_row_is_zero_and_the_head_can_share_the_matrix() -> None:
     torch.testing.assert_close(head(table), table @ table.T)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_head_that_is_always_split_can_share_a_whole_matrix(rank: int) -> None:
+    """Each rank computes every logit from it, and nothing is gathered."""
+    with building(BuildContext(tp_rank=rank, tp_size=2)):
+        embedding = lmdeploy.ParallelEmbedding(5, 4, None)
+        head = lmdeploy.ParallelLMHead(5, 4)
+        split = lmdeploy.build_embedding(5, 4, None, is_tp=True)
+    head.tie_weights(embedding)
+    table = torch.randn(5, 4)
+    lmdeploy.load_weight(embedding.weight, table)
+    assert torch.equal(embedding(torch.arange(5)), table)
+    torch.testing.assert_close(head(table), table @ table.T)
+    assert split.weight.shape == (3, 4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_merged_linear_takes_a_fused_tensor_apart(rank: int) -> None:
+    with building(BuildContext(tp_rank=rank, tp_size=2)):
+        merged = lmdeploy.build_gateup_linear(4, [2, 6], bias=True)
+    for param in (merged.weight, merged.bias):
+        fused = torch.randn(8, *param.shape[1:])
+        gate, up = param.weight_spliter(fused)
+        assert torch.equal(gate, fused[:2])
+        assert torch.equal(up, fused[2:])
+        lmdeploy.load_weight(param, gate, shard_id=0)
+        lmdeploy.load_weight(param, up, shard_id=1)
+        own = torch.cat((fused[rank : rank + 1], fused[2 + 3 * rank : 5 + 3 * rank]))
+        assert torch.equal(param, own)
+    with pytest.raises(ValueError, match=r"has shape \[9\], the model wants 8 rows"):
+        merged.bias.weight_spliter(torch.zeros(9))
+
+
+def test_names_are_joined_with_dots() -> None:
+    assert lmdeploy.add_prefix("mlp", "") == "mlp"
+    assert lmdeploy.add_prefix("mlp", "model.layers.0") == "model.layers.0.mlp"
+
+
 class TinyModel(nn.Module, lmdeploy.DeployModelMixinV1):
     """A head that its base builds and ties."""
 
@@ -318,6 +417,18 @@ def test_the_mixin_ties_the_head_before_and_after_loading() -> None:
     assert torch.equal(load_tiny(table).get_logits(torch.eye(4)), table.T)
     with pytest.raises(WeightsMismatchError, match=r"missing: lm_head\.weight"):
         load_tiny(table, tie_word_embeddings=False)
+
+
+def test_a_split_head_cannot_share_a_whole_matrix() -> None:
+    class Split(TinyModel):
+        def __init__(self, config: Any, ctx_mgr: object, **kwargs: object) -> None:
+            super().__init__(config, ctx_mgr)
+            self.lm_head = self.build_lm_head(4, 6, bias=False, is_tp=True)
+
+    with building(BuildContext(tp_size=2)):
+        model = Split(HFConfig(), None)
+    with pytest.raises(ValueError, match=r"the head is \[6, 2\] and the embedding \[6, 4\]"):
+        model.update_weights()
 
 
 def test_every_name_of_the_module_is_in_the_document() -> None:
