@@ -364,8 +364,11 @@ def test_a_model_that_is_not_there_is_refused() -> None:
 
 
 def test_too_small_a_cache_is_refused_with_what_would_fit() -> None:
-    config = EngineConfig(skip_tokenizer_init=True, kv_cache_memory=10_000, max_model_len=100)
-    with pytest.raises(CacheMemoryError, match="max_model_len to at most"):
+    config = EngineConfig(
+        skip_tokenizer_init=True, kv_cache_memory=40_000, max_model_len=100, block_size=16
+    )
+    # 3 layers of 2 heads of 8 + 8 float32 values: 6144 bytes a block, and one is not handed out.
+    with pytest.raises(CacheMemoryError, match=r"or set max_model_len to at most 80$"):
         LLM(MODEL, config)
 
 
