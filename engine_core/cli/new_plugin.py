@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import json
 import keyword
@@ -38,7 +39,7 @@ class _Pattern:
         self.package = self.report.module.split(".")[0]
         self.origin = f"{self.report.distribution} {self.report.version}"
         plugin = importlib.import_module(self.report.module)
-        case = _first_case(self.package, self.origin)
+        case = _first_case(registry, self.package, self.origin)
         self.config: Mapping[str, Any] = case.config
         self.architecture: str = case.architecture
         self.module_map: dict[str, str] = plugin.module_map()
@@ -74,19 +75,37 @@ def _find_report(registry: Registry, name: str) -> PluginReport:
     return reports[name]
 
 
-def _first_case(package: str, origin: str) -> Any:
+def _first_case(registry: Registry, package: str, origin: str) -> Any:
     """The first conformance case with a config."""
     try:
-        cases = importlib.import_module(f"{package}.conformance").CASES
+        case = _case_with_config(package)
     except (ImportError, AttributeError) as error:
         raise PluginLoadError(
             f"{origin} has no conformance cases to start from: {error}; make the package after "
             "another family"
         ) from error
-    for case in cases:
-        if case.config is not None:
-            return case
-    raise PluginLoadError(f"{origin} has no conformance case with a config to start from")
+    if case is None:
+        raise PluginLoadError(
+            f"{origin} has no conformance case with a config to start from, only golden files, "
+            "which are results of its own code; make the package after one of "
+            f"{', '.join(_patterns(registry)) or 'no other family that is installed'}"
+        )
+    return case
+
+
+def _case_with_config(package: str) -> Any:
+    cases = importlib.import_module(f"{package}.conformance").CASES
+    return next((case for case in cases if case.config is not None), None)
+
+
+def _patterns(registry: Registry) -> list[str]:
+    """The names of the installed families that have a case with a config."""
+    names = []
+    for report in registry.reports:
+        with contextlib.suppress(ImportError, AttributeError):
+            if report.distribution and _case_with_config(report.module.split(".")[0]):
+                names.append(report.name)
+    return names
 
 
 def _module_source(item: type) -> str:
@@ -301,7 +320,12 @@ def new_plugin(
         str, typer.Argument(metavar="NAME", help="The family's name, such as my-model.")
     ],
     like: Annotated[
-        str, typer.Option(metavar="FAMILY", help="Installed family to copy the source from.")
+        str,
+        typer.Option(
+            metavar="FAMILY",
+            help="Installed family to copy the source from; not one whose conformance cases are "
+            "golden files alone, such as chatglm.",
+        ),
     ],
     hf_config: Annotated[
         Path | None,

@@ -131,7 +131,11 @@ class SamplingParams(FrozenConfig):
     """
 
     n: int = Field(
-        default=1, ge=1, le=1024, description="Completions for the prompt; each has its own seed."
+        default=1,
+        ge=1,
+        le=1024,
+        description="Completions for the prompt; the first has the seed, each of the others one "
+        "derived from it and its index.",
     )
     temperature: float = Field(
         default=1.0,

@@ -365,7 +365,7 @@ class Frontend:
         requests = []
         for index in range(params.n):
             # Nothing that needs to be validated is changed.
-            own = params.model_copy(update={"n": 1, "seed": (seed + index) % 2**63})
+            own = params.model_copy(update={"n": 1, "seed": _seed_of(seed, index)})
             child = base if params.n == 1 else f"{base}#{index}"
             requests.append(CoreRequest(child, processed, own, arrived, priority))
             stream = None
@@ -473,6 +473,17 @@ class Frontend:
         self._drawn_seeds += 1
         text = f"{self._config.seed}:{self._drawn_seeds}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """The seed of completion ``index`` of a request with ``seed``.
+
+    Hashed, so that requests with neighbouring seeds have no completion in common.
+    """
+    if index == 0:
+        return seed
+    text = f"{seed}#{index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
 def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> None:

@@ -163,8 +163,13 @@ def test_a_family_whose_cases_have_no_config_is_no_pattern(tmp_path: Path) -> No
     arguments = ["rose", "--like", "chatglm", "--out", str(tmp_path)]
     done = runner.invoke(app, ["new-plugin", *arguments])
     assert done.exit_code == 1
-    assert "no conformance case with a config to start from" in done.stderr
+    assert "no conformance case with a config to start from, only golden files" in done.stderr
+    wanted = done.stderr.partition("make the package after one of ")[2]
+    assert {"bloom", "llama", "qwen2"} <= {*wanted.strip().split(", ")}
+    assert "chatglm" not in wanted
     assert list(tmp_path.iterdir()) == []
+    shown = " ".join(runner.invoke(app, ["new-plugin", "--help"]).output.replace("│", " ").split())
+    assert "golden files alone, such as chatglm" in shown
 
 
 REFUSED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -211,8 +212,18 @@ def test_completions_of_one_request_have_their_own_penalties_and_seeds(llm: LLM)
     )
     (together,) = llm.generate(SHORT[1], params)
     for index, completion in enumerate(together.outputs):
-        single = generated(llm, [SHORT[1]], params.replace(n=1, seed=11 + index))[0]
+        hashed = hashlib.blake2b(f"11#{index}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(hashed, "big") >> 1 if index else 11
+        single = generated(llm, [SHORT[1]], params.replace(n=1, seed=seed))[0]
         assert completion.token_ids == single
+
+
+def test_neighbouring_seeds_share_no_completion(llm: LLM) -> None:
+    params = SamplingParams(n=4, max_tokens=12, ignore_eos=True)
+    runs = [params.replace(seed=seed) for seed in (0, 1, 2, 3)]
+    outputs = llm.generate([SHORT[1]] * 4, runs)
+    completions = {tuple(c.token_ids) for output in outputs for c in output.outputs}
+    assert len(completions) == 16
 
 
 def test_a_failing_processor_ends_its_request_and_no_other(llm: LLM) -> None:
