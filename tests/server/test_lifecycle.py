@@ -65,6 +65,8 @@ def test_what_does_not_end_in_time_is_told_so(tiny_model: Path) -> None:
     options = [*OPTIONS, "--drain-timeout", "0.2", "--log-prompts"]
     with ServerProcess(tiny_model, *options) as server, ThreadPoolExecutor(4) as pool:
         server.wait_ready()
+        httpx.post(f"{server.url}/v1/completions", json={**BODY, "prompt": {"a": "xylophone"}})
+        server.wait_for_log("got {'a': 'xylophone'}")
         body = {**BODY, "prompt": "remember me", "n": 3}
         whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
         server.wait_for("engine_core_requests_running", 3)
