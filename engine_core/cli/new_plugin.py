@@ -324,7 +324,7 @@ def new_plugin(
         typer.Option(
             metavar="FAMILY",
             help="Installed family to copy the source from; not one whose conformance cases are "
-            "golden files alone, such as chatglm.",
+            "golden files alone.",
         ),
     ],
     hf_config: Annotated[

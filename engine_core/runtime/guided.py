@@ -7,6 +7,7 @@ which follows the tokens chosen, and fills the bit masks of the next ones.
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,8 @@ class GrammarCompiler:
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self._executor = llguidance.LLExecutor()
         self._kept: OrderedDict[str, _Compiled] = OrderedDict()
+        # A server checks its requests in several threads.
+        self._lock = threading.Lock()
         # The bit after the last token stands for the end of the text.
         self._num_words = vocab_size // 32 + 1
 
@@ -185,14 +188,15 @@ class GrammarCompiler:
     def _compile(self, params: GuidedParams) -> _Compiled:
         """The grammar at the beginning of a text; its matcher is not to be advanced itself."""
         grammar = self._grammar(params)
-        if grammar in self._kept:
-            self._kept.move_to_end(grammar)
-            return self._kept[grammar]
-        compiled = self._compiled(grammar)
-        self._kept[grammar] = compiled
-        if len(self._kept) > _KEPT_GRAMMARS:
-            self._kept.popitem(last=False)
-        return compiled
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+                return self._kept[grammar]
+            compiled = self._compiled(grammar)
+            self._kept[grammar] = compiled
+            if len(self._kept) > _KEPT_GRAMMARS:
+                self._kept.popitem(last=False)
+            return compiled
 
     def _compiled(self, grammar: str) -> _Compiled:
         matcher = self._library.LLMatcher(
