@@ -51,6 +51,7 @@ _ONLY_1: dict[str, tuple[Any, ...]] = {
     "position_encoding_2d": (True,),
     "quantization_bit": (0,),
     "pre_seq_len": (),
+    "tie_word_embeddings": (False,),
     **_ROTATION,
 }
 _ONLY_2: dict[str, tuple[Any, ...]] = {
@@ -59,6 +60,7 @@ _ONLY_2: dict[str, tuple[Any, ...]] = {
     "quantization_bit": (0,),
     "pre_seq_len": (),
     "vision_config": (),
+    "tie_word_embeddings": (False,),
     **_ROTATION,
 }
 

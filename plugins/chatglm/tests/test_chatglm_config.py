@@ -133,6 +133,8 @@ def test_what_version_2_leaves_out_is_filled_in() -> None:
     [
         (CHATGLM_6B, {"position_encoding_2d": False}, "position_encoding_2d False"),
         (CHATGLM_6B, {"quantization_bit": 4}, "quantization_bit 4"),
+        (CHATGLM_6B, {"tie_word_embeddings": True}, "tie_word_embeddings True .*, only False"),
+        (CHATGLM2_6B, {"tie_word_embeddings": True}, "tie_word_embeddings True .*, only False"),
         (
             CHATGLM_6B,
             {"pre_seq_len": 128},
