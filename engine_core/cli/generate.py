@@ -33,10 +33,13 @@ Prompt = str | list[int]
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        text = data.decode("utf-8-sig")  # editors may write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"--prompt-file: {path} cannot be read: {error}") from None
-    return [line for line in text.splitlines() if line.strip()]
+    # splitlines would also cut at form feeds and at Unicode's own separators.
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return [line for line in lines if line.strip()]
 
 
 def _parse_token_ids(text: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from engine_core.configs.base import FrozenConfig
 from engine_core.configs.dtypes import DType
@@ -122,3 +122,21 @@ class EngineConfig(FrozenConfig):
     plugin_errors: Literal["report", "strict"] = Field(
         default="report", description="A broken plugin is reported and skipped, or raises."
     )
+
+    @field_validator(
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+        "kv_cache_memory",
+        "swap_space",
+        "tensor_parallel_size",
+        "seed",
+        mode="before",
+    )
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        # Pydantic would read true as 1 and bytes as digits.
+        if isinstance(value, bool | bytes):
+            raise ValueError("a number is expected")
+        return value

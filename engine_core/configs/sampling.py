@@ -363,12 +363,16 @@ class SamplingParams(FrozenConfig):
 class BeamSearchParams(FrozenConfig):
     """How :meth:`LLM.beam_search` searches. Names are those of vLLM, scores those of transformers:
     the sum of a sequence's log-probabilities over its generated length to ``length_penalty``.
+    Beyond 10 that power would leave the range of a float for long sequences.
     """
 
     beam_width: int = Field(ge=1, le=1024, description="Sequences kept at each step and returned.")
     max_tokens: int = Field(ge=1, description="Tokens to generate at most.")
     length_penalty: float = Field(
-        default=1.0, description="Above 0 favours long sequences, below 0 short ones."
+        default=1.0,
+        ge=-10.0,
+        le=10.0,
+        description="Above 0 favours long sequences, below 0 short ones; from -10 to 10.",
     )
     ignore_eos: bool = Field(default=False, description="Go on past the end-of-sequence token.")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -256,14 +258,19 @@ class Frontend:
                     "a prompt given as a dictionary has exactly one key, 'prompt' or "
                     f"'prompt_token_ids'; got {sorted(map(str, keys))}"
                 )
-            given = next(iter(prompt.values()))
+            ((key, given),) = prompt.items()
+            if isinstance(given, str) != (key == "prompt"):
+                wanted = "text" if key == "prompt" else "a list of token ids"
+                raise RequestError(
+                    f"the key {key!r} of a prompt holds {wanted}, got {type(given).__name__}"
+                )
         if isinstance(given, str):
             if self._tokenizer is None:
                 raise RequestError(
                     "this engine has no tokenizer, so prompts must be token ids; got text"
                 )
             return given, self._tokenizer.encode(given)
-        if not isinstance(given, Sequence):
+        if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray | memoryview):
             raise RequestError(
                 f"a prompt is text or a list of token ids, got {type(given).__name__}"
             )
@@ -302,10 +309,17 @@ class Frontend:
         """Sampling parameters that fit the model; the checkpoint's defaults if None.
 
         Raises:
-            RequestError: they do not.
+            RequestError: they do not, or are of another type.
         """
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params
+        if not isinstance(sampling_params, SamplingParams):
+            raise RequestError(
+                "sampling_params must be a SamplingParams, or None for the checkpoint's defaults; "
+                f"got {sampling_params!r}"
+            )
         params = resolve_sampling(
-            sampling_params or self.default_sampling_params,
+            sampling_params,
             self._model_config.vocab_size,
             self._tokenizer,
         )
@@ -344,8 +358,7 @@ class Frontend:
         Raises:
             RequestError: it cannot be served.
         """
-        if not isinstance(priority, int):
-            raise RequestError(f"a priority is an integer, got {priority!r}")
+        priority = _priority(priority)
         if not isinstance(request_id, str | None):
             raise RequestError(f"a request id is a string, got {request_id!r}")
         serial = next(self._serials)
@@ -473,6 +486,13 @@ class Frontend:
         self._drawn_seeds += 1
         text = f"{self._config.seed}:{self._drawn_seeds}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+def _priority(value: Any) -> int:
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise RequestError(f"a priority is an integer, got {value!r}")
 
 
 def _seed_of(seed: int, index: int) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -14,11 +15,9 @@ from engine_core.configs.sampling import BeamSearchParams
 from engine_core.engine.beam import BeamSearchOutput, beam_search
 from engine_core.engine.engine import Engine
 from engine_core.engine.frontend import Message, Prompt, TokensPrompt
-from engine_core.errors import RequestError
+from engine_core.errors import ConfigError, RequestError
 from engine_core.steps import RequestOutput
 from engine_core.text import Tokenizer
-
-_T = TypeVar("_T")
 
 
 class LLM:
@@ -31,7 +30,12 @@ class LLM:
                 print(output.outputs[0].text)
     """
 
-    def __init__(self, model: str, config: EngineConfig | None = None, **overrides: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        config: EngineConfig | None = None,
+        **overrides: Any,
+    ) -> None:
         """Load ``model``.
 
         Args:
@@ -40,10 +44,23 @@ class LLM:
             **overrides: single fields of :class:`EngineConfig`, over those of ``config``.
 
         Raises:
+            ConfigError: ``model`` is no path or text, or ``config`` no :class:`EngineConfig`.
             EngineError: it cannot run.
         """
-        config = config or EngineConfig()
-        self.engine = Engine(model, config.replace(**overrides) if overrides else config)
+        path = os.fspath(model) if isinstance(model, os.PathLike) else model
+        if not isinstance(path, str):
+            raise ConfigError(
+                "a model is the path of a checkpoint folder or a GGUF file, or a hub id, as text; "
+                f"got {model!r}"
+            )
+        if config is None:
+            config = EngineConfig()
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config must be an EngineConfig, got {config!r}; single fields may be given as "
+                "keywords"
+            )
+        self.engine = Engine(path, config.replace(**overrides) if overrides else config)
         # Several streams may be read in turn: what a step brings for another waits here.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
 
@@ -95,25 +112,28 @@ class LLM:
             prompts: ``str``, ``list[int]``, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``,
                 or a list of these.
             sampling_params: for all prompts, or one a prompt; the checkpoint's defaults if None.
-            priority: for all prompts, or one a prompt; lower runs first, and 0 is what None means.
+            priority: an integer for all prompts, or one a prompt; lower runs first, and 0 is what
+                None means.
             progress: show a progress bar on standard error.
 
         Returns:
             One finished output a prompt, in their order.
 
         Raises:
-            RequestError: a prompt cannot be served; names which. Nothing is run then.
+            RequestError: a prompt cannot be served, or what is given with it is of another type;
+                names which. Nothing is run then.
             EngineDeadError: the model failed.
         """
         every = _as_prompts(prompts)
-        params = _one_each(sampling_params, len(every), "sampling_params", SamplingParams)
-        priorities = _one_each(priority, len(every), "priorities", int)
+        params = _one_each(sampling_params, len(every), "sampling_params")
+        priorities = _one_each(priority, len(every), "priorities")
         ids: list[str] = []
         try:
             each = zip(every, params, priorities, strict=True)
             for index, (prompt, param, number) in enumerate(each):
                 try:
-                    ids.append(self._add(prompt, param, streaming=False, priority=number or 0))
+                    number = 0 if number is None else number
+                    ids.append(self._add(prompt, param, streaming=False, priority=number))
                 except RequestError as error:
                     raise RequestError(f"prompt {index}: {error}") from error
             return self._run(ids, progress)
@@ -127,11 +147,16 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt; yields its whole output so far after each step that adds to it.
 
+        The request is queued now, and ends when the generator is closed or dropped.
+
         Raises:
-            RequestError: the prompt cannot be served.
+            RequestError: the prompt cannot be served, or ``sampling_params`` is of another type.
             EngineDeadError: the model failed.
         """
-        return self._stream(self._add(prompt, sampling_params, streaming=True))
+        outputs = self._stream(self._add(prompt, sampling_params, streaming=True))
+        # Up to its first yield: a generator that never began would not clean up after itself.
+        next(outputs)
+        return outputs
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
@@ -148,9 +173,12 @@ class LLM:
             params: width, length and length penalty.
 
         Raises:
-            RequestError: a prompt cannot be served; names which.
+            RequestError: a prompt cannot be served, which it names, or ``params`` is of another
+                type.
             EngineDeadError: the model failed.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be a BeamSearchParams, got {params!r}")
         every = []
         for index, prompt in enumerate(_as_prompts(prompts)):
             try:
@@ -256,9 +284,11 @@ class LLM:
                         bar.update(task, advance=1, speed=speed)
         return [self._inboxes.pop(request_id)[-1] for request_id in ids]
 
-    def _stream(self, request_id: str) -> Generator[RequestOutput, None, None]:
+    def _stream(self, request_id: str) -> Generator[Any, None, None]:
+        """Yields None once, when nothing was done yet, and then outputs."""
         inbox = self._inboxes[request_id]
         try:
+            yield None
             while True:
                 while inbox:
                     output = inbox.popleft()
@@ -288,8 +318,10 @@ def _progress(show: bool) -> Progress:
 def _as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]  # type: ignore[list-item]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts must be text, token ids or a list, got {prompts!r}")
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | memoryview):
+        raise RequestError(
+            f"prompts must be text, token ids or a list of these, got {type(prompts).__name__}"
+        )
     if prompts and all(isinstance(item, int) for item in prompts):
         return [list(prompts)]
     return list(prompts)
@@ -306,12 +338,12 @@ def _as_conversations(messages: Any) -> list[Sequence[Message]]:
     return list(messages)
 
 
-def _one_each(given: Any, count: int, name: str, kind: type[_T]) -> list[_T | None]:
-    if given is None or isinstance(given, kind):
+def _one_each(given: Any, count: int, name: str) -> list[Any]:
+    """What is given for each prompt; whoever takes it checks its type."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray | memoryview):
         return [given] * count
-    every = list(given)
-    if len(every) != count:
+    if len(given) != count:
         raise RequestError(
-            f"{count} prompts, but {len(every)} {name}: give one for all or one for each"
+            f"{count} prompts, but {len(given)} {name}: give one for all or one for each"
         )
-    return every
+    return list(given)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from serving import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "llama-gqa"
@@ -115,6 +116,26 @@ def test_refused_prompt_is_named() -> None:
     done = _generate(GOLDEN, *arguments, code=1)
     assert "engine-core: error: prompt 1: " in done.stderr
     assert "99999" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["file", "stdin"])
+def test_only_a_line_feed_ends_a_prompt(where: str, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    prompts = ["one\x0ctwo", "three\u2028four", "five\x85six", "\ufeffseven", "eight\rnine"]
+    text = "\ufeff" + "\r\n".join(prompts) + "\n\n \n"
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(text.encode())
+    arguments = ["--json", "--max-tokens", "1", *GREEDY]
+    done = subprocess.run(
+        [*COMMAND, str(model), "--prompt-file", "-" if where == "stdin" else str(file), *arguments],
+        input=file.read_bytes(),
+        env=ENVIRONMENT,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.decode().removesuffix("\n").split("\n")
+    assert [json.loads(line)["prompt"] for line in lines] == prompts
 
 
 @pytest.mark.slow

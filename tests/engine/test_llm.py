@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from golden_fixtures import GOLDEN, golden_prompts
 
 from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.configs.sampling import BeamSearchParams
 from engine_core.errors import (
     CacheMemoryError,
     CheckpointNotFoundError,
@@ -84,6 +87,21 @@ def test_a_stream_that_is_left_frees_its_request(llm: LLM) -> None:
     stream.close()
     assert llm.engine.scheduler.num_running == 0
     assert not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
+def test_a_stream_that_is_never_read_frees_its_request(llm: LLM, close: bool) -> None:
+    endless = SamplingParams(max_tokens=None, ignore_eos=True)
+    stream = llm.stream(IDS[3], endless)
+    assert llm.engine.has_unfinished
+    if close:
+        stream.close()
+        assert list(stream) == []
+    else:
+        del stream
+        gc.collect()
+    assert not llm.engine.has_unfinished
+    assert tokens(llm.generate(IDS[2], GREEDY)) == [PROMPTS[2].new_tokens]
 
 
 def test_two_streams_may_be_read_in_turn(llm: LLM) -> None:
@@ -180,6 +198,10 @@ REFUSED = {
     "keys": ({"prompt": "a", "prompt_token_ids": [1]}, "exactly one key"),
     "float": ([{"prompt_token_ids": [1.5]}], "token 1.5 at position 0"),
     "none": ([None], "text or a list of token ids"),
+    "bytes": ([b"ab"], "text or a list of token ids, got bytes"),
+    "bytearray": ([bytearray(b"ab")], "text or a list of token ids, got bytearray"),
+    "text for ids": ({"prompt_token_ids": "Hi"}, "'prompt_token_ids'.* a list of .*, got str"),
+    "ids for text": ({"prompt": [1, 2]}, "'prompt' of a prompt holds text, got list"),
 }
 
 
@@ -198,6 +220,62 @@ def test_a_bad_prompt_is_refused_and_the_engine_serves_on(
     assert not llm.engine.has_unfinished
     (output,) = llm.generate(IDS[2], GREEDY)
     assert output.outputs[0].token_ids == PROMPTS[2].new_tokens
+
+
+@pytest.mark.parametrize("prompts", [b"hi", bytearray(b"hi"), 5, None])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match=f"list of these, got {type(prompts).__name__}"):
+        llm.generate(prompts, GREEDY)
+    if prompts is not None:
+        with pytest.raises(RequestError, match=f"token ids, got {type(prompts).__name__}"):
+            llm.stream(prompts, GREEDY)
+
+
+BEAM = BeamSearchParams(beam_width=2, max_tokens=2)
+NO_PARAMETERS: dict[str, tuple[Callable[[LLM], Any], str]] = {
+    "stream dictionary": (lambda llm: llm.stream([1], {}), r"sampling_params .*; got \{\}"),
+    "stream list": (lambda llm: llm.stream([1], [GREEDY]), r"sampling_params .*; got \[Sampling"),
+    "generate dictionary": (lambda llm: llm.generate([1], {}), r"prompt 0: .*; got \{\}"),
+    "generate number": (lambda llm: llm.generate([[1], [2]], 5), "prompt 0: .*; got 5"),
+    "generate element": (lambda llm: llm.generate([[1], [2]], [GREEDY, 0]), "prompt 1: .*; got 0"),
+    "generate length": (lambda llm: llm.generate([1], []), "1 prompts, but 0 sampling_params"),
+    "generate beams": (lambda llm: llm.generate([1], BEAM), "prompt 0: .*; got BeamSearchParams"),
+    "beams none": (lambda llm: llm.beam_search([1], None), "a BeamSearchParams, got None"),
+    "beams dictionary": (lambda llm: llm.beam_search([1], {}), r"a BeamSearchParams, got \{\}"),
+    "beams number": (lambda llm: llm.beam_search([1], 5), "a BeamSearchParams, got 5"),
+    "beams sampling": (lambda llm: llm.beam_search([1], GREEDY), "a BeamSearchParams, got Sampl"),
+    "priority fraction": (
+        lambda llm: llm.generate([1], GREEDY, priority=1.5),
+        "prompt 0: a priority is an integer, got 1.5",
+    ),
+    "priority text": (
+        lambda llm: llm.generate([[1]], GREEDY, priority="1"),
+        "prompt 0: a priority is an integer, got '1'",
+    ),
+    "priority element": (
+        lambda llm: llm.generate([[1], [2]], GREEDY, priority=[0, True]),
+        "prompt 1: a priority is an integer, got True",
+    ),
+    "priority length": (
+        lambda llm: llm.generate([[1], [2]], GREEDY, priority=[0]),
+        "2 prompts, but 1 priorities",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), NO_PARAMETERS.values(), ids=NO_PARAMETERS.keys())
+def test_parameters_of_another_type_are_refused(
+    llm: LLM, call: Callable[[LLM], Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        call(llm)
+    assert not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize("priority", [None, 3, np.int64(3), [0, np.int64(-1)]])
+def test_whatever_is_an_integer_is_a_priority(llm: LLM, priority: Any) -> None:
+    outputs = llm.generate([IDS[2], IDS[3]], GREEDY, priority=priority)
+    assert tokens(outputs) == [PROMPTS[2].new_tokens, PROMPTS[3].new_tokens]
 
 
 def test_stop_strings_without_a_tokenizer_are_refused(llm: LLM) -> None:
@@ -361,6 +439,48 @@ def test_an_unknown_architecture_is_refused() -> None:
 def test_a_model_that_is_not_there_is_refused() -> None:
     with pytest.raises(CheckpointNotFoundError, match="no-such-folder"):
         LLM("./no-such-folder")
+
+
+@pytest.mark.parametrize("model", [5, b"x", None])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match=f"path of .* or a hub id, as text; got {model!r}"):
+        LLM(model)
+
+
+@pytest.mark.parametrize("config", [{"dtype": "auto"}, {}, 5])
+def test_what_is_no_config_is_refused(config: Any) -> None:
+    with pytest.raises(ConfigError, match="config must be an EngineConfig, got "):
+        LLM(MODEL, config)
+
+
+def test_a_path_is_a_model() -> None:
+    with LLM(GOLDEN / "llama-gqa", skip_tokenizer_init=True) as llm:
+        assert tokens(llm.generate(IDS[2], GREEDY)) == [PROMPTS[2].new_tokens]
+
+
+INTEGERS = [
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_memory",
+    "swap_space",
+    "tensor_parallel_size",
+    "seed",
+]
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_a_truth_value_is_no_number_of_a_config(name: str) -> None:
+    for value in (True, b"1"):
+        with pytest.raises(ConfigError, match=f"EngineConfig.{name}: a number .*, got {value!r}"):
+            EngineConfig(**{name: value})
+    assert getattr(EngineConfig(**{name: 1}), name) == 1
+
+
+def test_sizes_may_be_text() -> None:
+    config = EngineConfig(kv_cache_memory="8MiB", swap_space="1.5kB")
+    assert (config.kv_cache_memory, config.swap_space) == (8 * 2**20, 1500)
 
 
 def test_too_small_a_cache_is_refused_with_what_would_fit() -> None:

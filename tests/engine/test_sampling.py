@@ -491,6 +491,24 @@ def test_beam_search_refuses_what_it_cannot_serve(llm: LLM) -> None:
         BeamSearchParams(beam_width=0, max_tokens=2)
 
 
+@pytest.mark.parametrize("penalty", [1000, -1000, 10.1, -10.1])
+def test_a_length_penalty_beyond_a_floats_range_is_refused(penalty: float) -> None:
+    with pytest.raises(
+        ConfigError, match=r"BeamSearchParams.length_penalty: .* equal to -?10, got"
+    ):
+        BeamSearchParams(beam_width=2, max_tokens=2, length_penalty=penalty)
+
+
+@pytest.mark.parametrize("penalty", [10, -10])
+def test_the_greatest_length_penalty_can_be_computed(llm: LLM, penalty: float) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=190, length_penalty=penalty, ignore_eos=True)
+    (output,) = llm.beam_search([[1] * 9], params)
+    for sequence in output.sequences:
+        # 190 tokens to the tenth is about 6e22.
+        length = len(sequence.token_ids)
+        assert sequence.score == pytest.approx(sequence.cumulative_logprob / length**penalty)
+
+
 @pytest.fixture(scope="module")
 def smollm2(smollm2_gguf: Path) -> Iterator[LLM]:
     config = EngineConfig(dtype="float32", kv_cache_memory="256MiB", max_model_len=512)
