@@ -107,7 +107,7 @@ class ServerProcess:
     def wait_ready(self, seconds: float = 60) -> Self:
         """Wait until it takes requests."""
         deadline = time.monotonic() + seconds
-        while httpx.get(f"{self.url}/health/ready", timeout=10).status_code != 200:
+        while httpx.get(f"{self.url}/health/ready", timeout=60).status_code != 200:
             assert time.monotonic() < deadline, self.log
             assert self.process.poll() is None, self.log
             time.sleep(0.05)
@@ -116,7 +116,7 @@ class ServerProcess:
     def metric(self, name: str, **labels: str) -> float:
         """A figure of ``/metrics``; 0 if it is not there."""
         wanted = ",".join(f'{key}="{value}"' for key, value in labels.items())
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
             found = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
             if found and (found[1] or "") == wanted:
                 return float(found[2])

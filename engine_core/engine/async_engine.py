@@ -46,7 +46,7 @@ _STOP_SECONDS = 5.0
 # these looks in a row found no sign of it: a busy event loop looks less often, and is patient.
 _LOOKS = 4
 # How long a process that is given up has to write down what it hangs in.
-_LAST_WORDS_SECONDS = 0.5
+_LAST_WORDS_SECONDS = 5.0
 # Texts longer than this are tokenised in a thread, so that the event loop goes on meanwhile.
 _LONG_TEXT = 4096
 

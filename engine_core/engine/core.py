@@ -153,6 +153,10 @@ class EngineCore:
             return updates
         except Exception as error:
             raise self.fail(error) from error
+        except BaseException as error:
+            # What was scheduled may not have been submitted; nothing fits together any more.
+            self.fail(RuntimeError(f"a step was interrupted by {type(error).__name__}"))
+            raise
 
     def fail(self, error: Exception) -> EngineDeadError:
         """Stop because of ``error``; what is returned says so and is to be raised from it."""

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.engine.core import EngineCore
 from engine_core.engine.frontend import Frontend, Prompt
+from engine_core.engine.interrupts import held_interrupt
 from engine_core.engine.startup import load, open_engine, open_tokenizer
 from engine_core.engine.step_stats import StepStats
 from engine_core.errors import RequestError
@@ -149,16 +150,19 @@ class Engine:
             One output a request that has something new: each new token for a streaming request,
             the last one for every request.
 
+        An interrupt (SIGINT) that comes meanwhile takes effect at its end, a second one at once.
+
         Raises:
             EngineDeadError: the model failed; every request is lost.
         """
-        updates = self.core.step()
-        if not updates:
-            return []
-        try:
-            changed = self.frontend.apply(updates)
-        except Exception as error:
-            raise self.core.fail(error) from error
+        with held_interrupt():
+            updates = self.core.step()
+            if not updates:
+                return []
+            try:
+                changed = self.frontend.apply(updates)
+            except Exception as error:
+                raise self.core.fail(error) from error
         outputs = [state.output() for state in changed if state.streaming or state.unfinished == 0]
         self.core.step_stats.applied()
         return outputs

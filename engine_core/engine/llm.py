@@ -15,6 +15,7 @@ from engine_core.configs.sampling import BeamSearchParams
 from engine_core.engine.beam import BeamSearchOutput, beam_search
 from engine_core.engine.engine import Engine
 from engine_core.engine.frontend import Message, Prompt, TokensPrompt
+from engine_core.engine.interrupts import held_interrupt
 from engine_core.errors import ConfigError, RequestError
 from engine_core.steps import RequestOutput
 from engine_core.text import Tokenizer
@@ -262,11 +263,13 @@ class LLM:
         self._inboxes.pop(request_id, None)
 
     def _step(self) -> list[RequestOutput]:
-        outputs = self.engine.step()
-        for output in outputs:
-            inbox = self._inboxes.get(output.request_id)
-            if inbox is not None:
-                inbox.append(output)
+        # An interrupt ends one call; what the step brought others is theirs.
+        with held_interrupt():
+            outputs = self.engine.step()
+            for output in outputs:
+                inbox = self._inboxes.get(output.request_id)
+                if inbox is not None:
+                    inbox.append(output)
         return outputs
 
     def _run(self, ids: Sequence[str], progress: bool) -> list[RequestOutput]:

@@ -217,8 +217,14 @@ class DecoderLayer(Module):
             and type(self.post_attention_layernorm) is RMSNorm
             and all(type(layer.method) is UnquantizedLinearMethod for layer in linears)
             and all(layer.context.tp_size == 1 for layer in linears)
-            # Who watches a module is shown what it says that it gives.
-            and not any(module._forward_hooks for module in (self, attention, mlp))
+            # Who watches a module is shown what it says that it takes and gives.
+            and not any(
+                module._forward_hooks or module._forward_pre_hooks
+                for module in (
+                    *(self, self.input_layernorm, self.post_attention_layernorm),
+                    *(attention, mlp, mlp.act, *linears),
+                )
+            )
             and takes_undivided(
                 x,
                 attention.qkv_proj.weight,

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine_core.configs import EngineConfig, SchedulerConfig
-from engine_core.errors import ConfigError, EngineDeadError, EngineError
+from engine_core.errors import ConfigError, EngineDeadError, EngineError, OptionError
+from engine_core.runtime import platform
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.memory import CachePlan
@@ -68,16 +69,23 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
     """The executor that ``config.tensor_parallel_size`` asks for.
 
     Raises:
-        ConfigError: there are fewer devices than ranks.
+        OptionError: the devices are not those that the ranks need.
     """
     if config.tensor_parallel_size == 1:
         return InProcessExecutor(source, config)
     if source.device.type == "cuda":
         import torch
 
+        if config.device not in ("auto", "cuda"):
+            raise OptionError(
+                f"tensor_parallel_size {config.tensor_parallel_size} takes a GPU a rank, and "
+                f"device is {config.device!r}; set device='cuda', and CUDA_VISIBLE_DEVICES to "
+                "choose GPUs"
+            )
+
         count = torch.cuda.device_count()
         if count < config.tensor_parallel_size:
-            raise ConfigError(
+            raise OptionError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}, but there are {count} GPUs"
             )
     return ProcessExecutor(source, config)
@@ -92,7 +100,8 @@ class InProcessExecutor:
 
     def load(self) -> WorkerReport:
         """Load the model."""
-        return self._live().load()
+        with platform.on(self._device):
+            return self._live().load()
 
     def start(
         self,
@@ -102,11 +111,13 @@ class InProcessExecutor:
         grammar_compiler: Callable[[], GrammarCompiler] | None,
     ) -> None:
         """Make the cache and the persistent batch."""
-        self._live().start(plan, scheduler_config, eos_token_ids, grammar_compiler)
+        with platform.on(self._device):
+            self._live().start(plan, scheduler_config, eos_token_ids, grammar_compiler)
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run a step."""
-        return self._live().submit(plan)
+        with platform.on(self._device):
+            return self._live().submit(plan)
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """Record layers' outputs of the steps submitted in the ``with`` block.
@@ -122,7 +133,9 @@ class InProcessExecutor:
         if self._device.type == "cuda":
             import torch
 
-            # Parameters and layers know each other; their memory is wanted back now.
+            # Parameters and layers know each other; their memory is wanted back now, also if a
+            # capture failed, before which they were frozen.
+            gc.unfreeze()
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -312,22 +325,24 @@ def _serve(
             result = worker.submit(*arguments).result()
             if rank == 0:
                 connection.send(("done", result))
-    if worker is not None:
-        del worker
-        _leave()
+    if worker is None:
+        return
+    # A step in flight, or NCCL, may wait for a rank that is dead. The signal ends this process
+    # whatever holds the GIL.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_LEAVE_SECONDS)
+    del worker
+    _leave()
+    signal.alarm(0)
 
 
 def _leave() -> None:
     """Leave the other ranks, who may be gone."""
     import torch.distributed
 
-    # NCCL may wait for a rank that is dead. The signal ends this process whatever holds the GIL.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_LEAVE_SECONDS)
     # The model's layers know the group, and each other.
     gc.collect()
     torch.distributed.destroy_process_group()
-    signal.alarm(0)
 
 
 def _join(model: str, config: EngineConfig, rank: int, meeting: str) -> Worker:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +42,14 @@ def resolve_device(config: EngineConfig) -> torch.device:
             )
         device = torch.device("cuda", device.index or 0)
     return device
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current one in the ``with`` block: Triton launches there, events record there.
+
+    PyTorch keeps the current one a thread, and an engine may be used from several.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def cpu_has_bfloat16() -> bool:

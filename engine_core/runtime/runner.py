@@ -190,7 +190,7 @@ class ModelRunner:
         prompt_logprobs = self._prompt_logprobs(plan, hidden, step.starts)
         sampled = [index for index, row in enumerate(plan.rows) if row.sample]
         if not sampled:
-            return PendingStep(lambda: _result(plan, {}, {}, prompt_logprobs, {}))
+            return self._unsampled(plan, prompt_logprobs)
         logits = self._logits(hidden, step.starts[1:][sampled] - 1)
         return self._sample(plan, sampled, logits, prompt_logprobs)
 
@@ -325,9 +325,29 @@ class ModelRunner:
             return self._plain_result(plan, places.tolist(), tokens, status)
         sampled = [index for index, row in enumerate(plan.rows) if row.sample]
         if not sampled:
-            return PendingStep(lambda: _result(plan, {}, {}, {}, {}))
+            return self._unsampled(plan, {})
         logits = captured.logits[self._to_device(places[sampled])].float()
         return self._sample(plan, sampled, logits, {})
+
+    def _unsampled(
+        self, plan: StepPlan, prompt_logprobs: Mapping[int, list[TokenLogprobs]]
+    ) -> PendingStep:
+        """A step that brings no token. It is waited for all the same.
+
+        Else the host would run ahead through a long prompt, chunk after chunk, and write the inputs
+        of one into the pinned buffers from which another's are still to be copied.
+        """
+        result = _result(plan, {}, {}, prompt_logprobs, {})
+        if self.device.type == "cpu":
+            return PendingStep(lambda: result)
+        event = torch.cuda.Event()
+        event.record()
+
+        def finish() -> StepResult:
+            event.synchronize()
+            return result
+
+        return PendingStep(finish, event.query)
 
     def _plain_result(
         self, plan: StepPlan, places: Sequence[int], tokens: Tensor, status: Tensor

@@ -330,7 +330,8 @@ def test_hopper_kernel_takes_the_engines_caches_and_is_captured() -> None:
     options = {"dtype": torch.bfloat16, "device": "cuda", "fused": True}
     paged = make_paged(rows, own_caches=True, **options, **shape)
     hopper = triton._hopper(paged.q.device)
-    assert hopper is not None
+    if hopper is None:
+        pytest.skip("the Hopper kernel is for Triton 3.6")
     assert hopper.fits(paged.q, paged.k_cache, paged.v_cache)
     interleaved = make_paged(rows, **options, **shape)
     assert not hopper.fits(interleaved.q, interleaved.k_cache, interleaved.v_cache)

@@ -35,7 +35,7 @@ def _stream(server: ServerProcess, **changes: Any) -> list[Any]:
 def _wait_until_not_ready(server: ServerProcess) -> httpx.Response:
     """What it says of being ready when it no longer is."""
     deadline = time.monotonic() + 20
-    while (ready := httpx.get(f"{server.url}/health/ready")).status_code == 200:
+    while (ready := httpx.get(f"{server.url}/health/ready", timeout=60)).status_code == 200:
         assert time.monotonic() < deadline, "it is still ready"
         time.sleep(0.01)
     return ready
@@ -43,16 +43,16 @@ def _wait_until_not_ready(server: ServerProcess) -> httpx.Response:
 
 def test_requests_in_flight_end_and_new_ones_are_refused(tiny_model: Path) -> None:
     with ServerProcess(tiny_model, *OPTIONS) as server, ThreadPoolExecutor(4) as pool:
-        loading = httpx.post(f"{server.url}/v1/completions", json=BODY)
+        loading = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
         assert (loading.status_code, loading.json()["error"]["code"]) == (503, "loading")
         assert int(loading.headers["retry-after"]) > 0
-        assert httpx.get(f"{server.url}/health/live").json() == {"status": "loading"}
+        assert httpx.get(f"{server.url}/health/live", timeout=60).json() == {"status": "loading"}
         server.wait_ready()
         streams = [pool.submit(_stream, server, max_tokens=200) for _ in range(3)]
         server.wait_for("engine_core_requests_running", 3)
         server.terminate()
         assert _wait_until_not_ready(server).json()["error"]["code"] == "draining"
-        refused = httpx.post(f"{server.url}/v1/completions", json=BODY)
+        refused = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         for stream in streams:
             events = stream.result()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from slow_llama import OPTIONS as SLOW
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -912,6 +913,7 @@ def smollm2_server(browser: object, smollm2_gguf: Path, tmp_path: Path) -> Itera
     command = [
         *(sys.executable, "-m", "engine_core.cli", "serve", str(smollm2_gguf)),
         *("--port", "0", "--served-model-name", "smol", "--max-model-len", "512"),
+        *SLOW,
     ]
     log = tmp_path / "server.log"
     with (
@@ -961,9 +963,10 @@ def test_with_the_real_server(smollm2_server, open_page):
     expect(page.locator("#alert")).to_contain_text("top_p")
     expect(page.locator("#prompt")).to_have_value("Again")
 
-    # Stopped, the request is the engine's no more: long before its 400 tokens are made.
-    page.fill("[name=top_p]", "")
-    page.fill("[name=max_tokens]", "400")
+    # Stopped, the request is the engine's no more: long before its hundred tokens are made.
+    page.get_by_role("button", name="New conversation", exact=True).first.click()
+    for name, value in {"system": "", "temperature": "0", "top_p": "", "max_tokens": "400"}.items():
+        page.fill(f"[name={name}]", value)
     ask(page, "Count from 1 to 1000.")
     expect(page.locator(".answer.streaming .prose")).not_to_be_empty(timeout=30_000)
     page.keyboard.press("Escape")
