@@ -386,21 +386,21 @@ class AsyncEngine:
         if timeout is not None and not timeout >= 0:
             raise RequestError(f"a timeout is a number of seconds, got {timeout!r}")
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        if sampling_params is not None and sampling_params.logits_processors:
-            raise RequestError(
-                "logits_processors are functions of this process, and tokens are chosen in "
-                "another; use LLM or Engine"
-            )
         names: Sequence[str | None] = [None] * len(prompts) if request_ids is None else request_ids
         if len(names) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts need as many request ids, got {len(names)}")
         frontend = self._frontend
         # What may take long goes to a thread, so that the event loop goes on meanwhile.
-        if sampling_params is not None and sampling_params.guided is not None:
+        if isinstance(sampling_params, SamplingParams) and sampling_params.guided is not None:
             async with self._compiling:
                 params = await asyncio.to_thread(frontend.resolve, sampling_params)
         else:
             params = frontend.resolve(sampling_params)
+        if params.logits_processors:
+            raise RequestError(
+                "logits_processors are functions of this process, and tokens are chosen in "
+                "another; use LLM or Engine"
+            )
         tokenized = []
         for prompt in prompts:
             if _text_length(prompt) > _LONG_TEXT:

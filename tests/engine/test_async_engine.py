@@ -524,6 +524,12 @@ def test_arguments_that_mean_nothing_are_refused(
         run(engine.add_request([1, 2], GREEDY, **values))
 
 
+def test_parameters_of_another_type_are_refused(run: Run, engine: AsyncEngine) -> None:
+    for given in ({"max_tokens": 3}, 5, [GREEDY]):
+        with pytest.raises(RequestError, match="must be a SamplingParams"):
+            run(engine.add_request([1, 2], given))
+
+
 @pytest.mark.parametrize(("prompt", "values", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_cannot_be_served_is_refused_before_it_is_sent(
     run: Run, engine: AsyncEngine, prompt: Any, values: dict[str, Any], message: str
