@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -164,14 +165,13 @@ class Service:
         """
         if len(text) < _LONG_TEXT:
             return
-        longest = max(len(token.removeprefix(SPECIAL)) for token in self._all_token_bytes())
-        most = self.max_prompt_tokens * longest
+        most = self.max_prompt_tokens * self._longest_token
         size = len(text.encode(errors="replace"))
         if size > most:
             raise ApiError(
                 400,
                 f"the prompt has {size} bytes of text, and the longest taken here has "
-                f"{self.max_prompt_tokens} tokens of at most {longest} bytes each",
+                f"{self.max_prompt_tokens} tokens of at most {self._longest_token} bytes each",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -238,6 +238,11 @@ class Service:
             assert tokenizer is not None, "only texts are asked for their bytes"
             self._token_bytes = token_bytes(tokenizer)
         return self._token_bytes
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of the longest token."""
+        return max(len(token.removeprefix(SPECIAL)) for token in self._all_token_bytes())
 
     def _stats(self) -> EngineStats | None:
         return None if self._engine is None else self._engine.stats()
