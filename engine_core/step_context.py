@@ -29,6 +29,8 @@ class BuildContext:
         tp_size: how many processes share it.
         process_group: their ``torch.distributed`` group; None if ``tp_size`` is 1.
         quantization: how the loader quantises the layers, "int8" or "int4"; None for not at all.
+        deterministic: whether the layers give a token the same values, bit for bit, whatever else
+            is computed beside it.
     """
 
     dtype: torch.dtype | None = None
@@ -37,6 +39,7 @@ class BuildContext:
     tp_size: int = 1
     process_group: Any = None
     quantization: Literal["int8", "int4"] | None = None
+    deterministic: bool = False
 
 
 _DEFAULT = BuildContext()

@@ -192,7 +192,9 @@ class _Check:
         if self.path is not None and self.path.is_dir():
             # The weights are unusable, but more may be said about config and tokenizer.
             with self._collecting():
-                config = self.config.replace(load_format="dummy", quantization=None)
+                config = self.config.replace(
+                    load_format="dummy", quantization=None, deterministic=False
+                )
                 self.checkpoint = open_files(self.model, config, registry, device)
 
     def _understand(self, registry: Registry, checkpoint: Checkpoint) -> None:

@@ -105,6 +105,10 @@ class EngineConfig(FrozenConfig):
         description="Launch every kernel by itself, for debugging: no CUDA graphs, and on a CPU no "
         "recorded steps.",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="On a GPU: a request gets the same tokens whatever else is in its batch.",
+    )
     tensor_parallel_size: int = Field(
         default=1, gt=0, description="Processes, or GPUs, that share the model."
     )

@@ -78,6 +78,7 @@ class Attention(Module):
         self.softcap = logit_softcapping
         self.dtype = context.dtype or torch.get_default_dtype()
         self.group_id = 0
+        self.deterministic = context.deterministic
         slopes = None
         if alibi:
             every = alibi_slopes(num_heads * context.tp_size)
@@ -127,4 +128,5 @@ class Attention(Module):
             softcap=self.softcap,
             prefix_lens=attn_metadata.prefix_lens,
             memo=attn_metadata.memos.setdefault(self.group_id, {}),
+            batch_invariant=self.deterministic,
         )

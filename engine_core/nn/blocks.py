@@ -153,7 +153,8 @@ class GatedMLP(Module):
         layer = self.gate_up_proj
         fused = isinstance(self.act, SiluAndMul) and type(layer.method) is UnquantizedLinearMethod
         if isinstance(x, Undivided) or (x.is_cuda and fused):
-            return linear(x, layer.weight, layer.bias, gated=True)
+            deterministic = layer.context.deterministic
+            return linear(x, layer.weight, layer.bias, gated=True, batch_invariant=deterministic)
         out: Tensor = self.act(layer(x))
         return out
 
@@ -217,6 +218,8 @@ class DecoderLayer(Module):
             and type(self.post_attention_layernorm) is RMSNorm
             and all(type(layer.method) is UnquantizedLinearMethod for layer in linears)
             and all(layer.context.tp_size == 1 for layer in linears)
+            # Their sums of squares depend on the tile, and so on the number of rows.
+            and not any(layer.context.deterministic for layer in linears)
             # Who watches a module is shown what it says that it takes and gives.
             and not any(
                 module._forward_hooks or module._forward_pre_hooks

@@ -81,7 +81,8 @@ class LMHead(VocabularySplit):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., hidden]`` to ``[..., vocab]``, the same on every rank."""
         if self.packed is None:
-            local = linear(hidden_states, self.weight)
+            deterministic = self.context.deterministic
+            local = linear(hidden_states, self.weight, batch_invariant=deterministic)
         else:
             local = self.packed.multiply(hidden_states, None)
         return all_gather_last_dim(local, self.context)[..., : self.vocab_size]

@@ -65,7 +65,7 @@ class UnquantizedLinearMethod:
         """``x @ weight.T + bias``."""
         if layer.packed is not None:
             return layer.packed.multiply(x, bias)
-        return linear(x, layer.weight, bias)
+        return linear(x, layer.weight, bias, batch_invariant=layer.context.deterministic)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,9 +102,12 @@ def open_files(
 
     Raises:
         CheckpointError: a file is not there or cannot be used.
-        OptionError: the quantisation asked for is not possible with these files or this device.
+        OptionError: the quantisation or determinism asked for is not possible with these files or
+            this device.
         UnknownArchitectureError: no plugin reads a GGUF file of this architecture.
     """
+    if config.deterministic:
+        _check_deterministic(config, device)
     quantization = config.quantization
     if quantization is not None and device.type != "cpu":
         raise OptionError(
@@ -126,6 +129,26 @@ def open_files(
             "'int8' and 'int4' quantise any checkpoint"
         )
     return checkpoint
+
+
+def _check_deterministic(config: EngineConfig, device: torch.device) -> None:
+    """Refuse determinism where results would depend on the batch all the same."""
+    if device.type != "cuda":
+        raise OptionError(
+            f"deterministic is for GPUs: on {device} torch multiplies few rows and many in "
+            "different ways; leave it out, or set device='cuda'"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if not (8, 0) <= capability < (10, 0) or torch.version.hip is not None:
+        raise OptionError(
+            "deterministic relies on how matrix units add up, which is known of compute capability "
+            f"9.0 and expected of 8.x; {device} has {'.'.join(map(str, capability))}: leave it out"
+        )
+    if config.tensor_parallel_size > 1:
+        raise OptionError(
+            "deterministic is for one GPU, because ranks' sums are added up in an order that depends "
+            f"on their size: set tensor_parallel_size to 1, not {config.tensor_parallel_size}"
+        )
 
 
 def refuse_quantized(hf_config: HFConfig) -> None:

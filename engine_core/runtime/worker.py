@@ -51,7 +51,12 @@ class Worker:
         self._source = source
         self._config = config
         at_load = config.quantization if config.quantization != "gguf" else None
-        self._context = replace(context, dtype=source.dtype, quantization=at_load)
+        self._context = replace(
+            context,
+            dtype=source.dtype,
+            quantization=at_load,
+            deterministic=config.deterministic,
+        )
         self._runner: ModelRunner | None = None
         self._trace: LayerTrace | None = None
 

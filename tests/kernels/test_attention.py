@@ -224,6 +224,13 @@ def test_preconditions(change: dict[str, Any], message: str) -> None:
         paged_attention(**arguments)
 
 
+@pytest.fixture(params=[False, True], ids=["", "invariant"])
+def batch_invariant(request: pytest.FixtureRequest) -> bool:
+    """Whether the kernel is the one whose results do not depend on the batch."""
+    chosen: bool = request.param
+    return chosen
+
+
 def launch(paged: Paged, scale: float, **options: Any) -> Tensor:
     from engine_core.kernels.attention import triton
 
@@ -247,7 +254,7 @@ KERNEL_PREFIX = torch.tensor([1, 20, 0, 70, 35, 128], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_kernel_options(name: str, launch_device: str) -> None:
+def test_kernel_options(name: str, batch_invariant: bool, launch_device: str) -> None:
     options = dict(OPTIONS[name])
     if "prefix_lens" in options:
         options["prefix_lens"] = KERNEL_PREFIX
@@ -259,7 +266,8 @@ def test_kernel_options(name: str, launch_device: str) -> None:
     }
     paged = make_paged(KERNEL_ROWS, device=launch_device, fused=True)
     expected = attend_by_reference(paged, 0.125, **options)
-    assert error(launch(paged, 0.125, **options), expected) < 1e-5
+    got = launch(paged, 0.125, batch_invariant=batch_invariant, **options)
+    assert error(got, expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -279,15 +287,17 @@ def test_kernel_options(name: str, launch_device: str) -> None:
     ],
     ids=str,
 )
-def test_kernel_shapes(shape: dict[str, Any], launch_device: str) -> None:
+def test_kernel_shapes(shape: dict[str, Any], batch_invariant: bool, launch_device: str) -> None:
     paged = make_paged([(1, 63), (1, 130), (20, 70)], device=launch_device, **shape)
     expected = attend_by_reference(paged, 0.1)
-    assert error(launch(paged, 0.1), expected) < TOLERANCE[paged.q.dtype]
+    got = launch(paged, 0.1, batch_invariant=batch_invariant)
+    assert error(got, expected) < TOLERANCE[paged.q.dtype]
 
 
-def test_kernel_without_splits(launch_device: str) -> None:
+def test_kernel_without_splits(batch_invariant: bool, launch_device: str) -> None:
     paged = make_paged([(1, 30), (1, 0), (1, 7)], device=launch_device)
-    assert error(launch(paged, 0.125), attend_by_reference(paged, 0.125)) < 1e-5
+    got = launch(paged, 0.125, batch_invariant=batch_invariant)
+    assert error(got, attend_by_reference(paged, 0.125)) < 1e-5
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
@@ -304,16 +314,18 @@ def test_kernel_merges_splits_in_rounds(
         assert error(launch(paged, 0.125, **options), expected) < 1e-5
 
 
-def test_kernel_grid_of_a_larger_context(launch_device: str) -> None:
+def test_kernel_grid_of_a_larger_context(batch_invariant: bool, launch_device: str) -> None:
     """A captured graph has splits for the longest context; short rows leave them unwritten."""
     from engine_core.kernels.attention import triton
 
-    paged = make_paged([(1, 140), (1, 40), (1, 3)], device=launch_device)
+    paged = make_paged([(1, 340), (1, 40), (1, 3)], device=launch_device)
     out = paged.poisoned_out()
     sizes = paged.sizes() | {"max_kv_len": 4096}
-    triton.paged_attention(
-        paged.q, paged.k_cache, paged.v_cache, out, scale=0.125, **paged.metadata(), **sizes
-    )
+    options = {"scale": 0.125, "batch_invariant": batch_invariant}
+    for _ in range(2):  # the second launch finds the counts that the first one left
+        triton.paged_attention(
+            paged.q, paged.k_cache, paged.v_cache, out, **options, **paged.metadata(), **sizes
+        )
     assert error(out, attend_by_reference(paged, 0.125)) < 1e-5
 
 
@@ -343,3 +355,75 @@ def test_hopper_kernel_takes_the_engines_caches_and_is_captured() -> None:
     graph.replay()
     torch.testing.assert_close(captured, out, rtol=0, atol=0)
     assert error(captured, attend_by_reference(paged, 0.1)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 64},
+        {"heads": 14, "kv_heads": 2, "head_dim": 64, "block_size": 16},
+        {"heads": 4, "kv_heads": 4, "head_dim": 256},
+        {"heads": 71, "kv_heads": 1, "head_dim": 96, "v_head_dim": 64},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["plain", "alibi", "window", "softcap", "prefix"])
+def test_queries_do_not_depend_on_what_else_there_is(
+    name: str, shape: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Bit for bit: alone, as decode rows or chunks of any size, with splits for any context."""
+    rows = [(1, 700), (1, 1), (700, 700), (130, 900), (3, 257), *[(1, 64 * n) for n in range(40)]]
+    rows.sort(key=lambda row: row[0] > 1)
+    paged = make_paged(rows, device="cuda", dtype=dtype, **shape)
+    prefix = torch.tensor([min(n, 333) for _, n in rows], dtype=torch.int32, device="cuda")
+    options: dict[str, Any] = {
+        "plain": {},
+        "alibi": {"alibi_slopes": 2.0 ** -torch.arange(1, shape["heads"] + 1, device="cuda")},
+        "window": {"window": 300},
+        "softcap": {"softcap": 1.5},
+        "prefix": {},
+    }[name]
+
+    def chunk(row: int, begin: int, end: int, max_kv_len: int, decode: bool = False) -> Tensor:
+        """Queries ``[begin, end)`` of a row, which have their place in the row's tokens."""
+        first = int(paged.query_start[row])
+        num_queries, kv_len = rows[row]
+        given = {"prefix_lens": prefix[row : row + 1]} if name == "prefix" else {}
+        return paged_attention(
+            paged.q[first + begin : first + end],
+            paged.k_cache,
+            paged.v_cache,
+            block_tables=paged.block_tables[row : row + 1],
+            query_start=torch.tensor([0, end - begin], dtype=torch.int32, device="cuda"),
+            kv_lens=torch.tensor([kv_len - num_queries + end], dtype=torch.int32, device="cuda"),
+            max_query_len=end - begin,
+            max_kv_len=max_kv_len,
+            num_decode_rows=int(decode),
+            scale=0.1,
+            batch_invariant=True,
+            **options,
+            **given,
+        )
+
+    given = {"prefix_lens": prefix} if name == "prefix" else {}
+    together = attend(paged, 0.1, batch_invariant=True, **options, **given)
+    expected = attend_by_reference(paged, 0.1, **options, **given)
+    assert error(together, expected) < TOLERANCE[dtype]
+    for row, (num_queries, kv_len) in enumerate(rows):
+        first = int(paged.query_start[row])
+        mine = together[first : first + num_queries]
+        assert torch.equal(chunk(row, 0, num_queries, 2560), mine), rows[row]
+        if num_queries == 1:
+            for most in (kv_len or 1, 8192, 131072):
+                assert torch.equal(chunk(row, 0, 1, most, decode=True), mine), (rows[row], most)
+        # A prefix makes earlier chunks look at tokens that a later one stores.
+        elif name != "prefix":
+            for begin in range(0, num_queries, 97):
+                end = min(begin + 97, num_queries)
+                assert torch.equal(chunk(row, begin, end, 1024), mine[begin:end]), (row, begin)
+            for query in range(0, num_queries, 41):
+                one = chunk(row, query, query + 1, 4096, decode=True)
+                assert torch.equal(one, mine[query : query + 1]), (row, query)

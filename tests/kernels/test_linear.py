@@ -155,7 +155,7 @@ def test_shapes_of_the_table_have_a_tile(
 ) -> None:
     from engine_core.kernels.linear import triton
 
-    monkeypatch.setattr(triton, "_fits", lambda device: True)
+    monkeypatch.setattr(triton, "fits", lambda device: True)
     device = torch.device(launch_device)
     assert triton.choose_tile(rows, n, k, gated, device) is not None
     assert triton.choose_tile(rows, n, k + 4, gated, device) is None
@@ -170,3 +170,53 @@ def test_every_tile_can_multiply_its_rows(launch_device: str) -> None:
         assert shapes.tile.prefetch % 8 == 0
         # Arrivals are counted a tile.
         assert shapes.tile.splits == 1 or shapes.n[1] <= 4096 * shapes.tile.block_n
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"),
+    [(1, 40, 96), (7, 40, 90), (130, 40, 96), (130, 36, 72), (300, 264, 40), (1050, 16, 64)],
+)
+def test_batch_invariant_kernels(
+    rows: int, n: int, k: int, with_bias: bool, gated: bool, launch_device: str
+) -> None:
+    from engine_core.kernels.linear.invariant import triton
+
+    for dtype in (torch.float32, torch.float16):
+        x, weight, bias = case(rows, n, k, dtype, launch_device)
+        chosen = bias if with_bias else None
+        got = triton.linear(x, weight, chosen, gated=gated)
+        assert error(got, formula(x, weight, chosen, gated)) < TOLERANCE[dtype]
+
+
+def test_batch_invariant_preconditions() -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
+    with pytest.raises(ValueError, match="on a GPU"):
+        linear(x, weight, batch_invariant=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [
+        *[(6144, 4096), (4096, 14336), (28672, 4096), (1152, 896), (896, 4864), (151936, 896)],
+        *[(520, 200), (70, 99), (2, 7)],
+    ],
+)
+def test_rows_do_not_depend_on_how_many_there_are(
+    n: int, k: int, dtype: torch.dtype, gated: bool
+) -> None:
+    """Bit for bit, in any place: what makes a request's tokens independent of the batch."""
+    many = 1030 if n * k < 2**28 else 300
+    x, weight, bias = case(many, n, k, dtype, "cuda")
+    every = linear(x, weight, bias, gated=gated, batch_invariant=True)
+    for first, count in [
+        *((0, count) for count in (1, 2, 5, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 257)),
+        *((many - count, count) for count in (1, 16, 200)),
+    ]:
+        some = linear(x[first : first + count], weight, bias, gated=gated, batch_invariant=True)
+        assert torch.equal(some, every[first : first + count]), f"{count} rows from {first}"

@@ -30,6 +30,7 @@ def paged_attention(
     prefix_lens: Tensor | None = None,
     out: Tensor | None = None,
     memo: dict[Any, Any] | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Softmax attention of each row's new tokens over all the tokens that its blocks hold.
 
@@ -65,12 +66,15 @@ def paged_attention(
         memo: one dict for all calls with these ``block_tables``, ``query_start``, ``kv_lens``,
             ``num_decode_rows`` and ``prefix_lens``, as in the layers of a step; empty before the
             first. On a CPU it keeps what was found out of them.
+        batch_invariant: whether each query's result must be the same, bit for bit, whatever other
+            rows there are and however many queries of its own row. Only on a GPU.
 
     Returns:
         ``[T, Hq, Dv]``. Tokens at ``query_start[R]`` and beyond are not written.
 
     Raises:
-        ValueError: a shape, dtype or stride is not as above.
+        ValueError: a shape, dtype or stride is not as above, or batch invariance is asked for where
+            there is none.
     """
     if q.dim() != 3 or k_cache.dim() != 4 or v_cache.dim() != 4:
         raise ValueError(
@@ -134,6 +138,8 @@ def paged_attention(
             f"paged_attention: out must be contiguous [{num_tokens}, {num_heads}, {v_head_dim}], "
             f"got {tuple(out.shape)} with strides {out.stride()}"
         )
+    if batch_invariant and not q.is_cuda:
+        raise ValueError(f"paged_attention: batch invariance is for a GPU, q is on {q.device}")
     if q.is_cuda:
         from engine_core.kernels.attention import triton
 
@@ -153,6 +159,7 @@ def paged_attention(
             window=window,
             softcap=softcap,
             prefix_lens=prefix_lens,
+            batch_invariant=batch_invariant,
         )
     else:
         cpu.paged_attention(

@@ -73,7 +73,7 @@ def _load_tokens(
 
 
 @triton.jit
-def _attend_tiles(
+def attend_tiles(
     acc,
     denominator,
     maximum,
@@ -104,6 +104,7 @@ def _attend_tiles(
     HAS_SOFTCAP: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     MASKED: tl.constexpr,
+    INVARIANT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Fold the tokens in ``[low, high)`` into the running softmax of every query row.
@@ -111,6 +112,10 @@ def _attend_tiles(
     Without MASKED the range is a multiple of BLOCK_N and visible to every query. A dot product
     becomes a logit by ``scale * log2(e)`` in ``logit_scale``; or with a softcap by
     ``softcap * log2(e)`` there, around the tanh of half of it times ``cap_scale``.
+
+    With INVARIANT a row's result does not depend on the number of rows: the matrix units, whose
+    order is that of the tokens, add up the denominator too. Else it is added up in an order that
+    depends on the layout of the tile in registers.
     """
     for start in range(low, high, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -144,11 +149,16 @@ def _attend_tiles(
             subtrahend = new_maximum
         weights = tl.exp2(logits - subtrahend[:, None])
         rescale = tl.exp2(maximum - subtrahend)
-        denominator = denominator * rescale + tl.sum(weights, axis=1)
         v = _load_tokens(
             v_cache_ptr, table_ptr, positions, in_range, v_block_stride, v_slot_stride,
             BLOCK_SIZE, DV, BLOCK_DV, MASKED,
         )  # fmt: skip
+        if INVARIANT:
+            ones = tl.full([BLOCK_N, 16], 1.0, v.dtype)
+            sums = tl.dot(weights.to(v.dtype), ones, input_precision=PRECISION)
+            denominator = denominator * rescale + tl.max(sums, axis=1)
+        else:
+            denominator = denominator * rescale + tl.sum(weights, axis=1)
         acc = acc * rescale[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         maximum = new_maximum
@@ -306,7 +316,7 @@ def _decode_kernel(
     if HAS_PREFIX:
         prefix_len = tl.load(prefix_lens_ptr + row)
 
-    acc, denominator, maximum = _attend_tiles(
+    acc, denominator, maximum = attend_tiles(
         tl.zeros([BLOCK_G, BLOCK_DV], dtype=tl.float32),
         tl.zeros([BLOCK_G], dtype=tl.float32),
         tl.full([BLOCK_G], float("-inf"), dtype=tl.float32),
@@ -337,6 +347,7 @@ def _decode_kernel(
         HAS_SOFTCAP,
         HAS_PREFIX,
         True,
+        False,
         PRECISION,
     )
     # No tokens (padding), or with a prefix and a window none that is visible in this split.
@@ -477,23 +488,23 @@ def _prefill_kernel(
     denominator = tl.zeros([BLOCK_M], dtype=tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if HAS_WINDOW:
-        acc, denominator, maximum = _attend_tiles(
+        acc, denominator, maximum = attend_tiles(
             acc, denominator, maximum, q, query_pos, slopes, low, full_low, k_cache_ptr,
             v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
             logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV,
-            BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
+            BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, False, PRECISION,
         )  # fmt: skip
-    acc, denominator, maximum = _attend_tiles(
+    acc, denominator, maximum = attend_tiles(
         acc, denominator, maximum, q, query_pos, slopes, full_low, full_high, k_cache_ptr,
         v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-        HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, False, PRECISION,
+        HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, False, False, PRECISION,
     )  # fmt: skip
-    acc, denominator, maximum = _attend_tiles(
+    acc, denominator, maximum = attend_tiles(
         acc, denominator, maximum, q, query_pos, slopes, full_high, high, k_cache_ptr,
         v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-        HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
+        HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, False, PRECISION,
     )  # fmt: skip
     y = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
     dims_v = tl.arange(0, BLOCK_DV)
@@ -505,7 +516,8 @@ def _prefill_kernel(
 
 
 @functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors that the programs of a launch are spread over."""
     if device.type != "cuda":  # the interpreter: enough for a small case to be split
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -536,7 +548,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _DecodeTile:
+class DecodeTile:
     """How decode attention is cut.
 
     Attributes:
@@ -552,7 +564,7 @@ class _DecodeTile:
     programs: int
 
 
-def _decode_tile(dims: int, float32: bool, num_programs: int) -> _DecodeTile:
+def decode_tile(dims: int, float32: bool, num_programs: int) -> DecodeTile:
     """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
 
     Chosen on an H200 in bfloat16 in whole decode steps at 1024 tokens. ms of a step, with the tile
@@ -561,22 +573,22 @@ def _decode_tile(dims: int, float32: bool, num_programs: int) -> _DecodeTile:
     1.14 (1.20), 128 rows 1.61 (1.81).
     """
     if float32:
-        return _DecodeTile(16 if dims > 128 else 32, 8, 3, 2)
+        return DecodeTile(16 if dims > 128 else 32, 8, 3, 2)
     if num_programs >= (512 if dims <= 128 else 256):
         # Tiles of 16 KiB.
-        return _DecodeTile(8192 // max(dims, 64), 4, 2, 2)
+        return DecodeTile(8192 // max(dims, 64), 4, 2, 2)
     if dims > 128:
-        return _DecodeTile(32, 4, 2, 8)
+        return DecodeTile(32, 4, 2, 8)
     if dims > 64:
-        return _DecodeTile(32, 2, 2, 4)
+        return DecodeTile(32, 2, 2, 4)
     if num_programs < 64:
-        return _DecodeTile(64, 4, 2, 8) if num_programs < 16 else _DecodeTile(64, 2, 2, 4)
-    return _DecodeTile(32, 1, 2, 4 if num_programs < 128 else 8)
+        return DecodeTile(64, 4, 2, 8) if num_programs < 16 else DecodeTile(64, 2, 2, 4)
+    return DecodeTile(32, 1, 2, 4 if num_programs < 128 else 8)
 
 
-def _num_splits(num_programs: int, max_kv_len: int, tile: _DecodeTile, device: torch.device) -> int:
+def _num_splits(num_programs: int, max_kv_len: int, tile: DecodeTile, device: torch.device) -> int:
     """Splits that give every multiprocessor its programs, none shorter than allowed."""
-    wanted = triton.cdiv(tile.programs * _num_multiprocessors(device), num_programs)
+    wanted = triton.cdiv(tile.programs * num_multiprocessors(device), num_programs)
     longest = triton.cdiv(max_kv_len, max(tile.block_n, _MIN_SPLIT))
     return max(1, min(int(wanted), int(longest), _MAX_SPLITS))
 
@@ -598,6 +610,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     prefix_lens: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """Write attention into ``out``; arguments as in the public wrapper."""
     num_rows = kv_lens.shape[0]
@@ -632,10 +645,32 @@ def paged_attention(
         "PRECISION": "ieee" if float32 else "tf32",
         **pdl_options(q.device),
     }
+    if batch_invariant:
+        from engine_core.kernels.attention.invariant import triton as invariant
+
+        invariant.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            out,
+            block_tables=block_tables,
+            query_start=query_start,
+            kv_lens=kv_lens,
+            max_query_len=max_query_len,
+            max_kv_len=max_kv_len,
+            num_decode_rows=num_decode_rows,
+            alibi_slopes=alibi_slopes,
+            prefix_lens=prefix_lens,
+            scales=scales,
+            window=window or 0,
+            strides=strides,
+            constants=constants,
+        )
+        return
     if num_decode_rows:
         block_g = min(64, max(16, triton.next_power_of_2(group_size)))
         programs = num_decode_rows * num_kv_heads * triton.cdiv(group_size, block_g)
-        tile = _decode_tile(max(block_d, block_dv), float32, programs)
+        tile = decode_tile(max(block_d, block_dv), float32, programs)
         num_splits = _num_splits(programs, max_kv_len, tile, q.device)
         partial = lse = arrivals = None
         if num_splits > 1:
@@ -690,7 +725,7 @@ def paged_attention(
                 max_query_len=max_query_len,
                 num_decode_rows=num_decode_rows,
                 scale=scales[0],
-                num_programs=_num_multiprocessors(q.device),
+                num_programs=num_multiprocessors(q.device),
                 pdl=constants["PDL"],
             )
             return

@@ -35,7 +35,12 @@ class Undivided:
 
 
 def linear(
-    x: Tensor | Undivided, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False
+    x: Tensor | Undivided,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``x @ weight.T + bias``, or :func:`~engine_core.kernels.silu_and_mul` of it if ``gated``.
 
@@ -47,12 +52,15 @@ def linear(
         weight: ``[N, K]``, x's dtype; if ``gated`` N is even, the gate's rows before those of up.
         bias: ``[N]``, or None.
         gated: whether silu_and_mul follows.
+        batch_invariant: whether each row of the result must be the same, bit for bit, however many
+            rows there are. Only on a GPU, with a contiguous weight and no :class:`Undivided`.
 
     Returns:
         ``[..., N]``, or ``[..., N / 2]`` if ``gated``, x's dtype.
 
     Raises:
-        ValueError: weight or bias does not fit x.
+        ValueError: weight or bias does not fit x, or batch invariance is asked for where there is
+            none.
     """
     squares, eps = None, 0.0
     if isinstance(x, Undivided):
@@ -61,6 +69,24 @@ def linear(
     _check("linear", x, weight, bias)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"linear: a gated weight must have an even N, got {tuple(weight.shape)}")
+    if batch_invariant:
+        if squares is not None or not x.is_cuda or x.dtype != weight.dtype:
+            raise ValueError(
+                "linear: batch invariance takes x on a GPU in the weight's dtype and with its norm "
+                f"divided, got {x.dtype} on {x.device} and a weight of {weight.dtype}"
+            )
+        if not weight.is_contiguous() or weight.data_ptr() % 16:
+            raise ValueError(
+                "linear: batch invariance takes a contiguous weight that begins at a multiple of "
+                f"16 bytes, got strides {weight.stride()} at {weight.data_ptr():#x}"
+            )
+        from engine_core.kernels.linear.invariant import triton as invariant
+
+        rows = x.reshape(-1, x.shape[-1])
+        out = invariant.linear(
+            rows if rows.stride(-1) == 1 else rows.contiguous(), weight, bias, gated=gated
+        )
+        return out.view(*x.shape[:-1], out.shape[-1])
     tile = _tile(x, weight, gated)
     if tile is not None:
         from engine_core.kernels.linear import triton

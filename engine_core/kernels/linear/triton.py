@@ -148,7 +148,7 @@ def _linear_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N columns of all rows, over one of SPLITS equal runs of K.
+    """BLOCK_N columns of BLOCK_M rows, over one of SPLITS equal runs of K.
 
     N is the number of output columns; GATED, the weight has 2 N rows, gate then up. ``partial`` is
     ``[SPLITS, 1 or 2, num_rows, N]`` float32; the last program of a tile to arrive adds it up.
@@ -159,6 +159,11 @@ def _linear_kernel(
     launch_dependents(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
+    # More than one block of rows is neither split nor added to.
+    first_row = tl.program_id(2).to(tl.int64) * BLOCK_M
+    x_ptr += first_row * x_stride
+    out_ptr += first_row * N
+    num_rows -= first_row.to(tl.int32)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n < N
     # Rows beyond the last one read it once more: loads of the weight need no mask.
@@ -256,6 +261,8 @@ def _linear_kernel(
         tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+# Rows of a program at most.
+_MAX_ROWS = 128
 # The first wave of programs prefetches: four on each multiprocessor of an H200. With all of them at
 # it a decode step of Llama 3 8B takes 4% longer.
 _PREFETCH_PROGRAMS = 528
@@ -348,7 +355,7 @@ _TILES = (
 
 def choose_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> Tile | None:
     """The tile for ``rows`` of 16-bit values by a weight ``[n, k]``, or None where cuBLAS wins."""
-    if rows > 128 or k % 8 or not _fits(device):
+    if rows > _MAX_ROWS or k % 8 or not fits(device):
         return None
     for shapes in _TILES:
         if shapes.gated == gated and all(
@@ -360,8 +367,10 @@ def choose_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) ->
 
 
 @functools.cache
-def _fits(device: torch.device) -> bool:
-    """Whether the GPU has the shared memory of the one that the tiles were chosen on."""
+def fits(device: torch.device) -> bool:
+    """Whether it is a GPU with the shared memory of the one that the tiles were chosen on."""
+    if device.type != "cuda":
+        return False
     properties = torch.cuda.get_device_properties(device)
     shared_memory: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return torch.version.hip is None and shared_memory >= 227 * 1024
@@ -410,10 +419,16 @@ def linear(
         shape = (tile.splits, 2 if gated else 1, num_rows, n)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrivals = arrival_counts(x.device, tiles)
-    block_m = 1 if tile.mode == "vector" else max(16, triton.next_power_of_2(num_rows))
+    block_m = 1
+    if tile.mode != "vector":
+        block_m = min(_MAX_ROWS, max(16, triton.next_power_of_2(num_rows)))
+    blocks = triton.cdiv(num_rows, block_m)
+    assert blocks == 1 or (tile.splits == 1 and squares is None and added is None), (
+        f"{num_rows} rows in blocks of {block_m} are neither split nor added to"
+    )
     # One request a thread.
     parts = max(1, 32 * tile.num_warps // tile.block_n)
-    _linear_kernel[(tiles, tile.splits)](
+    _linear_kernel[(tiles, tile.splits, blocks)](
         out,
         x,
         weight,

@@ -88,8 +88,9 @@ def norm(
     hidden_size = x.shape[-1]
     block_h = triton.next_power_of_2(hidden_size)
     # 2048 values a program at least: 16 bytes a thread and load in 4 warps of bfloat16, so that
-    # per-head norms (H = 128) do not launch a program for every head.
-    block_rows = max(1, min(2048 // block_h, triton.next_power_of_2(num_rows)))
+    # per-head norms (H = 128) do not launch a program for every head. For fewer rows too: a row's
+    # sum is added up in the same order however many there are.
+    block_rows = max(1, 2048 // block_h)
     _norm_kernel[(triton.cdiv(num_rows, block_rows),)](
         x,
         residual,

@@ -1,0 +1,316 @@
+"""Attention on a GPU in which a token's result does not depend on what else is computed.
+
+A row's tokens are cut into segments at fixed places. Each segment has a softmax of its own, by
+tiles of a fixed number of tokens, and the segments are folded into one another in their order. So
+it makes no difference whether one program goes through all segments or many share them, how many
+queries of the row are computed at once, or how many rows there are: decode, prefill and every way
+to chunk it give the same bits (fixed split sizes: He et al., "Defeating nondeterminism in LLM
+inference", 2025).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine_core.kernels.attention.triton import attend_tiles, decode_tile, num_multiprocessors
+from engine_core.kernels.launch.triton import (
+    arrival_counts,
+    arrives_last,
+    launch_dependents,
+    wait,
+)
+
+# Tokens of a segment: enough programs for one long row, and little to fold.
+_SEGMENT = 256
+# Bytes of partial results at most; rows that would need more are not shared among programs.
+_MAX_PARTIAL = 2**28
+
+
+@triton.jit
+def _fold(acc, denominator, maximum, next_acc, next_denominator, next_maximum):
+    """The softmax of some tokens and of those after them, folded into one."""
+    new_maximum = tl.maximum(maximum, next_maximum)
+    # Where nothing was visible yet: -inf - -inf would be NaN.
+    subtrahend = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    rescale = tl.exp2(maximum - subtrahend)
+    next_rescale = tl.exp2(next_maximum - subtrahend)
+    # Else the compiler might fuse one product with the sum here, and the other where this is used
+    # again.
+    next_acc = next_acc * next_rescale[:, None]
+    acc = tl.fma(acc, tl.broadcast_to(rescale[:, None], acc.shape), next_acc)
+    denominator = tl.fma(denominator, rescale, next_denominator * next_rescale)
+    return acc, denominator, new_maximum
+
+
+@triton.jit(do_not_specialize=["window", "first_row", "num_splits", "num_segments"])
+def _segments_kernel(
+    out_ptr,
+    partial_ptr,
+    denominators_ptr,
+    maxima_ptr,
+    arrivals_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    query_start_ptr,
+    kv_lens_ptr,
+    prefix_lens_ptr,
+    slopes_ptr,
+    logit_scale,
+    cap_scale,
+    window,
+    first_row,
+    num_splits,
+    num_segments,
+    q_token_stride,
+    q_head_stride,
+    k_block_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_block_stride,
+    v_slot_stride,
+    v_head_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    HAS_SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_M (query, head) pairs of one KV head of one row, heads of a query adjacent.
+
+    With HAS_SPLITS rows have one query, and up to ``num_splits`` programs share their segments:
+    ``partial [R, num_segments, Hq, Dv]`` float32 takes what each segment adds up to, and the two
+    after it its denominators and maxima. The last program to arrive folds them.
+    """
+    launch_dependents(PDL)
+    wait(PDL)
+    kv_head = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1) % num_splits
+    # The last tiles see the most keys: they start first, so that short ones fill the end.
+    tile = (tl.num_programs(1) - 1 - tl.program_id(1)) // num_splits
+    place = tl.program_id(2).to(tl.int64)
+    row = first_row + place
+    query_begin = tl.load(query_start_ptr + row)
+    num_queries = tl.load(query_start_ptr + row + 1) - query_begin
+    first_pair = tile * BLOCK_M
+    if first_pair >= num_queries * GROUP_SIZE:
+        return
+    kv_len = tl.load(kv_lens_ptr + row)
+    start_pos = kv_len - num_queries
+    first_pos = start_pos + first_pair // GROUP_SIZE
+    last_query = (first_pair + BLOCK_M - 1) // GROUP_SIZE
+    # [low, high) holds every visible key.
+    low = 0
+    high = start_pos + tl.minimum(last_query, num_queries - 1) + 1
+    prefix_len = 0
+    if HAS_PREFIX:
+        prefix_len = tl.minimum(tl.load(prefix_lens_ptr + row), kv_len)
+        high = tl.maximum(high, prefix_len)
+    if HAS_WINDOW and not HAS_PREFIX:
+        low = tl.maximum(first_pos - window + 1, 0)
+    high = tl.minimum(high, kv_len)
+    # Segments [first, end) of the row, and [begin, stop) of this program.
+    first = low // SEGMENT
+    end = tl.cdiv(high, SEGMENT)
+    per_split = tl.maximum(tl.cdiv(end - first, num_splits), 1)
+    begin = first + split * per_split
+    stop = tl.minimum(begin + per_split, end)
+    # The first split writes the zeros of a row without tokens.
+    if split > 0 and begin >= stop:
+        return
+    used = tl.cdiv(end - first, per_split)
+
+    pairs = first_pair + tl.arange(0, BLOCK_M)
+    queries = pairs // GROUP_SIZE
+    pair_mask = queries < num_queries
+    heads = kv_head * GROUP_SIZE + pairs % GROUP_SIZE
+    tokens = (query_begin + queries).to(tl.int64)
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    mask = pair_mask[:, None] & (dims_v < DV)[None, :]
+    q = tl.load(
+        q_ptr + (tokens * q_token_stride + heads * q_head_stride)[:, None] + dims[None, :],
+        mask=pair_mask[:, None] & (dims < D)[None, :],
+        other=0.0,
+    )
+    slopes = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(slopes_ptr + heads, mask=pair_mask, other=0.0) * 1.4426950408889634
+    k_cache_ptr += kv_head * k_head_stride
+    v_cache_ptr += kv_head * v_head_stride
+    table_ptr = block_tables_ptr + row * table_stride
+    nothing = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+    none = tl.zeros([BLOCK_M], dtype=tl.float32)
+    unseen = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    acc, denominator, maximum = nothing, none, unseen
+    for segment in range(begin, stop):
+        next_acc, next_denominator, next_maximum = attend_tiles(
+            nothing, none, unseen, q, start_pos + queries, slopes, segment * SEGMENT,
+            tl.minimum((segment + 1) * SEGMENT, high), k_cache_ptr, v_cache_ptr, table_ptr,
+            k_block_stride, k_slot_stride, v_block_stride, v_slot_stride, logit_scale, cap_scale,
+            window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_ALIBI,
+            HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, True, PRECISION,
+        )  # fmt: skip
+        if HAS_SPLITS:  # noqa: SIM102
+            if used > 1:
+                partial = (place * num_segments + segment - first) * NUM_HEADS + heads
+                values = partial_ptr + partial[:, None] * DV + dims_v[None, :]
+                tl.store(values, next_acc, mask=mask)
+                tl.store(denominators_ptr + partial, next_denominator, mask=pair_mask)
+                tl.store(maxima_ptr + partial, next_maximum, mask=pair_mask)
+        acc, denominator, maximum = _fold(
+            acc, denominator, maximum, next_acc, next_denominator, next_maximum
+        )
+    if HAS_SPLITS:  # noqa: SIM102
+        if used > 1:
+            tiles = tl.num_programs(1) // num_splits
+            arrivals_ptr += (place * tl.num_programs(0) + tl.program_id(0)) * tiles + tile
+            if not arrives_last(arrivals_ptr, used):
+                return
+            acc, denominator, maximum = nothing, none, unseen
+            for segment in range(end - first):
+                partial = (place * num_segments + segment) * NUM_HEADS + heads
+                values = partial_ptr + partial[:, None] * DV + dims_v[None, :]
+                acc, denominator, maximum = _fold(
+                    acc,
+                    denominator,
+                    maximum,
+                    tl.load(values, mask=mask, other=0.0, cache_modifier=".cg"),
+                    tl.load(
+                        denominators_ptr + partial, mask=pair_mask, other=0.0, cache_modifier=".cg"
+                    ),
+                    tl.load(
+                        maxima_ptr + partial,
+                        mask=pair_mask,
+                        other=float("-inf"),
+                        cache_modifier=".cg",
+                    ),
+                )
+    y = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
+    tl.store(
+        out_ptr + (tokens * NUM_HEADS + heads)[:, None] * DV + dims_v[None, :],
+        y.to(out_ptr.dtype.element_ty),
+        mask=mask,
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    *,
+    block_tables: Tensor,
+    query_start: Tensor,
+    kv_lens: Tensor,
+    max_query_len: int,
+    max_kv_len: int,
+    num_decode_rows: int,
+    alibi_slopes: Tensor | None,
+    prefix_lens: Tensor | None,
+    scales: tuple[float, float],
+    window: int,
+    strides: tuple[int, ...],
+    constants: dict[str, Any],
+) -> None:
+    """Write attention into ``out``; arguments as in the public wrapper, and of the kernel.
+
+    Args:
+        scales: ``logit_scale`` and ``cap_scale``.
+        window: 0 for none.
+        strides: of q, the caches and the block tables, in the kernel's order.
+        constants: what decode, prefill and this kernel are all compiled for.
+    """
+    num_rows = kv_lens.shape[0]
+    num_heads, num_kv_heads = q.shape[1], k_cache.shape[2]
+    v_head_dim = v_cache.shape[3]
+    group_size = num_heads // num_kv_heads
+    dims = max(constants["BLOCK_D"], constants["BLOCK_DV"])
+    float32 = q.dtype == torch.float32
+    # One size for decode and prefill: weights are rounded relative to the maximum so far.
+    block_n = (16 if float32 else 32) if dims > 128 else (32 if float32 else 64)
+
+    def launch(
+        first_row: int, count: int, block_m: int, tiles: int, splits: int, warps: int, stages: int
+    ) -> None:
+        partial = stats = arrivals = None
+        segments = triton.cdiv(max_kv_len, _SEGMENT)
+        if splits > 1:
+            shape = (count, segments, num_heads)
+            partial = torch.empty((*shape, v_head_dim), dtype=torch.float32, device=q.device)
+            stats = torch.empty((2, *shape), dtype=torch.float32, device=q.device)
+            arrivals = arrival_counts(q.device, count * num_kv_heads * tiles)
+        _segments_kernel[(num_kv_heads, tiles * splits, count)](
+            out,
+            partial,
+            None if stats is None else stats[0],
+            None if stats is None else stats[1],
+            arrivals,
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            query_start,
+            kv_lens,
+            prefix_lens,
+            alibi_slopes,
+            *scales,
+            window,
+            first_row,
+            splits,
+            segments,
+            *strides,
+            **constants,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            SEGMENT=_SEGMENT,
+            HAS_SPLITS=splits > 1,
+            num_warps=warps,
+            num_stages=stages,
+        )
+
+    if num_decode_rows:
+        block_m = min(64, max(16, triton.next_power_of_2(group_size)))
+        tiles = triton.cdiv(group_size, block_m)
+        programs = num_decode_rows * num_kv_heads * tiles
+        tile = decode_tile(dims, float32, programs)
+        splits = triton.cdiv(tile.programs * num_multiprocessors(q.device), programs)
+        splits = max(1, min(splits, triton.cdiv(max_kv_len, _SEGMENT)))
+        per_segment = 4 * num_decode_rows * num_heads * (v_head_dim + 2)
+        if per_segment * triton.cdiv(max_kv_len, _SEGMENT) > _MAX_PARTIAL:
+            splits = 1
+        launch(0, num_decode_rows, block_m, tiles, splits, tile.num_warps, tile.num_stages)
+    if num_rows > num_decode_rows and max_query_len:
+        pairs = max_query_len * group_size
+        block_m = 32 if float32 else 64 if dims > 128 else 128
+        block_m = min(block_m, max(16, triton.next_power_of_2(pairs)))
+        warps = 8 if block_m == 128 or float32 else 4
+        tiles = triton.cdiv(pairs, block_m)
+        launch(
+            num_decode_rows,
+            num_rows - num_decode_rows,
+            block_m,
+            tiles,
+            1,
+            warps,
+            2 if dims > 128 else 3,
+        )

@@ -1,0 +1,165 @@
+"""Linears on a GPU whose rows do not depend on how many there are.
+
+An entry of the result is one chain of products, added up in the order of K by the matrix units, 16
+at a time, and rounded once. That order is the same whatever the tile and whichever operand comes
+first, so that few and many rows may be cut differently; what changes it, and what no kernel here
+does, is to split K. cuBLAS splits it where the rows are few (He et al., "Defeating nondeterminism
+in LLM inference", 2025).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from engine_core.kernels.activation import silu_and_mul
+from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
+from engine_core.kernels.linear import triton as few_rows
+from engine_core.kernels.linear.triton import Tile, choose_tile
+
+# Rows of x for which the kernel of few rows, which reads the weight from memory once, is faster.
+_FEW_ROWS = 128
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+def _matmul_kernel(
+    out_desc,
+    x_desc,
+    weight_desc,
+    bias_ptr,
+    num_rows,
+    num_programs,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles of ``x [M, K] @ weight [N, K].T``; a program takes every ``num_programs``-th.
+
+    Eight tiles of rows share the tiles of the weight that they meet in the L2 cache.
+    """
+    launch_dependents(PDL)
+    ROW_TILES: tl.constexpr = 8
+    COL_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    wait(PDL)
+    for tile in tl.range(tl.program_id(0), row_tiles * COL_TILES, num_programs):
+        first = tile // (ROW_TILES * COL_TILES) * ROW_TILES
+        size = tl.minimum(row_tiles - first, ROW_TILES)
+        m = (first + tile % (ROW_TILES * COL_TILES) % size) * BLOCK_M
+        n = tile % (ROW_TILES * COL_TILES) // size * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            x = x_desc.load([m, k])
+            weight = weight_desc.load([n, k])
+            acc = tl.dot(x, weight.T, acc)
+        if HAS_BIAS:
+            cols = n + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        out_desc.store([m, n], acc.to(out_desc.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """How a product of many rows is cut: sizes of a tile, warps, and tiles in flight."""
+
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+
+
+def _block(rows: int, n: int) -> _Block:
+    """Chosen on an H200 in bfloat16 at the shapes of Llama 3 8B and Qwen2 0.5B."""
+    if rows <= 256:
+        if n <= 2048:
+            return _Block(64, 64, 128, 4, 4)
+        return _Block(128, 64, 64, 4, 5) if n <= 4096 else _Block(128, 128, 64, 4, 4)
+    if n <= 2048 and rows <= 4096:
+        return _Block(128, 128, 64, 4, 4)
+    return _Block(128, 256, 64, 8, 3)
+
+
+def _few_rows_tile(rows: int, n: int, k: int, gated: bool, x: Tensor) -> Tile:
+    """A tile that does not split K, for any number of rows."""
+    if x.dtype == torch.float32:
+        return Tile(32, 32, num_stages=2)
+    tile = choose_tile(rows, n, k, gated, x.device)
+    if tile is not None and tile.splits == 1 and tile.mode != "vector":
+        return tile
+    if not few_rows.fits(x.device) or k % 8 or rows > _FEW_ROWS:
+        return Tile(64, 64, mode="wx", num_stages=3)
+    if n <= 2048:
+        # Few columns make few programs, each of which reads a long run of the weight.
+        return Tile(16, 256, prefetch=256) if rows <= 64 else Tile(32, 128, prefetch=256)
+    if rows > 64:
+        return Tile(64, 64, num_warps=8, prefetch=256)
+    return Tile(64, 128, mode="wx", prefetch=256) if n > 5120 else Tile(32, 256, prefetch=256)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":  # the interpreter: some programs of a small case take two tiles
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _has_tensor_maps(x: Tensor, n: int) -> bool:
+    """Whether rows of x, the weight and the result lie at multiples of 16 bytes, and are 16-bit."""
+    return (
+        x.dtype != torch.float32
+        and x.shape[1] % 8 == 0
+        and n % 8 == 0
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and (x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0))
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
+    """``x [M, K]`` by ``weight [N, K]`` to ``[M, N]``, or silu_and_mul of it if ``gated``.
+
+    The rows of x and of the weight are contiguous, and the weight begins at a multiple of 16 bytes.
+    """
+    num_rows = x.shape[0]
+    n, k = weight.shape
+    if num_rows == 0:
+        return x.new_empty((0, n // 2 if gated else n))
+    if num_rows <= _FEW_ROWS or not _has_tensor_maps(x, n):
+        tile = _few_rows_tile(num_rows, n // 2 if gated else n, k, gated, x)
+        return few_rows.linear(x, weight, bias, tile, gated=gated)
+    block = _block(num_rows, n)
+    out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
+    tiles = triton.cdiv(num_rows, block.m) * triton.cdiv(n, block.n)
+    # Of small tiles two fit on a multiprocessor.
+    most = _num_multiprocessors(x.device) * (1 if block.num_warps == 8 else 2)
+    programs = min(tiles, most)
+    _matmul_kernel[(programs,)](
+        TensorDescriptor.from_tensor(out, [block.m, block.n]),
+        TensorDescriptor.from_tensor(x, [block.m, block.k]),
+        TensorDescriptor.from_tensor(weight, [block.n, block.k]),
+        bias,
+        num_rows,
+        programs,
+        N=n,
+        K=k,
+        BLOCK_M=block.m,
+        BLOCK_N=block.n,
+        BLOCK_K=block.k,
+        STAGES=block.num_stages,
+        HAS_BIAS=bias is not None,
+        num_warps=block.num_warps,
+        **pdl_options(x.device),
+    )
+    return silu_and_mul(out) if gated else out
