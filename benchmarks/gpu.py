@@ -1,6 +1,7 @@
 """Run the shared workloads on a GPU, beside what peers reached and the floors.
 
     python benchmarks/gpu.py [llama3_8b] [qwen2_0_5b] [--batches 1,32] [--no-mix] [--profile]
+        [--deterministic]
 
 The peers' figures were measured on one NVIDIA H200 on 2026-11-20 with the same workload: vLLM
 0.24.0 and lmdeploy.pytorch 0.18.0. A floor is the larger of the weights' bytes over 4.28 TB/s and
@@ -56,9 +57,10 @@ PEERS: dict[str, Peers] = {
 }
 
 
-def build(name: str, folder: Path) -> LLM:
+def build(name: str, folder: Path, *, deterministic: bool) -> LLM:
     """The engine with random weights of the shape."""
     config = EngineConfig(
+        deterministic=deterministic,
         load_format="dummy",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -116,13 +118,14 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32,128,256")
     parser.add_argument("--no-mix", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
     arguments = parser.parse_args()
     batches = tuple(int(part) for part in arguments.batches.split(","))
     print(torch.cuda.get_device_name(), torch.__version__)
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.models or list(SHAPES):
             start = time.perf_counter()
-            with build(name, Path(folder)) as llm:
+            with build(name, Path(folder), deterministic=arguments.deterministic) as llm:
                 run = runner(llm)
                 run([[1000] * 64], [1])
                 started = time.perf_counter() - start

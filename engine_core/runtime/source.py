@@ -146,7 +146,7 @@ def _check_deterministic(config: EngineConfig, device: torch.device) -> None:
         )
     if config.tensor_parallel_size > 1:
         raise OptionError(
-            "deterministic is for one GPU, because ranks' sums are added up in an order that depends "
+            "deterministic is for one GPU, because ranks add up in an order that depends "
             f"on their size: set tensor_parallel_size to 1, not {config.tensor_parallel_size}"
         )
 
