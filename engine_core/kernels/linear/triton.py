@@ -281,6 +281,8 @@ class Tile:
         num_warps: warps of a program.
         num_stages: tiles in flight.
         prefetch: columns of the weight brought to the L2 cache before x is waited for.
+        least_rows: rows that x is filled up to at least. From 64 on Hopper's matrix units read the
+            first operand from shared memory.
     """
 
     block_n: int
@@ -290,6 +292,7 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 4
     prefetch: int = 0
+    least_rows: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +424,7 @@ def linear(
         arrivals = arrival_counts(x.device, tiles)
     block_m = 1
     if tile.mode != "vector":
-        block_m = min(_MAX_ROWS, max(16, triton.next_power_of_2(num_rows)))
+        block_m = min(_MAX_ROWS, max(tile.least_rows, triton.next_power_of_2(num_rows)))
     blocks = triton.cdiv(num_rows, block_m)
     assert blocks == 1 or (tile.splits == 1 and squares is None and added is None), (
         f"{num_rows} rows in blocks of {block_m} are neither split nor added to"

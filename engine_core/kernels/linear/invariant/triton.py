@@ -23,8 +23,10 @@ from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wa
 from engine_core.kernels.linear import triton as few_rows
 from engine_core.kernels.linear.triton import Tile, choose_tile
 
-# Rows of x for which the kernel of few rows, which reads the weight from memory once, is faster.
+# Rows of x for which the kernel of few rows is faster. It reads the weight from memory once; where
+# the weight has few rows, that counts for less.
 _FEW_ROWS = 128
+_FEW_ROWS_OF_NARROW = 64
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_programs"])
@@ -82,30 +84,41 @@ class _Block:
 
 def _block(rows: int, n: int) -> _Block:
     """Chosen on an H200 in bfloat16 at the shapes of Llama 3 8B and Qwen2 0.5B."""
-    if rows <= 256:
-        if n <= 2048:
+    if n <= 2048:
+        if rows <= 256:
+            return _Block(64, 32, 128, 4, 5)
+        if rows <= 1024:
             return _Block(64, 64, 128, 4, 4)
-        return _Block(128, 64, 64, 4, 5) if n <= 4096 else _Block(128, 128, 64, 4, 4)
-    if n <= 2048 and rows <= 4096:
+        return _Block(128, 128, 64, 4, 4) if rows <= 4096 else _Block(128, 256, 64, 8, 3)
+    # The largest tiles of which there are enough.
+    if triton.cdiv(rows, 128) * triton.cdiv(n, 256) >= 96:
+        return _Block(128, 256, 64, 8, 3)
+    if triton.cdiv(rows, 128) * triton.cdiv(n, 128) >= 96:
         return _Block(128, 128, 64, 4, 4)
-    return _Block(128, 256, 64, 8, 3)
+    return _Block(64, 128, 64, 4, 5)
 
 
 def _few_rows_tile(rows: int, n: int, k: int, gated: bool, x: Tensor) -> Tile:
-    """A tile that does not split K, for any number of rows."""
+    """A tile that does not split K, for any number of rows.
+
+    Chosen as those of :func:`choose_tile`, of which the ones that do not split are taken too.
+    """
     if x.dtype == torch.float32:
         return Tile(32, 32, num_stages=2)
-    tile = choose_tile(rows, n, k, gated, x.device)
-    if tile is not None and tile.splits == 1 and tile.mode != "vector":
-        return tile
     if not few_rows.fits(x.device) or k % 8 or rows > _FEW_ROWS:
         return Tile(64, 64, mode="wx", num_stages=3)
-    if n <= 2048:
-        # Few columns make few programs, each of which reads a long run of the weight.
-        return Tile(16, 256, prefetch=256) if rows <= 64 else Tile(32, 128, prefetch=256)
+    tile = choose_tile(max(rows, 2), n, k, gated, x.device)
+    if tile is not None and tile.splits == 1:
+        return tile
+    if gated or n > 5120:
+        return Tile(64, 128, mode="wx", prefetch=256)
     if rows > 64:
-        return Tile(64, 64, num_warps=8, prefetch=256)
-    return Tile(64, 128, mode="wx", prefetch=256) if n > 5120 else Tile(32, 256, prefetch=256)
+        return Tile(32, 64, num_stages=6, prefetch=256)
+    # Few columns make few programs, each of which reads a long run of the weight.
+    least = 16 if rows <= 16 else 64
+    if n <= 2048:
+        return Tile(16, 256 if k > 2048 else 128, prefetch=256, least_rows=least)
+    return Tile(32, 256, prefetch=512, least_rows=least)
 
 
 @functools.cache
@@ -136,7 +149,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Te
     n, k = weight.shape
     if num_rows == 0:
         return x.new_empty((0, n // 2 if gated else n))
-    if num_rows <= _FEW_ROWS or not _has_tensor_maps(x, n):
+    few = _FEW_ROWS if n > 2048 else _FEW_ROWS_OF_NARROW
+    if num_rows <= few or not _has_tensor_maps(x, n):
         tile = _few_rows_tile(num_rows, n // 2 if gated else n, k, gated, x)
         return few_rows.linear(x, weight, bias, tile, gated=gated)
     block = _block(num_rows, n)
