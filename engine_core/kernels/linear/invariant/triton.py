@@ -151,7 +151,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Te
         return x.new_empty((0, n // 2 if gated else n))
     few = _FEW_ROWS if n > 2048 else _FEW_ROWS_OF_NARROW
     if num_rows <= few or not _has_tensor_maps(x, n):
-        tile = _few_rows_tile(num_rows, n // 2 if gated else n, k, gated, x)
+        tile = _few_rows_tile(num_rows, n, k, gated, x)
         return few_rows.linear(x, weight, bias, tile, gated=gated)
     block = _block(num_rows, n)
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
