@@ -213,6 +213,16 @@ def _segments_kernel(
     )
 
 
+def _block_n(dims: int, float32: bool) -> int:
+    """Tokens of a tile, in decode and prefill: weights are rounded relative to the maximum so far.
+
+    Heads have ``dims`` dimensions.
+    """
+    if float32:
+        return 16 if dims > 128 else 32
+    return 32 if dims > 128 else 64
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -246,8 +256,7 @@ def paged_attention(
     group_size = num_heads // num_kv_heads
     dims = max(constants["BLOCK_D"], constants["BLOCK_DV"])
     float32 = q.dtype == torch.float32
-    # One size for decode and prefill: weights are rounded relative to the maximum so far.
-    block_n = (16 if float32 else 32) if dims > 128 else (32 if float32 else 64)
+    block_n = _block_n(dims, float32)
 
     def launch(
         first_row: int, count: int, block_m: int, tiles: int, splits: int, warps: int, stages: int

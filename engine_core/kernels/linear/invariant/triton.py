@@ -110,7 +110,10 @@ def _few_rows_tile(rows: int, n: int, k: int, gated: bool, x: Tensor) -> Tile:
     tile = choose_tile(max(rows, 2), n, k, gated, x.device)
     if tile is not None and tile.splits == 1:
         return tile
-    if gated or n > 5120:
+    if gated:
+        # Two weights' tiles are in flight at a time.
+        return Tile(64, 64, mode="wx", num_stages=4, prefetch=256)
+    if n > 5120:
         return Tile(64, 128, mode="wx", prefetch=256)
     if rows > 64:
         return Tile(32, 64, num_stages=6, prefetch=256)
