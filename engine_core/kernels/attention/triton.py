@@ -36,7 +36,7 @@ _MERGED_SPLITS = 16
 
 
 @triton.jit
-def _load_tokens(
+def load_tokens(
     cache_ptr,
     table_ptr,
     positions,
@@ -73,7 +73,62 @@ def _load_tokens(
 
 
 @triton.jit
-def attend_tiles(
+def tile_logits(
+    q,
+    query_pos,
+    slopes,
+    positions,
+    in_range,
+    k_cache_ptr,
+    table_ptr,
+    k_block_stride,
+    k_slot_stride,
+    logit_scale,
+    cap_scale,
+    window,
+    prefix_len,
+    BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Logits of every query row for the tokens at ``positions``, -inf where they are not visible.
+
+    Without MASKED they are all visible. A dot product becomes a logit by ``scale * log2(e)`` in
+    ``logit_scale``; or with a softcap by ``softcap * log2(e)`` there, around the tanh of half of it
+    times ``cap_scale``.
+    """
+    k = load_tokens(
+        k_cache_ptr, table_ptr, positions, in_range, k_block_stride, k_slot_stride,
+        BLOCK_SIZE, D, BLOCK_D, MASKED,
+    )  # fmt: skip
+    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if HAS_SOFTCAP:
+        # tanh(x) = 2 * sigmoid(2 * x) - 1
+        logits = logit_scale * (2.0 * tl.sigmoid(logits * cap_scale) - 1.0)
+    else:
+        logits = logits * logit_scale
+    if HAS_ALIBI:
+        distance = (positions[None, :] - query_pos[:, None]).to(tl.float32)
+        logits += slopes[:, None] * distance
+    if MASKED:
+        visible = positions[None, :] <= query_pos[:, None]
+        if HAS_WINDOW:
+            visible = visible & (positions[None, :] > query_pos[:, None] - window)
+        if HAS_PREFIX:
+            visible = visible | (positions < prefix_len)[None, :]
+        visible = visible & in_range[None, :]
+        logits = tl.where(visible, logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+def _attend_tiles(
     acc,
     denominator,
     maximum,
@@ -104,43 +159,20 @@ def attend_tiles(
     HAS_SOFTCAP: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     MASKED: tl.constexpr,
-    INVARIANT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Fold the tokens in ``[low, high)`` into the running softmax of every query row.
 
-    Without MASKED the range is a multiple of BLOCK_N and visible to every query. A dot product
-    becomes a logit by ``scale * log2(e)`` in ``logit_scale``; or with a softcap by
-    ``softcap * log2(e)`` there, around the tanh of half of it times ``cap_scale``.
-
-    With INVARIANT a row's result does not depend on the number of rows: the matrix units, whose
-    order is that of the tokens, add up the denominator too. Else it is added up in an order that
-    depends on the layout of the tile in registers.
+    Without MASKED the range is a multiple of BLOCK_N and visible to every query.
     """
     for start in range(low, high, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         in_range = positions < high
-        k = _load_tokens(
-            k_cache_ptr, table_ptr, positions, in_range, k_block_stride, k_slot_stride,
-            BLOCK_SIZE, D, BLOCK_D, MASKED,
+        logits = tile_logits(
+            q, query_pos, slopes, positions, in_range, k_cache_ptr, table_ptr, k_block_stride,
+            k_slot_stride, logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, BLOCK_D,
+            HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, MASKED, PRECISION,
         )  # fmt: skip
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if HAS_SOFTCAP:
-            # tanh(x) = 2 * sigmoid(2 * x) - 1
-            logits = logit_scale * (2.0 * tl.sigmoid(logits * cap_scale) - 1.0)
-        else:
-            logits = logits * logit_scale
-        if HAS_ALIBI:
-            distance = (positions[None, :] - query_pos[:, None]).to(tl.float32)
-            logits += slopes[:, None] * distance
-        if MASKED:
-            visible = positions[None, :] <= query_pos[:, None]
-            if HAS_WINDOW:
-                visible = visible & (positions[None, :] > query_pos[:, None] - window)
-            if HAS_PREFIX:
-                visible = visible | (positions < prefix_len)[None, :]
-            visible = visible & in_range[None, :]
-            logits = tl.where(visible, logits, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
         if MASKED:
             # A query that has seen nothing yet: -inf - -inf would be NaN.
@@ -149,16 +181,11 @@ def attend_tiles(
             subtrahend = new_maximum
         weights = tl.exp2(logits - subtrahend[:, None])
         rescale = tl.exp2(maximum - subtrahend)
-        v = _load_tokens(
+        denominator = denominator * rescale + tl.sum(weights, axis=1)
+        v = load_tokens(
             v_cache_ptr, table_ptr, positions, in_range, v_block_stride, v_slot_stride,
             BLOCK_SIZE, DV, BLOCK_DV, MASKED,
         )  # fmt: skip
-        if INVARIANT:
-            ones = tl.full([BLOCK_N, 16], 1.0, v.dtype)
-            sums = tl.dot(weights.to(v.dtype), ones, input_precision=PRECISION)
-            denominator = denominator * rescale + tl.max(sums, axis=1)
-        else:
-            denominator = denominator * rescale + tl.sum(weights, axis=1)
         acc = acc * rescale[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         maximum = new_maximum
@@ -316,7 +343,7 @@ def _decode_kernel(
     if HAS_PREFIX:
         prefix_len = tl.load(prefix_lens_ptr + row)
 
-    acc, denominator, maximum = attend_tiles(
+    acc, denominator, maximum = _attend_tiles(
         tl.zeros([BLOCK_G, BLOCK_DV], dtype=tl.float32),
         tl.zeros([BLOCK_G], dtype=tl.float32),
         tl.full([BLOCK_G], float("-inf"), dtype=tl.float32),
@@ -347,7 +374,6 @@ def _decode_kernel(
         HAS_SOFTCAP,
         HAS_PREFIX,
         True,
-        False,
         PRECISION,
     )
     # No tokens (padding), or with a prefix and a window none that is visible in this split.
@@ -488,23 +514,23 @@ def _prefill_kernel(
     denominator = tl.zeros([BLOCK_M], dtype=tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if HAS_WINDOW:
-        acc, denominator, maximum = attend_tiles(
+        acc, denominator, maximum = _attend_tiles(
             acc, denominator, maximum, q, query_pos, slopes, low, full_low, k_cache_ptr,
             v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
             logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV,
-            BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, False, PRECISION,
+            BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
         )  # fmt: skip
-    acc, denominator, maximum = attend_tiles(
+    acc, denominator, maximum = _attend_tiles(
         acc, denominator, maximum, q, query_pos, slopes, full_low, full_high, k_cache_ptr,
         v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-        HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, False, False, PRECISION,
+        HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, False, PRECISION,
     )  # fmt: skip
-    acc, denominator, maximum = attend_tiles(
+    acc, denominator, maximum = _attend_tiles(
         acc, denominator, maximum, q, query_pos, slopes, full_high, high, k_cache_ptr,
         v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-        HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, False, PRECISION,
+        HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
     )  # fmt: skip
     y = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
     dims_v = tl.arange(0, BLOCK_DV)

@@ -1,11 +1,12 @@
 """Attention on a GPU in which a token's result does not depend on what else is computed.
 
-A row's tokens are cut into segments at fixed places. Each segment has a softmax of its own, by
-tiles of a fixed number of tokens, and the segments are folded into one another in their order. So
-it makes no difference whether one program goes through all segments or many share them, how many
-queries of the row are computed at once, or how many rows there are: decode, prefill and every way
-to chunk it give the same bits (fixed split sizes: He et al., "Defeating nondeterminism in LLM
-inference", 2025).
+A row's tokens are cut into tiles at fixed places. Each tile has a softmax of its own, and the tiles
+are folded into one another in their order. So it makes no difference whether one program goes
+through all tiles or many share them, how many queries of the row are computed at once, or how many
+rows there are: decode, prefill and every way to chunk it give the same bits (fixed split sizes: He
+et al., "Defeating nondeterminism in LLM inference", 2025). The matrix units, whose order is that of
+the tokens, add up the denominators too: ``tl.sum`` would do it in an order that depends on where a
+tile lies in registers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine_core.kernels.attention.triton import attend_tiles, decode_tile, num_multiprocessors
+from engine_core.kernels.attention.triton import (
+    decode_tile,
+    load_tokens,
+    num_multiprocessors,
+    tile_logits,
+)
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -25,8 +31,6 @@ from engine_core.kernels.launch.triton import (
     wait,
 )
 
-# Tokens of a segment: enough programs for one long row, and little to fold.
-_SEGMENT = 256
 # Bytes of partial results at most; rows that would need more are not shared among programs.
 _MAX_PARTIAL = 2**28
 
@@ -47,8 +51,93 @@ def _fold(acc, denominator, maximum, next_acc, next_denominator, next_maximum):
     return acc, denominator, new_maximum
 
 
-@triton.jit(do_not_specialize=["window", "first_row", "num_splits", "num_segments"])
-def _segments_kernel(
+@triton.jit
+def _load_partial(
+    partial_ptr,
+    denominators_ptr,
+    maxima_ptr,
+    tile,
+    num_tiles,
+    heads,
+    head_mask,
+    NUM_HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """What some heads of a tile add up to; nothing where there is no such tile."""
+    places = tile * NUM_HEADS + heads
+    present = head_mask & (places < num_tiles * NUM_HEADS)
+    dims = tl.arange(0, BLOCK_DV)
+    acc = tl.load(
+        partial_ptr + places[:, None] * DV + dims[None, :],
+        mask=present[:, None] & (dims < DV)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    denominator = tl.load(denominators_ptr + places, mask=present, other=0.0, cache_modifier=".cg")
+    maximum = tl.load(maxima_ptr + places, mask=present, other=float("-inf"), cache_modifier=".cg")
+    return acc, denominator, maximum
+
+
+@triton.jit
+def _fold_partial(
+    out_ptr,
+    partial_ptr,
+    denominators_ptr,
+    maxima_ptr,
+    heads,
+    head_mask,
+    num_tiles,
+    NUM_HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """Fold the first ``num_tiles`` tiles of some heads of a row, four asked for at a time."""
+    acc = tl.zeros([BLOCK_HEADS, BLOCK_DV], dtype=tl.float32)
+    denominator = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
+    maximum = tl.full([BLOCK_HEADS], float("-inf"), dtype=tl.float32)
+    for tile in range(0, num_tiles, 4):
+        acc_0, denominator_0, maximum_0 = _load_partial(
+            partial_ptr, denominators_ptr, maxima_ptr, tile, num_tiles, heads, head_mask,
+            NUM_HEADS, DV, BLOCK_DV,
+        )  # fmt: skip
+        acc_1, denominator_1, maximum_1 = _load_partial(
+            partial_ptr, denominators_ptr, maxima_ptr, tile + 1, num_tiles, heads, head_mask,
+            NUM_HEADS, DV, BLOCK_DV,
+        )  # fmt: skip
+        acc_2, denominator_2, maximum_2 = _load_partial(
+            partial_ptr, denominators_ptr, maxima_ptr, tile + 2, num_tiles, heads, head_mask,
+            NUM_HEADS, DV, BLOCK_DV,
+        )  # fmt: skip
+        acc_3, denominator_3, maximum_3 = _load_partial(
+            partial_ptr, denominators_ptr, maxima_ptr, tile + 3, num_tiles, heads, head_mask,
+            NUM_HEADS, DV, BLOCK_DV,
+        )  # fmt: skip
+        acc, denominator, maximum = _fold(
+            acc, denominator, maximum, acc_0, denominator_0, maximum_0
+        )
+        # Beyond the last tile nothing is changed: factors of 1, sums with 0.
+        acc, denominator, maximum = _fold(
+            acc, denominator, maximum, acc_1, denominator_1, maximum_1
+        )
+        acc, denominator, maximum = _fold(
+            acc, denominator, maximum, acc_2, denominator_2, maximum_2
+        )
+        acc, denominator, maximum = _fold(
+            acc, denominator, maximum, acc_3, denominator_3, maximum_3
+        )
+    y = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
+    dims = tl.arange(0, BLOCK_DV)
+    tl.store(
+        out_ptr + heads[:, None] * DV + dims[None, :],
+        y.to(out_ptr.dtype.element_ty),
+        mask=head_mask[:, None] & (dims < DV)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["window", "first_row", "num_splits", "max_tiles"])
+def _tiles_kernel(
     out_ptr,
     partial_ptr,
     denominators_ptr,
@@ -67,7 +156,7 @@ def _segments_kernel(
     window,
     first_row,
     num_splits,
-    num_segments,
+    max_tiles,
     q_token_stride,
     q_head_stride,
     k_block_stride,
@@ -86,7 +175,7 @@ def _segments_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    FOLDED_HEADS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -97,26 +186,26 @@ def _segments_kernel(
 ):
     """BLOCK_M (query, head) pairs of one KV head of one row, heads of a query adjacent.
 
-    With HAS_SPLITS rows have one query, and up to ``num_splits`` programs share their segments:
-    ``partial [R, num_segments, Hq, Dv]`` float32 takes what each segment adds up to, and the two
-    after it its denominators and maxima. The last program to arrive folds them.
+    With HAS_SPLITS rows have one query, and up to ``num_splits`` programs share the tiles of its
+    tokens: ``partial [R, max_tiles, Hq, Dv]`` float32 takes what each tile adds up to, and the two
+    after it its denominators and maxima. The last program to arrive folds them, FOLDED_HEADS heads
+    at a time.
     """
     launch_dependents(PDL)
     wait(PDL)
     kv_head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1) % num_splits
-    # The last tiles see the most keys: they start first, so that short ones fill the end.
-    tile = (tl.num_programs(1) - 1 - tl.program_id(1)) // num_splits
+    # The last queries see the most keys: they start first, so that short ones fill the end.
+    block = (tl.num_programs(1) - 1 - tl.program_id(1)) // num_splits
     place = tl.program_id(2).to(tl.int64)
     row = first_row + place
     query_begin = tl.load(query_start_ptr + row)
     num_queries = tl.load(query_start_ptr + row + 1) - query_begin
-    first_pair = tile * BLOCK_M
+    first_pair = block * BLOCK_M
     if first_pair >= num_queries * GROUP_SIZE:
         return
     kv_len = tl.load(kv_lens_ptr + row)
     start_pos = kv_len - num_queries
-    first_pos = start_pos + first_pair // GROUP_SIZE
     last_query = (first_pair + BLOCK_M - 1) // GROUP_SIZE
     # [low, high) holds every visible key.
     low = 0
@@ -126,11 +215,10 @@ def _segments_kernel(
         prefix_len = tl.minimum(tl.load(prefix_lens_ptr + row), kv_len)
         high = tl.maximum(high, prefix_len)
     if HAS_WINDOW and not HAS_PREFIX:
-        low = tl.maximum(first_pos - window + 1, 0)
-    high = tl.minimum(high, kv_len)
-    # Segments [first, end) of the row, and [begin, stop) of this program.
-    first = low // SEGMENT
-    end = tl.cdiv(high, SEGMENT)
+        low = tl.maximum(start_pos + first_pair // GROUP_SIZE - window + 1, 0)
+    # Tiles [first, end) of the row, and [begin, stop) of this program.
+    first = low // BLOCK_N
+    end = tl.cdiv(high, BLOCK_N)
     per_split = tl.maximum(tl.cdiv(end - first, num_splits), 1)
     begin = first + split * per_split
     stop = tl.minimum(begin + per_split, end)
@@ -158,53 +246,64 @@ def _segments_kernel(
     k_cache_ptr += kv_head * k_head_stride
     v_cache_ptr += kv_head * v_head_stride
     table_ptr = block_tables_ptr + row * table_stride
-    nothing = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
-    none = tl.zeros([BLOCK_M], dtype=tl.float32)
-    unseen = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    acc, denominator, maximum = nothing, none, unseen
-    for segment in range(begin, stop):
-        next_acc, next_denominator, next_maximum = attend_tiles(
-            nothing, none, unseen, q, start_pos + queries, slopes, segment * SEGMENT,
-            tl.minimum((segment + 1) * SEGMENT, high), k_cache_ptr, v_cache_ptr, table_ptr,
-            k_block_stride, k_slot_stride, v_block_stride, v_slot_stride, logit_scale, cap_scale,
-            window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_ALIBI,
-            HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, True, PRECISION,
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+    denominator = tl.zeros([BLOCK_M], dtype=tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    for tile in range(begin, stop):
+        positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_range = positions < high
+        logits = tile_logits(
+            q, start_pos + queries, slopes, positions, in_range, k_cache_ptr, table_ptr,
+            k_block_stride, k_slot_stride, logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE,
+            D, BLOCK_D, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
         )  # fmt: skip
-        if HAS_SPLITS:  # noqa: SIM102
+        tile_maximum = tl.max(logits, axis=1)
+        subtrahend = tl.where(tile_maximum == float("-inf"), 0.0, tile_maximum)
+        weights = tl.exp2(logits - subtrahend[:, None]).to(q.dtype)
+        ones = tl.full([BLOCK_N, 16], 1.0, q.dtype)
+        tile_denominator = tl.max(tl.dot(weights, ones, input_precision=PRECISION), axis=1)
+        v = load_tokens(
+            v_cache_ptr, table_ptr, positions, in_range, v_block_stride, v_slot_stride,
+            BLOCK_SIZE, DV, BLOCK_DV, True,
+        )  # fmt: skip
+        tile_acc = tl.dot(weights, v, input_precision=PRECISION)
+        if HAS_SPLITS:
             if used > 1:
-                partial = (place * num_segments + segment - first) * NUM_HEADS + heads
+                partial = (place * max_tiles + tile - first) * NUM_HEADS + heads
                 values = partial_ptr + partial[:, None] * DV + dims_v[None, :]
-                tl.store(values, next_acc, mask=mask)
-                tl.store(denominators_ptr + partial, next_denominator, mask=pair_mask)
-                tl.store(maxima_ptr + partial, next_maximum, mask=pair_mask)
-        acc, denominator, maximum = _fold(
-            acc, denominator, maximum, next_acc, next_denominator, next_maximum
-        )
+                tl.store(values, tile_acc, mask=mask)
+                tl.store(denominators_ptr + partial, tile_denominator, mask=pair_mask)
+                tl.store(maxima_ptr + partial, tile_maximum, mask=pair_mask)
+            else:
+                acc, denominator, maximum = _fold(
+                    acc, denominator, maximum, tile_acc, tile_denominator, tile_maximum
+                )
+        else:
+            acc, denominator, maximum = _fold(
+                acc, denominator, maximum, tile_acc, tile_denominator, tile_maximum
+            )
     if HAS_SPLITS:  # noqa: SIM102
         if used > 1:
-            tiles = tl.num_programs(1) // num_splits
-            arrivals_ptr += (place * tl.num_programs(0) + tl.program_id(0)) * tiles + tile
-            if not arrives_last(arrivals_ptr, used):
-                return
-            acc, denominator, maximum = nothing, none, unseen
-            for segment in range(end - first):
-                partial = (place * num_segments + segment) * NUM_HEADS + heads
-                values = partial_ptr + partial[:, None] * DV + dims_v[None, :]
-                acc, denominator, maximum = _fold(
-                    acc,
-                    denominator,
-                    maximum,
-                    tl.load(values, mask=mask, other=0.0, cache_modifier=".cg"),
-                    tl.load(
-                        denominators_ptr + partial, mask=pair_mask, other=0.0, cache_modifier=".cg"
-                    ),
-                    tl.load(
-                        maxima_ptr + partial,
-                        mask=pair_mask,
-                        other=float("-inf"),
-                        cache_modifier=".cg",
-                    ),
-                )
+            blocks = tl.num_programs(1) // num_splits
+            arrivals_ptr += (place * tl.num_programs(0) + tl.program_id(0)) * blocks + block
+            if arrives_last(arrivals_ptr, used):
+                at = place * max_tiles * NUM_HEADS
+                for in_block in range(0, min(BLOCK_M, GROUP_SIZE), FOLDED_HEADS):
+                    folded = first_pair + in_block + tl.arange(0, FOLDED_HEADS)
+                    _fold_partial(
+                        out_ptr + query_begin.to(tl.int64) * NUM_HEADS * DV,
+                        partial_ptr + at * DV,
+                        denominators_ptr + at,
+                        maxima_ptr + at,
+                        kv_head * GROUP_SIZE + folded,
+                        folded < GROUP_SIZE,
+                        end - first,
+                        NUM_HEADS,
+                        DV,
+                        BLOCK_DV,
+                        FOLDED_HEADS,
+                    )
+            return
     y = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
     tl.store(
         out_ptr + (tokens * NUM_HEADS + heads)[:, None] * DV + dims_v[None, :],
@@ -257,22 +356,23 @@ def paged_attention(
     dims = max(constants["BLOCK_D"], constants["BLOCK_DV"])
     float32 = q.dtype == torch.float32
     block_n = _block_n(dims, float32)
+    max_tiles = triton.cdiv(max_kv_len, block_n)
 
     def launch(
-        first_row: int, count: int, block_m: int, tiles: int, splits: int, warps: int, stages: int
+        first_row: int, count: int, block_m: int, blocks: int, splits: int, warps: int, stages: int
     ) -> None:
-        partial = stats = arrivals = None
-        segments = triton.cdiv(max_kv_len, _SEGMENT)
+        partial = denominators = maxima = arrivals = None
         if splits > 1:
-            shape = (count, segments, num_heads)
+            shape = (count, max_tiles, num_heads)
             partial = torch.empty((*shape, v_head_dim), dtype=torch.float32, device=q.device)
-            stats = torch.empty((2, *shape), dtype=torch.float32, device=q.device)
-            arrivals = arrival_counts(q.device, count * num_kv_heads * tiles)
-        _segments_kernel[(num_kv_heads, tiles * splits, count)](
+            denominators = torch.empty(shape, dtype=torch.float32, device=q.device)
+            maxima = torch.empty_like(denominators)
+            arrivals = arrival_counts(q.device, count * num_kv_heads * blocks)
+        _tiles_kernel[(num_kv_heads, blocks * splits, count)](
             out,
             partial,
-            None if stats is None else stats[0],
-            None if stats is None else stats[1],
+            denominators,
+            maxima,
             arrivals,
             q,
             k_cache,
@@ -286,12 +386,12 @@ def paged_attention(
             window,
             first_row,
             splits,
-            segments,
+            max_tiles,
             *strides,
             **constants,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            SEGMENT=_SEGMENT,
+            FOLDED_HEADS=min(triton.next_power_of_2(group_size), 4),
             HAS_SPLITS=splits > 1,
             num_warps=warps,
             num_stages=stages,
@@ -299,26 +399,24 @@ def paged_attention(
 
     if num_decode_rows:
         block_m = min(64, max(16, triton.next_power_of_2(group_size)))
-        tiles = triton.cdiv(group_size, block_m)
-        programs = num_decode_rows * num_kv_heads * tiles
+        blocks = triton.cdiv(group_size, block_m)
+        programs = num_decode_rows * num_kv_heads * blocks
         tile = decode_tile(dims, float32, programs)
         splits = triton.cdiv(tile.programs * num_multiprocessors(q.device), programs)
-        splits = max(1, min(splits, triton.cdiv(max_kv_len, _SEGMENT)))
-        per_segment = 4 * num_decode_rows * num_heads * (v_head_dim + 2)
-        if per_segment * triton.cdiv(max_kv_len, _SEGMENT) > _MAX_PARTIAL:
+        splits = max(1, min(splits, max_tiles))
+        if 4 * num_decode_rows * max_tiles * num_heads * (v_head_dim + 2) > _MAX_PARTIAL:
             splits = 1
-        launch(0, num_decode_rows, block_m, tiles, splits, tile.num_warps, tile.num_stages)
+        launch(0, num_decode_rows, block_m, blocks, splits, tile.num_warps, tile.num_stages)
     if num_rows > num_decode_rows and max_query_len:
         pairs = max_query_len * group_size
         block_m = 32 if float32 else 64 if dims > 128 else 128
         block_m = min(block_m, max(16, triton.next_power_of_2(pairs)))
         warps = 8 if block_m == 128 or float32 else 4
-        tiles = triton.cdiv(pairs, block_m)
         launch(
             num_decode_rows,
             num_rows - num_decode_rows,
             block_m,
-            tiles,
+            triton.cdiv(pairs, block_m),
             1,
             warps,
             2 if dims > 128 else 3,
