@@ -142,7 +142,13 @@ def _listing(names: tuple[str, ...], most: int = 8) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
+class _DifferentError(Exception):
+    """A tensor is not what the parameter holds that it is compared with."""
+
+
 _ACCOUNT: ContextVar[LoadAccount | None] = ContextVar("engine_core_load_account", default=None)
+# Whether load_weight compares instead of copying.
+_COMPARING: ContextVar[bool] = ContextVar("engine_core_comparing", default=False)
 
 
 @contextmanager
@@ -157,7 +163,9 @@ def load_account(model: nn.Module) -> Iterator[LoadAccount]:
 
 
 def copy_checked(target: Tensor, tensor: Tensor) -> None:
-    """Copy ``tensor`` into ``target``; on the meta device only compare them.
+    """Copy ``tensor`` into ``target``; on the meta device only compare their shapes.
+
+    Of two tensors that are tied the second is not copied, but must be what the first has left.
 
     Raises:
         ShapeMismatchError: the shapes differ, or ``tensor`` holds the codes of quantised numbers
@@ -169,8 +177,12 @@ def copy_checked(target: Tensor, tensor: Tensor) -> None:
         )
     if _holds_numbers(target.dtype) and not _holds_numbers(tensor.dtype):
         raise ShapeMismatchError(f"is of {tensor.dtype}, the model wants {target.dtype}")
-    if not (target.is_meta or tensor.is_meta):
+    if target.is_meta or tensor.is_meta:
+        return
+    if not _COMPARING.get():
         target.copy_(tensor)
+    elif not _equal(target, tensor):
+        raise _DifferentError
 
 
 def _holds_numbers(dtype: torch.dtype) -> bool:
@@ -225,7 +237,7 @@ def load_stacked_weights(
     """Load a checkpoint whose names are the model's, but for layers merged into one.
 
     A parameter that the model shares between two names, as a tied head, may have a tensor under
-    each of them. The second is compared with the first.
+    each of them. The second is compared with what the parameter holds from the first.
 
     Args:
         model: whose parameters are filled.
@@ -240,7 +252,7 @@ def load_stacked_weights(
     """
     params = dict(model.named_parameters(remove_duplicate=False))
     users = Counter(id(param) for param in params.values())
-    tied: dict[tuple[int, Any], tuple[str, Tensor]] = {}
+    tied: dict[tuple[int, Any], tuple[str, torch.Size]] = {}
     ignored = tuple(ignore)
     account = _ACCOUNT.get()
     for name, tensor in weights:
@@ -257,10 +269,14 @@ def load_stacked_weights(
         param = params.get(target)
         if param is not None:
             if users[id(param)] > 1:
-                # Held until its copy comes; it is mapped from its file, not in memory.
-                first = tied.setdefault((id(param), shard_id), (name, tensor))
-                if first[0] != name:
-                    _check_tied(first, (name, tensor))
+                first, shape = tied.setdefault((id(param), shard_id), (name, tensor.shape))
+                if first != name:
+                    if shape != tensor.shape or not _holds(param, name, tensor, shard_id, first):
+                        raise ConfigError(
+                            f"the model's config ties {first} and {name} (tie_word_embeddings), "
+                            "but in the checkpoint they differ; set tie_word_embeddings to false "
+                            "in hf_overrides to run with both"
+                        )
                     continue
             load_weight(param, tensor, shard_id)
         elif account is None:
@@ -269,29 +285,29 @@ def load_stacked_weights(
             )
 
 
-def _check_tied(first: tuple[str, Tensor], second: tuple[str, Tensor]) -> None:
-    """Take note of a second tensor for a parameter that has been filled from the first."""
+def _holds(param: nn.Parameter, name: str, tensor: Tensor, shard_id: Any, first: str) -> bool:
+    """Whether ``param``, filled from the tensor ``first``, is what ``tensor`` would make of it."""
     account = _ACCOUNT.get()
-    (one, filled), (other, copy) = first, second
-    if account is not None:
-        account.ignore(other)
-        if filled.is_meta and filled.shape == copy.shape:
-            account.uncompared.append((one, other))
-            return
-    if filled.shape != copy.shape or not _equal(filled, copy):
-        raise ConfigError(
-            f"the model's config ties {one} and {other} (tie_word_embeddings), but in the "
-            "checkpoint they differ; set tie_word_embeddings to false in hf_overrides to run with "
-            "both"
-        )
+    if account is not None and param.is_meta:
+        account.ignore(name)
+        account.uncompared.append((first, name))
+        return True
+    token = _COMPARING.set(True)
+    try:
+        load_weight(param, tensor, shard_id)
+    except _DifferentError:
+        return False
+    finally:
+        _COMPARING.reset(token)
+    return True
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    if one.dtype == other.dtype:
-        return torch.equal(one, other)
+def _equal(target: Tensor, tensor: Tensor) -> bool:
     # In parts: converted as a whole, a large model's vocabulary would take gigabytes.
-    parts = zip(one.split(_ROWS), other.split(_ROWS), strict=True)
-    return all(torch.equal(rows.double(), others.double()) for rows, others in parts)
+    parts = zip(
+        torch.atleast_1d(target).split(_ROWS), torch.atleast_1d(tensor).split(_ROWS), strict=True
+    )
+    return all(torch.equal(rows, others.to(rows)) for rows, others in parts)
 
 
 _ROWS = 1024
