@@ -108,6 +108,16 @@ class Checkpoint:
         for file in self._files:
             yield from file.tensors()
 
+    def safetensors_files(self) -> tuple[SafetensorsFile, ...] | None:
+        """The files in the order of :meth:`weights`; None if any is of another format.
+
+        Raises:
+            CorruptCheckpointError: as :attr:`headers`.
+        """
+        _ = self.headers
+        files = tuple(file for file in self._files if isinstance(file, SafetensorsFile))
+        return files if len(files) == len(self._files) else None
+
     def keeping_blocks(self, names: Collection[str]) -> Checkpoint:
         """This checkpoint with some matrices as they are quantised in the GGUF file.
 

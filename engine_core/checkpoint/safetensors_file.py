@@ -2,7 +2,9 @@
 
 The reader keeps its own mapping of the file. Compared with ``safetensors.safe_open`` it hands out
 271 tensors in 0.9 ms instead of 3.3 (copying out of them takes the same time), needs no torch to
-check a file, and goes on working when the file is deleted meanwhile.
+check a file, and goes on working when the file is deleted meanwhile. It also reads parts of tensors
+into memory that it is given, for several threads at once: that is faster than to copy out of a
+mapping, whose pages are found one by one.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import mmap
 import os
 import struct
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -76,6 +79,8 @@ class SafetensorsFile:
                 flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
+            self._fd = os.dup(file.fileno())
+            weakref.finalize(self, os.close, self._fd)
 
     @property
     def headers(self) -> Mapping[str, TensorHeader]:
@@ -101,6 +106,29 @@ class SafetensorsFile:
                 count = header.nbytes // dtype.itemsize
                 data = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
                 yield name, data.view(header.shape)
+
+    def read_into(self, buffer: memoryview, name: str, start: int) -> None:
+        """Fill ``buffer`` with bytes of tensor ``name``, from its byte ``start``; from any thread.
+
+        Raises:
+            CorruptCheckpointError: the system cannot read them, or the file has become shorter
+                since it was opened.
+        """
+        offset = self._offsets[name] + start
+        # One call reads 2 GiB at most.
+        while buffer.nbytes:
+            try:
+                count = os.preadv(self._fd, [buffer], offset)
+            except OSError as error:
+                raise CorruptCheckpointError(
+                    f"{self.path}: tensor {name!r} cannot be read: {error.strerror}"
+                ) from error
+            if count == 0:
+                raise CorruptCheckpointError(
+                    f"{self.path} was truncated after it had been opened: it ends at byte "
+                    f"{offset}, inside tensor {name!r}; download it again"
+                )
+            buffer, offset = buffer[count:], offset + count
 
     def _read_header(self, read: Any, size: int) -> tuple[dict[str, Any], int]:
         if size < 8:

@@ -83,7 +83,12 @@ class Worker:
                 packing = dummy_weights(self._model, source.device, config.seed)
             else:
                 packing = load_weights(
-                    self._model, checkpoint, source.name, source.device, pack=True
+                    self._model,
+                    checkpoint,
+                    source.name,
+                    source.device,
+                    pack=True,
+                    tp_size=self._context.tp_size,
                 )
         phases["weights"] -= packing
         phases["packing"] = packing
