@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from engine_core.configs.base import FrozenConfig
 from engine_core.configs.dtypes import DType
@@ -144,3 +144,12 @@ class EngineConfig(FrozenConfig):
         if isinstance(value, bool | bytes):
             raise ValueError("a number is expected")
         return value
+
+    @model_validator(mode="after")
+    def _one_gpu(self) -> Self:
+        if self.deterministic and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "deterministic is for one GPU, because ranks add up in an order that depends on "
+                f"the batch: set tensor_parallel_size to 1, not {self.tensor_parallel_size}"
+            )
+        return self

@@ -107,7 +107,7 @@ def open_files(
         UnknownArchitectureError: no plugin reads a GGUF file of this architecture.
     """
     if config.deterministic:
-        _check_deterministic(config, device)
+        _check_deterministic(device)
     quantization = config.quantization
     if quantization is not None and device.type != "cpu":
         raise OptionError(
@@ -131,7 +131,7 @@ def open_files(
     return checkpoint
 
 
-def _check_deterministic(config: EngineConfig, device: torch.device) -> None:
+def _check_deterministic(device: torch.device) -> None:
     """Refuse determinism where results would depend on the batch all the same."""
     if device.type != "cuda":
         raise OptionError(
@@ -143,11 +143,6 @@ def _check_deterministic(config: EngineConfig, device: torch.device) -> None:
         raise OptionError(
             "deterministic relies on how matrix units add up, which is known of compute capability "
             f"9.0 and expected of 8.x; {device} has {'.'.join(map(str, capability))}: leave it out"
-        )
-    if config.tensor_parallel_size > 1:
-        raise OptionError(
-            "deterministic is for one GPU, because ranks add up in an order that depends "
-            f"on their size: set tensor_parallel_size to 1, not {config.tensor_parallel_size}"
         )
 
 

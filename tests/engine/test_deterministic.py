@@ -12,7 +12,7 @@ import torch
 from golden_fixtures import golden_llm
 
 from engine_core import LLM, EngineConfig, SamplingParams
-from engine_core.errors import OptionError
+from engine_core.errors import ConfigError, OptionError
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -110,17 +110,8 @@ def test_tokens_do_not_depend_on_the_batch(tmp_path: Path, config: dict[str, Any
                 assert not different, f"{chosen}: {len(different)} requests: {different}"
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"device": "cpu"}, "deterministic is for GPUs: on cpu")],
-)
-def test_where_it_would_mean_nothing_it_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        golden_llm("llama-gqa", deterministic=True, **settings)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_it_is_refused_for_several_gpus() -> None:
-    with pytest.raises(OptionError, match="tensor_parallel_size 2"):
-        golden_llm("llama-gqa", deterministic=True, device="cuda", tensor_parallel_size=2)
+def test_where_it_would_mean_nothing_it_is_refused() -> None:
+    with pytest.raises(OptionError, match="deterministic is for GPUs: on cpu"):
+        golden_llm("llama-gqa", deterministic=True, device="cpu")
+    with pytest.raises(ConfigError, match=r"deterministic is for one GPU.*not 2"):
+        golden_llm("llama-gqa", deterministic=True, tensor_parallel_size=2)

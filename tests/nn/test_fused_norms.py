@@ -41,6 +41,16 @@ def layers(device: str, dtype: torch.dtype) -> list[DecoderLayer]:
 
 def run(made: list[DecoderLayer], rows: int, device: str, dtype: torch.dtype) -> list[Tensor]:
     """The residual stream after each layer, in float32 on the CPU; every row's first token."""
+    return [
+        (residual if isinstance(x, Undivided) else x + residual).float().cpu()
+        for x, residual in forward(made, rows, device, dtype)
+    ]
+
+
+def forward(
+    made: list[DecoderLayer], rows: int, device: str, dtype: torch.dtype
+) -> list[tuple[Tensor | Undivided, Tensor]]:
+    """What each layer gives."""
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(1, rows, HIDDEN, generator=generator).to(torch.bfloat16).to(device, dtype)
     angles = torch.rand(rows, HEAD_DIM // 2, generator=generator).to(device)
@@ -53,14 +63,13 @@ def run(made: list[DecoderLayer], rows: int, device: str, dtype: torch.dtype) ->
         num_decode_rows=rows,
         groups=(GroupMetadata(tables, 16 * torch.arange(rows, device=device)),),
     )
-    streams, residual = [], None
+    given, residual = [], None
     for layer in made:
         cache = torch.zeros(2, rows, 16, KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
-        given = (angles.cos(), angles.sin()), (cache[0], cache[1]), metadata
-        x, residual = layer(x, residual, *given)
-        total = residual if isinstance(x, Undivided) else x + residual
-        streams.append(total.float().cpu())
-    return streams
+        inputs = (angles.cos(), angles.sin()), (cache[0], cache[1]), metadata
+        x, residual = layer(x, residual, *inputs)
+        given.append((x, residual))
+    return given
 
 
 @pytest.mark.gpu
@@ -93,10 +102,13 @@ def test_only_a_layer_that_is_followed_leaves_the_division_to_the_next() -> None
     first, second = layers("cuda", torch.bfloat16)
     link_layers([first, second])
     assert [name for name, _ in first.named_parameters() if name.startswith("_next")] == []
+    given = forward([first, second], 3, "cuda", torch.bfloat16)
+    assert [type(x) for x, _ in given] == [Undivided, Tensor]
+    # Who watches a layer is shown what it says that it takes.
     seen = []
     second.register_forward_pre_hook(lambda module, args: seen.append(type(args[0])))
     run([first, second], 3, "cuda", torch.bfloat16)
-    assert seen == [Undivided]
+    assert seen == [Tensor]
 
 
 def test_linked_layers_are_the_same_on_a_cpu() -> None:

@@ -574,7 +574,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeTile:
+class _DecodeTile:
     """How decode attention is cut.
 
     Attributes:
@@ -590,7 +590,7 @@ class DecodeTile:
     programs: int
 
 
-def decode_tile(dims: int, float32: bool, num_programs: int) -> DecodeTile:
+def _decode_tile(dims: int, float32: bool, num_programs: int) -> _DecodeTile:
     """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
 
     Chosen on an H200 in bfloat16 in whole decode steps at 1024 tokens. ms of a step, with the tile
@@ -599,20 +599,20 @@ def decode_tile(dims: int, float32: bool, num_programs: int) -> DecodeTile:
     1.14 (1.20), 128 rows 1.61 (1.81).
     """
     if float32:
-        return DecodeTile(16 if dims > 128 else 32, 8, 3, 2)
+        return _DecodeTile(16 if dims > 128 else 32, 8, 3, 2)
     if num_programs >= (512 if dims <= 128 else 256):
         # Tiles of 16 KiB.
-        return DecodeTile(8192 // max(dims, 64), 4, 2, 2)
+        return _DecodeTile(8192 // max(dims, 64), 4, 2, 2)
     if dims > 128:
-        return DecodeTile(32, 4, 2, 8)
+        return _DecodeTile(32, 4, 2, 8)
     if dims > 64:
-        return DecodeTile(32, 2, 2, 4)
+        return _DecodeTile(32, 2, 2, 4)
     if num_programs < 64:
-        return DecodeTile(64, 4, 2, 8) if num_programs < 16 else DecodeTile(64, 2, 2, 4)
-    return DecodeTile(32, 1, 2, 4 if num_programs < 128 else 8)
+        return _DecodeTile(64, 4, 2, 8) if num_programs < 16 else _DecodeTile(64, 2, 2, 4)
+    return _DecodeTile(32, 1, 2, 4 if num_programs < 128 else 8)
 
 
-def _num_splits(num_programs: int, max_kv_len: int, tile: DecodeTile, device: torch.device) -> int:
+def _num_splits(num_programs: int, max_kv_len: int, tile: _DecodeTile, device: torch.device) -> int:
     """Splits that give every multiprocessor its programs, none shorter than allowed."""
     wanted = triton.cdiv(tile.programs * num_multiprocessors(device), num_programs)
     longest = triton.cdiv(max_kv_len, max(tile.block_n, _MIN_SPLIT))
@@ -696,7 +696,7 @@ def paged_attention(
     if num_decode_rows:
         block_g = min(64, max(16, triton.next_power_of_2(group_size)))
         programs = num_decode_rows * num_kv_heads * triton.cdiv(group_size, block_g)
-        tile = decode_tile(max(block_d, block_dv), float32, programs)
+        tile = _decode_tile(max(block_d, block_dv), float32, programs)
         num_splits = _num_splits(programs, max_kv_len, tile, q.device)
         partial = lse = arrivals = None
         if num_splits > 1:

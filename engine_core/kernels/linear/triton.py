@@ -177,7 +177,7 @@ def _linear_kernel(
             _prefetch(weight_ptr, w_rows + N, low, high, K, prefetch_part, PREFETCH_PARTS)
     cols = low + tl.arange(0, BLOCK_K)
     w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * K + cols[None, :]
-    up_ptrs = w_ptrs + N.to(tl.int64) * K
+    up_ptrs = weight_ptr + (w_rows + N).to(tl.int64)[:, None] * K + cols[None, :]
     if PRELOAD:
         # The weight is older than all kernels: its first tile waits for x in registers.
         w_first = _load_tile(w_ptrs, cols < high, EVEN_K)
