@@ -17,6 +17,7 @@ from engine_core.kernels.norm import layer_norm, rms_norm
 from engine_core.kernels.rotary import apply_rotary
 from engine_core.kernels.rotary_store import is_fused as rotary_store_is_fused
 from engine_core.kernels.rotary_store import rotary_store
+from engine_core.kernels.sampling import sample_tokens
 
 __all__ = [
     "DecodeInputs",
@@ -32,6 +33,7 @@ __all__ = [
     "rms_norm",
     "rotary_store",
     "rotary_store_is_fused",
+    "sample_tokens",
     "silu_and_mul",
     "store_kv",
     "takes_undivided",

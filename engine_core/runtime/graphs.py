@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine_core.kernels import choose_greedy, decode_inputs
+from engine_core.kernels import choose_greedy, decode_inputs, sample_tokens
+from engine_core.kernels.sampling import Adjustments, SamplingState
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 
@@ -21,6 +23,14 @@ _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 38
 _RING = 8
 
 
+class Choice(IntEnum):
+    """How the rows of a captured step choose their tokens; each can do what those before it can."""
+
+    GREEDY = 0
+    RANDOM = 1
+    ADJUSTED = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
     """A captured step, and the tensors that it leaves its results in.
@@ -28,8 +38,8 @@ class Captured:
     Attributes:
         graph: to be replayed.
         logits: ``[rows, V]`` as the model gives them.
-        tokens: ``[rows]`` int64, the most probable ones.
-        status: ``[rows]`` int8, 1 where the logits are not finite.
+        tokens: ``[rows]`` int64, the chosen ones.
+        status: ``[rows]`` int8, as of :func:`~engine_core.kernels.sample_tokens`.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -45,6 +55,7 @@ class GraphState:
     Attributes:
         logits_of: runs the model on a context and gives the logits, ``[S, V]``, of the tokens at
             the given places.
+        sampling: gives how the rows of the persistent batch choose.
         tables: the block tables of each cache group.
         last_tokens: ``[max_rows + 1]`` int64, the token that each row sampled last; the last row
             is that of padding.
@@ -53,6 +64,7 @@ class GraphState:
     """
 
     logits_of: Callable[[StepContext, Tensor | None], Tensor]
+    sampling: Callable[[], SamplingState]
     tables: Sequence[BlockTables]
     last_tokens: Tensor
     max_rows: int
@@ -113,11 +125,11 @@ class _Graphs:
 
 
 class DecodeGraphs(_Graphs):
-    """Steps in which every row decodes, one graph a batch-size bucket.
+    """Steps in which every row decodes, one graph a batch-size bucket and :class:`Choice`.
 
     A replay takes each row's last token from the device, computes it at the row's position, leaves
-    the most probable next token as the row's last one, and moves the position on: replayed again
-    it computes the step after, without a word from the host. Rows of padding stand at position
+    the chosen next token as the row's last one, and moves the position on: replayed again it
+    computes the step after, without a word from the host. Rows of padding stand at position
     -1: they store nothing and stay where they are.
     """
 
@@ -135,19 +147,29 @@ class DecodeGraphs(_Graphs):
             torch.empty(2, rows, dtype=torch.int64, pin_memory=True) for _ in range(_RING)
         ]
         self._turn = 0
-        self._graphs: dict[int, Captured] = {}
+        self._graphs: dict[tuple[int, Choice], Captured] = {}
+        # Those whose tensors the adjusted graphs have captured.
+        self._adjustments: Adjustments | None = None
 
     def capture_all(self) -> None:
-        """Capture every bucket, the largest first so that the smaller ones reuse its memory."""
-        for bucket in reversed(self._buckets):
-            self._get(bucket)
+        """Capture every bucket, the largest first so that the smaller ones reuse its memory.
 
-    def begin(self, rows: Sequence[int], positions: Sequence[int]) -> Captured:
-        """Set the rows, and the positions of the tokens they compute; returns what to replay."""
+        What chooses at random is captured when it is first needed, but compiled now.
+        """
+        for bucket in reversed(self._buckets):
+            logits = self._get(bucket, Choice.GREEDY).logits
+        rows, positions = self._static[:, : len(logits)].clone()
+        sample_tokens(logits, rows, positions, self._state.last_tokens, self._state.sampling())
+
+    def begin(self, rows: Sequence[int], positions: Sequence[int], choice: Choice) -> Captured:
+        """Set the rows, and the positions of the tokens they compute; returns what to replay.
+
+        ``choice`` is one that every row's parameters can be followed with.
+        """
         count = len(rows)
         bucket = self._buckets[bisect_left(self._buckets, count)]
         # Capturing runs the step and so moves the static inputs; it comes before they are set.
-        captured = self._get(bucket)
+        captured = self._get(bucket, choice)
         self._turn = (self._turn + 1) % _RING
         pinned = self._ring[self._turn]
         host = pinned.numpy()
@@ -164,19 +186,32 @@ class DecodeGraphs(_Graphs):
     def _drop(self) -> None:
         self._graphs.clear()
 
-    def _get(self, bucket: int) -> Captured:
-        if bucket not in self._graphs:
+    def _get(self, bucket: int, choice: Choice) -> Captured:
+        adjustments = self._state.sampling().adjustments
+        if choice is Choice.ADJUSTED and adjustments is not self._adjustments:
+            self._adjustments = adjustments
+            for key in [key for key in self._graphs if key[1] is Choice.ADJUSTED]:
+                del self._graphs[key]
+        key = (bucket, choice)
+        if key not in self._graphs:
             self._static[0] = self._state.max_rows
             self._static[1] = -1
-            self._graphs[bucket] = self._capture(lambda: self._step(bucket))
-        return self._graphs[bucket]
+            self._graphs[key] = self._capture(lambda: self._step(bucket, choice))
+        return self._graphs[key]
 
-    def _step(self, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _step(self, bucket: int, choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
         rows, positions = self._static[:, :bucket]
         logits = self._state.logits_of(self._context(rows, positions, bucket), None)
-        tokens, status = choose_greedy(
-            logits, rows=rows, last_tokens=self._state.last_tokens, positions=positions
-        )
+        last_tokens = self._state.last_tokens
+        if choice is Choice.GREEDY:
+            tokens, status = choose_greedy(
+                logits, rows=rows, last_tokens=last_tokens, positions=positions
+            )
+        else:
+            state = self._state.sampling()
+            if choice is Choice.RANDOM:
+                state = replace(state, adjustments=None)
+            tokens, status = sample_tokens(logits, rows, positions, last_tokens, state)
         return logits, tokens, status
 
     def _context(self, rows: Tensor, positions: Tensor, bucket: int) -> StepContext:

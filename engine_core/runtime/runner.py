@@ -19,6 +19,7 @@ from engine_core.nn.attention import Attention
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.runtime.graphs import (
     Captured,
+    Choice,
     DecodeGraphs,
     GraphState,
     MixedGraphs,
@@ -28,7 +29,7 @@ from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.recording import RecordedSteps
-from engine_core.runtime.sampler import Sampler, token_logprobs
+from engine_core.runtime.sampler import REASONS, Sampler, is_hosted, token_logprobs
 from engine_core.runtime.swap import SwapSpace
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 from engine_core.steps import Admission, RowResult, StepPlan, StepResult, TokenLogprobs
@@ -42,8 +43,14 @@ class _Row:
     prompt_len: int
     sampling: SamplingParams
     token_state: Mapping[str, IntArray]
-    # Whether the most probable token is taken as it is, and nothing else is reported.
-    plain: bool
+    # How a captured step can choose its token; None if the host has a part in it, or reports more
+    # than the token.
+    choice: Choice | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the most probable token is taken as it is, and nothing else is reported."""
+        return self.choice is Choice.GREEDY
 
 
 class PendingStep:
@@ -145,6 +152,7 @@ class ModelRunner:
         if device.type == "cuda" and not eager and _supports_graphs(model):
             state = GraphState(
                 self._graph_logits,
+                lambda: self._sampler.state,
                 self._tables,
                 self._sampler.last_tokens,
                 rows,
@@ -209,8 +217,7 @@ class ModelRunner:
         if logits is None:
             logits = self._context_logits(context)
         if not all(self._rows[row].plain for row in rows):
-            # A recording's logits are overwritten, by the sampler and by the next step.
-            return self._sample(plan, range(len(rows)), logits.to(torch.float32, copy=True), {})
+            return self._sample(plan, range(len(rows)), logits, {})
         tokens, status = choose_greedy(logits)
         self._sampler.last_tokens[torch.tensor(rows)] = tokens
         errors = {
@@ -295,16 +302,18 @@ class ModelRunner:
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> PendingStep:
         rows = [row.row for row in plan.rows]
+        starts = [row.start for row in plan.rows]
         count = len(rows)
-        captured = graphs.begin(rows, [row.start for row in plan.rows])
-        if not all(self._rows[row].plain for row in rows):
+        choices = [c for row in rows if (c := self._rows[row].choice) is not None]
+        if len(choices) < count:
+            captured = graphs.begin(rows, starts, Choice.GREEDY)
             every = list(range(count))
             turns = []
             for turn in range(plan.repeat):
                 captured.graph.replay()
-                logits = captured.logits[:count].float()
-                turns.append(self._sample(plan, every, logits, {}, turn))
+                turns.append(self._sample(plan, every, captured.logits[:count], {}, turn))
             return turns[0] if plan.repeat == 1 else _joined(plan, turns)
+        captured = graphs.begin(rows, starts, max(choices))
         shape = (plan.repeat, *captured.tokens.shape)
         tokens = torch.empty(shape, dtype=torch.int64, pin_memory=True)
         status = torch.empty(shape, dtype=torch.int8, pin_memory=True)
@@ -312,7 +321,7 @@ class ModelRunner:
             captured.graph.replay()
             tokens[turn].copy_(captured.tokens, non_blocking=True)
             status[turn].copy_(captured.status, non_blocking=True)
-        return self._plain_result(plan, range(count), tokens, status)
+        return self._captured_result(plan, range(count), tokens, status)
 
     def _replay_mixed(self, captured: Captured, places: IntArray, plan: StepPlan) -> PendingStep:
         """Run a step whose numbers are set; ``places [R]`` are its rows in the results."""
@@ -322,11 +331,11 @@ class ModelRunner:
             status = torch.empty(1, *captured.status.shape, dtype=torch.int8, pin_memory=True)
             tokens[0].copy_(captured.tokens, non_blocking=True)
             status[0].copy_(captured.status, non_blocking=True)
-            return self._plain_result(plan, places.tolist(), tokens, status)
+            return self._captured_result(plan, places.tolist(), tokens, status)
         sampled = [index for index, row in enumerate(plan.rows) if row.sample]
         if not sampled:
             return self._unsampled(plan, {})
-        logits = captured.logits[self._to_device(places[sampled])].float()
+        logits = captured.logits[self._to_device(places[sampled])]
         return self._sample(plan, sampled, logits, {})
 
     def _unsampled(
@@ -349,7 +358,7 @@ class ModelRunner:
 
         return PendingStep(finish, event.query)
 
-    def _plain_result(
+    def _captured_result(
         self, plan: StepPlan, places: Sequence[int], tokens: Tensor, status: Tensor
     ) -> PendingStep:
         """Tokens that a graph chose, on their way to the host as ``[repeat, rows]``.
@@ -358,7 +367,7 @@ class ModelRunner:
             plan: the step.
             places: for each plan row the column of its token.
             tokens: int64, pinned.
-            status: int8, pinned; not 0 where the logits were not finite.
+            status: int8, pinned; a key of ``REASONS`` where the token means nothing.
         """
         event = torch.cuda.Event()
         event.record()
@@ -372,8 +381,9 @@ class ModelRunner:
                 if not row.sample:
                     rows.append(RowResult(row.request_id, ()))
                 elif wrong is not None and any(wrong[place]):
-                    first = row.start + row.num_tokens
-                    error = f"the model gave logits that are not finite at position {first}"
+                    turn = next(turn for turn, value in enumerate(wrong[place]) if value)
+                    position = row.start + row.num_tokens + turn
+                    error = f"{REASONS[wrong[place][turn]]} at position {position}"
                     rows.append(RowResult(row.request_id, (), error=error))
                 else:
                     rows.append(RowResult(row.request_id, tuple(columns[place])))
@@ -400,11 +410,7 @@ class ModelRunner:
                 name: np.atleast_2d(np.asarray(value, dtype=np.int64))
                 for name, value in admission.prompt.token_state.items()
             },
-            plain=(
-                admission.sampling.greedy
-                and admission.sampling.logprobs is None
-                and not admission.sampling.changes_logits
-            ),
+            choice=_choice(admission.sampling),
         )
         state = {"prompt_len": admission.prompt_len, **admission.prompt.row_state}
         for name, given in state.items():
@@ -499,8 +505,8 @@ class ModelRunner:
         )
 
     def _logits(self, hidden: Tensor, indices: IntArray) -> Tensor:
-        """``[S, V]`` float32 at the given places of the step's tokens."""
-        return self._to_logits(hidden[0, self._to_device(indices)]).float()
+        """``[S, V]`` at the given places of the step's tokens."""
+        return self._to_logits(hidden[0, self._to_device(indices)])
 
     def _to_logits(self, hidden: Tensor) -> Tensor:
         """``[S, H]`` to ``[S, V]``."""
@@ -523,8 +529,8 @@ class ModelRunner:
         rows = [plan.rows[index] for index in sampled]
         counts = [self._rows[row.row].sampling.logprobs for row in rows]
         wanted = [place for place, count in enumerate(counts) if count is not None]
-        # Sampling overwrites the logits; what is reported are the model's own.
-        untouched = logits[wanted].clone() if wanted else None
+        # The next step overwrites a graph's logits, and a recording's.
+        reported = logits[wanted].float() if wanted else None
         positions = [row.start + row.num_tokens + turn for row in rows]
         result = self._sampler.sample(logits, [row.row for row in rows], positions)
         tokens = result.token_ids
@@ -541,9 +547,9 @@ class ModelRunner:
                 if (error := result.error(place, status)) is not None
             }
             logprobs: dict[int, TokenLogprobs] = {}
-            if untouched is not None:
-                reported = [counts[place] or 0 for place in wanted]
-                entries = token_logprobs(untouched, tokens[wanted], reported)
+            if reported is not None:
+                numbers = [counts[place] or 0 for place in wanted]
+                entries = token_logprobs(reported, tokens[wanted], numbers)
                 logprobs = {sampled[i]: entry for i, entry in zip(wanted, entries, strict=True)}
             return _result(plan, chosen, logprobs, prompt_logprobs, errors)
 
@@ -576,7 +582,7 @@ class ModelRunner:
                 continue
             places = starts[index] + np.arange(last - plan_row.start)
             targets = self._to_device(row.token_ids[plan_row.start + 1 : last + 1])
-            logits = self._logits(hidden, places)
+            logits = self._logits(hidden, places).float()
             out[index] = token_logprobs(logits, targets, [count] * len(places))
         return out
 
@@ -597,6 +603,15 @@ def _supports_graphs(model: nn.Module) -> bool:
     """Whether the model's author allows its decode steps to be captured."""
     support = getattr(model, "support_cuda_graph", False)
     return bool(support() if callable(support) else support)
+
+
+def _choice(params: SamplingParams) -> Choice | None:
+    """How a captured step can choose by these parameters; None if not all is done in it."""
+    if is_hosted(params) or params.logprobs is not None:
+        return None
+    if params.changes_logits:
+        return Choice.ADJUSTED
+    return Choice.GREEDY if params.greedy else Choice.RANDOM
 
 
 def _launch_bound_tokens(model: nn.Module, num_layers: int) -> int:

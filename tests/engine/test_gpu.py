@@ -1,6 +1,9 @@
 """The golden fixtures on a GPU, in float32: the same tokens, logits within 1e-4."""
 
+from typing import Any
+
 import pytest
+import torch
 from golden_fixtures import (
     SETTINGS,
     check_generation,
@@ -10,6 +13,8 @@ from golden_fixtures import (
 )
 
 from engine_core import SamplingParams
+from engine_core.runtime.graphs import Choice
+from engine_core.steps import StepPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -61,6 +66,125 @@ def test_graphs_change_nothing_of_random_sampling() -> None:
             (output,) = llm.generate(prompt.input_ids, params)
             tokens.append([completion.token_ids for completion in output.outputs])
     assert tokens[0] == tokens[1]
+
+
+def every_kind() -> list[SamplingParams]:
+    """Parameters of every kind that a captured step follows by itself, and plainly greedy ones."""
+    base = SamplingParams(max_tokens=40, ignore_eos=True, seed=11)
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.6, "top_k": 40},
+        {"top_p": 0.9},
+        {"temperature": 1.7, "min_p": 0.05},
+        {"temperature": 1.3, "top_k": 100, "top_p": 0.8, "min_p": 0.01},
+        {"top_k": 1},
+        {"temperature": 5.0, "top_p": 0.99},
+        {"repetition_penalty": 1.4, "top_k": 50},
+        {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.2},
+        {"logit_bias": {5: 4.0, 6: -100.0}, "top_p": 0.95},
+        {"allowed_token_ids": range(100, 180), "frequency_penalty": 1.0},
+        {"min_tokens": 30, "stop_token_ids": range(0, 300, 3), "ignore_eos": False},
+    ]
+    return [base.replace(seed=index, **given) for index, given in enumerate(settings)]
+
+
+def hosted() -> list[SamplingParams]:
+    """Parameters that a captured step cannot follow."""
+    base = SamplingParams(max_tokens=40, ignore_eos=True, top_p=0.9)
+    return [
+        base.replace(seed=50, logprobs=2),
+        base.replace(seed=51, bad_words=[[token] for token in range(40)], presence_penalty=0.5),
+    ]
+
+
+def sampled(params: list[SamplingParams], **settings: Any) -> list[list[int]]:
+    """A completion for each of ``params``, all in one batch."""
+    prompts = [prompt.input_ids for prompt in golden_prompts("llama-gqa")]
+    settings = {"device": "cuda", "max_num_seqs": 20, **settings}
+    with golden_llm("llama-gqa", **settings) as llm:
+        outputs = llm.generate(
+            [prompts[index % len(prompts)] for index in range(len(params))], params
+        )
+        llm.engine.scheduler.check()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("company", ["none", "hosted"])
+def test_graphs_and_batches_change_nothing_of_any_sampling(company: str) -> None:
+    """Rows that are hosted have the sampler run outside of the graph, for all of the batch."""
+    params = every_kind() + (hosted() if company == "hosted" else [])
+    expected = sampled(params, eager=True)
+    assert sampled(params) == expected
+    alone = sampled(params, max_num_seqs=1)
+    assert alone == expected
+
+
+def test_sampling_on_a_gpu_is_that_of_a_cpu() -> None:
+    """In float32; logits that differ by rounding turn few of the random choices."""
+    params = every_kind()
+    prompts = [prompt.input_ids for prompt in golden_prompts("llama-gqa")]
+    prompts = [prompts[index % len(prompts)] for index in range(len(params))]
+    tokens = []
+    for device in ("cpu", "cuda"):
+        with golden_llm("llama-gqa", device=device, max_num_seqs=20) as llm:
+            outputs = llm.generate(prompts, params)
+            tokens.append([output.outputs[0].token_ids for output in outputs])
+    assert sum(cpu != gpu for cpu, gpu in zip(*tokens, strict=True)) <= 1
+
+
+@pytest.mark.parametrize("kinds", ["random", "adjusted"])
+def test_random_steps_are_repeated_without_the_host(kinds: str) -> None:
+    """As often as a plan may ask for it, with ends in the middle of a plan."""
+    params = every_kind()[:8] if kinds == "random" else every_kind()
+    params = [p.replace(max_tokens=23 + 3 * index) for index, p in enumerate(params)]
+    params = [p.replace(min_tokens=0, stop_token_ids=()) for p in params]
+    expected = sampled(params, eager=True)
+    prompts = [prompt.input_ids for prompt in golden_prompts("llama-gqa")]
+    with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
+        scheduler = llm.engine.scheduler
+        plans: list[int] = []
+        schedule = scheduler.schedule
+
+        def note() -> StepPlan | None:
+            scheduler.repeat_limit = scheduler.config.max_repeat
+            plan = schedule()
+            if plan is not None:
+                plans.append(plan.repeat)
+            return plan
+
+        scheduler.schedule = note  # type: ignore[method-assign]
+        outputs = llm.generate([prompts[i % len(prompts)] for i in range(len(params))], params)
+        scheduler.check()
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert max(plans) > 1
+
+
+def test_random_requests_leave_the_greedy_graphs_as_they_were() -> None:
+    with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
+        graphs = llm.engine.core.executor._worker._runner._decode_graphs._graphs
+        before = dict(graphs)
+        assert {choice for _, choice in before} == {Choice.GREEDY}
+        llm.generate([golden_prompts("llama-gqa")[0].input_ids] * 13, every_kind())
+        assert {key: graphs[key] for key in before} == before
+        assert {choice for _, choice in graphs} == {Choice.GREEDY, Choice.ADJUSTED}
+
+
+def test_steps_that_sample_nothing_are_not_run_ahead_of() -> None:
+    """Chunks of a prompt share pinned buffers; a busy device must not see the next one's numbers.
+
+    With 8 tokens a step a prompt of 88 takes more steps than there are buffers.
+    """
+    prompt = next(p.input_ids for p in golden_prompts("llama-gqa") if len(p.input_ids) >= 88)
+    random = SamplingParams(temperature=1.0, top_k=1, seed=1, max_tokens=8, ignore_eos=True)
+    settings = {"max_num_batched_tokens": 8, "enable_prefix_caching": False}
+    with golden_llm("llama-gqa", device="cuda", **settings) as llm:
+        # Captures and compiles, which wait for the device.
+        llm.generate([prompt], random)
+        (expected,) = llm.generate([prompt], random.replace(temperature=0.0))
+        torch.cuda._sleep(2_000_000_000)
+        (output,) = llm.generate([prompt], random)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_stopping_late_loses_and_adds_nothing() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from engine_core.kernels.linear import reference as linear_reference
 from engine_core.kernels.norm import reference as norm_reference
 from engine_core.kernels.rotary import reference as rotary_reference
 from engine_core.kernels.rotary_store import reference as rotary_store_reference
+from engine_core.kernels.sampling import Adjustments, SamplingState
+from engine_core.kernels.sampling.philox import uniform
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -161,6 +165,7 @@ def native_matrix(device: str) -> Iterator[Case]:
         yield from _linear_cases(device, dtype)
         yield from _linear_add_cases(device, dtype)
         yield from _greedy_cases(device, dtype)
+        yield from _sampling_cases(device, dtype)
         yield from _attention_cases(device, dtype)
 
 
@@ -438,6 +443,209 @@ def _greedy_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for rows, vocab in [(1, 151936), (1, 100), (33, 128256), (512, 5000)]:
         name = f"{rows}x{vocab}"
         yield Case("choose_greedy", name, dtype, lambda r=rows, v=vocab: run(r, v))  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A batch of rows that choose by parameters of every kind; some rows are padding."""
+
+    logits: Tensor
+    rows: Tensor
+    positions: Tensor
+    last_tokens: Tensor
+    state: SamplingState
+
+    def on(self, device: str) -> Sampling:
+        """A copy, for what is modified."""
+        adjustments = self.state.adjustments
+        if adjustments is not None:
+            tensors = (getattr(adjustments, name) for name in adjustments.__slots__)
+            adjustments = Adjustments(
+                *(None if t is None else t.to(device, copy=True) for t in tensors)
+            )
+        return Sampling(
+            *(
+                getattr(self, name).to(device, copy=True)
+                for name in ("logits", "rows", "positions", "last_tokens")
+            ),
+            SamplingState(self.state.numbers.to(device), self.state.seeds.to(device), adjustments),
+        )
+
+    def run(self, op: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Tokens and status, on the CPU."""
+        tokens, status = op(self.logits, self.rows, self.positions, self.last_tokens, self.state)
+        return tokens.cpu(), status.cpu()
+
+    def take(self, place: int) -> Sampling:
+        """One row by itself."""
+        own = slice(place, place + 1)
+        return Sampling(
+            self.logits[own].clone(),
+            self.rows[own].clone(),
+            self.positions[own].clone(),
+            self.last_tokens,
+            self.state,
+        )
+
+    def expected(self, place: int) -> tuple[int | None, bool]:
+        """The token of a row, None if there is none, and whether rounding can make no other of it.
+
+        The definition in float64, with a sort.
+        """
+        row, target = int(self.rows[place]), int(self.positions[place]) + 1
+        x = self._adjusted(place, row, target).astype(np.float64)
+        if x.max() == -np.inf:
+            return None, True
+        temperature, top_k, top_p, min_p = self.state.numbers[row, :4].tolist()
+        if temperature == 0:
+            return int(x.argmax()), True
+        weights = np.exp((x - x.max()) / temperature)
+        order = np.argsort(-x, kind="stable")
+        if 0 < top_k < len(x):
+            order = order[: int(top_k)]
+        margins = [1.0]
+        if top_p < 1:
+            shares = weights[order].cumsum() / weights[order].sum()
+            order = order[: np.searchsorted(shares, top_p) + 1]
+            margins.append(np.abs(shares - top_p).min())
+        if min_p > 0:
+            margins += np.abs(weights[x < x.max()] - min_p).tolist()
+        kept = np.sort(order[weights[order] >= min_p])
+        shares = weights[kept].cumsum() / weights[kept].sum()
+        u = float(uniform(self.state.seeds[row], torch.tensor(target)))
+        margins.append(np.abs(shares - u).min())
+        index = min(int(np.searchsorted(shares, u, side="right")), len(kept) - 1)
+        return int(kept[index]), min(margins) > 1e-5
+
+    def _adjusted(self, place: int, row: int, target: int) -> npt.NDArray[np.float32]:
+        x: npt.NDArray[np.float32] = self.logits[place].float().numpy().copy()
+        adjustments = self.state.adjustments
+        if adjustments is None:
+            return x
+        kinds = int(adjustments.kinds[row])
+        if kinds & 1:
+            x += adjustments.bias[row].numpy()
+        if kinds & 2:
+            repetition, frequency, presence = self.state.numbers[row, 4:].float().numpy()
+            counts = adjustments.output_counts[row].numpy()
+            seen = adjustments.prompt_mask[row].numpy() | (counts > 0)
+            x[seen] = np.where(x[seen] > 0, x[seen] / repetition, x[seen] * repetition)
+            x -= counts.astype(np.float32) * frequency
+            x[counts > 0] -= presence
+        if target < int(adjustments.ban_ends[row]):
+            x[[token for token in adjustments.ban_ids[row].tolist() if token >= 0]] = -np.inf
+        return x
+
+
+def make_sampling(
+    rows: int, vocab: int, dtype: torch.dtype, *, seed: int, adjusted: bool
+) -> Sampling:
+    """Logits of many kinds: steep, flat, with many ties, with -inf; parameters drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def any_of(*choices: float) -> Tensor:
+        places = torch.randint(0, len(choices), (max_rows,), generator=generator)
+        return torch.tensor(choices, dtype=torch.float64)[places]
+
+    max_rows = rows + 3
+    logits = torch.randn(rows, vocab, generator=generator)
+    logits *= any_of(3.0, 1.0, 0.01, 8.0)[:rows, None].float()
+    # What is the same for a third of the rows: few values, so that ties lie across every bound.
+    logits[::3] = logits[::3].round()
+    logits[1::4, ::3] = -torch.inf
+    logits[:, vocab // 2] = 1.0
+    numbers = torch.zeros(max_rows, 7, dtype=torch.float64)
+    for column, choices in enumerate(
+        [
+            (0.0, 1.0, 1.0, 0.7, 0.7, 3.0, 100.0, 1e-30),
+            (0.0, 0.0, -1.0, 1.0, 5.0, 50.0, 700.0, 1e6),
+            (1.0, 1.0, 0.9013, 0.5127, 1e-6, 0.9991),
+            (0.0, 0.0, 0.0503, 1.0),
+            (1.0, 1.3, 0.6),
+            (0.0, 0.3, -0.4),
+            (0.0, 0.5),
+        ]
+    ):
+        numbers[:, column] = any_of(*choices)
+    adjustments = None
+    if adjusted:
+        bias = torch.randn(max_rows, vocab, generator=generator)
+        bias[:, 5::7] = -torch.inf
+        counts = torch.randint(-3, 3, (max_rows, vocab), generator=generator, dtype=torch.int32)
+        adjustments = Adjustments(
+            kinds=torch.randint(0, 8, (max_rows,), generator=generator, dtype=torch.int32),
+            ban_ids=torch.randint(-1, vocab, (max_rows, 5), generator=generator).int(),
+            ban_ends=torch.randint(0, 40, (max_rows,), generator=generator),
+            bias=bias,
+            prompt_mask=torch.rand(max_rows, vocab, generator=generator) < 0.2,
+            output_counts=counts.clamp(min=0),
+        )
+    # The last row of the batch is that of padding.
+    numbers[-1] = 0.0
+    places = torch.randperm(max_rows - 1, generator=generator)[:rows]
+    positions = torch.randint(0, 30, (rows,), generator=generator)
+    padding = torch.arange(rows) % 6 == 4
+    return Sampling(
+        logits.to(dtype),
+        torch.where(padding, max_rows - 1, places),
+        torch.where(padding, -1, positions),
+        torch.arange(max_rows) + 1000,
+        SamplingState(
+            numbers, torch.randint(0, 2**62, (max_rows,), generator=generator), adjustments
+        ),
+    )
+
+
+def check_sampling(
+    batch: Sampling, op: Callable[..., tuple[Tensor, Tensor]], device: str
+) -> tuple[int, int]:
+    """Compare every row with the definition: how many rows draw, and how many of them rounding may
+    turn, which are not compared.
+
+    The state must have moved on, and nothing else.
+    """
+    ran = batch.on(device)
+    tokens, status = ran.run(op)
+    close = 0
+    last_tokens = batch.last_tokens.clone()
+    live = (batch.positions >= 0).nonzero().squeeze(-1).tolist()
+    counts = None
+    if batch.state.adjustments is not None:
+        assert batch.state.adjustments.output_counts is not None
+        counts = batch.state.adjustments.output_counts.clone()
+    for place in live:
+        row, token = int(batch.rows[place]), int(tokens[place])
+        expected, clear = batch.expected(place)
+        assert status[place] == (2 if expected is None else 0), f"row {place}: {status[place]}"
+        close += not clear
+        assert expected in (None, token) or not clear, (
+            f"row {place} with {batch.state.numbers[row].tolist()} chose {token}, not {expected}"
+        )
+        last_tokens[row] = token
+        if counts is not None and int(batch.state.adjustments.kinds[row]) & 4:
+            counts[row, token] += 1
+    assert torch.equal(ran.positions.cpu(), batch.positions + (batch.positions >= 0))
+    assert torch.equal(ran.last_tokens.cpu()[:-1], last_tokens[:-1])
+    if counts is not None:
+        assert torch.equal(ran.state.adjustments.output_counts.cpu(), counts)
+    return len(live), close
+
+
+def _sampling_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(rows: int, vocab: int, adjusted: bool) -> float:
+        batch = make_sampling(rows, vocab, dtype, seed=rows + vocab, adjusted=adjusted)
+        compared, close = check_sampling(batch, kernels.sample_tokens, device)
+        return 0.0 if close <= 0.02 * compared + 1 else torch.inf
+
+    for rows, vocab in [(40, 151936), (64, 128256), (1, 32000), (300, 4099), (64, 7), (64, 1)]:
+        for adjusted in (False, True):
+            name = f"{rows}x{vocab}{' adjusted' * adjusted}"
+            yield Case(
+                "sample_tokens",
+                name,
+                dtype,
+                lambda r=rows, v=vocab, a=adjusted: run(r, v, a),  # type: ignore[misc]
+            )
 
 
 DECODE_ROWS = [(1, 1), (1, 63), (1, 128), (1, 0), (1, 1000), (1, 4097)]

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from engine_core.configs import SamplingParams
-from engine_core.runtime.philox import philox4x32, uniform
+from engine_core.kernels.sampling.philox import philox4x32, uniform
 from engine_core.runtime.sampler import Sampler, token_logprobs
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def many(logits: Tensor, params: SamplingParams) -> Tensor:
         sampler.admit(seed, [0], 1, params.replace(seed=seed), ())
     drawn = [
         sampler.sample(logits.repeat(SEEDS, 1), range(SEEDS), [position] * SEEDS).token_ids
-        for position in range(POSITIONS)
+        for position in range(1, POSITIONS + 1)
     ]
     return torch.cat(drawn)
 
@@ -154,10 +154,10 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(CASES) + 1, 500, generator=generator)
     rows = [
-        Row(SamplingParams(**settings), seed=index, position=index * 7)
+        Row(SamplingParams(**settings), seed=index, position=1 + index * 7)
         for index, settings in enumerate(CASES.values())
     ]
-    rows.append(Row(SamplingParams(temperature=0.0), seed=0, position=0))
+    rows.append(Row(SamplingParams(temperature=0.0), seed=0, position=1))
     together = sample(logits.clone(), rows)
     alone = [int(sample(logits[i : i + 1].clone(), [row])) for i, row in enumerate(rows)]
     assert together.tolist() == alone
@@ -167,7 +167,7 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
 
 @pytest.mark.parametrize("settings", [{"top_k": 9}, {"top_p": 0.3}, {"top_k": 30, "top_p": 0.5}])
 def test_equal_logits_are_chosen_alike_whatever_the_batch(settings: dict) -> None:
-    """A neighbour's larger top_k changes how many candidates are looked at, not the choice."""
+    """A neighbour's larger top_k may change how many candidates are looked at, not the choice."""
     # Few different values, as bfloat16 has, so that ties lie across every boundary.
     logits = torch.randint(0, 4, (64, 600), generator=torch.Generator().manual_seed(1)).float()
     params = SamplingParams(**settings)
@@ -188,7 +188,7 @@ def test_seeds_and_positions_both_matter() -> None:
     logits = torch.zeros(64, 10_000)
     params = SamplingParams()
     by_seed = sample(logits.clone(), [Row(params, seed, 5) for seed in range(64)])
-    by_position = sample(logits.clone(), [Row(params, 5, place) for place in range(64)])
+    by_position = sample(logits.clone(), [Row(params, 5, place) for place in range(1, 65)])
     assert len(by_seed.unique()) > 60
     assert len(by_position.unique()) > 60
 

@@ -19,9 +19,8 @@ from transformers import (
 )
 
 from engine_core.configs import SamplingParams
+from engine_core.kernels.sampling.reference import apply_penalties, ban_tokens
 from engine_core.runtime.sampler import Sampler
-from engine_core.runtime.sampler.draws import DrawParams, draw_from_all, draw_top_k, draw_top_p
-from engine_core.runtime.sampler.transforms import apply_penalties, ban_tokens
 
 CPU = torch.device("cpu")
 VOCAB = 60
@@ -314,49 +313,3 @@ def test_banned_tokens_and_padding() -> None:
     expected[0, [0, 3]] = -torch.inf
     expected[1, 2] = -torch.inf
     assert torch.equal(banned, expected)
-
-
-@pytest.mark.gpu
-def test_the_mathematics_run_in_a_cuda_graph() -> None:
-    """No function waits for the device, and a replay reads the tensors as they are then."""
-    device = torch.device("cuda")
-    rows, vocab = 8, 1000
-    logits = torch.zeros(rows, vocab, device=device)
-    mask = torch.zeros(rows, vocab, dtype=torch.bool, device=device)
-    counts = torch.zeros(rows, vocab, dtype=torch.int32, device=device)
-    numbers = torch.ones(rows, dtype=torch.float64, device=device)
-    params = DrawParams(
-        numbers * 0.8,
-        numbers * 20,
-        numbers * 0.7,
-        numbers * 0.01,
-        torch.arange(rows, device=device),
-        torch.zeros(rows, dtype=torch.int64, device=device),
-    )
-    banned = torch.tensor([[1, 2, -1]], device=device).expand(rows, -1)
-
-    def step() -> tuple[Tensor, ...]:
-        penalised = apply_penalties(logits, mask, counts, numbers * 1.3, numbers, numbers)
-        left = ban_tokens(penalised, banned)
-        return (
-            draw_from_all(left, params),
-            draw_top_k(left, params, 50),
-            *draw_top_p(left, params, vocab),
-        )
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    generator = torch.Generator(device).manual_seed(0)
-    for position in range(5):
-        logits.normal_(generator=generator).mul_(3)
-        mask.copy_(torch.rand(rows, vocab, generator=generator, device=device) < 0.3)
-        counts.copy_(torch.randint(0, 3, (rows, vocab), generator=generator, device=device))
-        params.positions.fill_(position)
-        graph.replay()
-        for replayed, eager in zip(captured, step(), strict=True):
-            assert torch.equal(replayed, eager)

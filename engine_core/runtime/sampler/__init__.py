@@ -1,12 +1,12 @@
 """From logits to tokens.
 
-:class:`Sampler` holds the persistent batch's sampling state, a row a request. ``transforms`` and
-``draws`` are the mathematics: functions of device tensors alone, with parameters a row, that
-never wait for the device. Four things do need the host: ``bad_words``, custom processors, guided
-texts, and the second look at a nucleus of many tokens.
+:class:`Sampler` holds the persistent batch's sampling state, a row a request. The choice itself is
+:func:`~engine_core.kernels.sample_tokens`, which takes parameters a row from device tensors and
+never waits for the host. Three things do need the host: ``bad_words``, custom processors and guided
+texts.
 """
 
 from engine_core.runtime.sampler.logprobs import token_logprobs
-from engine_core.runtime.sampler.sampler import SampledTokens, Sampler
+from engine_core.runtime.sampler.sampler import REASONS, SampledTokens, Sampler, is_hosted
 
-__all__ = ["SampledTokens", "Sampler", "token_logprobs"]
+__all__ = ["REASONS", "SampledTokens", "Sampler", "is_hosted", "token_logprobs"]

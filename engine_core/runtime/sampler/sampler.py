@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,33 +13,35 @@ from torch import Tensor
 
 from engine_core.configs import SamplingParams
 from engine_core.configs.sampling import takes_prompt
+from engine_core.kernels.sampling import (
+    BIASED,
+    COUNTED,
+    NUMBERS,
+    PENALISED,
+    Adjustments,
+    SamplingState,
+    sample_tokens,
+)
+from engine_core.kernels.sampling.reference import apply_penalties, ban_tokens
 from engine_core.runtime.guided import GrammarCompiler, Guide
 from engine_core.runtime.platform import to_device
-from engine_core.runtime.sampler.draws import DrawParams, draw_from_all, draw_top_k, draw_top_p
-from engine_core.runtime.sampler.transforms import apply_bitmask, apply_penalties, ban_tokens
+from engine_core.runtime.sampler.transforms import apply_bitmask
 
-# Enough for a top_p of 0.95 on a confident model; for rows that need more it grows.
-_NUCLEUS_GUESS = 256
-_NUCLEUS_GROWTH = 8
-# Dividing by it must not overflow to 0 / 0 in float32.
-_LEAST_TEMPERATURE = 1e-30
+# Where the penalties begin among the numbers of a row.
+_NUM_DRAW = NUMBERS.index("repetition_penalty")
+# Banned tokens that there is room for at first.
+_BANS = 8
 
-# What a row's parameters are on the device: those of a draw, then those of the penalties.
-_NUMBERS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
-_NUM_DRAW = 4
-
-_REASONS = {
+REASONS = {
     1: "the model gave logits that are not finite",
     2: "the sampling parameters leave no token to choose",
 }
+"""What a status that is not 0 means."""
+
+
+def is_hosted(params: SamplingParams) -> bool:
+    """Whether the host reads each token before the next one is chosen."""
+    return bool(params.bad_words or params.logits_processors or params.guided is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class SampledTokens:
 
     def error(self, place: int, status: int) -> str | None:
         """Why the token at ``place``, with its value of ``status``, means nothing; or None."""
-        return self.failures.get(place) or _REASONS.get(status)
+        return self.failures.get(place) or REASONS.get(status)
 
 
 @dataclass(slots=True)
@@ -90,8 +92,7 @@ class _Request:
 
     @property
     def hosted(self) -> bool:
-        """Whether the host reads each token before the next one is chosen."""
-        return bool(self.params.bad_words or self.processors or self.guide is not None)
+        return is_hosted(self.params)
 
 
 class Sampler:
@@ -122,13 +123,22 @@ class Sampler:
         # what a captured step leaves in last_tokens, which is its own best token.
         self._chosen: dict[int, tuple[_HostTokens, int]] = {}
         self._make_compiler = grammar_compiler
-        self._numbers = torch.zeros(max_rows, len(_NUMBERS), dtype=torch.float64, device=device)
+        # Parameters by row; rows that are plainly greedy have zeros.
+        self._numbers = torch.zeros(max_rows, len(NUMBERS), dtype=torch.float64, device=device)
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._set_rows: set[int] = set()
+        self._adjustments: Adjustments | None = None
+        self._adjusted_rows: set[int] = set()
         self._requests: dict[int, _Request] = {}
-        # Over the vocabulary, [max_rows, V]; made when the first request needs them.
-        self._prompt_mask: Tensor | None = None
-        self._output_counts: Tensor | None = None
-        self._bias: Tensor | None = None
+
+    @property
+    def state(self) -> SamplingState:
+        """How the rows choose, as it is kept on the device.
+
+        The tensors stay the same ones, but for ``adjustments``: that is another object once
+        another of its tensors was made.
+        """
+        return SamplingState(self._numbers, self._seeds, self._adjustments)
 
     def admit(
         self,
@@ -149,9 +159,13 @@ class Sampler:
         """
         assert params.seed is not None, "the engine gives every request a seed"
         if params.changes_logits or not params.greedy:
-            numbers = [getattr(params, name) for name in _NUMBERS]
+            numbers = [getattr(params, name) for name in NUMBERS]
             self._numbers[row] = to_device(torch.tensor(numbers, dtype=torch.float64), self._device)
             self._seeds[row] = params.seed
+            self._set_rows.add(row)
+        elif row in self._set_rows:
+            self._numbers[row] = 0.0
+            self._set_rows.remove(row)
         self._requests[row] = _Request(
             params=params,
             prompt=list(token_ids[:prompt_len]),
@@ -165,6 +179,45 @@ class Sampler:
         )
         if params.guided is not None:
             self._requests[row].guide = self._guide(self._requests[row])
+        if params.changes_logits or row in self._adjusted_rows:
+            self._set_adjustments(row, self._requests[row])
+
+    def _set_adjustments(self, row: int, request: _Request) -> None:
+        """Say on the device what is to be changed of the row's logits there.
+
+        Those of a hosted request are changed by the host, between whose changes the others lie.
+        """
+        adjustments = self._adjustments
+        if adjustments is None:
+            adjustments = Adjustments(
+                torch.zeros(self._max_rows, dtype=torch.int32, device=self._device),
+                torch.full((self._max_rows, _BANS), -1, dtype=torch.int32, device=self._device),
+                torch.zeros(self._max_rows, dtype=torch.int64, device=self._device),
+            )
+        kinds = COUNTED if request.params.has_penalties else 0
+        ban_end = 0
+        if not request.hosted:
+            kinds += PENALISED if request.params.has_penalties else 0
+            kinds += BIASED if request.biased else 0
+            if request.stop_ids and request.params.min_tokens:
+                ban_end = len(request.prompt) + request.params.min_tokens
+                ids = request.stop_ids
+                width = adjustments.ban_ids.shape[1]
+                if len(ids) > width:
+                    width = 1 << (len(ids) - 1).bit_length()
+                    wider = adjustments.ban_ids.new_full((self._max_rows, width), -1)
+                    wider[:, : adjustments.ban_ids.shape[1]] = adjustments.ban_ids
+                    adjustments = replace(adjustments, ban_ids=wider)
+                padded = torch.tensor([*ids, *[-1] * (width - len(ids))], dtype=torch.int32)
+                adjustments.ban_ids[row] = to_device(padded, self._device)
+        # Numbers are filled in by a kernel's argument, without a transfer.
+        adjustments.kinds[row] = kinds
+        adjustments.ban_ends[row] = ban_end
+        self._adjustments = adjustments
+        if kinds or ban_end:
+            self._adjusted_rows.add(row)
+        else:
+            self._adjusted_rows.discard(row)
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
@@ -184,31 +237,36 @@ class Sampler:
         """Choose a token for each of some rows, and remember it.
 
         Args:
-            logits: ``[S, V]`` float32, as the model gave them; overwritten.
+            logits: ``[S, V]`` as the model gave them, which they stay.
             rows: S different rows of the persistent batch, all admitted.
             positions: linear positions that the chosen tokens will have. A row's positions follow
                 one another without a gap.
         """
         requests = [self._requests[row] for row in rows]
-        device_rows = self._tensor(rows)
-        from_model = logits.amax(dim=-1).isfinite()
-        status = (~from_model).to(torch.int8)
+        for row, request in zip(rows, requests, strict=True):
+            if not request.ready:
+                self._fill(row, request, logits.shape[-1])
         failures: dict[int, str] = {}
-        if self._adjust(logits, requests, rows, positions, failures):
-            left = logits.amax(dim=-1).isfinite()
-            status += 2 * (from_model & ~left).to(torch.int8)
-        tokens = logits.argmax(dim=-1)
-        self._draw(tokens, logits, requests, device_rows, positions)
-        self.last_tokens[device_rows] = tokens
         hosted = [place for place, request in enumerate(requests) if request.hosted]
+        where = from_model = None
         if hosted:
+            where = self._tensor(hosted)
+            from_model = logits[where].amax(dim=-1).isfinite()
+            logits = logits.to(torch.float32, copy=True)
+            self._read_tokens(hosted, requests, rows, positions)
+            self._adjust(logits, hosted, requests, rows, positions, failures)
+        tokens, status = sample_tokens(
+            logits,
+            self._tensor(rows),
+            self._tensor([position - 1 for position in positions]),
+            self.last_tokens,
+            self.state,
+        )
+        if where is not None and from_model is not None:
+            left = status[where] == 0
+            status[where] = torch.where(from_model, torch.where(left, 0, 2), 1).to(torch.int8)
             host_tokens = _HostTokens(tokens)
             self._chosen.update({rows[place]: (host_tokens, place) for place in hosted})
-        counted = [place for place, request in enumerate(requests) if request.params.has_penalties]
-        if counted:
-            assert self._output_counts is not None, "the penalties were applied just now"
-            where = self._tensor(counted)
-            self._output_counts[device_rows[where], tokens[where]] += 1
         return SampledTokens(tokens, status, failures)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
@@ -217,66 +275,47 @@ class Sampler:
     def _adjust(
         self,
         logits: Tensor,
+        places: Sequence[int],
         requests: Sequence[_Request],
         rows: Sequence[int],
         positions: Sequence[int],
         failures: dict[int, str],
-    ) -> bool:
-        """Bias, penalties, bans, processors and guides, in place; whether there were any."""
-        biased: list[int] = []
-        penalised: list[int] = []
-        hosted: list[int] = []
-        guided: list[int] = []
-        bans: list[tuple[int, ...]] = [()] * len(requests)
-        for place, (request, row, position) in enumerate(
-            zip(requests, rows, positions, strict=True)
-        ):
+    ) -> None:
+        """Bias, penalties, bans, processors and guides of hosted requests, in place."""
+        for place in places:
+            request, row = requests[place], rows[place]
             params = request.params
+            own = logits[place : place + 1]
             if request.biased:
-                biased.append(place)
+                assert self._adjustments is not None, "made at admission"
+                assert self._adjustments.bias is not None, "filled before"
+                own += self._adjustments.bias[row]
             if params.has_penalties:
-                penalised.append(place)
-            if not request.ready:
-                self._fill(row, request, logits.shape[-1])
-            if request.hosted:
-                hosted.append(place)
-            if request.guide is not None:
-                guided.append(place)
-            if position - len(request.prompt) < params.min_tokens:
-                bans[place] = request.stop_ids
-        if hosted:
-            self._read_tokens(hosted, requests, rows, positions)
-        if biased:
-            assert self._bias is not None, "filled above"
-            where = self._tensor(biased)
-            logits[where] += self._bias[self._tensor([rows[place] for place in biased])]
-        if penalised:
-            assert self._prompt_mask is not None, "filled above"
-            assert self._output_counts is not None, "filled above"
-            where = self._tensor(penalised)
-            at = self._tensor([rows[place] for place in penalised])
-            logits[where] = apply_penalties(
-                logits[where],
-                self._prompt_mask[at],
-                self._output_counts[at],
-                *self._numbers[at, _NUM_DRAW:].unbind(-1),
-            )
-        for place in hosted:
-            bans[place] += _last_of_bad_words(requests[place])
-        banned = [place for place, ids in enumerate(bans) if ids]
-        if banned:
-            where = self._tensor(banned)
-            logits[where] = ban_tokens(logits[where], self._padded([bans[p] for p in banned]))
-        for place in hosted:
-            request = requests[place]
+                assert self._adjustments is not None, "made at admission"
+                assert self._adjustments.prompt_mask is not None, "filled before"
+                assert self._adjustments.output_counts is not None, "filled before"
+                at = slice(row, row + 1)
+                own.copy_(
+                    apply_penalties(
+                        own,
+                        self._adjustments.prompt_mask[at],
+                        self._adjustments.output_counts[at],
+                        *self._numbers[at, _NUM_DRAW:].unbind(-1),
+                    )
+                )
+            bans = _last_of_bad_words(request)
+            if positions[place] - len(request.prompt) < params.min_tokens:
+                bans += request.stop_ids
+            if bans:
+                ban_tokens(own, self._tensor(bans).unsqueeze(0))
             for processor in request.processors:
                 error = processor.apply(request.prompt, request.output, logits[place])
                 if error is not None:
                     failures[place] = error
                     break
+        guided = [place for place in places if requests[place].guide is not None]
         if guided:
             self._apply_guides(logits, guided, requests, failures)
-        return bool(biased or penalised or banned or hosted)
 
     def _apply_guides(
         self,
@@ -298,39 +337,40 @@ class Sampler:
             if guide.error is not None:
                 failures.setdefault(place, guide.error)
 
-    def _padded(self, ids: Sequence[tuple[int, ...]]) -> Tensor:
-        width = max(map(len, ids))
-        return torch.tensor(
-            [[*own, *[-1] * (width - len(own))] for own in ids],
-            dtype=torch.int64,
-            device=self._device,
-        )
-
     def _fill(self, row: int, request: _Request, vocab_size: int) -> None:
         """Write the request's rows of the tensors over the vocabulary."""
         request.ready = True
         params = request.params
+        if not (params.has_penalties or request.biased):
+            return
+        adjustments = self._adjustments
+        assert adjustments is not None, "made at admission"
         shape = (self._max_rows, vocab_size)
         if params.has_penalties:
-            if self._prompt_mask is None or self._output_counts is None:
-                self._prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
-                self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self._prompt_mask[row] = False
-            self._prompt_mask[row, self._tensor(request.prompt)] = True
+            mask, counts = adjustments.prompt_mask, adjustments.output_counts
+            if mask is None or counts is None:
+                mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
+                counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+                adjustments = replace(adjustments, prompt_mask=mask, output_counts=counts)
+            mask[row] = False
+            mask[row, self._tensor(request.prompt)] = True
             output = self._tensor(request.output)
-            counts = self._output_counts[row].zero_()
+            counts = counts[row].zero_()
             counts.index_put_((output,), counts.new_ones(()), accumulate=True)
         if request.biased:
-            if self._bias is None:
-                self._bias = torch.zeros(shape, dtype=torch.float32, device=self._device)
-            own = self._bias[row]
+            if adjustments.bias is None:
+                bias = torch.zeros(shape, dtype=torch.float32, device=self._device)
+                adjustments = replace(adjustments, bias=bias)
+            assert adjustments.bias is not None, "made just now"
+            own = adjustments.bias[row]
             own.zero_()
             if params.allowed_token_ids is not None:
                 own.fill_(-torch.inf)
                 own[self._tensor(params.allowed_token_ids)] = 0.0
             if params.logit_bias:
-                values = torch.tensor(list(params.logit_bias.values()), device=self._device)
-                own[self._tensor(list(params.logit_bias))] += values
+                values = torch.tensor(list(params.logit_bias.values()))
+                own[self._tensor(list(params.logit_bias))] += to_device(values, self._device)
+        self._adjustments = adjustments
 
     def _read_tokens(
         self,
@@ -352,59 +392,6 @@ class Sampler:
                 request.output.append(tokens.values[index])
                 if request.guide is not None:
                     request.guide.advance(request.output[-1:])
-
-    def _draw(
-        self,
-        tokens: Tensor,
-        logits: Tensor,
-        requests: Sequence[_Request],
-        device_rows: Tensor,
-        positions: Sequence[int],
-    ) -> None:
-        """Write the tokens of the rows that are not greedy into ``tokens``."""
-        vocab_size = logits.shape[-1]
-        every: list[int] = []
-        limited: list[int] = []
-        nucleus: list[int] = []
-        for place, request in enumerate(requests):
-            params = request.params
-            if params.greedy:
-                continue
-            if 0 < params.top_k < vocab_size:
-                limited.append(place)
-            elif params.top_p < 1.0:
-                nucleus.append(place)
-            else:
-                every.append(place)
-        if not (every or limited or nucleus):
-            return
-        temperature, top_k, top_p, min_p = self._numbers[device_rows, :_NUM_DRAW].unbind(-1)
-        draws = DrawParams(
-            temperature.clamp(min=_LEAST_TEMPERATURE),
-            top_k,
-            top_p,
-            min_p,
-            self._seeds[device_rows],
-            self._tensor(positions),
-        )
-        if every:
-            where = self._tensor(every)
-            tokens[where] = draw_from_all(logits[where], draws.take(where))
-        if limited:
-            where = self._tensor(limited)
-            most = max(requests[place].params.top_k for place in limited)
-            tokens[where] = draw_top_k(logits[where], draws.take(where), most)
-        if nucleus:
-            where = self._tensor(nucleus)
-            count = min(_NUCLEUS_GUESS, vocab_size)
-            while True:
-                tokens[where], complete = draw_top_p(logits[where], draws.take(where), count)
-                if count == vocab_size:
-                    break
-                where = where[~complete]
-                if not where.numel():
-                    break
-                count = min(_NUCLEUS_GROWTH * count, vocab_size)
 
 
 class _HostTokens:

@@ -1,0 +1,165 @@
+"""Choosing a token for each row: the most probable one, or a random one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine_core.kernels.sampling import reference
+
+__all__ = [
+    "BIASED",
+    "COUNTED",
+    "NUMBERS",
+    "PENALISED",
+    "Adjustments",
+    "SamplingState",
+    "sample_tokens",
+]
+
+# The columns of SamplingState.numbers.
+NUMBERS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+# What Adjustments.kinds are sums of.
+BIASED, PENALISED, COUNTED = 1, 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """What changes a row's logits, by row of the persistent batch.
+
+    Attributes:
+        kinds: ``[max_rows]`` int32, a sum of ``BIASED`` (``bias`` is added), ``PENALISED`` (the
+            penalties of ``numbers`` are applied) and ``COUNTED`` (the chosen token is counted in
+            ``output_counts``).
+        ban_ids: ``[max_rows, K]`` int32, tokens that are banned for some time; -1 for none.
+        ban_ends: ``[max_rows]`` int64, the first position whose token the bans are not for.
+        bias: ``[max_rows, V]`` float32; None if no row is ``BIASED``.
+        prompt_mask: ``[max_rows, V]`` bool, the tokens of the prompt; None if no row is
+            ``PENALISED``.
+        output_counts: ``[max_rows, V]`` int32, how often each token was generated; modified. None
+            if no row is ``PENALISED`` or ``COUNTED``.
+    """
+
+    kinds: Tensor
+    ban_ids: Tensor
+    ban_ends: Tensor
+    bias: Tensor | None = None
+    prompt_mask: Tensor | None = None
+    output_counts: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingState:
+    """How the rows of the persistent batch choose.
+
+    Attributes:
+        numbers: ``[max_rows, 7]`` float64, columns as in ``NUMBERS``. A ``temperature`` of 0 is
+            greedy; ``top_k`` that is not in ``[1, V)`` is none, and so are ``top_p`` of 1 and
+            ``min_p`` of 0.
+        seeds: ``[max_rows]`` int64.
+        adjustments: None if no row has any.
+    """
+
+    numbers: Tensor
+    seeds: Tensor
+    adjustments: Adjustments | None = None
+
+
+def sample_tokens(
+    logits: Tensor, rows: Tensor, positions: Tensor, last_tokens: Tensor, state: SamplingState
+) -> tuple[Tensor, Tensor]:
+    """Choose a token for each row, and move the state of the persistent batch on.
+
+    On a GPU it is four launches, which need nothing of the host. ``last_tokens[rows]`` become the
+    tokens, positions that are not negative grow by one, and the tokens of ``COUNTED`` rows are
+    counted.
+
+    A row's logits x are first adjusted: bias, repetition penalty, frequency and presence penalty,
+    bans. The greedy choice is the largest one, of equal ones the first. The random choice is from
+    these tokens: the ``top_k`` largest, equal ones by token id; of them the fewest that reach the
+    share ``top_p`` of what all of them weigh, taken in the same order; of them those that weigh at
+    least ``min_p``. A token weighs ``exp((x - max x) / temperature)``, in float32. Weights are
+    added up as integers, multiples of 2**-44 for a vocabulary of 2**18, so that no order of
+    addition shows. Of the tokens that are left, in the order of their ids, it is the first up to
+    which they weigh more than the share u of the whole, u being
+    :func:`~engine_core.kernels.sampling.philox.uniform` of the row's seed and of the position that
+    the token will have.
+
+    Args:
+        logits: ``[B, V]``, V at most 2**24, last dimension contiguous; -inf forbids a token.
+        rows: ``[B]`` int64, rows of the persistent batch; all different, but rows of padding may
+            be one and the same.
+        positions: ``[B]`` int64, contiguous, modified: the position of the token that each row
+            computed, whose successor is chosen; negative for padding, which chooses nothing that
+            means anything.
+        last_tokens: ``[max_rows]`` int64, modified.
+        state: what each row of the persistent batch wants.
+
+    Returns:
+        Tokens ``[B]`` int64, and ``[B]`` int8: 1 where a logit is NaN or +inf or all are -inf, 2
+        where the adjustments leave no finite one, and then the token means nothing; else 0.
+
+    Raises:
+        ValueError: shapes, dtypes or strides are not as above.
+    """
+    if (
+        logits.dim() != 2
+        or not 0 < logits.shape[1] <= 2**24
+        or logits.stride(1) != 1
+        or not logits.is_floating_point()
+    ):
+        raise ValueError(
+            "sample_tokens: logits must be [B, V] floats with 0 < V <= 2**24 and stride 1 in the "
+            f"last dimension, got {tuple(logits.shape)} {logits.dtype} with strides "
+            f"{logits.stride()}"
+        )
+    for name, given in (("rows", rows), ("positions", positions)):
+        if given.shape != logits.shape[:1] or given.dtype != torch.int64:
+            raise ValueError(
+                f"sample_tokens: {name} must be [{logits.shape[0]}] int64, got "
+                f"{tuple(given.shape)} {given.dtype}"
+            )
+    max_rows = last_tokens.shape[0]
+    shape = (max_rows, len(NUMBERS))
+    if state.numbers.shape != shape or state.numbers.dtype != torch.float64:
+        raise ValueError(
+            f"sample_tokens: numbers must be {shape} float64, got {tuple(state.numbers.shape)} "
+            f"{state.numbers.dtype}"
+        )
+    if state.adjustments is not None:
+        _check_adjustments(state.adjustments, max_rows, logits.shape[1])
+    if logits.is_cuda:
+        from engine_core.kernels.sampling import triton
+
+        return triton.sample_tokens(logits, rows, positions, last_tokens, state)
+    return reference.sample_tokens(logits, rows, positions, last_tokens, state)
+
+
+def _check_adjustments(adjustments: Adjustments, max_rows: int, vocab: int) -> None:
+    whole = (max_rows, vocab)
+    wanted: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
+        "kinds": (adjustments.kinds, (max_rows,), torch.int32),
+        "ban_ids": (adjustments.ban_ids, (max_rows, adjustments.ban_ids.shape[-1]), torch.int32),
+        "ban_ends": (adjustments.ban_ends, (max_rows,), torch.int64),
+        "bias": (adjustments.bias, whole, torch.float32),
+        "prompt_mask": (adjustments.prompt_mask, whole, torch.bool),
+        "output_counts": (adjustments.output_counts, whole, torch.int32),
+    }
+    for name, (tensor, shape, dtype) in wanted.items():
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"sample_tokens: {name} must be {shape} {dtype}, contiguous, got "
+                f"{tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
+            )

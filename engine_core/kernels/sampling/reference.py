@@ -1,0 +1,219 @@
+"""What a choice of tokens is, in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine_core.kernels.sampling.philox import uniform
+
+if TYPE_CHECKING:
+    from engine_core.kernels.sampling import Adjustments, SamplingState
+
+# Dividing by it must not overflow to 0 / 0 in float32.
+LEAST_TEMPERATURE = 1e-30
+# Candidates for a nucleus, enough for a top_p of 0.95 on a confident model; where they are not,
+# there are more.
+_NUCLEUS_GUESS = 256
+_NUCLEUS_GROWTH = 8
+
+
+def mass_bits(vocab: int) -> int:
+    """The weight 1 is the integer 2 to this power: ``vocab`` of them are at most 2**62."""
+    return 62 - (vocab - 1).bit_length()
+
+
+def sample_tokens(
+    logits: Tensor, rows: Tensor, positions: Tensor, last_tokens: Tensor, state: SamplingState
+) -> tuple[Tensor, Tensor]:
+    """Tokens and status of ``logits [B, V]``."""
+    live = positions >= 0
+    # One pass for both; NaN is the largest.
+    largest, tokens = logits.max(dim=-1)
+    from_model = largest.isfinite()
+    status = (~from_model & live).to(torch.int8)
+    targets = positions + 1
+    if state.adjustments is not None:
+        logits = _adjust(logits, rows, targets, live, state, state.adjustments)
+        largest, tokens = logits.max(dim=-1)
+        status += 2 * (from_model & ~largest.isfinite() & live).to(torch.int8)
+    drawn = (live & (status == 0) & (state.numbers[rows, 0] > 0)).nonzero().squeeze(-1)
+    if drawn.numel():
+        # Usually of all rows, and then nothing is copied.
+        own = logits if len(drawn) == len(rows) else logits[drawn]
+        draws = uniform(state.seeds[rows[drawn]], targets[drawn])
+        tokens[drawn] = _draw(
+            own.float(), largest[drawn].float(), state.numbers[rows[drawn]], draws
+        )
+    last_tokens[rows] = tokens
+    positions += live
+    if state.adjustments is not None and state.adjustments.output_counts is not None:
+        counted = (live & (state.adjustments.kinds[rows] & 4 > 0)).nonzero().squeeze(-1)
+        state.adjustments.output_counts[rows[counted], tokens[counted]] += 1
+    return tokens, status
+
+
+def _adjust(
+    logits: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    live: Tensor,
+    state: SamplingState,
+    adjustments: Adjustments,
+) -> Tensor:
+    """``[B, V]`` float32 after bias, penalties and bans; ``logits`` themselves are left alone."""
+    kinds = adjustments.kinds[rows] * live
+    biased = (kinds & 1).nonzero().squeeze(-1)
+    penalised = (kinds & 2).nonzero().squeeze(-1)
+    banned = (live & (targets < adjustments.ban_ends[rows])).nonzero().squeeze(-1)
+    if not (biased.numel() or penalised.numel() or banned.numel()):
+        return logits
+    logits = logits.to(torch.float32, copy=True)
+    if biased.numel():
+        assert adjustments.bias is not None, "rows are BIASED"
+        logits[biased] += adjustments.bias[rows[biased]]
+    if penalised.numel():
+        assert adjustments.prompt_mask is not None, "rows are PENALISED"
+        assert adjustments.output_counts is not None, "rows are PENALISED"
+        at = rows[penalised]
+        logits[penalised] = apply_penalties(
+            logits[penalised],
+            adjustments.prompt_mask[at],
+            adjustments.output_counts[at],
+            *state.numbers[at, 4:].unbind(-1),
+        )
+    if banned.numel():
+        ids = adjustments.ban_ids[rows[banned]].to(torch.int64)
+        logits[banned] = ban_tokens(logits[banned], ids)
+    return logits
+
+
+def apply_penalties(
+    logits: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
+    """Logits after the repetition penalty, then the frequency and presence penalties.
+
+    The repetition penalty is that of Keskar et al., "CTRL" (2019), as transformers and vLLM have
+    it, over prompt and output. The other two are OpenAI's, over the output alone:
+    ``logit - count * frequency - (count > 0) * presence``.
+
+    Args:
+        logits: ``[S, V]`` float32.
+        prompt_mask: ``[S, V]`` bool, the tokens of the prompt.
+        output_counts: ``[S, V]`` integer, how often each token was generated.
+        repetition: ``[S]``, 1 for none.
+        frequency: ``[S]``, 0 for none.
+        presence: ``[S]``, 0 for none.
+
+    Returns:
+        ``[S, V]`` float32, a new tensor.
+    """
+    generated = output_counts > 0
+    penalty = repetition.to(logits.dtype).unsqueeze(-1)
+    repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
+    logits = torch.where(prompt_mask | generated, repeated, logits)
+    logits = logits - output_counts * frequency.to(logits.dtype).unsqueeze(-1)
+    return logits - generated * presence.to(logits.dtype).unsqueeze(-1)
+
+
+def ban_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Logits without some tokens, in place.
+
+    Args:
+        logits: ``[S, V]``.
+        token_ids: ``[S, K]`` int64, repetitions allowed, -1 for none.
+    """
+    # The smaller of a logit and infinity is the logit, so that padding may point anywhere.
+    none = token_ids < 0
+    values = torch.full_like(token_ids, -torch.inf, dtype=logits.dtype).masked_fill(none, torch.inf)
+    return logits.scatter_reduce_(-1, token_ids.clamp(min=0), values, "amin")
+
+
+def _draw(logits: Tensor, largest: Tensor, numbers: Tensor, draws: Tensor) -> Tensor:
+    """A token for each row of ``logits [S, V]`` float32.
+
+    Args:
+        logits: with a finite ``largest [S]``.
+        largest: of each row.
+        numbers: ``[S, 7]``, a row of parameters each.
+        draws: ``[S]`` float64 in ``[0, 1)``.
+    """
+    vocab = logits.shape[-1]
+    temperature, top_k, top_p, min_p = numbers[:, :4].unbind(-1)
+    # Shifted first: a tiny temperature would otherwise overflow.
+    divisor = temperature.float().clamp(min=LEAST_TEMPERATURE).unsqueeze(-1)
+
+    def weigh(values: Tensor, of: Tensor | slice) -> Tensor:
+        return (values - largest[of].unsqueeze(-1)).div_(divisor[of]).exp_()
+
+    def masses(weights: Tensor) -> Tensor:
+        return (weights * 2.0 ** mass_bits(vocab)).to(torch.int64)
+
+    weights = weigh(logits, slice(None))
+    kept = masses(weights)
+    every = kept.sum(dim=-1)
+    limited = (top_k >= 1) & (top_k < vocab)
+    nucleus = top_p < 1.0
+    for pool, count in (
+        (limited, int(top_k[limited].max()) if bool(limited.any()) else 0),
+        (nucleus & ~limited, min(_NUCLEUS_GUESS, vocab)),
+    ):
+        where = pool.nonzero().squeeze(-1)
+        while where.numel():
+            own = logits[where]
+            best = own.topk(count, dim=-1).values
+            heavy = masses(weigh(best, where))
+            rank = torch.full_like(where, vocab)
+            total = every[where]
+            if pool is limited:
+                rank = top_k[where].to(torch.int64)
+                beyond = torch.arange(count, device=logits.device) >= rank.unsqueeze(-1)
+                heavy = heavy.masked_fill(beyond, 0)
+                total = heavy.sum(dim=-1)
+            needed = _share(top_p[where], total)
+            cumulative = heavy.cumsum(dim=-1)
+            # How many of the most probable ones reach it.
+            reach = torch.searchsorted(cumulative, needed.unsqueeze(-1)).squeeze(-1) + 1
+            rank = torch.where(nucleus[where], torch.minimum(rank, reach), rank)
+            complete = rank <= count
+            kept[where[complete]] = _keep_best(
+                kept[where[complete]], own[complete], best[complete], rank[complete]
+            )
+            where = where[~complete]
+            count = min(_NUCLEUS_GROWTH * count, vocab)
+    kept.masked_fill_(weights < min_p.float().unsqueeze(-1), 0)
+    cumulative = kept.cumsum(dim=-1)
+    total = cumulative[:, -1]
+    limit = torch.minimum((draws * total.double()).to(torch.int64), total - 1)
+    # The first whose cumulative mass is above the limit.
+    return torch.searchsorted(cumulative, limit.unsqueeze(-1), right=True).squeeze(-1)
+
+
+def _share(top_p: Tensor, total: Tensor) -> Tensor:
+    """The least integer that is at least ``top_p`` of ``total``, and from 1 to ``total``."""
+    needed = (top_p * total.double()).ceil().to(torch.int64)
+    return torch.minimum(needed.clamp(min=1), total)
+
+
+def _keep_best(masses: Tensor, logits: Tensor, best: Tensor, count: Tensor) -> Tensor:
+    """Masses ``[S, V]`` of the ``count [S]`` best tokens, equal logits by token id; 0 of others.
+
+    Args:
+        masses: of all tokens.
+        logits: of all tokens.
+        best: ``[S, N]`` the largest logits in falling order, at least ``count`` of them.
+        count: at least 1.
+    """
+    threshold = best.gather(-1, count.unsqueeze(-1) - 1)
+    above = logits > threshold
+    room = count - above.sum(dim=-1)
+    equal = logits == threshold
+    ranks = equal.cumsum(dim=-1)
+    return masses.masked_fill(~(above | (equal & (ranks <= room.unsqueeze(-1)))), 0)

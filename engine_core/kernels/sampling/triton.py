@@ -1,0 +1,978 @@
+"""Sampling on a GPU: four launches, three of them of many programs a row, and no sort.
+
+The first finds each row's largest logit, after what is to be changed of them, and finishes the
+greedy rows. The second weighs: rows that no top-k or top-p restricts by block, the others above
+each of a few pivots. In the third the block that holds the drawn token finds it; or what lies above
+the highest pivot that leaves enough, usually a few hundred tokens, is gathered, and in the fourth a
+program a row narrows the bounds of the kept set to a single logit and draws. Weights are integers,
+whose sums do not depend on how they are parted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine_core.kernels.launch.triton import (
+    arrival_counts,
+    arrives_last,
+    launch_dependents,
+    pdl_options,
+    wait,
+)
+from engine_core.kernels.sampling.reference import LEAST_TEMPERATURE, mass_bits
+
+if TYPE_CHECKING:
+    from engine_core.kernels.sampling import SamplingState
+
+# Logits of a program.
+_BLOCK = 4096
+# Pivots of the second launch; each takes time for every logit.
+_PIVOTS = 8
+# Most tokens that are gathered; above it the bounds are narrowed on all logits.
+_MOST_CANDIDATES = 16384
+# What the narrowing program looks at together.
+_CHUNK = 2048
+# Low bits that are the same for all logits of a type once they are float32.
+_UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+
+# How a row is chosen: not at all any more, from all of its tokens, from a nucleus, or from the
+# top-k.
+_DONE: tl.constexpr = tl.constexpr(0)
+_WHOLE: tl.constexpr = tl.constexpr(1)
+_NUCLEUS: tl.constexpr = tl.constexpr(2)
+_LIMITED: tl.constexpr = tl.constexpr(3)
+# Added to these where the logits are the adjusted ones.
+_ADJUSTED: tl.constexpr = tl.constexpr(4)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """Philox4x32-10 of the 64-bit counter ``position`` and the key ``seed``, as float64."""
+    low_bits = tl.full((), 0xFFFFFFFF, tl.uint64)
+    position = position.to(tl.uint64)
+    seed = seed.to(tl.uint64)
+    c0 = position & low_bits
+    c1 = position >> 32
+    c2 = tl.zeros_like(c0)
+    c3 = tl.zeros_like(c0)
+    k0 = seed & low_bits
+    k1 = seed >> 32
+    for _ in tl.static_range(10):
+        first = c0 * tl.full((), 0xD2511F53, tl.uint64)
+        second = c2 * tl.full((), 0xCD9E8D57, tl.uint64)
+        c0 = (second >> 32) ^ c1 ^ k0
+        c1 = second & low_bits
+        c2 = (first >> 32) ^ c3 ^ k1
+        c3 = first & low_bits
+        k0 = (k0 + tl.full((), 0x9E3779B9, tl.uint64)) & low_bits
+        k1 = (k1 + tl.full((), 0xBB67AE85, tl.uint64)) & low_bits
+    bits = (c0 << 21) | (c1 >> 11)
+    return bits.to(tl.int64).to(tl.float64) * (2.0**-53)
+
+
+@triton.jit
+def _key(x):
+    """Integers in the order of the float32 ``x``, the two zeros alike."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    """The float32 of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weights(x, peak, temperature):
+    return tl.exp(tl.div_rn(x - peak, temperature))
+
+
+@triton.jit
+def _masses(weights, ONE: tl.constexpr):
+    return (weights * ONE).to(tl.int64)
+
+
+@triton.jit
+def _share(top_p, total):
+    """The least integer that is at least ``top_p`` of ``total``, and from 1 to ``total``."""
+    share = top_p * total.to(tl.float64)
+    whole = share.to(tl.int64)
+    whole += (whole.to(tl.float64) < share).to(tl.int64)
+    return tl.minimum(tl.maximum(whole, 1), total)
+
+
+@triton.jit
+def _limit(u, total):
+    """The chosen token is the first up to which the mass is above this share of ``total``."""
+    return tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1)
+
+
+@triton.jit
+def _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS: tl.constexpr):
+    """Logits of one row as float32, -inf beyond ``mask``."""
+    if HAS_ADJUSTMENTS:
+        if is_adjusted:
+            x = tl.load(adjusted_ptr + cols, mask=mask, other=float("-inf"))
+        else:
+            x = tl.load(logits_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
+    else:
+        x = tl.load(logits_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _take(
+    token,
+    is_live,
+    place,
+    row,
+    tokens_ptr,
+    last_tokens_ptr,
+    kinds_ptr,
+    counts_ptr,
+    VOCAB: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+):
+    """Make ``token`` the row's one."""
+    token = token.to(tl.int64)
+    tl.store(tokens_ptr + place, token)
+    tl.store(last_tokens_ptr + row, token)
+    # Rows of padding share a row.
+    if HAS_COUNTS:
+        is_counted = is_live & ((tl.load(kinds_ptr + row) & 4) != 0)
+        count_ptr = counts_ptr + row * VOCAB + token
+        count = tl.load(count_ptr, mask=is_counted, other=0)
+        tl.store(count_ptr, count + 1, mask=is_counted)
+
+
+@triton.jit
+def _peaks_kernel(
+    tokens_ptr,
+    status_ptr,
+    modes_ptr,
+    peaks_ptr,
+    draws_ptr,
+    pivots_ptr,
+    adjusted_ptr,
+    best_ptr,
+    place_ptr,
+    raw_best_ptr,
+    arrivals_ptr,
+    logits_ptr,
+    rows_ptr,
+    positions_ptr,
+    last_tokens_ptr,
+    numbers_ptr,
+    seeds_ptr,
+    kinds_ptr,
+    ban_ids_ptr,
+    ban_ends_ptr,
+    bias_ptr,
+    prompt_mask_ptr,
+    counts_ptr,
+    row_stride,
+    ban_width,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_BLOCKS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    FARTHEST: tl.constexpr,
+    LEAST_TEMPERATURE: tl.constexpr,
+    HAS_ADJUSTMENTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch_dependents(PDL)
+    wait(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    row = tl.load(rows_ptr + place)
+    position = tl.load(positions_ptr + place)
+    live = position >= 0
+    numbers_ptr += row * 7
+    cols = block * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < tl.where(live, VOCAB, 0)
+    x = tl.load(logits_ptr + place * row_stride + cols, mask=mask, other=float("-inf"))
+    x = x.to(tl.float32)
+    if HAS_ADJUSTMENTS:
+        # A comparison loses NaN, infinity wins it.
+        raw_best = tl.max(tl.where(x == x, x, float("inf")), axis=0)
+        tl.store(raw_best_ptr + place * BLOCKS + block, raw_best)
+        kinds = tl.load(kinds_ptr + row)
+        is_banned = position + 1 < tl.load(ban_ends_ptr + row)
+        is_adjusted = live & (((kinds & 3) != 0) | is_banned)
+        if is_adjusted:
+            if HAS_BIAS:
+                biased = cols < tl.where((kinds & 1) != 0, VOCAB, 0)
+                x += tl.load(bias_ptr + row * VOCAB + cols, mask=biased, other=0.0)
+            if HAS_PENALTIES:
+                is_penalised = (kinds & 2) != 0
+                if is_penalised:
+                    repetition = tl.load(numbers_ptr + 4).to(tl.float32)
+                    frequency = tl.load(numbers_ptr + 5).to(tl.float32)
+                    presence = tl.load(numbers_ptr + 6).to(tl.float32)
+                    counts = tl.load(counts_ptr + row * VOCAB + cols, mask=mask, other=0)
+                    seen = tl.load(prompt_mask_ptr + row * VOCAB + cols, mask=mask, other=0)
+                    repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+                    x = tl.where((seen != 0) | (counts > 0), repeated, x)
+                    x -= counts.to(tl.float32) * frequency
+                    x = tl.where(counts > 0, x - presence, x)
+            if is_banned:
+                for index in range(ban_width):
+                    banned = tl.load(ban_ids_ptr + row * ban_width + index)
+                    x = tl.where(cols == banned, float("-inf"), x)
+            tl.store(adjusted_ptr + place * VOCAB + cols, x, mask=mask)
+    x = tl.where(x == x, x, float("inf"))
+    best = tl.max(x, axis=0)
+    first = tl.min(tl.where(x == best, cols, VOCAB), axis=0)
+    tl.store(best_ptr + place * BLOCKS + block, best)
+    tl.store(place_ptr + place * BLOCKS + block, first)
+    if arrives_last(arrivals_ptr + place, BLOCKS):
+        blocks = tl.arange(0, BLOCK_BLOCKS)
+        offsets = place * BLOCKS + blocks
+        some = blocks < BLOCKS
+        bests = tl.load(best_ptr + offsets, mask=some, other=float("-inf"), cache_modifier=".cg")
+        firsts = tl.load(place_ptr + offsets, mask=some, other=VOCAB, cache_modifier=".cg")
+        peak = tl.max(bests, axis=0)
+        token = tl.min(tl.where(bests == peak, firsts, VOCAB), axis=0)
+        status = tl.where(tl.abs(peak) == float("inf"), 1, 0)
+        if HAS_ADJUSTMENTS:
+            raw_bests = tl.load(
+                raw_best_ptr + offsets, mask=some, other=float("-inf"), cache_modifier=".cg"
+            )
+            from_model = tl.abs(tl.max(raw_bests, axis=0)) != float("inf")
+            status = tl.where(from_model, 2 * status, 1)
+        status = tl.where(live, status, 0)
+        temperature = tl.load(numbers_ptr).to(tl.float32)
+        top_k = tl.load(numbers_ptr + 1)
+        top_p = tl.load(numbers_ptr + 2)
+        is_drawn = live & (status == 0) & (tl.load(numbers_ptr) > 0)
+        is_limited = (top_k >= 1) & (top_k < VOCAB)
+        mode = tl.where(is_limited, _LIMITED, tl.where(top_p < 1, _NUCLEUS, _WHOLE))
+        if HAS_ADJUSTMENTS:
+            mode += tl.where(is_adjusted, _ADJUSTED, 0)
+        tl.store(modes_ptr + place, tl.where(is_drawn, mode, _DONE))
+        tl.store(status_ptr + place, status.to(tl.int8))
+        tl.store(positions_ptr + place, tl.where(live, position + 1, position))
+        if is_drawn:
+            tl.store(peaks_ptr + place, peak)
+            tl.store(draws_ptr + place, _uniform(tl.load(seeds_ptr + row), position + 1))
+            # Distances to the peak, in units of the temperature; below the last nothing weighs
+            # anything. The top-k do not depend on a high temperature.
+            temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
+            unit = tl.where(is_limited, tl.minimum(temperature, 1.0), temperature)
+            index = tl.arange(0, PIVOTS)
+            step = index.to(tl.float32)
+            distance = 0.5 + step + 0.15 * step * step
+            distance = tl.where(index == PIVOTS - 1, FARTHEST, distance)
+            tl.store(pivots_ptr + place * PIVOTS + index, peak - unit * distance)
+        else:
+            _take(
+                token,
+                live,
+                place,
+                row,
+                tokens_ptr,
+                last_tokens_ptr,
+                kinds_ptr,
+                counts_ptr,
+                VOCAB,
+                HAS_PENALTIES,
+            )
+
+
+@triton.jit
+def _masses_kernel(
+    masses_ptr,
+    above_ptr,
+    modes_ptr,
+    peaks_ptr,
+    pivots_ptr,
+    adjusted_ptr,
+    logits_ptr,
+    rows_ptr,
+    numbers_ptr,
+    row_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_BLOCKS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    ONE: tl.constexpr,
+    LEAST_TEMPERATURE: tl.constexpr,
+    HAS_ADJUSTMENTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch_dependents(PDL)
+    wait(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    mode = tl.load(modes_ptr + place)
+    if mode != _DONE:
+        numbers_ptr += tl.load(rows_ptr + place) * 7
+        temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+        cols = block * BLOCK + tl.arange(0, BLOCK)
+        mask = cols < VOCAB
+        x = _load_logits(
+            logits_ptr + place * row_stride,
+            adjusted_ptr + place * VOCAB,
+            mode >= _ADJUSTED,
+            cols,
+            mask,
+            HAS_ADJUSTMENTS,
+        )
+        weights = _weights(x, tl.load(peaks_ptr + place), temperature)
+        masses = _masses(weights, ONE)
+        kind = mode & 3
+        if kind == _WHOLE:
+            min_p = tl.load(numbers_ptr + 3).to(tl.float32)
+            masses = tl.where(weights >= min_p, masses, 0)
+        # The whole mass is kept behind those of the pivots.
+        at = place * (PIVOTS + 1) * BLOCKS + block
+        tl.store(masses_ptr + at + PIVOTS * BLOCKS, tl.sum(masses, axis=0))
+        if kind != _WHOLE:
+            for index in tl.static_range(PIVOTS):
+                pivot = tl.load(pivots_ptr + place * PIVOTS + index)
+                above = (x >= pivot) & mask
+                count = tl.sum(above.to(tl.int32), axis=0)
+                tl.store(above_ptr + place * PIVOTS * BLOCKS + index * BLOCKS + block, count)
+                mass = tl.sum(tl.where(above, masses, 0), axis=0)
+                tl.store(masses_ptr + at + index * BLOCKS, mass)
+
+
+@triton.jit
+def _narrow(
+    logits_ptr,
+    adjusted_ptr,
+    is_adjusted,
+    size,
+    peak,
+    temperature,
+    shift,
+    low,
+    low_count,
+    low_mass,
+    needed,
+    BY_MASS: tl.constexpr,
+    ONE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_ADJUSTMENTS: tl.constexpr,
+):
+    """The bounds in which the least kept logit lies: keys from ``low`` to below ``high``.
+
+    There are ``needed`` tokens, or there is a mass of it, from ``low`` up, and less than that from
+    ``high`` up. Between them lies one key, or one token, or what is just needed. Each bound comes
+    with its count and mass.
+    """
+    high = (_key(peak) >> shift) + 1
+    high_count = tl.zeros_like(low_count)
+    high_mass = tl.zeros_like(low_mass)
+    spare = low_count - 1 if BY_MASS else low_count.to(tl.int64) - needed
+    while (high > low + 1) & (spare > 0):
+        # Three quarters of the way by value, which is fast where logits are spread evenly, and the
+        # middle by key, which is never slow.
+        index = tl.arange(0, 4)
+        share = (index + 1).to(tl.float32) * 0.25
+        lowest = _value(low << shift)
+        # The key of -inf may stand for NaN here.
+        lowest = tl.where(lowest > -3.0e38, lowest, -3.0e38)
+        pivots = _key(lowest * (1.0 - share) + _value(high << shift) * share) >> shift
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        pivots = tl.where(index == 3, middle, pivots)
+        pivots = tl.minimum(tl.maximum(pivots, low + 1), high - 1)
+        counts = tl.zeros((4, CHUNK), tl.int32)
+        masses = tl.zeros((4, CHUNK), tl.int64)
+        for start in range(0, size, CHUNK):
+            cols = start + tl.arange(0, CHUNK)
+            mask = cols < size
+            x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
+            mass = _masses(_weights(x, peak, temperature), ONE)
+            keys = _key(x) >> shift
+            above = (keys[None, :] >= pivots[:, None]) & mask[None, :]
+            counts += above.to(tl.int32)
+            masses += tl.where(above, mass[None, :], 0)
+        count = tl.sum(counts, axis=1)
+        mass = tl.sum(masses, axis=1)
+        enough = mass >= needed if BY_MASS else count >= needed
+        low = tl.max(tl.where(enough, pivots, low), axis=0)
+        low_count = tl.min(tl.where(enough, count, low_count), axis=0)
+        low_mass = tl.min(tl.where(enough, mass, low_mass), axis=0)
+        high = tl.min(tl.where(enough, high, pivots), axis=0)
+        high_count = tl.max(tl.where(enough, high_count, count), axis=0)
+        high_mass = tl.max(tl.where(enough, high_mass, mass), axis=0)
+        spare = low_count - high_count - 1 if BY_MASS else low_count.to(tl.int64) - needed
+    return low, low_count, low_mass, high, high_count, high_mass
+
+
+@triton.jit
+def _settle(
+    logits_ptr,
+    adjusted_ptr,
+    is_adjusted,
+    size,
+    kind,
+    shift,
+    low,
+    count,
+    mass,
+    total,
+    peak,
+    numbers_ptr,
+    u,
+    ONE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEAST_TEMPERATURE: tl.constexpr,
+    HAS_ADJUSTMENTS: tl.constexpr,
+):
+    """The index of the drawn token among ``size`` logits in the order of their ids.
+
+    Args:
+        logits_ptr: these logits; of the row's others none is kept.
+        adjusted_ptr: see ``_load_logits``.
+        is_adjusted: the same.
+        size: how many there are.
+        kind: ``_NUCLEUS`` or ``_LIMITED``.
+        shift: unused low bits of their keys.
+        low: a key that none of the kept ones is below.
+        count: how many of the logits there are from ``low`` up.
+        mass: what these weigh.
+        total: what all of the row's tokens weigh.
+        peak: the largest.
+        numbers_ptr: the row's parameters.
+        u: the random number.
+    """
+    temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+    top_p = tl.load(numbers_ptr + 2)
+    min_p = tl.load(numbers_ptr + 3).to(tl.float32)
+    # Kept are the logits from high up and, in the order of their ids, ``room`` of those from low
+    # up to it, which are ``between``.
+    high = low
+    between = tl.zeros_like(count)
+    room = tl.zeros_like(count)
+    if kind == _LIMITED:
+        top_k = tl.load(numbers_ptr + 1).to(tl.int64)
+        if count > top_k:
+            low, low_count, low_mass, high, high_count, high_mass = _narrow(
+                logits_ptr,
+                adjusted_ptr,
+                is_adjusted,
+                size,
+                peak,
+                temperature,
+                shift,
+                low,
+                count,
+                mass,
+                top_k,
+                False,
+                ONE,
+                CHUNK,
+                HAS_ADJUSTMENTS,
+            )
+            between = low_count - high_count
+            room = top_k.to(tl.int32) - high_count
+            count = top_k.to(tl.int32)
+            mass = low_mass
+            if room < between:
+                # All of them are equal.
+                mass = high_mass + room * ((low_mass - high_mass) // between)
+        total = mass
+    if top_p < 1:
+        needed = _share(top_p, total)
+        low, low_count, low_mass, high, high_count, high_mass = _narrow(
+            logits_ptr,
+            adjusted_ptr,
+            is_adjusted,
+            size,
+            peak,
+            temperature,
+            shift,
+            low,
+            count,
+            mass,
+            needed,
+            True,
+            ONE,
+            CHUNK,
+            HAS_ADJUSTMENTS,
+        )
+        # Those between are equal, or there is one. At the lower bound of the top-k not all that
+        # are equal may have been counted, and then ``room`` is less than there are.
+        each = (low_mass - high_mass) // (low_count - high_count)
+        room = ((needed - high_mass + each - 1) // each).to(tl.int32)
+        between = room + 1
+    weighed = tl.zeros_like(mass)
+    seen = tl.zeros_like(count)
+    for start in range(0, size, CHUNK):
+        masses, seen = _kept_masses(
+            logits_ptr,
+            adjusted_ptr,
+            is_adjusted,
+            start,
+            size,
+            peak,
+            temperature,
+            min_p,
+            shift,
+            low,
+            high,
+            room,
+            between,
+            seen,
+            ONE,
+            CHUNK,
+            HAS_ADJUSTMENTS,
+        )
+        weighed += tl.sum(masses, axis=0)
+    limit = _limit(u, weighed)
+    before = tl.zeros_like(mass)
+    seen = tl.zeros_like(count)
+    chosen = size
+    for start in range(0, size, CHUNK):
+        masses, seen = _kept_masses(
+            logits_ptr,
+            adjusted_ptr,
+            is_adjusted,
+            start,
+            size,
+            peak,
+            temperature,
+            min_p,
+            shift,
+            low,
+            high,
+            room,
+            between,
+            seen,
+            ONE,
+            CHUNK,
+            HAS_ADJUSTMENTS,
+        )
+        beyond = before + tl.cumsum(masses, axis=0) > limit
+        first = tl.min(tl.where(beyond, start + tl.arange(0, CHUNK), size), axis=0)
+        chosen = tl.minimum(chosen, first)
+        before += tl.sum(masses, axis=0)
+    return chosen
+
+
+@triton.jit
+def _kept_masses(
+    logits_ptr,
+    adjusted_ptr,
+    is_adjusted,
+    start,
+    size,
+    peak,
+    temperature,
+    min_p,
+    shift,
+    low,
+    high,
+    room,
+    between,
+    seen,
+    ONE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_ADJUSTMENTS: tl.constexpr,
+):
+    """Masses of a chunk, 0 of what is not kept; and how many lay between the bounds up to here."""
+    cols = start + tl.arange(0, CHUNK)
+    mask = cols < size
+    x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
+    weights = _weights(x, peak, temperature)
+    keys = _key(x) >> shift
+    kept = (keys >= low) & (weights >= min_p) & mask
+    if room < between:
+        inside = ((keys >= low) & (keys < high) & mask).to(tl.int32)
+        ranks = seen + tl.cumsum(inside, axis=0)
+        kept = kept & ((keys >= high) | (ranks <= room))
+        seen += tl.sum(inside, axis=0)
+    return tl.where(kept, _masses(weights, ONE), 0), seen
+
+
+@triton.jit
+def _gather_kernel(
+    tokens_ptr,
+    candidates_ptr,
+    ids_ptr,
+    sizes_ptr,
+    lows_ptr,
+    low_masses_ptr,
+    totals_ptr,
+    masses_ptr,
+    above_ptr,
+    modes_ptr,
+    peaks_ptr,
+    draws_ptr,
+    pivots_ptr,
+    adjusted_ptr,
+    logits_ptr,
+    rows_ptr,
+    last_tokens_ptr,
+    numbers_ptr,
+    kinds_ptr,
+    counts_ptr,
+    row_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_BLOCKS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    ONE: tl.constexpr,
+    LEAST_TEMPERATURE: tl.constexpr,
+    HAS_ADJUSTMENTS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch_dependents(PDL)
+    wait(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    mode = tl.load(modes_ptr + place)
+    if mode != _DONE:
+        row = tl.load(rows_ptr + place)
+        numbers_ptr += row * 7
+        logits_ptr += place * row_stride
+        adjusted_ptr += place * VOCAB
+        is_adjusted = mode >= _ADJUSTED
+        kind = mode & 3
+        cols = block * BLOCK + tl.arange(0, BLOCK)
+        mask = cols < VOCAB
+        blocks = tl.arange(0, BLOCK_BLOCKS)
+        some = blocks < BLOCKS
+        masses_ptr += place * (PIVOTS + 1) * BLOCKS
+        every = tl.load(masses_ptr + PIVOTS * BLOCKS + blocks, mask=some, other=0)
+        total = tl.sum(every, axis=0)
+        if kind == _WHOLE:
+            before = tl.sum(tl.where(blocks < block, every, 0), axis=0)
+            own = tl.sum(tl.where(blocks == block, every, 0), axis=0)
+            limit = _limit(tl.load(draws_ptr + place), total)
+            if (before <= limit) & (limit < before + own):
+                temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+                x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
+                weights = _weights(x, tl.load(peaks_ptr + place), temperature)
+                min_p = tl.load(numbers_ptr + 3).to(tl.float32)
+                masses = tl.where(weights >= min_p, _masses(weights, ONE), 0)
+                beyond = before + tl.cumsum(masses, axis=0) > limit
+                token = tl.min(tl.where(beyond, cols, VOCAB - 1), axis=0)
+                _take(
+                    token,
+                    mode != _DONE,
+                    place,
+                    row,
+                    tokens_ptr,
+                    last_tokens_ptr,
+                    kinds_ptr,
+                    counts_ptr,
+                    VOCAB,
+                    HAS_COUNTS,
+                )
+        else:
+            index = tl.arange(0, PIVOTS)
+            at = index[:, None] * BLOCKS + blocks[None, :]
+            parts = tl.load(above_ptr + place * PIVOTS * BLOCKS + at, mask=some[None, :], other=0)
+            counts = tl.sum(parts, axis=1)
+            masses = tl.sum(tl.load(masses_ptr + at, mask=some[None, :], other=0), axis=1)
+            if kind == _LIMITED:
+                # What weighs nothing is never drawn.
+                enough = (counts >= tl.load(numbers_ptr + 1)) | (masses == total)
+            else:
+                enough = masses >= _share(tl.load(numbers_ptr + 2), total)
+            chosen = tl.min(tl.where(enough, index, PIVOTS), axis=0)
+            is_chosen = index == chosen
+            size = tl.sum(tl.where(is_chosen, counts, 0), axis=0)
+            is_gathered = (chosen < PIVOTS) & (size <= CANDIDATES)
+            pivot = tl.load(pivots_ptr + place * PIVOTS + tl.minimum(chosen, PIVOTS - 1))
+            if is_gathered:
+                own = is_chosen[:, None] & (blocks[None, :] == block)
+                if tl.sum(tl.sum(tl.where(own, parts, 0), axis=1), axis=0) > 0:
+                    earlier = is_chosen[:, None] & (blocks[None, :] < block)
+                    offset = tl.sum(tl.sum(tl.where(earlier, parts, 0), axis=1), axis=0)
+                    x = _load_logits(
+                        logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS
+                    )
+                    above = (x >= pivot) & mask
+                    to = place * CANDIDATES + offset + tl.cumsum(above.to(tl.int32), axis=0) - 1
+                    tl.store(candidates_ptr + to, x, mask=above)
+                    tl.store(ids_ptr + to, cols, mask=above)
+            if block == 0:
+                # Rare: nothing is gathered of a flat distribution, or for thousands of top-k.
+                if chosen == PIVOTS:
+                    pivot = tl.full((), float("-inf"), tl.float32)
+                    size = tl.full((), VOCAB, tl.int32)
+                    mass = total
+                else:
+                    mass = tl.sum(tl.where(is_chosen, masses, 0), axis=0)
+                tl.store(sizes_ptr + place, tl.where(is_gathered, size, -size))
+                tl.store(lows_ptr + place, pivot)
+                tl.store(low_masses_ptr + place, mass)
+                tl.store(totals_ptr + place, total)
+
+
+@triton.jit
+def _settle_kernel(
+    tokens_ptr,
+    candidates_ptr,
+    ids_ptr,
+    sizes_ptr,
+    lows_ptr,
+    low_masses_ptr,
+    totals_ptr,
+    modes_ptr,
+    peaks_ptr,
+    draws_ptr,
+    adjusted_ptr,
+    logits_ptr,
+    rows_ptr,
+    last_tokens_ptr,
+    numbers_ptr,
+    kinds_ptr,
+    counts_ptr,
+    row_stride,
+    VOCAB: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ONE: tl.constexpr,
+    UNUSED_BITS: tl.constexpr,
+    LEAST_TEMPERATURE: tl.constexpr,
+    HAS_ADJUSTMENTS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch_dependents(PDL)
+    wait(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    mode = tl.load(modes_ptr + place)
+    kind = mode & 3
+    if kind >= _NUCLEUS:
+        row = tl.load(rows_ptr + place)
+        numbers_ptr += row * 7
+        is_adjusted = mode >= _ADJUSTED
+        shift = tl.where(is_adjusted, 0, UNUSED_BITS)
+        low = _key(tl.load(lows_ptr + place)) >> shift
+        count = tl.load(sizes_ptr + place)
+        mass = tl.load(low_masses_ptr + place)
+        total = tl.load(totals_ptr + place)
+        peak = tl.load(peaks_ptr + place)
+        u = tl.load(draws_ptr + place)
+        if count >= 0:
+            candidates_ptr += place * CANDIDATES
+            index = _settle(
+                candidates_ptr,
+                candidates_ptr,
+                False,
+                count,
+                kind,
+                shift,
+                low,
+                count,
+                mass,
+                total,
+                peak,
+                numbers_ptr,
+                u,
+                ONE,
+                CHUNK,
+                LEAST_TEMPERATURE,
+                False,
+            )
+            token = tl.load(ids_ptr + place * CANDIDATES + index)
+        else:
+            token = _settle(
+                logits_ptr + place * row_stride,
+                adjusted_ptr + place * VOCAB,
+                is_adjusted,
+                VOCAB,
+                kind,
+                shift,
+                low,
+                -count,
+                mass,
+                total,
+                peak,
+                numbers_ptr,
+                u,
+                ONE,
+                CHUNK,
+                LEAST_TEMPERATURE,
+                HAS_ADJUSTMENTS,
+            )
+        _take(
+            token,
+            mode != _DONE,
+            place,
+            row,
+            tokens_ptr,
+            last_tokens_ptr,
+            kinds_ptr,
+            counts_ptr,
+            VOCAB,
+            HAS_COUNTS,
+        )
+
+
+def sample_tokens(
+    logits: Tensor, rows: Tensor, positions: Tensor, last_tokens: Tensor, state: SamplingState
+) -> tuple[Tensor, Tensor]:
+    """Tokens ``[B]`` int64 and status ``[B]`` int8 of ``logits [B, V]``."""
+    num_rows, vocab = logits.shape
+    device = logits.device
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    status = torch.empty(num_rows, dtype=torch.int8, device=device)
+    if num_rows == 0:
+        return tokens, status
+
+    def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_rows, *shape, dtype=dtype, device=device)
+
+    blocks = triton.cdiv(vocab, _BLOCK)
+    block_blocks = triton.next_power_of_2(blocks)
+    bits = mass_bits(vocab)
+    adjustments = state.adjustments
+    given = adjustments is not None
+    kinds = ban_ids = ban_ends = bias = prompt_mask = output_counts = None
+    if adjustments is not None:
+        kinds, ban_ids, ban_ends = adjustments.kinds, adjustments.ban_ids, adjustments.ban_ends
+        bias, output_counts = adjustments.bias, adjustments.output_counts
+        if adjustments.prompt_mask is not None:
+            prompt_mask = adjustments.prompt_mask.view(torch.uint8)
+    has_penalties = prompt_mask is not None and output_counts is not None
+    # Without adjustments it is never read.
+    adjusted = scratch(vocab, dtype=torch.float32) if given else logits
+    modes = scratch(dtype=torch.int32)
+    peaks = scratch(dtype=torch.float32)
+    draws = scratch(dtype=torch.float64)
+    pivots = scratch(_PIVOTS, dtype=torch.float32)
+    arrivals = arrival_counts(device, num_rows)
+    common = {
+        "VOCAB": vocab,
+        "LEAST_TEMPERATURE": LEAST_TEMPERATURE,
+        "HAS_ADJUSTMENTS": given,
+        "num_warps": 8,
+        # The reference's penalties round each product.
+        "enable_fp_fusion": False,
+        **pdl_options(device),
+    }
+    blocked = {"BLOCK": _BLOCK, "BLOCKS": blocks, "BLOCK_BLOCKS": block_blocks, "PIVOTS": _PIVOTS}
+    grid = (num_rows, blocks)
+    _peaks_kernel[grid](
+        tokens,
+        status,
+        modes,
+        peaks,
+        draws,
+        pivots,
+        adjusted,
+        scratch(blocks, dtype=torch.float32),
+        scratch(blocks, dtype=torch.int32),
+        scratch(blocks, dtype=torch.float32) if given else None,
+        arrivals,
+        logits,
+        rows,
+        positions,
+        last_tokens,
+        state.numbers,
+        state.seeds,
+        kinds,
+        ban_ids,
+        ban_ends,
+        bias,
+        prompt_mask,
+        output_counts,
+        logits.stride(0),
+        0 if ban_ids is None else ban_ids.shape[1],
+        FARTHEST=bits * math.log(2) + 1,
+        HAS_BIAS=bias is not None,
+        HAS_PENALTIES=has_penalties,
+        **common,
+        **blocked,
+    )
+    masses = scratch(_PIVOTS + 1, blocks, dtype=torch.int64)
+    above = scratch(_PIVOTS, blocks, dtype=torch.int32)
+    _masses_kernel[grid](
+        masses,
+        above,
+        modes,
+        peaks,
+        pivots,
+        adjusted,
+        logits,
+        rows,
+        state.numbers,
+        logits.stride(0),
+        ONE=2.0**bits,
+        **common,
+        **blocked,
+    )
+    most = min(vocab, _MOST_CANDIDATES)
+    candidates = scratch(most, dtype=torch.float32)
+    ids = scratch(most, dtype=torch.int32)
+    sizes = scratch(dtype=torch.int32)
+    lows = scratch(dtype=torch.float32)
+    low_masses = scratch(dtype=torch.int64)
+    totals = scratch(dtype=torch.int64)
+    _gather_kernel[grid](
+        tokens,
+        candidates,
+        ids,
+        sizes,
+        lows,
+        low_masses,
+        totals,
+        masses,
+        above,
+        modes,
+        peaks,
+        draws,
+        pivots,
+        adjusted,
+        logits,
+        rows,
+        last_tokens,
+        state.numbers,
+        kinds,
+        output_counts,
+        logits.stride(0),
+        CANDIDATES=most,
+        ONE=2.0**bits,
+        HAS_COUNTS=has_penalties,
+        **common,
+        **blocked,
+    )
+    _settle_kernel[(num_rows,)](
+        tokens,
+        candidates,
+        ids,
+        sizes,
+        lows,
+        low_masses,
+        totals,
+        modes,
+        peaks,
+        draws,
+        adjusted,
+        logits,
+        rows,
+        last_tokens,
+        state.numbers,
+        kinds,
+        output_counts,
+        logits.stride(0),
+        CANDIDATES=most,
+        CHUNK=_CHUNK,
+        ONE=2.0**bits,
+        UNUSED_BITS=_UNUSED_BITS[logits.dtype],
+        HAS_COUNTS=has_penalties,
+        **common,
+    )
+    return tokens, status

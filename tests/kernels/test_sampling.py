@@ -1,0 +1,202 @@
+"""Random choice against its definition in float64 with a sort, and what a step leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import DTYPES, Sampling, check_sampling, make_sampling
+from torch import Tensor
+
+from engine_core.kernels import sample_tokens
+from engine_core.kernels.sampling import Adjustments, SamplingState
+from engine_core.kernels.sampling.philox import uniform
+
+INF, NAN = float("inf"), float("nan")
+VOCABS = [1, 2, 7, 100, 1000, 3001]
+
+
+@pytest.fixture(params=["reference", "kernel", "kernel, nothing gathered"])
+def op(
+    request: pytest.FixtureRequest, launch_device: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The choice, by kernels with small blocks, so that a small vocabulary has many of them."""
+    if request.param == "reference":
+        return sample_tokens
+    from engine_core.kernels.sampling import triton
+
+    monkeypatch.setattr(triton, "_BLOCK", 512)
+    monkeypatch.setattr(triton, "_CHUNK", 256)
+    if request.param != "kernel":
+        monkeypatch.setattr(triton, "_MOST_CANDIDATES", 2)
+    return triton.sample_tokens
+
+
+@pytest.fixture
+def device(op: Callable[..., tuple[Tensor, Tensor]], launch_device: str) -> str:
+    return "cpu" if op is sample_tokens else launch_device
+
+
+@pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_tokens_are_those_of_the_definition(
+    op: Any, device: str, dtype: torch.dtype, adjusted: bool
+) -> None:
+    """Rounding may turn a token where its share ends within 1e-5 of the random number, top_p or
+    min_p; of these there are few."""
+    compared = close = 0
+    for vocab in VOCABS:
+        batch = make_sampling(13, vocab, dtype, seed=vocab, adjusted=adjusted)
+        counts = check_sampling(batch, op, device)
+        compared += counts[0]
+        close += counts[1]
+    assert close <= 0.02 * compared
+
+
+@pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
+def test_a_row_by_itself_chooses_the_same(op: Any, device: str, adjusted: bool) -> None:
+    batch = make_sampling(11, 1500, torch.bfloat16, seed=3, adjusted=adjusted)
+    together, _ = batch.on(device).run(op)
+    for place in range(11):
+        if batch.positions[place] >= 0:
+            alone, _ = batch.take(place).on(device).run(op)
+            assert alone.item() == together[place]
+
+
+def of_equal_logits(rows: int, vocab: int, **numbers: float) -> Sampling:
+    values = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    for index, name in enumerate(("temperature", "top_k", "top_p", "min_p")):
+        values[index] = numbers.get(name, values[index])
+    return Sampling(
+        torch.zeros(rows, vocab),
+        torch.arange(rows),
+        torch.arange(rows) * 1000,
+        torch.zeros(rows, dtype=torch.int64),
+        SamplingState(values.repeat(rows, 1), torch.arange(rows) * 2**40 + 17),
+    )
+
+
+def test_the_random_numbers_are_those_of_philox(op: Any, device: str) -> None:
+    """Of equal logits the token's id tells 17 bits of the random number."""
+    batch = of_equal_logits(4, 2**17)
+    drawn = uniform(batch.state.seeds, batch.positions + 1)
+    tokens, _ = batch.on(device).run(op)
+    assert tokens.tolist() == (drawn * 2**17).to(torch.int64).tolist()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kept"),
+    [
+        ({"top_k": 300}, 300),
+        ({"top_p": 0.3001}, 301),
+        ({"top_k": 500, "top_p": 0.1999}, 100),
+        ({"min_p": 1.0}, 1000),
+        ({"top_p": 1e-9}, 1),
+    ],
+)
+def test_of_equal_logits_those_of_the_lowest_ids_are_kept(
+    op: Any, device: str, numbers: dict[str, float], kept: int
+) -> None:
+    batch = of_equal_logits(16, 1000, **numbers)
+    drawn = uniform(batch.state.seeds, batch.positions + 1)
+    tokens, _ = batch.on(device).run(op)
+    assert tokens.tolist() == (drawn * kept).to(torch.int64).tolist()
+
+
+def test_zeros_of_both_signs_are_equal(op: Any, device: str) -> None:
+    batch = of_equal_logits(8, 600, top_k=100)
+    batch.logits[:, ::2] = -0.0
+    drawn = uniform(batch.state.seeds, batch.positions + 1)
+    tokens, _ = batch.on(device).run(op)
+    assert tokens.tolist() == (drawn * 100).to(torch.int64).tolist()
+
+
+def test_what_means_nothing_has_a_status(op: Any, device: str) -> None:
+    """Rows 6 and 7 are padding, and theirs mean nothing to anybody."""
+    batch = of_equal_logits(8, 700)
+    logits = batch.logits
+    logits[0, 5], logits[1, 699], logits[2] = NAN, INF, -INF
+    logits[6] = NAN
+    batch.positions[6:] = -1
+    kinds = torch.tensor([0, 0, 0, 1, 0, 1, 4, 4], dtype=torch.int32)
+    bias = torch.full((8, 700), -INF)
+    bias[5, 9] = 0.0
+    adjustments = Adjustments(
+        kinds,
+        torch.full((8, 2), -1, dtype=torch.int32),
+        torch.zeros(8, dtype=torch.int64),
+        bias,
+        torch.zeros(8, 700, dtype=torch.bool),
+        torch.zeros(8, 700, dtype=torch.int32),
+    )
+    greedy = batch.state.numbers.clone()
+    greedy[:, 0] = 0.0
+    for numbers in (batch.state.numbers, greedy):
+        state = replace(batch.state, numbers=numbers, adjustments=adjustments)
+        ran = replace(batch, state=state).on(device)
+        tokens, status = ran.run(op)
+        assert status.tolist() == [1, 1, 1, 2, 0, 0, 0, 0]
+        assert tokens[5] == 9
+        assert all(0 <= token < 700 for token in tokens[:6].tolist())
+        assert ran.positions.tolist() == [1, 1001, 2001, 3001, 4001, 5001, -1, -1]
+        assert int(ran.state.adjustments.output_counts.sum()) == 0
+
+
+def test_bans_end(op: Any, device: str) -> None:
+    """Until the token at position 5 the first two of three tokens are banned."""
+    adjustments = Adjustments(
+        torch.zeros(1, dtype=torch.int32),
+        torch.tensor([[0, 1, -1, 1]], dtype=torch.int32),
+        torch.tensor([5]),
+    )
+    numbers = torch.zeros(1, 7, dtype=torch.float64)
+    state = SamplingState(numbers, torch.zeros(1, dtype=torch.int64), adjustments)
+    batch = Sampling(
+        torch.tensor([[3.0, 2.0, 1.0]]),
+        torch.tensor([0]),
+        torch.tensor([2]),
+        torch.tensor([0]),
+        state,
+    ).on(device)
+    assert [batch.run(op)[0].item() for _ in range(4)] == [2, 2, 0, 0]
+    assert batch.positions.tolist() == [6]
+
+
+def test_no_rows(op: Any, device: str) -> None:
+    batch = of_equal_logits(3, 5)
+    none = Sampling(
+        batch.logits[:0], batch.rows[:0], batch.positions[:0], batch.last_tokens, batch.state
+    )
+    tokens, status = none.on(device).run(op)
+    assert tokens.shape == status.shape == (0,)
+
+
+def test_preconditions() -> None:
+    batch = of_equal_logits(2, 5)
+
+    def call(**changed: Any) -> None:
+        replace(batch, **changed).run(sample_tokens)
+
+    with pytest.raises(ValueError, match=r"0 < V.*\(2, 0\)"):
+        call(logits=torch.zeros(2, 0))
+    with pytest.raises(ValueError, match="stride 1"):
+        call(logits=torch.zeros(5, 2).t())
+    with pytest.raises(ValueError, match=r"floats.*int64"):
+        call(logits=torch.zeros(2, 5, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"rows must be \[2\] int64, got \(3,\)"):
+        call(rows=torch.arange(3))
+    with pytest.raises(ValueError, match=r"positions must be .*\.int32"):
+        call(positions=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"numbers must be \(2, 7\) float64"):
+        call(state=replace(batch.state, numbers=batch.state.numbers.float()))
+    adjustments = Adjustments(
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(2, 1, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int64),
+        bias=torch.zeros(2, 4),
+    )
+    with pytest.raises(ValueError, match=r"bias must be \(2, 5\)"):
+        call(state=replace(batch.state, adjustments=adjustments))
