@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine_core.errors import ConfigError, WeightsMismatchError
 
@@ -48,7 +49,8 @@ class LoadAccount:
         self._sources: dict[str, set[str]] = {name: set() for name in self._sizes}
         self._offered: dict[str, int] = {}
         self._taken: set[str] = set()
-        self._by_storage: dict[int, str] = {}
+        # A weak reference leaves a storage its address, which otherwise a later one could have.
+        self._by_storage: dict[StorageWeakRef, str] = {}
         self._current: str | None = None
         self._wrong: list[str] = []
         self.uncompared: list[tuple[str, str]] = []
@@ -57,7 +59,7 @@ class LoadAccount:
         """Pass the tensors on and remember their names."""
         for name, tensor in weights:
             self._offered[name] = len(self._offered)
-            self._by_storage[tensor.untyped_storage()._cdata] = name
+            self._by_storage[StorageWeakRef(tensor.untyped_storage())] = name
             self._current = name
             yield name, tensor
 
@@ -68,7 +70,7 @@ class LoadAccount:
 
     def _source(self, tensor: Tensor) -> str | None:
         # A view shares its tensor's storage; a computed copy came from the tensor handed out last.
-        return self._by_storage.get(tensor.untyped_storage()._cdata, self._current)
+        return self._by_storage.get(StorageWeakRef(tensor.untyped_storage()), self._current)
 
     def note(
         self,

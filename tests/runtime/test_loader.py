@@ -24,7 +24,7 @@ from engine_core.checkpoint import Checkpoint, open_checkpoint
 from engine_core.errors import ConfigError, CorruptCheckpointError
 from engine_core.nn.loading import load_weight
 from engine_core.registry import build_registry
-from engine_core.runtime.loader import build_on_meta, load_weights
+from engine_core.runtime.loader import build_on_meta, check_weights, load_weights
 from engine_core.runtime.weight_reader import read_weights
 from engine_core.step_context import BuildContext
 
@@ -116,6 +116,34 @@ class Fresh:
             self.alive.append(weakref.ref(tensor))
             yield name, tensor
             del tensor
+
+
+class Transposed(torch.nn.Module):
+    """A family that makes of each tensor one of its own."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        for name in names:
+            data = torch.empty(8, 20, device="meta")
+            self.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            load_weight(self.get_parameter(name), tensor.t().contiguous())
+
+
+def test_what_a_family_makes_of_a_tensor_is_not_taken_for_another_that_is_gone(
+    tmp_path: Path,
+) -> None:
+    tensors = {f"w{index:02}": torch.randn(20, 8) for index in range(40)}
+    save_file(tensors, write_config(tmp_path) / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    model = Transposed(list(tensors))
+    account = check_weights(model, checkpoint, "transposed")
+    assert all(account.sources(model.get_parameter(name)) == {name} for name in tensors)
+    load_weights(model, checkpoint, "transposed", CPU)
+    for name, tensor in tensors.items():
+        assert torch.equal(model.get_parameter(name), tensor.T)
 
 
 TIED = ("model.embed_tokens.weight", "lm_head.weight")
