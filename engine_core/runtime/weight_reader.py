@@ -69,8 +69,11 @@ def read_weights(
     Raises:
         CorruptCheckpointError: bytes cannot be read; raised in place of the tensor.
     """
-    reader = _Reader(device, num_threads, piece_bytes)
-    todo = ((file, header) for file in files for header in file.headers.values())
+    tensors = [(file, header) for file in files for header in file.headers.values()]
+    # Memory takes a while to pin, which a small model would wait for in vain.
+    largest = max((header.nbytes for _, header in tensors), default=0)
+    reader = _Reader(device, num_threads, max(1, min(piece_bytes, largest)))
+    todo = iter(tensors)
     following = next(todo, None)
     ahead: deque[_Reading] = deque()
     taken = handed_out = 0
