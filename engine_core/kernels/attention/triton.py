@@ -590,25 +590,28 @@ class _DecodeTile:
     programs: int
 
 
-def _decode_tile(dims: int, float32: bool, num_programs: int) -> _DecodeTile:
+def _decode_tile(dims: int, float32: bool, num_programs: int, device: torch.device) -> _DecodeTile:
     """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
 
     Chosen on an H200 in bfloat16 in whole decode steps at 1024 tokens. ms of a step, with the tile
-    that was best for the op alone in brackets: 32 layers of 8 KV heads of 128, 8 rows 4.48 (4.63),
-    32 rows 5.41 (5.89); 24 of 2 KV heads of 64, 1 row 0.696 (0.724), 8 rows 0.837 (0.853), 64 rows
-    1.14 (1.20), 128 rows 1.61 (1.81).
+    that was best for the op alone in brackets: 32 layers of 8 KV heads of 128, 1 row 4.01 (4.11),
+    8 rows 4.51 (4.63), 32 rows 5.40 (5.89), 128 rows 9.09 (9.19); 24 of 2 KV heads of 64, 1 row
+    0.660 (0.724), 8 rows 0.837 (0.853), 64 rows 1.14 (1.20), 128 rows 1.61 (1.81).
     """
     if float32:
         return _DecodeTile(16 if dims > 128 else 32, 8, 3, 2)
-    if num_programs >= (512 if dims <= 128 else 256):
+    if dims > 128:
+        return _DecodeTile(32, 4, 2, 8) if num_programs < 256 else _DecodeTile(32, 4, 2, 2)
+    # 128 tokens of 128 dimensions take 128 KiB of shared memory.
+    if num_programs < 16 and (dims <= 64 or _shared_memory(device) >= 200 * 1024):
+        return _DecodeTile(128, 4, 2, 8)
+    if num_programs >= 2048 or (dims <= 64 and num_programs >= 512):
         # Tiles of 16 KiB.
         return _DecodeTile(8192 // max(dims, 64), 4, 2, 2)
-    if dims > 128:
-        return _DecodeTile(32, 4, 2, 8)
     if dims > 64:
-        return _DecodeTile(32, 2, 2, 4)
+        return _DecodeTile(32, 2, 3, 4 if num_programs < 512 else 2)
     if num_programs < 64:
-        return _DecodeTile(64, 4, 2, 8) if num_programs < 16 else _DecodeTile(64, 2, 2, 4)
+        return _DecodeTile(64, 2, 2, 4)
     return _DecodeTile(32, 1, 2, 4 if num_programs < 128 else 8)
 
 
@@ -696,7 +699,7 @@ def paged_attention(
     if num_decode_rows:
         block_g = min(64, max(16, triton.next_power_of_2(group_size)))
         programs = num_decode_rows * num_kv_heads * triton.cdiv(group_size, block_g)
-        tile = _decode_tile(max(block_d, block_dv), float32, programs)
+        tile = _decode_tile(max(block_d, block_dv), float32, programs, q.device)
         num_splits = _num_splits(programs, max_kv_len, tile, q.device)
         partial = lse = arrivals = None
         if num_splits > 1:
