@@ -24,6 +24,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
 from kernel_cases import TOLERANCE, make_paged, native_matrix  # noqa: E402
 
 from engine_core import kernels  # noqa: E402
+from engine_core.kernels.sampling import (  # noqa: E402
+    COUNTED,
+    NUMBERS,
+    PENALISED,
+    Adjustments,
+    SamplingState,
+)
 
 
 def check() -> int:
@@ -153,6 +160,60 @@ def time_attention(
         report(f"prefill attention {name}", run, teraflop=4 * pairs * heads * head_dim / 1e12)
 
 
+# What a row that is not named otherwise has.
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+SAMPLING = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.7},
+    "top_k 50": {"top_k": 50.0},
+    "top_p 0.9": {"top_p": 0.9},
+    "all": {"temperature": 0.7, "top_k": 50.0, "top_p": 0.9, "min_p": 0.05},
+    "top_p 0.9, flat": {"temperature": 4.0, "top_p": 0.9},
+    "penalties, top_p 0.9": {"top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.1},
+}
+
+
+def time_sampling(num_rows: int, vocab: int) -> None:
+    """Choices of a token from bfloat16 logits; as steep as a language model's, but for the flat."""
+    logits = 2.5 * torch.randn(num_rows, vocab, device="cuda")
+    # A few tokens stand out.
+    logits[:, :: vocab // 8] += 8.0
+    logits = logits.to(torch.bfloat16)
+    rows = torch.arange(num_rows, device="cuda")
+    last_tokens, positions = torch.zeros(2, num_rows, dtype=torch.int64, device="cuda")
+    report(
+        f"choose_greedy {num_rows}x{vocab}",
+        graphed(
+            lambda: kernels.choose_greedy(
+                logits, rows=rows, last_tokens=last_tokens, positions=positions
+            )
+        ),
+        gigabytes=logits.nbytes / 1e9,
+    )
+    for name, settings in SAMPLING.items():
+        numbers = torch.tensor(
+            [{**NEUTRAL, **settings}.get(column, 0.0) for column in NUMBERS],
+            dtype=torch.float64,
+            device="cuda",
+        ).repeat(num_rows, 1)
+        adjustments = None
+        if "repetition_penalty" in settings:
+            adjustments = Adjustments(
+                torch.full_like(rows, PENALISED + COUNTED, dtype=torch.int32),
+                torch.full((num_rows, 8), -1, dtype=torch.int32, device="cuda"),
+                torch.zeros_like(rows),
+                None,
+                torch.rand(num_rows, vocab, device="cuda") < 0.01,
+                torch.zeros(num_rows, vocab, dtype=torch.int32, device="cuda"),
+            )
+        state = SamplingState(numbers, rows * 7, adjustments)
+        report(
+            f"sample_tokens {num_rows}x{vocab} {name}",
+            graphed(lambda s=state: kernels.sample_tokens(logits, rows, positions, last_tokens, s)),
+            gigabytes=logits.nbytes / 1e9,
+        )
+
+
 def main() -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -165,6 +226,9 @@ def main() -> int:
     print(f"{properties.name}, {properties.multi_processor_count} SMs, torch {torch.__version__}")
     failures = 0 if args.no_check else check()
     if not args.no_time:
+        for vocab in (151936, 128256):
+            for num_rows in (1, 32, 256):
+                time_sampling(num_rows, vocab)
         time_elementwise()
         for num_rows in (1, 8, 32, 128, 256):
             time_attention([(1, 1024)] * num_rows, 32, 8, 128, graph=True)

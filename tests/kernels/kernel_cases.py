@@ -599,14 +599,15 @@ def make_sampling(
 def check_sampling(
     batch: Sampling, op: Callable[..., tuple[Tensor, Tensor]], device: str
 ) -> tuple[int, int]:
-    """Compare every row with the definition: how many rows draw, and how many of them rounding may
-    turn, which are not compared.
+    """Compare every row with the definition: how many rows there are, and how many of them
+    rounding turned.
 
-    The state must have moved on, and nothing else.
+    It may where a share ends within 1e-5 of the random number, of top_p or of min_p. The state must
+    have moved on, and nothing else.
     """
     ran = batch.on(device)
     tokens, status = ran.run(op)
-    close = 0
+    turned = 0
     last_tokens = batch.last_tokens.clone()
     live = (batch.positions >= 0).nonzero().squeeze(-1).tolist()
     counts = None
@@ -617,7 +618,7 @@ def check_sampling(
         row, token = int(batch.rows[place]), int(tokens[place])
         expected, clear = batch.expected(place)
         assert status[place] == (2 if expected is None else 0), f"row {place}: {status[place]}"
-        close += not clear
+        turned += expected not in (None, token)
         assert expected in (None, token) or not clear, (
             f"row {place} with {batch.state.numbers[row].tolist()} chose {token}, not {expected}"
         )
@@ -628,14 +629,14 @@ def check_sampling(
     assert torch.equal(ran.last_tokens.cpu()[:-1], last_tokens[:-1])
     if counts is not None:
         assert torch.equal(ran.state.adjustments.output_counts.cpu(), counts)
-    return len(live), close
+    return len(live), turned
 
 
 def _sampling_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     def run(rows: int, vocab: int, adjusted: bool) -> float:
         batch = make_sampling(rows, vocab, dtype, seed=rows + vocab, adjusted=adjusted)
-        compared, close = check_sampling(batch, kernels.sample_tokens, device)
-        return 0.0 if close <= 0.02 * compared + 1 else torch.inf
+        compared, turned = check_sampling(batch, kernels.sample_tokens, device)
+        return 0.0 if turned <= 0.01 * compared + 1 else torch.inf
 
     for rows, vocab in [(40, 151936), (64, 128256), (1, 32000), (300, 4099), (64, 7), (64, 1)]:
         for adjusted in (False, True):

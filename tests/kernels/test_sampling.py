@@ -1,4 +1,7 @@
-"""Random choice against its definition in float64 with a sort, and what a step leaves behind."""
+"""Random choice against its definition in float64 with a sort, and what a step leaves behind.
+
+Rounding may turn a token; :func:`kernel_cases.check_sampling` says where.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from engine_core.kernels.sampling import Adjustments, SamplingState
 from engine_core.kernels.sampling.philox import uniform
 
 INF, NAN = float("inf"), float("nan")
-VOCABS = [1, 2, 7, 100, 1000, 3001]
+VOCABS = [1, 2, 7, 500, 1701]
 
 
 @pytest.fixture(params=["reference", "kernel", "kernel, nothing gathered"])
@@ -45,22 +48,20 @@ def device(op: Callable[..., tuple[Tensor, Tensor]], launch_device: str) -> str:
 def test_the_tokens_are_those_of_the_definition(
     op: Any, device: str, dtype: torch.dtype, adjusted: bool
 ) -> None:
-    """Rounding may turn a token where its share ends within 1e-5 of the random number, top_p or
-    min_p; of these there are few."""
-    compared = close = 0
+    compared = turned = 0
     for vocab in VOCABS:
-        batch = make_sampling(13, vocab, dtype, seed=vocab, adjusted=adjusted)
+        batch = make_sampling(9, vocab, dtype, seed=vocab + 2, adjusted=adjusted)
         counts = check_sampling(batch, op, device)
         compared += counts[0]
-        close += counts[1]
-    assert close <= 0.02 * compared
+        turned += counts[1]
+    assert turned <= 0.01 * compared
 
 
 @pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
 def test_a_row_by_itself_chooses_the_same(op: Any, device: str, adjusted: bool) -> None:
-    batch = make_sampling(11, 1500, torch.bfloat16, seed=3, adjusted=adjusted)
+    batch = make_sampling(7, 1500, torch.bfloat16, seed=3, adjusted=adjusted)
     together, _ = batch.on(device).run(op)
-    for place in range(11):
+    for place in range(7):
         if batch.positions[place] >= 0:
             alone, _ = batch.take(place).on(device).run(op)
             assert alone.item() == together[place]
@@ -81,7 +82,7 @@ def of_equal_logits(rows: int, vocab: int, **numbers: float) -> Sampling:
 
 def test_the_random_numbers_are_those_of_philox(op: Any, device: str) -> None:
     """Of equal logits the token's id tells 17 bits of the random number."""
-    batch = of_equal_logits(4, 2**17)
+    batch = of_equal_logits(2, 2**17)
     drawn = uniform(batch.state.seeds, batch.positions + 1)
     tokens, _ = batch.on(device).run(op)
     assert tokens.tolist() == (drawn * 2**17).to(torch.int64).tolist()
@@ -100,7 +101,7 @@ def test_the_random_numbers_are_those_of_philox(op: Any, device: str) -> None:
 def test_of_equal_logits_those_of_the_lowest_ids_are_kept(
     op: Any, device: str, numbers: dict[str, float], kept: int
 ) -> None:
-    batch = of_equal_logits(16, 1000, **numbers)
+    batch = of_equal_logits(6, 1000, **numbers)
     drawn = uniform(batch.state.seeds, batch.positions + 1)
     tokens, _ = batch.on(device).run(op)
     assert tokens.tolist() == (drawn * kept).to(torch.int64).tolist()

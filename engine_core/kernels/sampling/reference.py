@@ -147,53 +147,65 @@ def _draw(logits: Tensor, largest: Tensor, numbers: Tensor, draws: Tensor) -> Te
     """
     vocab = logits.shape[-1]
     temperature, top_k, top_p, min_p = numbers[:, :4].unbind(-1)
-    # Shifted first: a tiny temperature would otherwise overflow.
-    divisor = temperature.float().clamp(min=LEAST_TEMPERATURE).unsqueeze(-1)
+    divisor = temperature.float().clamp(min=LEAST_TEMPERATURE)
 
-    def weigh(values: Tensor, of: Tensor | slice) -> Tensor:
-        return (values - largest[of].unsqueeze(-1)).div_(divisor[of]).exp_()
+    def weigh(values: Tensor, of: Tensor) -> Tensor:
+        # Shifted first: a tiny temperature would otherwise overflow.
+        return (values - largest[of, None]).div_(divisor[of, None]).exp_()
 
     def masses(weights: Tensor) -> Tensor:
         return (weights * 2.0 ** mass_bits(vocab)).to(torch.int64)
 
-    weights = weigh(logits, slice(None))
-    kept = masses(weights)
-    every = kept.sum(dim=-1)
-    limited = (top_k >= 1) & (top_k < vocab)
-    nucleus = top_p < 1.0
-    for pool, count in (
-        (limited, int(top_k[limited].max()) if bool(limited.any()) else 0),
-        (nucleus & ~limited, min(_NUCLEUS_GUESS, vocab)),
-    ):
-        where = pool.nonzero().squeeze(-1)
-        while where.numel():
-            own = logits[where]
-            best = own.topk(count, dim=-1).values
-            heavy = masses(weigh(best, where))
-            rank = torch.full_like(where, vocab)
-            total = every[where]
-            if pool is limited:
-                rank = top_k[where].to(torch.int64)
-                beyond = torch.arange(count, device=logits.device) >= rank.unsqueeze(-1)
-                heavy = heavy.masked_fill(beyond, 0)
-                total = heavy.sum(dim=-1)
-            needed = _share(top_p[where], total)
-            cumulative = heavy.cumsum(dim=-1)
-            # How many of the most probable ones reach it.
-            reach = torch.searchsorted(cumulative, needed.unsqueeze(-1)).squeeze(-1) + 1
-            rank = torch.where(nucleus[where], torch.minimum(rank, reach), rank)
-            complete = rank <= count
-            kept[where[complete]] = _keep_best(
-                kept[where[complete]], own[complete], best[complete], rank[complete]
-            )
-            where = where[~complete]
-            count = min(_NUCLEUS_GROWTH * count, vocab)
-    kept.masked_fill_(weights < min_p.float().unsqueeze(-1), 0)
-    cumulative = kept.cumsum(dim=-1)
-    total = cumulative[:, -1]
-    limit = torch.minimum((draws * total.double()).to(torch.int64), total - 1)
-    # The first whose cumulative mass is above the limit.
-    return torch.searchsorted(cumulative, limit.unsqueeze(-1), right=True).squeeze(-1)
+    def invert(values: Tensor, of: Tensor) -> Tensor:
+        """The index of the drawn one of each row's values, which are in the order of their ids."""
+        weights = weigh(values, of)
+        kept = masses(weights).masked_fill_(weights < min_p[of, None].float(), 0)
+        cumulative = kept.cumsum(dim=-1)
+        total = cumulative[:, -1]
+        limit = torch.minimum((draws[of] * total.double()).to(torch.int64), total - 1)
+        # The first whose cumulative mass is above the limit.
+        return torch.searchsorted(cumulative, limit.unsqueeze(-1), right=True).squeeze(-1)
+
+    is_limited = (top_k >= 1) & (top_k < vocab)
+    has_nucleus = top_p < 1.0
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    whole = (~is_limited & ~has_nucleus).nonzero().squeeze(-1)
+    if whole.numel():
+        tokens[whole] = invert(_rows(logits, whole), whole)
+    limited = is_limited.nonzero().squeeze(-1)
+    if limited.numel():
+        own = _rows(logits, limited)
+        best = own.topk(int(top_k[limited].max()), dim=-1).values
+        count = top_k[limited].to(torch.int64)
+        beyond = torch.arange(best.shape[-1], device=logits.device) >= count.unsqueeze(-1)
+        heavy = masses(weigh(best, limited)).masked_fill_(beyond, 0).cumsum(dim=-1)
+        reaching = _reaching(heavy, _share(top_p[limited], heavy[:, -1]))
+        count = torch.where(has_nucleus[limited], torch.minimum(reaching, count), count)
+        ids, values = _best(own, best, count)
+        tokens[limited] = ids.gather(-1, invert(values, limited).unsqueeze(-1)).squeeze(-1)
+    rest = (~is_limited & has_nucleus).nonzero().squeeze(-1)
+    if rest.numel():
+        total = masses(weigh(_rows(logits, rest), rest)).sum(dim=-1)
+        needed = _share(top_p[rest], total)
+        candidates = min(_NUCLEUS_GUESS, vocab)
+        while rest.numel():
+            own = _rows(logits, rest)
+            best = own.topk(candidates, dim=-1).values
+            count = _reaching(masses(weigh(best, rest)).cumsum(dim=-1), needed)
+            held = (count <= candidates).nonzero().squeeze(-1)
+            if held.numel():
+                of = rest[held]
+                ids, values = _best(_rows(own, held), best[held], count[held])
+                tokens[of] = ids.gather(-1, invert(values, of).unsqueeze(-1)).squeeze(-1)
+            missed = count > candidates
+            rest, needed = rest[missed], needed[missed]
+            candidates = min(_NUCLEUS_GROWTH * candidates, vocab)
+    return tokens
+
+
+def _rows(values: Tensor, where: Tensor) -> Tensor:
+    """Those of the rows, in rising order; a copy only if they are not all."""
+    return values if len(where) == len(values) else values[where]
 
 
 def _share(top_p: Tensor, total: Tensor) -> Tensor:
@@ -202,18 +214,35 @@ def _share(top_p: Tensor, total: Tensor) -> Tensor:
     return torch.minimum(needed.clamp(min=1), total)
 
 
-def _keep_best(masses: Tensor, logits: Tensor, best: Tensor, count: Tensor) -> Tensor:
-    """Masses ``[S, V]`` of the ``count [S]`` best tokens, equal logits by token id; 0 of others.
+def _reaching(cumulative: Tensor, needed: Tensor) -> Tensor:
+    """How many of each row's entries ``[S, N]`` it takes to reach ``needed``; N + 1 if too few."""
+    return torch.searchsorted(cumulative, needed.unsqueeze(-1)).squeeze(-1) + 1
+
+
+def _best(logits: Tensor, best: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The ``count [S]`` largest logits of each row, equal ones by token id.
 
     Args:
-        masses: of all tokens.
-        logits: of all tokens.
-        best: ``[S, N]`` the largest logits in falling order, at least ``count`` of them.
+        logits: ``[S, V]``.
+        best: ``[S, N]`` the largest of them in falling order, at least ``count``.
         count: at least 1.
+
+    Returns:
+        Their ids, rising, and values, both ``[S, max(count)]``; beyond a row's own -inf.
     """
     threshold = best.gather(-1, count.unsqueeze(-1) - 1)
-    above = logits > threshold
-    room = count - above.sum(dim=-1)
-    equal = logits == threshold
-    ranks = equal.cumsum(dim=-1)
-    return masses.masked_fill(~(above | (equal & (ranks <= room.unsqueeze(-1)))), 0)
+    room = count - (best > threshold).sum(dim=-1)
+    rows, ids = (logits >= threshold).nonzero(as_tuple=True)
+    values = logits[rows, ids]
+    equal = values == threshold[rows, 0]
+    ranks = equal.cumsum(dim=0)
+    first = torch.searchsorted(rows, torch.arange(len(count), device=rows.device))
+    kept = ~equal | (ranks - (ranks[first] - equal[first].long())[rows] <= room[rows])
+    rows, ids, values = rows[kept], ids[kept], values[kept]
+    places = torch.arange(len(rows), device=rows.device) - (count.cumsum(dim=0) - count)[rows]
+    shape = (len(count), int(count.max()))
+    out_ids = ids.new_zeros(shape)
+    out_ids[rows, places] = ids
+    out_values = values.new_full(shape, -torch.inf)
+    out_values[rows, places] = values
+    return out_ids, out_values
