@@ -158,7 +158,8 @@ class DecodeGraphs(_Graphs):
         """
         for bucket in reversed(self._buckets):
             logits = self._get(bucket, Choice.GREEDY).logits
-        rows, positions = self._static[:, : len(logits)].clone()
+        # Padding is all there is after a capture.
+        rows, positions = self._static[:, : len(logits)]
         sample_tokens(logits, rows, positions, self._state.last_tokens, self._state.sampling())
 
     def begin(self, rows: Sequence[int], positions: Sequence[int], choice: Choice) -> Captured:

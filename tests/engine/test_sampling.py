@@ -193,6 +193,35 @@ def test_preemption_and_steps_in_flight_do_not_show(depth: int, alone: list[list
     assert [output.outputs[0].token_ids for output in outputs] == alone
 
 
+def test_repeats_do_not_show(alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that the host has no part in are repeated by fours."""
+    prompts, params = crossed()
+    chosen = [index for index, each in enumerate(params) if not each.needs_host]
+    lengths = [(5, 14, 24)[index % 3] for index in chosen]
+    repeats = []
+    with LLM(MODEL, skip_tokenizer_init=True, max_model_len=160) as llm:
+        scheduler = llm.engine.scheduler
+        scheduler.config = scheduler.config.replace(max_repeat=4)
+        scheduler.repeat_limit = 4
+        cut = [
+            params[index].replace(
+                max_tokens=length, min_tokens=min(length, params[index].min_tokens)
+            )
+            for index, length in zip(chosen, lengths, strict=True)
+        ]
+        submit = llm.engine.core.executor.submit
+        monkeypatch.setattr(
+            llm.engine.core.executor,
+            "submit",
+            lambda plan: repeats.append(plan.repeat) or submit(plan),
+        )
+        got = generated(llm, [prompts[index] for index in chosen], cut)
+    assert max(repeats) == 4
+    for index, length, tokens in zip(chosen, lengths, got, strict=True):
+        # With fewer tokens than min_tokens bans hold to the end, as they do for the longer one.
+        assert tokens == alone[index][:length]
+
+
 def test_every_logprob_can_be_asked_for(llm: LLM) -> None:
     prompt = golden_prompts("llama-gqa")[2]
     params = GREEDY.replace(

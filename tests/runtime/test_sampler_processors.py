@@ -182,6 +182,33 @@ def test_a_row_taken_again_after_a_preemption_goes_on_alike(
         assert token == expected[step]
 
 
+def test_a_plainly_greedy_request_inherits_nothing_of_its_row() -> None:
+    """Its neighbour draws, so that both are chosen together."""
+    sampler = Sampler(3, CPU)
+    neighbour = make({"temperature": 1.0}, 3)
+    sampler.admit(0, [1], 1, neighbour, EOS)
+    logits = torch.zeros(2, VOCAB)
+    logits[1, [7, 20]] = torch.tensor([3.0, 2.0])
+    for settings in ({"temperature": 50.0, "min_tokens": 4, "logit_bias": {7: -100.0}}, {}):
+        sampler.admit(2, [1, 2], 2, make(settings, 5), EOS)
+        result = sampler.sample(logits.clone(), [0, 2], [1, 2])
+        assert result.status.tolist() == [0, 0]
+    assert result.token_ids[1] == 7
+
+
+def test_there_is_room_for_any_number_of_stop_tokens() -> None:
+    """Each has more than the one before; their bans are for its row alone, and end."""
+    sampler = Sampler(4, CPU)
+    logits = -torch.arange(float(VOCAB))
+    counts = [3, 9, 40]
+    for row, count in enumerate(counts):
+        stops = make({"min_tokens": 2, "stop_token_ids": range(count)}, 0, ignore_eos=True)
+        sampler.admit(row, [1, 2, 3], 3, stops, EOS)
+    for position, expected in ((3, counts), (4, counts), (5, [0, 0, 0])):
+        result = sampler.sample(logits.repeat(3, 1), range(3), [position] * 3)
+        assert result.token_ids.tolist() == expected
+
+
 def test_the_output_is_what_was_chosen_whatever_a_captured_step_leaves_behind() -> None:
     """A decode graph writes its own best token to ``last_tokens`` before the sampler chooses."""
     seen: list[list[int]] = []
