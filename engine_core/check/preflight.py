@@ -300,6 +300,7 @@ class _Check:
                 dtype=getattr(torch, dtype),
                 tp_size=self.config.tensor_parallel_size,
                 quantization=None if mode == "gguf" else mode,
+                deterministic=self.config.deterministic,
             )
             self.network = build_on_meta(self.model_class, model_config, context)
         max_model_len = None

@@ -36,7 +36,8 @@ def build_on_meta(model_class: type, model_config: ModelConfig, context: BuildCo
 
     Raises:
         ConfigError: its class cannot be built from this config.
-        OptionError: it cannot be split over so many ranks, or nothing of it quantised.
+        OptionError: it cannot be split over so many ranks, nothing of it quantised, or it cannot be
+            deterministic.
     """
     try:
         with building(context), torch.device("meta"):
@@ -61,9 +62,21 @@ def build_on_meta(model_class: type, model_config: ModelConfig, context: BuildCo
             f"{type(error).__name__}: {error}"
         ) from error
     _update_weights(model)
+    if context.deterministic:
+        _check_deterministic(model)
     if context.quantization is not None:
         quantize(model, context.quantization)
     return model.eval()
+
+
+def _check_deterministic(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Bilinear | nn.modules.conv._ConvNd):
+            raise OptionError(
+                f"deterministic: {name} of {type(model).__name__} is a torch.nn."
+                f"{type(module).__name__}, whose result for a token depends on the number of tokens"
+                "; leave it out, or build the layer with engine_core.nn"
+            )
 
 
 def _update_weights(model: nn.Module) -> None:

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from golden_fixtures import golden_llm
+from torch import nn
 
 from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.configs import HFConfig, ModelConfig
 from engine_core.errors import ConfigError, OptionError
+from engine_core.runtime.loader import build_on_meta
+from engine_core.step_context import BuildContext
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -115,3 +119,25 @@ def test_where_it_would_mean_nothing_it_is_refused() -> None:
         golden_llm("llama-gqa", deterministic=True, device="cpu")
     with pytest.raises(ConfigError, match=r"deterministic is for one GPU.*not 2"):
         golden_llm("llama-gqa", deterministic=True, tensor_parallel_size=2)
+
+
+def test_products_of_torchs_own_modules_are_refused() -> None:
+    class Model(nn.Module):
+        def __init__(self, config: HFConfig, ctx_mgr: Any, **options: Any) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4))
+
+    config = ModelConfig(
+        hf_config=HFConfig({}),
+        architecture="Model",
+        num_layers=1,
+        max_position_embeddings=8,
+        vocab_size=8,
+        hidden_size=4,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=4,
+    )
+    assert build_on_meta(Model, config, BuildContext()) is not None
+    with pytest.raises(OptionError, match=r"inner\.0 of Model is a torch\.nn\.Linear"):
+        build_on_meta(Model, config, BuildContext(deterministic=True))
