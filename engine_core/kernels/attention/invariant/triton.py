@@ -31,7 +31,7 @@ from engine_core.kernels.launch.triton import (
 )
 
 # Bytes of partial results at most; rows that would need more are not shared among programs.
-_MAX_PARTIAL = 2**28
+_MAX_PARTIAL = 2**29
 
 
 @triton.jit
