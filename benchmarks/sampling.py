@@ -4,8 +4,8 @@
 
 Random weights, whose logits are spread evenly: a nucleus of them holds most of the vocabulary,
 which is the hardest case of top-p. At a temperature of 0.05 it holds few tokens, as those of real
-models do. A step is (time for 65 tokens - time for 1) / 64 at prompts of 256 tokens, the smaller of two
-runs.
+models do. A step is (time for 65 tokens - time for 1) / 64 at prompts of 256 tokens, of two runs
+the smaller.
 """
 
 from __future__ import annotations
