@@ -90,8 +90,15 @@ def _value(key):
 
 
 @triton.jit
-def _weights(x, peak, temperature):
-    return tl.exp(tl.div_rn(x - peak, temperature))
+def _steepness(numbers_ptr, LEAST_TEMPERATURE: tl.constexpr):
+    """The reciprocal of a row's temperature, with which a row that is drawn weighs its logits."""
+    temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+    return tl.div_rn(1.0, temperature)
+
+
+@triton.jit
+def _weights(x, peak, steepness):
+    return tl.exp((x - peak) * steepness)
 
 
 @triton.jit
@@ -294,6 +301,7 @@ def _peaks_kernel(
 def _masses_kernel(
     masses_ptr,
     above_ptr,
+    best_ptr,
     modes_ptr,
     peaks_ptr,
     pivots_ptr,
@@ -319,7 +327,7 @@ def _masses_kernel(
     mode = tl.load(modes_ptr + place)
     if mode != _DONE:
         numbers_ptr += tl.load(rows_ptr + place) * 7
-        temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+        steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
         cols = block * BLOCK + tl.arange(0, BLOCK)
         mask = cols < vocab
         x = _load_logits(
@@ -330,7 +338,7 @@ def _masses_kernel(
             mask,
             HAS_ADJUSTMENTS,
         )
-        weights = _weights(x, tl.load(peaks_ptr + place), temperature)
+        weights = _weights(x, tl.load(peaks_ptr + place), steepness)
         masses = _masses(weights, one)
         kind = mode & 3
         if kind == _WHOLE:
@@ -340,14 +348,18 @@ def _masses_kernel(
         at = place * (PIVOTS + 1) * num_blocks + block
         tl.store(masses_ptr + at + PIVOTS * num_blocks, tl.sum(masses, axis=0))
         if kind != _WHOLE:
+            best = tl.load(best_ptr + place * num_blocks + block)
             for index in tl.static_range(PIVOTS):
                 pivot = tl.load(pivots_ptr + place * PIVOTS + index)
-                above = (x >= pivot) & mask
-                count = tl.sum(above.to(tl.int32), axis=0)
-                tl.store(
-                    above_ptr + place * PIVOTS * num_blocks + index * num_blocks + block, count
-                )
-                mass = tl.sum(tl.where(above, masses, 0), axis=0)
+                count = tl.zeros((), tl.int32)
+                mass = tl.zeros((), tl.int64)
+                # Most blocks have nothing above the first pivots.
+                if best >= pivot:
+                    above = (x >= pivot) & mask
+                    count = tl.sum(above.to(tl.int32), axis=0)
+                    mass = tl.sum(tl.where(above, masses, 0), axis=0)
+                to = place * PIVOTS * num_blocks + index * num_blocks + block
+                tl.store(above_ptr + to, count)
                 tl.store(masses_ptr + at + index * num_blocks, mass)
 
 
@@ -358,7 +370,7 @@ def _narrow(
     is_adjusted,
     size,
     peak,
-    temperature,
+    steepness,
     shift,
     low,
     low_count,
@@ -397,7 +409,7 @@ def _narrow(
             cols = start + tl.arange(0, CHUNK)
             mask = cols < size
             x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-            mass = _masses(_weights(x, peak, temperature), one)
+            mass = _masses(_weights(x, peak, steepness), one)
             keys = _key(x) >> shift
             above = (keys[None, :] >= pivots[:, None]) & mask[None, :]
             counts += above.to(tl.int32)
@@ -452,7 +464,7 @@ def _settle(
         numbers_ptr: the row's parameters.
         u: the random number.
     """
-    temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+    steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
     top_p = tl.load(numbers_ptr + 2)
     min_p = tl.load(numbers_ptr + 3).to(tl.float32)
     # Kept are the logits from high up and, in the order of their ids, ``room`` of those from low
@@ -469,7 +481,7 @@ def _settle(
                 is_adjusted,
                 size,
                 peak,
-                temperature,
+                steepness,
                 shift,
                 low,
                 count,
@@ -496,7 +508,7 @@ def _settle(
             is_adjusted,
             size,
             peak,
-            temperature,
+            steepness,
             shift,
             low,
             count,
@@ -522,7 +534,7 @@ def _settle(
             start,
             size,
             peak,
-            temperature,
+            steepness,
             min_p,
             shift,
             low,
@@ -547,7 +559,7 @@ def _settle(
             start,
             size,
             peak,
-            temperature,
+            steepness,
             min_p,
             shift,
             low,
@@ -574,7 +586,7 @@ def _kept_masses(
     start,
     size,
     peak,
-    temperature,
+    steepness,
     min_p,
     shift,
     low,
@@ -590,7 +602,7 @@ def _kept_masses(
     cols = start + tl.arange(0, CHUNK)
     mask = cols < size
     x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-    weights = _weights(x, peak, temperature)
+    weights = _weights(x, peak, steepness)
     keys = _key(x) >> shift
     kept = (keys >= low) & (weights >= min_p) & mask
     if room < between:
@@ -660,9 +672,9 @@ def _gather_kernel(
             own = tl.sum(tl.where(blocks == block, every, 0), axis=0)
             limit = _limit(tl.load(draws_ptr + place), total)
             if (before <= limit) & (limit < before + own):
-                temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+                steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
                 x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-                weights = _weights(x, tl.load(peaks_ptr + place), temperature)
+                weights = _weights(x, tl.load(peaks_ptr + place), steepness)
                 min_p = tl.load(numbers_ptr + 3).to(tl.float32)
                 masses = tl.where(weights >= min_p, _masses(weights, one), 0)
                 beyond = before + tl.cumsum(masses, axis=0) > limit
@@ -855,6 +867,7 @@ def sample_tokens(
     peaks = scratch(dtype=torch.float32)
     draws = scratch(dtype=torch.float64)
     pivots = scratch(_PIVOTS, dtype=torch.float32)
+    best = scratch(blocks, dtype=torch.float32)
     arrivals = arrival_counts(device, num_rows)
     common = {
         "vocab": vocab,
@@ -880,7 +893,7 @@ def sample_tokens(
         draws,
         pivots,
         adjusted,
-        scratch(blocks, dtype=torch.float32),
+        best,
         scratch(blocks, dtype=torch.int32),
         scratch(blocks, dtype=torch.float32) if given else None,
         arrivals,
@@ -909,6 +922,7 @@ def sample_tokens(
     _masses_kernel[grid](
         masses,
         above,
+        best,
         modes,
         peaks,
         pivots,
