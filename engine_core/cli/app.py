@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +21,9 @@ from engine_core.cli.generate import generate
 from engine_core.cli.new_plugin import new_plugin
 from engine_core.cli.plugins import plugins
 from engine_core.cli.serve import serve
+
+# How writing fails for no fault of the program: no room, no such reader or terminal any more.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 app = typer.Typer(
     name="engine-core",
@@ -54,4 +60,26 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A model may write what the terminal cannot show; that must not end the stream.
         sys.stdout.reconfigure(errors="replace")
-    app()
+    try:
+        try:
+            app()
+        finally:
+            # What is still held is written while a failure can be told of.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        if error.errno != errno.EPIPE:  # a reader that has left knows
+            name = "standard output" if error.filename is None else error.filename
+            message = f"engine-core: error: {name} cannot be written: {error.strerror}"
+            typer.echo(message, err=True)
+        _drop_output()
+        sys.exit(1)
+
+
+def _drop_output() -> None:
+    """Send what standard output still holds nowhere: the interpreter flushes it when it ends."""
+    if sys.stdout is not None:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())

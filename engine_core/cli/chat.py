@@ -338,7 +338,8 @@ def _typed_lines() -> Iterator[Iterator[str]]:
     """Lines of standard input, with a prompt, line editing and a history if it is a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")
+            # Of a file that an editor wrote, perhaps with a byte order mark.
+            sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")
         yield iter(sys.stdin.readline, "")
         return
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import statistics
@@ -31,13 +32,23 @@ SAMPLING_OPTIONS = OptionGroup(
 Prompt = str | list[int]
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read_text(path: Path, argument: str) -> str:
+    """What is in a file, or in standard input if it is "-"."""
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        text = data.decode("utf-8-sig")  # editors may write a byte order mark
+        return data.decode("utf-8-sig")  # editors may write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"--prompt-file: {path} cannot be read: {error}") from None
+        raise typer.BadParameter(f"{argument}: {path} cannot be read: {error}") from None
+
+
+def _read_prompt() -> str:
+    # As a text file is read: each line ends with a line feed, whatever ended it.
+    return io.StringIO(_read_text(Path("-"), "PROMPT"), newline=None).read()
+
+
+def _read_lines(path: Path) -> list[str]:
     # splitlines would also cut at form feeds and at Unicode's own separators.
+    text = _read_text(path, "--prompt-file")
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     return [line for line in lines if line.strip()]
 
@@ -52,7 +63,7 @@ def _parse_token_ids(text: str) -> list[int]:
 def _collect_prompts(
     arguments: Sequence[str], file: Path | None, token_ids: Sequence[str]
 ) -> list[Prompt]:
-    prompts: list[Prompt] = [sys.stdin.read() if item == "-" else item for item in arguments]
+    prompts: list[Prompt] = [_read_prompt() if item == "-" else item for item in arguments]
     if file is not None:
         prompts += _read_lines(file)
     prompts += [_parse_token_ids(item) for item in token_ids]

@@ -355,7 +355,10 @@ def new_plugin(
     config = _tiny_config(pattern, architecture, given)
     for path, text in _package_files(name, pattern, architecture, config).items():
         file = folder / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise typer.BadParameter(f"--out: {file} cannot be written: {error.strerror}") from None
     print(f"{folder}: {architecture}, copied from {pattern.origin}")
     print(f"Next: pip install -e '{folder}[test]' && pytest {folder}")

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from serving import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +77,13 @@ def test_settings_are_shown_and_changed(smollm2_gguf: Path) -> None:
     assert "bad_words none" in said
     assert 'logit_bias {"5": 1.5}' in said
     assert answers[1] == "The "
+
+
+def test_a_byte_order_mark_is_no_part_of_a_message(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    answers, said = _chat(model, "\ufeff/reset", arguments=["--kv-cache-memory", "64MiB"])
+    assert answers == []
+    assert "the conversation begins anew" in said
 
 
 def test_a_wrong_command_changes_nothing(smollm2_gguf: Path) -> None:

@@ -111,6 +111,27 @@ def test_error_is_one_line() -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_full_disk_is_one_line(form: tuple[str, ...], unbuffered: str) -> None:
+    ids, _ = _golden("short")
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*COMMAND, str(GOLDEN), "--token-ids", ids, "--token-ids", ids, *form, *TOKENS],
+            env={**ENVIRONMENT, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "engine-core: error: standard output cannot be written: No space left on device"
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
 def test_refused_prompt_is_named() -> None:
     arguments = ("--token-ids", "1,2", "--token-ids", "1,99999", *TOKENS)
     done = _generate(GOLDEN, *arguments, code=1)
@@ -136,6 +157,13 @@ def test_only_a_line_feed_ends_a_prompt(where: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode().removesuffix("\n").split("\n")
     assert [json.loads(line)["prompt"] for line in lines] == prompts
+
+
+def test_standard_input_is_a_prompt_without_its_byte_order_mark(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    arguments = ("-", "--json", "--max-tokens", "1", *GREEDY)
+    result = json.loads(_generate(model, *arguments, stdin="\ufeffone\r\n\ufefftwo").stdout)
+    assert result["prompt"] == "one\n\ufefftwo"
 
 
 @pytest.mark.slow

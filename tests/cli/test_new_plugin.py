@@ -222,3 +222,13 @@ def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "exists already; nothing was written" in " ".join(done.stderr.split())
     assert [path.name for path in folder.iterdir()] == ["mine"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    done = runner.invoke(app, ["new-plugin", "rose", "--like", "llama", "--out", str(file)])
+    assert done.exit_code == 2
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert "engine-core-rose" in said
+    assert "cannot be written: Not a directory" in said
