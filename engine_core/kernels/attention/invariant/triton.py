@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine_core.kernels.attention.triton import (
+from engine_core.kernels.attention.tiles.triton import (
     load_tokens,
     num_multiprocessors,
     tile_logits,
