@@ -162,7 +162,12 @@ class DecodeGraphs(_Graphs):
         rows, positions = self._static[:, : len(logits)]
         sample_tokens(logits, rows, positions, self._state.last_tokens, self._state.sampling())
 
-    def begin(self, rows: Sequence[int], positions: Sequence[int], choice: Choice) -> Captured:
+    def begin(
+        self,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        choice: Choice = Choice.GREEDY,
+    ) -> Captured:
         """Set the rows, and the positions of the tokens they compute; returns what to replay.
 
         ``choice`` is one that every row's parameters can be followed with.

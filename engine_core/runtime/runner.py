@@ -306,7 +306,7 @@ class ModelRunner:
         count = len(rows)
         choices = [c for row in rows if (c := self._rows[row].choice) is not None]
         if len(choices) < count:
-            captured = graphs.begin(rows, starts, Choice.GREEDY)
+            captured = graphs.begin(rows, starts)
             every = list(range(count))
             turns = []
             for turn in range(plan.repeat):

@@ -130,7 +130,7 @@ def test_sampling_on_a_gpu_is_that_of_a_cpu() -> None:
         with golden_llm("llama-gqa", device=device, max_num_seqs=20) as llm:
             outputs = llm.generate(prompts, params)
             tokens.append([output.outputs[0].token_ids for output in outputs])
-    assert sum(cpu != gpu for cpu, gpu in zip(*tokens, strict=True)) <= 1
+    assert sum(cpu != gpu for cpu, gpu in zip(*tokens, strict=True)) <= 2
 
 
 @pytest.mark.parametrize("kinds", ["random", "adjusted"])
