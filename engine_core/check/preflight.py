@@ -62,7 +62,7 @@ from engine_core.nn.attention import Attention
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
 from engine_core.runtime.loader import build_on_meta, check_weights, keep_blocks
-from engine_core.runtime.memory import plan_cache
+from engine_core.runtime.memory import CachePlan, check_memory, plan_cache
 from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.source import open_files, read_config, refuse_quantized
 from engine_core.step_context import BuildContext
@@ -391,7 +391,7 @@ class _Check:
         per_token = sum(spec.bytes_per_token for spec in specs)
         planned = 0
         try:
-            planned = plan_cache(
+            plan = plan_cache(
                 specs,
                 block_size=block_size,
                 budget=budget,
@@ -399,10 +399,13 @@ class _Check:
                 max_model_len=max_model_len,
                 shorten=config.max_model_len is None,
                 enable_prefix_caching=config.enable_prefix_caching,
-            ).max_model_len
+            )
+            planned = plan.max_model_len
         except CacheMemoryError as error:
             if weights <= total:
                 self._add("memory-cache-too-small", "error", str(error))
+        else:
+            self._check_batch(plan, source, total)
         if 0 < planned < max_model_len:
             self._add(
                 "length-cut",
@@ -427,6 +430,21 @@ class _Check:
             full_sequences=blocks // -(-planned // block_size) if planned else 0,
             groups=tuple(CacheGroupInfo.of(spec, count) for spec, count in counts.items()),
         )
+
+    def _check_batch(self, plan: CachePlan, source: str, total: int) -> None:
+        if source == "memory" or any(p.code == "memory-cache-too-small" for p in self.problems):
+            # What is given is for weights and cache alone.
+            return
+        if source == "machine" and self.device is not None:
+            total = platform.rank_memory(self.device, self.config.tensor_parallel_size)
+        assert self.model_config is not None, "its network was built"
+        with self._collecting():
+            check_memory(
+                plan,
+                max_num_seqs=self.config.max_num_seqs,
+                vocab_size=self.model_config.vocab_size,
+                total=total,
+            )
 
     def compare(self, golden: Golden | None) -> None:
         """Load the model and compare it with ``golden``, or with transformers if it is None.

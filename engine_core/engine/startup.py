@@ -22,7 +22,7 @@ from engine_core.kernels import compiled
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
 from engine_core.runtime.executor import Executor, build_executor
-from engine_core.runtime.memory import CachePlan, plan_cache
+from engine_core.runtime.memory import CachePlan, check_memory, plan_cache
 from engine_core.runtime.phases import Phases
 from engine_core.runtime.source import ModelSource, open_model
 from engine_core.runtime.swap import count_swap_blocks
@@ -233,6 +233,12 @@ def _plan_cache(
         max_model_len=max_model_len,
         shorten=config.max_model_len is None,
         enable_prefix_caching=config.enable_prefix_caching,
+    )
+    check_memory(
+        plan,
+        max_num_seqs=config.max_num_seqs,
+        vocab_size=source.model_config.vocab_size,
+        total=platform.rank_memory(source.device, config.tensor_parallel_size),
     )
     if plan.max_model_len < max_model_len:
         logger.warning(

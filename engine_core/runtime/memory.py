@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine_core.configs import CacheConfig, KVCacheSpec
-from engine_core.errors import CacheMemoryError
+from engine_core.errors import CacheMemoryError, OptionError
+
+# What a row of the persistent batch takes besides its block tables. For each token of the
+# vocabulary: whether it is in the prompt, its count in the output and its bias, once a request asks
+# for them. And the sampler's numbers, the last token, the lengths and what the scheduler keeps.
+_ROW_BYTES_PER_TOKEN = 1 + 4 + 4
+_ROW_BYTES = 256
+_TABLE_ITEMSIZE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +89,33 @@ def plan_cache(
         bytes_per_block=bytes_per_block,
         max_model_len=max_model_len,
     )
+
+
+def check_memory(plan: CachePlan, *, max_num_seqs: int, vocab_size: int, total: int) -> None:
+    """Refuse a cache and a persistent batch that the memory could not hold if it were empty.
+
+    Args:
+        plan: the cache.
+        max_num_seqs: rows of the persistent batch.
+        vocab_size: columns of the logits.
+        total: bytes of memory.
+
+    Raises:
+        OptionError: the cache is larger, or the batch is too large beside it; names the setting.
+    """
+    cache = plan.bytes_per_block * plan.cache_config.num_blocks
+    if cache > total:
+        raise OptionError(
+            f"kv_cache_memory is for a KV cache of {cache} bytes, but there are {total}: set it "
+            "lower"
+        )
+    blocks = -(-plan.max_model_len // plan.cache_config.block_size)
+    row = (
+        len(plan.groups) * blocks * _TABLE_ITEMSIZE + vocab_size * _ROW_BYTES_PER_TOKEN + _ROW_BYTES
+    )
+    if max_num_seqs * row > total - cache:
+        raise OptionError(
+            f"max_num_seqs is {max_num_seqs}, and the batch takes up to {row} bytes a sequence, "
+            f"{max_num_seqs * row} in all, but the KV cache leaves {total - cache} of the {total} "
+            f"bytes that there are: set it to at most {(total - cache) // row}"
+        )

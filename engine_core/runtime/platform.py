@@ -107,6 +107,11 @@ def total_memory(device: torch.device) -> int:
     return memory
 
 
+def rank_memory(device: torch.device, num_ranks: int) -> int:
+    """Bytes of :func:`total_memory` for each of ``num_ranks``, which have a GPU each or share it."""
+    return total_memory(device) // (num_ranks if device.type == "cpu" else 1)
+
+
 def keep_freed_memory() -> None:
     """Have glibc's malloc keep what is freed for the next request instead of returning it.
 

@@ -24,7 +24,7 @@ from engine_core.check import CheckReport, Problem, check_model
 from engine_core.check.gpus import gpu_memory, gpu_names
 from engine_core.check.report import HINTS, Code
 from engine_core.cli import app
-from engine_core.errors import CacheMemoryError, ConfigError
+from engine_core.errors import CacheMemoryError, ConfigError, OptionError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "check-model.md"
 runner = CliRunner(env={"COLUMNS": "100"})
@@ -130,6 +130,16 @@ def test_a_cache_for_no_length_at_all(model: Model) -> None:
     assert problem.code == "memory-cache-too-small"
     assert problem.message.endswith("kv_cache_memory is 1024: raise it")
     with pytest.raises(CacheMemoryError) as caught:
+        LLM(str(model), config)
+    assert problem.message == str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_memory": 10**16}])
+def test_too_many_sequences_for_the_memory(model: Model, settings: dict[str, Any]) -> None:
+    config = EngineConfig(max_num_seqs=10**12, **settings)
+    [problem] = check_model(str(model), config).errors
+    assert problem.code == "option-invalid"
+    with pytest.raises(OptionError) as caught:
         LLM(str(model), config)
     assert problem.message == str(caught.value)
 

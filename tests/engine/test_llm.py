@@ -20,6 +20,7 @@ from engine_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     EngineDeadError,
+    OptionError,
     RequestError,
     UnknownArchitectureError,
 )
@@ -501,6 +502,20 @@ def test_a_length_is_cut_to_what_the_cache_holds_if_none_was_asked_for(
         blocks = 200_000 // (3 * 2 * 16 * 4 * 16) - 1
         assert llm.engine.max_model_len == blocks * 16
         assert "max_model_len is cut" in caplog.text
+        assert tokens(llm.generate(IDS[2], GREEDY)) == [PROMPTS[2].new_tokens]
+
+
+@pytest.mark.parametrize("number", [10**12, 10**20])
+def test_more_sequences_than_the_machine_has_memory_for_are_refused(number: int) -> None:
+    wanted = rf"max_num_seqs is {number}, .* bytes a sequence, .* set it to at most [1-9]\d*$"
+    with pytest.raises(OptionError, match=wanted):
+        LLM(MODEL, skip_tokenizer_init=True, max_num_seqs=number)
+    with pytest.raises(OptionError, match=r"kv_cache_memory is for .* set it lower$"):
+        LLM(MODEL, skip_tokenizer_init=True, max_num_seqs=number, kv_cache_memory=10**16)
+
+
+def test_many_sequences_at_once_are_no_harm() -> None:
+    with LLM(MODEL, skip_tokenizer_init=True, max_num_seqs=50_000) as llm:
         assert tokens(llm.generate(IDS[2], GREEDY)) == [PROMPTS[2].new_tokens]
 
 
