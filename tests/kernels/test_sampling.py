@@ -22,27 +22,32 @@ INF, NAN = float("inf"), float("nan")
 VOCABS = [1, 2, 7, 500, 1701]
 
 
-@pytest.fixture(params=["reference", "kernel", "kernel, nothing gathered"])
-def op(
-    request: pytest.FixtureRequest, launch_device: str, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Tensor, Tensor]]:
+Op = Callable[..., tuple[Tensor, Tensor]]
+# "one by one": too much is kept to be gathered, so that a program goes through the whole row.
+WAYS = ["reference", "kernels", "one by one"]
+
+
+@pytest.fixture
+def op(way: str, launch_device: str, monkeypatch: pytest.MonkeyPatch) -> Op:
     """The choice, by kernels with small blocks, so that a small vocabulary has many of them."""
-    if request.param == "reference":
+    if way == "reference":
         return sample_tokens
     from engine_core.kernels.sampling import triton
 
     monkeypatch.setattr(triton, "_BLOCK", 512)
     monkeypatch.setattr(triton, "_CHUNK", 256)
-    if request.param != "kernel":
+    monkeypatch.setattr(triton, "_WHOLE_CHUNK", 512)
+    if way == "one by one":
         monkeypatch.setattr(triton, "_MOST_CANDIDATES", 2)
     return triton.sample_tokens
 
 
 @pytest.fixture
-def device(op: Callable[..., tuple[Tensor, Tensor]], launch_device: str) -> str:
-    return "cpu" if op is sample_tokens else launch_device
+def device(way: str, launch_device: str) -> str:
+    return "cpu" if way == "reference" else launch_device
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_tokens_are_those_of_the_definition(
@@ -57,6 +62,7 @@ def test_the_tokens_are_those_of_the_definition(
     assert turned <= 0.01 * compared
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
 @pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
 def test_a_row_by_itself_chooses_the_same(op: Any, device: str, adjusted: bool) -> None:
     batch = make_sampling(7, 1500, torch.bfloat16, seed=3, adjusted=adjusted)
@@ -80,6 +86,7 @@ def of_equal_logits(rows: int, vocab: int, **numbers: float) -> Sampling:
     )
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
 def test_the_random_numbers_are_those_of_philox(op: Any, device: str) -> None:
     """Of equal logits the token's id tells 17 bits of the random number."""
     batch = of_equal_logits(2, 2**17)
@@ -88,6 +95,7 @@ def test_the_random_numbers_are_those_of_philox(op: Any, device: str) -> None:
     assert tokens.tolist() == (drawn * 2**17).to(torch.int64).tolist()
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("numbers", "kept"),
     [
@@ -107,6 +115,7 @@ def test_of_equal_logits_those_of_the_lowest_ids_are_kept(
     assert tokens.tolist() == (drawn * kept).to(torch.int64).tolist()
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
 def test_zeros_of_both_signs_are_equal(op: Any, device: str) -> None:
     batch = of_equal_logits(8, 600, top_k=100)
     batch.logits[:, ::2] = -0.0
@@ -115,6 +124,7 @@ def test_zeros_of_both_signs_are_equal(op: Any, device: str) -> None:
     assert tokens.tolist() == (drawn * 100).to(torch.int64).tolist()
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
 def test_what_means_nothing_has_a_status(op: Any, device: str) -> None:
     """Rows 6 and 7 are padding, and theirs mean nothing to anybody."""
     batch = of_equal_logits(8, 700)
@@ -146,6 +156,7 @@ def test_what_means_nothing_has_a_status(op: Any, device: str) -> None:
         assert int(ran.state.adjustments.output_counts.sum()) == 0
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
 def test_bans_end(op: Any, device: str) -> None:
     """Until the token at position 5 the first two of three tokens are banned."""
     adjustments = Adjustments(
@@ -166,6 +177,7 @@ def test_bans_end(op: Any, device: str) -> None:
     assert batch.positions.tolist() == [6]
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
 def test_no_rows(op: Any, device: str) -> None:
     batch = of_equal_logits(3, 5)
     none = Sampling(

@@ -36,8 +36,9 @@ _BLOCK = 4096
 _PIVOTS = 8
 # Most tokens that are gathered; above it the bounds are narrowed on all logits.
 _MOST_CANDIDATES = 16384
-# What the narrowing program looks at together.
-_CHUNK = 2048
+# What the narrowing program looks at together: of what was gathered, which is little, or of all.
+_CHUNK = 1024
+_WHOLE_CHUNK = 4096
 # Low bits that are the same for all logits of a type once they are float32.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
@@ -403,19 +404,17 @@ def _narrow(
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         pivots = tl.where(index == 3, middle, pivots)
         pivots = tl.minimum(tl.maximum(pivots, low + 1), high - 1)
-        counts = tl.zeros((4, CHUNK), tl.int32)
-        masses = tl.zeros((4, CHUNK), tl.int64)
+        count = tl.zeros((4,), tl.int32)
+        mass = tl.zeros((4,), tl.int64)
         for start in range(0, size, CHUNK):
             cols = start + tl.arange(0, CHUNK)
             mask = cols < size
             x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-            mass = _masses(_weights(x, peak, steepness), one)
+            masses = _masses(_weights(x, peak, steepness), one)
             keys = _key(x) >> shift
             above = (keys[None, :] >= pivots[:, None]) & mask[None, :]
-            counts += above.to(tl.int32)
-            masses += tl.where(above, mass[None, :], 0)
-        count = tl.sum(counts, axis=1)
-        mass = tl.sum(masses, axis=1)
+            count += tl.sum(above.to(tl.int32), axis=1)
+            mass += tl.sum(tl.where(above, masses[None, :], 0), axis=1)
         enough = mass >= needed if BY_MASS else count >= needed
         low = tl.max(tl.where(enough, pivots, low), axis=0)
         low_count = tl.min(tl.where(enough, count, low_count), axis=0)
@@ -756,6 +755,7 @@ def _settle_kernel(
     vocab,
     most,
     CHUNK: tl.constexpr,
+    WHOLE_CHUNK: tl.constexpr,
     one,
     UNUSED_BITS: tl.constexpr,
     LEAST_TEMPERATURE: tl.constexpr,
@@ -817,7 +817,7 @@ def _settle_kernel(
                 numbers_ptr,
                 u,
                 one,
-                CHUNK,
+                WHOLE_CHUNK,
                 LEAST_TEMPERATURE,
                 HAS_ADJUSTMENTS,
             )
@@ -991,9 +991,10 @@ def sample_tokens(
         logits.stride(0),
         most=most,
         CHUNK=_CHUNK,
+        WHOLE_CHUNK=_WHOLE_CHUNK,
         one=2.0**bits,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
         HAS_COUNTS=has_penalties,
-        **common,
+        **{**common, "num_warps": 16},
     )
     return tokens, status
