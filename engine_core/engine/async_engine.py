@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar, cast
 from engine_core.cache import KVCacheGroup
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.engine import process
+from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.frontend import Frontend, Message, Prompt, State, choose_tokenizer
 from engine_core.engine.process import Decoder, Failure, Found, Ready
 from engine_core.errors import (
@@ -260,16 +261,19 @@ class AsyncEngine:
                 seconds at most on a GPU, but minutes for a long prompt of a large model on a CPU.
 
         Raises:
+            ConfigError: an argument is of another type, or out of range.
             EngineError: the model cannot run; which part of the tree says why.
             EngineDeadError: the process ended before it was ready.
         """
-        config = config or EngineConfig()
-        if max_queued_requests is not None and max_queued_requests < 0:
+        model, config = check_model_and_config(model, config)
+        if max_queued_requests is not None and not (
+            _is_number(max_queued_requests) and max_queued_requests >= 0
+        ):
             raise ConfigError(
-                f"max_queued_requests is a number of sequences or None, got {max_queued_requests}"
+                f"max_queued_requests is a number of sequences or None, got {max_queued_requests!r}"
             )
-        if step_timeout is not None and not step_timeout > 0:
-            raise ConfigError(f"step_timeout is a number of seconds or None, got {step_timeout}")
+        if step_timeout is not None and not (_is_number(step_timeout) and step_timeout > 0):
+            raise ConfigError(f"step_timeout is a number of seconds or None, got {step_timeout!r}")
         link = await _Link.open(model, config)
         try:
             found = await link.expect(Found)
@@ -383,9 +387,14 @@ class AsyncEngine:
             EngineDeadError: the engine process has ended, or is to end.
         """
         self._check_alive()
-        if timeout is not None and not timeout >= 0:
+        if timeout is not None and not (_is_number(timeout) and timeout >= 0):
             raise RequestError(f"a timeout is a number of seconds, got {timeout!r}")
+        if arrival_time is not None and not _is_number(arrival_time):
+            raise RequestError(f"arrival_time is a number of seconds, got {arrival_time!r}")
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        for what, items in (("prompts", prompts), ("request_ids", request_ids or ())):
+            if not isinstance(items, Sequence) or isinstance(items, str | bytes):
+                raise RequestError(f"{what} must be a list with one for each, got {items!r}")
         names: Sequence[str | None] = [None] * len(prompts) if request_ids is None else request_ids
         if len(names) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts need as many request ids, got {len(names)}")
@@ -790,6 +799,10 @@ def _open_text(
         return tokenizer, None
     registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
     return tokenizer, registry.input_processor(found.model_config)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _text_length(prompt: Any) -> int:

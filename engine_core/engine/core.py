@@ -166,6 +166,7 @@ class EngineCore:
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """See :meth:`Engine.trace_layers`."""
+        self.check_alive()
         return self.executor.trace_layers()
 
     def close(self) -> None:

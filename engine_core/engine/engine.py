@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
+from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.core import EngineCore
 from engine_core.engine.frontend import Frontend, Prompt
 from engine_core.engine.interrupts import held_interrupt
@@ -38,7 +39,7 @@ class Engine:
         Raises:
             EngineError: it cannot run.
         """
-        self.config = config or EngineConfig()
+        model, self.config = check_model_and_config(model, config)
         opened = open_engine(model, self.config)
         self.model_config: ModelConfig = opened.source.model_config
         with opened.phases.timed("tokenizer"):
@@ -134,7 +135,7 @@ class Engine:
         return state.request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; None if it is not running (any more)."""
+        """End a request now; None if it is not running, as after :meth:`close`."""
         state = self.frontend.drop(request_id)
         if state is None:
             return None
@@ -189,6 +190,7 @@ class Engine:
 
         Raises:
             ConfigError: ``tensor_parallel_size`` is above 1, or a GPU is used without ``eager``.
+            EngineDeadError: the engine has stopped, or was closed.
         """
         return self.core.trace_layers()
 

@@ -548,7 +548,7 @@ def render_chat_text(
     Raises:
         RequestError: the messages do not fit the template, or there is none.
     """
-    variables = template_kwargs or {}
+    variables = {} if template_kwargs is None else template_kwargs
     check_variables(variables)
     if chat_template is None and not tokenizer.chat_templates:
         chat_template = model_config.default_chat_template

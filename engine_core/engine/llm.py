@@ -12,11 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.configs.sampling import BeamSearchParams
+from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.beam import BeamSearchOutput, beam_search
 from engine_core.engine.engine import Engine
 from engine_core.engine.frontend import Message, Prompt, TokensPrompt
 from engine_core.engine.interrupts import held_interrupt
-from engine_core.errors import ConfigError, RequestError
+from engine_core.errors import RequestError
 from engine_core.steps import RequestOutput
 from engine_core.text import Tokenizer
 
@@ -48,19 +49,7 @@ class LLM:
             ConfigError: ``model`` is no path or text, or ``config`` no :class:`EngineConfig`.
             EngineError: it cannot run.
         """
-        path = os.fspath(model) if isinstance(model, os.PathLike) else model
-        if not isinstance(path, str):
-            raise ConfigError(
-                "a model is the path of a checkpoint folder or a GGUF file, or a hub id, as text; "
-                f"got {model!r}"
-            )
-        if config is None:
-            config = EngineConfig()
-        if not isinstance(config, EngineConfig):
-            raise ConfigError(
-                f"config must be an EngineConfig, got {config!r}; single fields may be given as "
-                "keywords"
-            )
+        path, config = check_model_and_config(model, config)
         self.engine = Engine(path, config.replace(**overrides) if overrides else config)
         # Several streams may be read in turn: what a step brings for another waits here.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
@@ -123,8 +112,9 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served, or what is given with it is of another type;
                 names which. Nothing is run then.
-            EngineDeadError: the model failed.
+            EngineDeadError: the model failed, or was closed.
         """
+        self.engine.core.check_alive()
         every = _as_prompts(prompts)
         params = _one_each(sampling_params, len(every), "sampling_params")
         priorities = _one_each(priority, len(every), "priorities")
@@ -152,7 +142,7 @@ class LLM:
 
         Raises:
             RequestError: the prompt cannot be served, or ``sampling_params`` is of another type.
-            EngineDeadError: the model failed.
+            EngineDeadError: the model failed, or was closed.
         """
         outputs = self._stream(self._add(prompt, sampling_params, streaming=True))
         # Up to its first yield: a generator that never began would not clean up after itself.
@@ -176,8 +166,9 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served, which it names, or ``params`` is of another
                 type.
-            EngineDeadError: the model failed.
+            EngineDeadError: the model failed, or was closed.
         """
+        self.engine.core.check_alive()
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be a BeamSearchParams, got {params!r}")
         every = []
@@ -210,7 +201,9 @@ class LLM:
 
         Raises:
             RequestError: the messages do not fit the template, or there is none.
+            EngineDeadError: the model failed, or was closed.
         """
+        self.engine.core.check_alive()
         conversations = _as_conversations(messages)
         prompts: list[Prompt] = [
             self.render_chat(conversation, add_generation_prompt, chat_template, tools)
@@ -228,6 +221,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation as :meth:`stream` completes a prompt."""
+        self.engine.core.check_alive()
         prompt = self.render_chat(messages, add_generation_prompt, chat_template, tools)
         return self.stream(prompt, sampling_params)
 

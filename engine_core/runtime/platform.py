@@ -108,7 +108,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def rank_memory(device: torch.device, num_ranks: int) -> int:
-    """Bytes of :func:`total_memory` for each of ``num_ranks``, which have a GPU each or share it."""
+    """Bytes of :func:`total_memory` for each rank: each has a GPU, or all share the host's."""
     return total_memory(device) // (num_ranks if device.type == "cpu" else 1)
 
 

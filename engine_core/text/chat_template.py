@@ -44,8 +44,14 @@ def choose_chat_template(
         with_tools: whether the request brings tools; then "tool_use" goes before "default".
 
     Raises:
-        RequestError: nothing was requested and there is no default.
+        RequestError: nothing was requested and there is no default, or what was is no text.
     """
+    if requested is not None and not isinstance(requested, str):
+        raise RequestError(
+            "chat_template must be a template's text or the name of one of the tokenizer's, got "
+            f"{requested!r}",
+            param="chat_template",
+        )
     if requested is not None:
         return templates.get(requested, requested)
     if with_tools and TOOL_TEMPLATE in templates:
@@ -70,8 +76,14 @@ def check_variables(variables: Mapping[str, Any]) -> None:
         variables: the ``chat_template_kwargs`` of a request.
 
     Raises:
-        RequestError: names the first of them.
+        RequestError: names the first of them, or they are no dictionary of names.
     """
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise RequestError(
+            "chat_template_kwargs must be a dictionary of the template's variables by name, got "
+            f"{variables!r}",
+            param="chat_template_kwargs",
+        )
     for name in _NOT_VARIABLES:
         if name in variables:
             param = f"chat_template_kwargs.{name}"
@@ -99,9 +111,15 @@ def render_chat_template(
         variables: further names for the template: special tokens, and what the request passes.
 
     Raises:
-        RequestError: malformed messages or tools, or an error in or from the template.
+        RequestError: malformed messages or tools, or an error in or from the template;
+            ``add_generation_prompt`` is no truth value.
     """
     compiled = _compile(template)
+    if not isinstance(add_generation_prompt, bool):
+        raise RequestError(
+            f"add_generation_prompt must be true or false, got {add_generation_prompt!r}",
+            param="add_generation_prompt",
+        )
     try:
         names = {
             "documents": None,

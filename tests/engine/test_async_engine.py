@@ -512,7 +512,14 @@ REFUSED = {
 MISUSED = {
     "priority": ({"priority": "high"}, "a priority is an integer, got 'high'"),
     "timeout": ({"timeout": float("nan")}, "a timeout is a number of seconds, got nan"),
+    "timeout as text": ({"timeout": "1"}, "a timeout is a number of seconds, got '1'"),
     "request id": ({"request_id": 7}, "a request id is a string, got 7"),
+}
+MISUSED_LISTS = {
+    "prompts": ({"prompts": "ab"}, "prompts must be a list with one for each, got 'ab'"),
+    "no prompts": ({"prompts": 5}, "prompts must be a list with one for each, got 5"),
+    "request ids": ({"request_ids": "a"}, "request_ids must be a list with one for each, got 'a'"),
+    "arrival time": ({"arrival_time": "now"}, "arrival_time is a number of seconds, got 'now'"),
 }
 
 
@@ -522,6 +529,30 @@ def test_arguments_that_mean_nothing_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         run(engine.add_request([1, 2], GREEDY, **values))
+
+
+@pytest.mark.parametrize(("values", "message"), MISUSED_LISTS.values(), ids=MISUSED_LISTS.keys())
+def test_lists_that_are_none_are_refused(
+    run: Run, engine: AsyncEngine, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        run(engine.add_requests(**{"prompts": [[1, 2]], "sampling_params": GREEDY, **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": 5}, "got 5"),
+        ({"config": {}}, "config must be an EngineConfig, got {}"),
+        ({"max_queued_requests": "x"}, "max_queued_requests is a number .*, got 'x'"),
+        ({"step_timeout": "x"}, "step_timeout is a number .*, got 'x'"),
+    ],
+)
+def test_what_no_engine_can_be_made_of_is_refused(
+    run: Run, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(AsyncEngine.start(**{"model": MODEL, **values}))
 
 
 def test_parameters_of_another_type_are_refused(run: Run, engine: AsyncEngine) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from golden_fixtures import GOLDEN, golden_prompts
+from serving import write_tiny_model
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.configs.sampling import BeamSearchParams
@@ -298,6 +299,30 @@ def test_a_request_id_is_taken_once(llm: LLM) -> None:
     assert llm.engine.abort("mine") is None
 
 
+CHAT_ARGUMENTS = {
+    "chat_template": ({"chat_template": 5}, "chat_template must be .*, got 5"),
+    "add_generation_prompt": (
+        {"add_generation_prompt": "x"},
+        "add_generation_prompt must be true or false, got 'x'",
+    ),
+    "tools": ({"tools": 5}, "tools must be a list of JSON schemas, got int"),
+    "messages": ({"messages": 5}, "messages must be a list"),
+    "sampling_params": ({"sampling_params": 5}, "sampling_params must be a SamplingParams"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), CHAT_ARGUMENTS.values(), ids=CHAT_ARGUMENTS.keys())
+def test_arguments_of_a_chat_of_another_type_are_refused_by_name(
+    given: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with LLM(write_tiny_model(tmp_path), kv_cache_memory=2**20) as llm:
+        arguments = {"messages": [{"role": "user", "content": "Hello"}], **given}
+        with pytest.raises(RequestError, match=message):
+            llm.chat(**arguments)
+        with pytest.raises(RequestError, match=message):
+            llm.stream_chat(**arguments)
+
+
 def test_chat_without_a_tokenizer_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="cannot chat"):
         llm.chat([{"role": "user", "content": "Hello"}])
@@ -391,6 +416,28 @@ def test_closing_frees_the_model_and_refuses_more_work() -> None:
     with pytest.raises(EngineDeadError, match="closed"):
         llm.generate(IDS[0], GREEDY)
     llm.close()
+
+
+def test_every_way_to_work_says_that_the_engine_was_closed() -> None:
+    llm = LLM(MODEL, skip_tokenizer_init=True)
+    running = llm.stream(IDS[2], GREEDY)
+    llm.close()
+    search = BeamSearchParams(beam_width=2, max_tokens=2)
+    ways: list[Callable[[], object]] = [
+        lambda: llm.generate([]),
+        lambda: llm.stream(IDS[2]),
+        lambda: llm.chat([{"role": "user", "content": "Hello"}]),
+        lambda: llm.stream_chat([{"role": "user", "content": "Hello"}]),
+        lambda: llm.beam_search(IDS[2], search),
+        lambda: llm.engine.add_request(IDS[2]),
+        lambda: llm.engine.step(),
+        lambda: llm.engine.trace_layers(),
+        lambda: next(running),
+    ]
+    for way in ways:
+        with pytest.raises(EngineDeadError, match="the engine was closed"):
+            way()
+    assert llm.engine.abort("request-0") is None
 
 
 def test_a_failing_model_ends_the_engine_with_its_root_cause() -> None:

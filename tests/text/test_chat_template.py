@@ -176,6 +176,12 @@ def test_variables_that_the_engine_sets_are_refused(name: str) -> None:
     check_variables({"enable_thinking": False, "bos_token": "<s>"})
 
 
+@pytest.mark.parametrize("variables", [[], ["a"], 5, "x", {1: 2}])
+def test_variables_without_names_are_refused(variables: Any) -> None:
+    with pytest.raises(RequestError, match="chat_template_kwargs must be a dictionary"):
+        check_variables(variables)
+
+
 def test_messages_are_not_changed(byte_level: Tokenizer) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}], "thinking": "hm"}]
     before = json.dumps(messages)

@@ -1,0 +1,33 @@
+"""What an engine is made of, as callers give it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from engine_core.configs import EngineConfig
+from engine_core.errors import ConfigError
+
+
+def check_model_and_config(model: Any, config: Any) -> tuple[str, EngineConfig]:
+    """The model's name as text, and the engine's settings; the default ones if None.
+
+    Raises:
+        ConfigError: ``model`` is no path or text, or ``config`` no :class:`EngineConfig`.
+    """
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(name, str):
+        raise ConfigError(
+            "a model is the path of a checkpoint folder or a GGUF file, or a hub id, as text; "
+            f"got {model!r}"
+        )
+    if config is None:
+        config = EngineConfig()
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(
+            f"config must be an EngineConfig, got {config!r}; LLM takes single fields as keywords"
+        )
+    return name, config
+
+
+__all__ = ["check_model_and_config"]
