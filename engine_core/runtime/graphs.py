@@ -193,11 +193,12 @@ class DecodeGraphs(_Graphs):
         self._graphs.clear()
 
     def _get(self, bucket: int, choice: Choice) -> Captured:
-        adjustments = self._state.sampling().adjustments
-        if choice is Choice.ADJUSTED and adjustments is not self._adjustments:
-            self._adjustments = adjustments
-            for key in [key for key in self._graphs if key[1] is Choice.ADJUSTED]:
-                del self._graphs[key]
+        if choice is Choice.ADJUSTED:
+            adjustments = self._state.sampling().adjustments
+            if adjustments is not self._adjustments:
+                self._adjustments = adjustments
+                for key in [key for key in self._graphs if key[1] is Choice.ADJUSTED]:
+                    del self._graphs[key]
         key = (bucket, choice)
         if key not in self._graphs:
             self._static[0] = self._state.max_rows
