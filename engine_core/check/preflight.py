@@ -64,7 +64,7 @@ from engine_core.runtime import platform
 from engine_core.runtime.loader import build_on_meta, check_weights, keep_blocks
 from engine_core.runtime.memory import CachePlan, check_memory, plan_cache
 from engine_core.runtime.packing import weight_bytes
-from engine_core.runtime.source import open_files, read_config, refuse_quantized
+from engine_core.runtime.source import check_revision, open_files, read_config, refuse_quantized
 from engine_core.step_context import BuildContext
 from engine_core.text import Tokenizer
 
@@ -164,6 +164,8 @@ class _Check:
             self.device = (
                 platform.resolve_device(config) if self.gpu is None else torch.device("cuda")
             )
+        with self._collecting():
+            check_revision(self.model, config)
         with self._collecting():
             self.path = resolve_model(self.model, config.revision)
         if self.path is None:

@@ -12,7 +12,7 @@ from engine_core.checkpoint.checkpoint import (
 from engine_core.checkpoint.disk_cache import DiskCache
 from engine_core.checkpoint.files import TensorHeader
 from engine_core.checkpoint.gguf import GGUFAdapter, GGUFFile
-from engine_core.checkpoint.resolve import resolve_model
+from engine_core.checkpoint.resolve import is_local, resolve_model
 
 __all__ = [
     "Checkpoint",
@@ -21,6 +21,7 @@ __all__ = [
     "GGUFFile",
     "TensorHeader",
     "apply_overrides",
+    "is_local",
     "open_checkpoint",
     "read_generation_config",
     "resolve_model",

@@ -52,6 +52,14 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     return _download(model, revision)
 
 
+def is_local(model: str) -> bool:
+    """Whether a folder or file of this machine has the name ``model``."""
+    try:
+        return Path(model).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # what is no path
+        return False
+
+
 def _is_hub_id(model: str) -> bool:
     return (
         _HUB_ID.fullmatch(model) is not None

@@ -59,13 +59,17 @@ class EngineConfig(FrozenConfig):
         description="Which weight files to read; dummy makes random weights and reads none.",
     )
     revision: str | None = Field(
-        default=None, description="Branch, tag or commit of a hub id; the hub's default if not set."
+        default=None,
+        min_length=1,
+        description="Branch, tag or commit of a hub id; the hub's default if not set.",
     )
     hf_overrides: dict[str, Any] = Field(
         default_factory=dict, description="Keys of config.json to replace, as JSON."
     )
     tokenizer: str | None = Field(
-        default=None, description="Folder with another tokenizer than the model's."
+        default=None,
+        min_length=1,
+        description="Folder with another tokenizer than the model's.",
     )
     skip_tokenizer_init: bool = Field(
         default=False, description="Read no tokenizer: prompts and results are token ids."
@@ -144,6 +148,15 @@ class EngineConfig(FrozenConfig):
         if isinstance(value, bool | bytes):
             raise ValueError("a number is expected")
         return value
+
+    @model_validator(mode="after")
+    def _one_tokenizer_or_none(self) -> Self:
+        if self.tokenizer is not None and self.skip_tokenizer_init:
+            raise ValueError(
+                f"tokenizer names {self.tokenizer!r}, and skip_tokenizer_init says that none is "
+                "read; leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_gpu(self) -> Self:

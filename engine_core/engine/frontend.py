@@ -17,7 +17,7 @@ from engine_core.checkpoint import resolve_model
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.configs.generation import default_sampling_params
 from engine_core.engine.sampling import resolve_sampling
-from engine_core.errors import RequestError
+from engine_core.errors import CheckpointNotFoundError, RequestError
 from engine_core.inputs import InputProcessor, ProcessedPrompt
 from engine_core.steps import (
     CompletionOutput,
@@ -579,7 +579,11 @@ def choose_tokenizer(
         return None
     sentencepiece = None if model_config is None else model_config.sentencepiece
     if config.tokenizer is not None:
-        return load_tokenizer(resolve_model(config.tokenizer, config.revision), sentencepiece)
+        try:
+            path = resolve_model(config.tokenizer, config.revision)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(f"tokenizer: {error}") from error
+        return load_tokenizer(path, sentencepiece)
     return load_tokenizer(folder(), sentencepiece)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_core.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from engine_core.checkpoint import Checkpoint, is_local, open_checkpoint, resolve_model
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig
 from engine_core.errors import ConfigError, CorruptCheckpointError, OptionError
 from engine_core.registry import Registry
@@ -74,6 +74,7 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
     Raises:
         EngineError: it cannot run; which part of the tree says why.
     """
+    check_revision(model, config)
     device = platform.resolve_device(config)
     checkpoint = open_files(model, config, registry, device)
     refuse_quantized(checkpoint.hf_config)
@@ -88,6 +89,21 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
         dtype=getattr(torch, platform.resolve_dtype(config, device, model_config.dtype)),
         has_input_processor=registry.input_processor(model_config) is not None,
     )
+
+
+def check_revision(model: str, config: EngineConfig) -> None:
+    """Refuse a revision of what is no hub id.
+
+    Raises:
+        OptionError: model and tokenizer are both on this machine, or the tokenizer is the model's.
+    """
+    named = {"model": model, "tokenizer": config.tokenizer}
+    local = [f"{what} {name!r}" for what, name in named.items() if name is not None]
+    if config.revision is not None and all(is_local(name) for name in named.values() if name):
+        raise OptionError(
+            f"revision {config.revision!r} is for a hub id, but the {' and the '.join(local)} "
+            f"{'is' if len(local) == 1 else 'are'} on this machine: leave it out"
+        )
 
 
 def open_files(

@@ -144,6 +144,15 @@ def test_too_many_sequences_for_the_memory(model: Model, settings: dict[str, Any
     assert problem.message == str(caught.value)
 
 
+def test_a_revision_of_a_folder(model: Model) -> None:
+    config = EngineConfig(revision="main")
+    [problem] = check_model(str(model), config).errors
+    assert problem.code == "option-invalid"
+    with pytest.raises(OptionError) as caught:
+        LLM(str(model), config)
+    assert problem.message == str(caught.value)
+
+
 def test_an_option_that_does_not_fit_is_not_the_configs_fault(model: Model) -> None:
     wrong: dict[str, tuple[dict[str, Any], str | None]] = {
         "of this size cannot be split over 3 ranks": ({"tensor_parallel_size": 3}, None),

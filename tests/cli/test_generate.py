@@ -132,6 +132,12 @@ def test_a_full_disk_is_one_line(form: tuple[str, ...], unbuffered: str) -> None
     assert "Exception ignored" not in done.stderr
 
 
+def test_an_empty_tokenizer_is_named() -> None:
+    done = _generate(GOLDEN, "Hello", "--tokenizer", "", code=2)
+    assert "--tokenizer: " in done.stderr
+    assert "model" not in done.stderr
+
+
 def test_refused_prompt_is_named() -> None:
     arguments = ("--token-ids", "1,2", "--token-ids", "1,99999", *TOKENS)
     done = _generate(GOLDEN, *arguments, code=1)

@@ -501,6 +501,33 @@ def test_what_is_no_config_is_refused(config: Any) -> None:
         LLM(MODEL, config)
 
 
+def test_a_revision_of_what_is_on_this_machine_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    with pytest.raises(
+        OptionError, match=f"revision 'main' is for a hub id, but the model '{folder}"
+    ):
+        LLM(folder, revision="main")
+    with pytest.raises(OptionError, match=f"the model '{folder}' and the tokenizer '{tmp_path}'"):
+        LLM(folder, revision="main", tokenizer=str(tmp_path))
+
+
+def test_a_tokenizer_that_is_not_to_be_read_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer names 'x', and skip_tokenizer_init says"):
+        EngineConfig(tokenizer="x", skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "revision"])
+def test_an_empty_name_in_a_config_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"EngineConfig\.{name}: .*, got ''"):
+        EngineConfig(**{name: ""})
+
+
+def test_a_tokenizer_that_is_not_there_is_called_one(tmp_path: Path) -> None:
+    missing = tmp_path / "no-such-folder"
+    with pytest.raises(CheckpointNotFoundError, match=f"^tokenizer: '{missing}' does not exist"):
+        LLM(MODEL, tokenizer=str(missing))
+
+
 def test_a_path_is_a_model() -> None:
     with LLM(GOLDEN / "llama-gqa", skip_tokenizer_init=True) as llm:
         assert tokens(llm.generate(IDS[2], GREEDY)) == [PROMPTS[2].new_tokens]
