@@ -103,7 +103,8 @@ class ModelRunner:
             eos_token_ids: what ``min_tokens`` forbids besides a request's own stop tokens.
             eager: launch every kernel one by one, also where CUDA graphs could be replayed or, on a
                 CPU, recorded steps.
-            capture_at_start: capture all graphs now, not each when it is first needed.
+            capture_at_start: capture greedy decode steps and prompts that come alone now, not each
+                when it is first needed.
             grammar_compiler: makes what guided requests need, at the first of them.
         """
         self.model = model
