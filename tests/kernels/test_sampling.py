@@ -187,6 +187,39 @@ def test_no_rows(op: Any, device: str) -> None:
     assert tokens.shape == status.shape == (0,)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
+def test_a_cuda_graph_goes_on_by_itself(adjusted: bool) -> None:
+    """A replay reads the tensors as they are then, and leaves them as a launch would."""
+    batch = make_sampling(16, 20000, torch.bfloat16, seed=4, adjusted=adjusted)
+    captured, launched = batch.on("cuda"), batch.on("cuda")
+
+    def step(of: Sampling) -> tuple[Tensor, Tensor]:
+        return sample_tokens(of.logits, of.rows, of.positions, of.last_tokens, of.state)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(batch.on("cuda"))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = step(captured)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for _ in range(20):
+        captured.logits.normal_(generator=generator).mul_(3)
+        launched.logits.copy_(captured.logits)
+        graph.replay()
+        for replayed, expected in zip(results, step(launched), strict=True):
+            assert torch.equal(replayed, expected)
+        assert torch.equal(captured.positions, launched.positions)
+        assert torch.equal(captured.last_tokens[:-1], launched.last_tokens[:-1])
+    if captured.state.adjustments is not None and launched.state.adjustments is not None:
+        counts = captured.state.adjustments.output_counts
+        assert counts is not None
+        assert torch.equal(counts, launched.state.adjustments.output_counts)
+
+
 def test_preconditions() -> None:
     batch = of_equal_logits(2, 5)
 
