@@ -65,6 +65,7 @@ from engine_core.runtime.loader import build_on_meta, check_weights, keep_blocks
 from engine_core.runtime.memory import CachePlan, check_memory, plan_cache
 from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.source import check_revision, open_files, read_config, refuse_quantized
+from engine_core.runtime.worker import complete_context
 from engine_core.step_context import BuildContext
 from engine_core.text import Tokenizer
 
@@ -297,12 +298,10 @@ class _Check:
         if self.model_class is None:
             return
         with self._collecting():
-            mode = self.config.quantization
-            context = BuildContext(
-                dtype=getattr(torch, dtype),
-                tp_size=self.config.tensor_parallel_size,
-                quantization=None if mode == "gguf" else mode,
-                deterministic=self.config.deterministic,
+            context = complete_context(
+                BuildContext(tp_size=self.config.tensor_parallel_size),
+                self.config,
+                getattr(torch, dtype),
             )
             self.network = build_on_meta(self.model_class, model_config, context)
         max_model_len = None
@@ -321,7 +320,7 @@ class _Check:
                         "checkpoint has both: if they differ, it will be refused",
                         pair,
                     )
-                if mode == "gguf":
+                if self.config.quantization == "gguf":
                     keep_blocks(self.network, checkpoint, account)
             except WeightsMismatchError as error:
                 self._add_mismatch(error)

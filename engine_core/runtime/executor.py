@@ -24,10 +24,11 @@ from engine_core.errors import ConfigError, EngineDeadError, EngineError, Option
 from engine_core.runtime import platform
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
+from engine_core.runtime.loader import build_on_meta
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.runner import PendingStep
 from engine_core.runtime.source import ModelSource, open_model
-from engine_core.runtime.worker import Worker, WorkerReport
+from engine_core.runtime.worker import Worker, WorkerReport, complete_context
 from engine_core.step_context import BuildContext
 from engine_core.steps import StepPlan, StepResult
 
@@ -69,7 +70,9 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
     """The executor that ``config.tensor_parallel_size`` asks for.
 
     Raises:
-        OptionError: the devices are not those that the ranks need.
+        OptionError: the devices are not those that the ranks need, or the model cannot be split
+            over so many.
+        ConfigError: its class cannot be built from its config.
     """
     if config.tensor_parallel_size == 1:
         return InProcessExecutor(source, config)
@@ -88,6 +91,11 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
             raise OptionError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}, but there are {count} GPUs"
             )
+    # Each rank would find out by itself, after all of them were started.
+    context = complete_context(
+        BuildContext(tp_size=config.tensor_parallel_size), config, source.dtype
+    )
+    build_on_meta(source.model_class, source.model_config, context)
     return ProcessExecutor(source, config)
 
 

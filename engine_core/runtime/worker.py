@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
+
 from engine_core.configs import EngineConfig, KVCacheSpec, SchedulerConfig
 from engine_core.errors import ConfigError
 from engine_core.nn.attention import Attention
@@ -43,6 +45,18 @@ class WorkerReport:
     phases: Phases
 
 
+def complete_context(
+    context: BuildContext, config: EngineConfig, dtype: torch.dtype
+) -> BuildContext:
+    """``context``, which says which rank it is, with what ``config`` says of the model's layers."""
+    return replace(
+        context,
+        dtype=dtype,
+        quantization=config.quantization if config.quantization != "gguf" else None,
+        deterministic=config.deterministic,
+    )
+
+
 class Worker:
     """One rank of a model. Call :meth:`load`, then :meth:`start`, then :meth:`submit`."""
 
@@ -50,13 +64,7 @@ class Worker:
         """``context`` says which rank it is; its dtype is taken from ``source``."""
         self._source = source
         self._config = config
-        at_load = config.quantization if config.quantization != "gguf" else None
-        self._context = replace(
-            context,
-            dtype=source.dtype,
-            quantization=at_load,
-            deterministic=config.deterministic,
-        )
+        self._context = complete_context(context, config, source.dtype)
         self._runner: ModelRunner | None = None
         self._trace: LayerTrace | None = None
 

@@ -11,7 +11,7 @@ import pytest
 from golden_fixtures import GOLDEN, golden_prompts
 
 from engine_core import LLM, EngineConfig, SamplingParams
-from engine_core.errors import EngineDeadError, PluginLoadError, WeightsMismatchError
+from engine_core.errors import EngineDeadError, OptionError, PluginLoadError, WeightsMismatchError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
@@ -105,10 +105,33 @@ def test_a_custom_module_map_reaches_every_rank(tmp_path: Path) -> None:
     assert not multiprocessing.active_children()
 
 
-def test_heads_that_cannot_be_shared_are_refused() -> None:
-    wrong = config(hf_overrides={"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 8})
-    with pytest.raises(Exception, match=r"number of query heads \(7\) is not divisible"):
-        LLM(str(GOLDEN / "llama-gqa"), wrong)
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 8},
+            r"number of query heads \(7\) is not divisible",
+        ),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
+            r"number of key and value heads \(3\) is not divisible",
+        ),
+        ({"intermediate_size": 85}, r"\(85\) is not divisible by tensor_parallel_size \(2\)"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_a_rank_is_started(
+    sizes: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "processes"
+    file = tmp_path / "noted.py"
+    # Every process reads the module map.
+    file.write_text(
+        f"import os\nwith open({str(log)!r}, 'a') as log:\n    print(os.getpid(), file=log)\n"
+        "MODULE_MAP = {}\n"
+    )
+    with pytest.raises(OptionError, match=message):
+        LLM(str(GOLDEN / "llama-gqa"), config(hf_overrides=sizes, custom_module_map=str(file)))
+    assert {int(line) for line in log.read_text().split()} == {os.getpid()}
     assert not multiprocessing.active_children()
 
 
