@@ -36,9 +36,8 @@ _BLOCK = 4096
 _PIVOTS = 8
 # Most tokens that are gathered; above it the bounds are narrowed on all logits.
 _MOST_CANDIDATES = 16384
-# What the narrowing program looks at together: of what was gathered, which is little, or of all.
-_CHUNK = 1024
-_WHOLE_CHUNK = 4096
+# What the narrowing program looks at together.
+_CHUNK = 2048
 # Low bits that are the same for all logits of a type once they are float32.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
@@ -91,20 +90,13 @@ def _value(key):
 
 
 @triton.jit
-def _steepness(numbers_ptr, LEAST_TEMPERATURE: tl.constexpr):
-    """The reciprocal of a row's temperature, with which a row that is drawn weighs its logits."""
-    temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
-    return tl.div_rn(1.0, temperature)
+def _weights(x, peak, temperature):
+    return tl.exp(tl.div_rn(x - peak, temperature))
 
 
 @triton.jit
-def _weights(x, peak, steepness):
-    return tl.exp((x - peak) * steepness)
-
-
-@triton.jit
-def _masses(weights, one):
-    return (weights * one).to(tl.int64)
+def _masses(weights, ONE: tl.constexpr):
+    return (weights * ONE).to(tl.int64)
 
 
 @triton.jit
@@ -145,7 +137,7 @@ def _take(
     last_tokens_ptr,
     kinds_ptr,
     counts_ptr,
-    vocab,
+    VOCAB: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
 ):
     """Make ``token`` the row's one."""
@@ -155,7 +147,7 @@ def _take(
     # Rows of padding share a row.
     if HAS_COUNTS:
         is_counted = is_live & ((tl.load(kinds_ptr + row) & 4) != 0)
-        count_ptr = counts_ptr + row * vocab + token
+        count_ptr = counts_ptr + row * VOCAB + token
         count = tl.load(count_ptr, mask=is_counted, other=0)
         tl.store(count_ptr, count + 1, mask=is_counted)
 
@@ -187,12 +179,12 @@ def _peaks_kernel(
     counts_ptr,
     row_stride,
     ban_width,
-    vocab,
+    VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
-    num_blocks,
+    BLOCKS: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
     PIVOTS: tl.constexpr,
-    farthest,
+    FARTHEST: tl.constexpr,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -208,28 +200,28 @@ def _peaks_kernel(
     live = position >= 0
     numbers_ptr += row * 7
     cols = block * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < tl.where(live, vocab, 0)
+    mask = cols < tl.where(live, VOCAB, 0)
     x = tl.load(logits_ptr + place * row_stride + cols, mask=mask, other=float("-inf"))
     x = x.to(tl.float32)
     if HAS_ADJUSTMENTS:
         # A comparison loses NaN, infinity wins it.
         raw_best = tl.max(tl.where(x == x, x, float("inf")), axis=0)
-        tl.store(raw_best_ptr + place * num_blocks + block, raw_best)
+        tl.store(raw_best_ptr + place * BLOCKS + block, raw_best)
         kinds = tl.load(kinds_ptr + row)
         is_banned = position + 1 < tl.load(ban_ends_ptr + row)
         is_adjusted = live & (((kinds & 3) != 0) | is_banned)
         if is_adjusted:
             if HAS_BIAS:
-                biased = cols < tl.where((kinds & 1) != 0, vocab, 0)
-                x += tl.load(bias_ptr + row * vocab + cols, mask=biased, other=0.0)
+                biased = cols < tl.where((kinds & 1) != 0, VOCAB, 0)
+                x += tl.load(bias_ptr + row * VOCAB + cols, mask=biased, other=0.0)
             if HAS_PENALTIES:
                 is_penalised = (kinds & 2) != 0
                 if is_penalised:
                     repetition = tl.load(numbers_ptr + 4).to(tl.float32)
                     frequency = tl.load(numbers_ptr + 5).to(tl.float32)
                     presence = tl.load(numbers_ptr + 6).to(tl.float32)
-                    counts = tl.load(counts_ptr + row * vocab + cols, mask=mask, other=0)
-                    seen = tl.load(prompt_mask_ptr + row * vocab + cols, mask=mask, other=0)
+                    counts = tl.load(counts_ptr + row * VOCAB + cols, mask=mask, other=0)
+                    seen = tl.load(prompt_mask_ptr + row * VOCAB + cols, mask=mask, other=0)
                     repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
                     x = tl.where((seen != 0) | (counts > 0), repeated, x)
                     x -= counts.to(tl.float32) * frequency
@@ -238,20 +230,20 @@ def _peaks_kernel(
                 for index in range(ban_width):
                     banned = tl.load(ban_ids_ptr + row * ban_width + index)
                     x = tl.where(cols == banned, float("-inf"), x)
-            tl.store(adjusted_ptr + place * vocab + cols, x, mask=mask)
+            tl.store(adjusted_ptr + place * VOCAB + cols, x, mask=mask)
     x = tl.where(x == x, x, float("inf"))
     best = tl.max(x, axis=0)
-    first = tl.min(tl.where(x == best, cols, vocab), axis=0)
-    tl.store(best_ptr + place * num_blocks + block, best)
-    tl.store(place_ptr + place * num_blocks + block, first)
-    if arrives_last(arrivals_ptr + place, num_blocks):
+    first = tl.min(tl.where(x == best, cols, VOCAB), axis=0)
+    tl.store(best_ptr + place * BLOCKS + block, best)
+    tl.store(place_ptr + place * BLOCKS + block, first)
+    if arrives_last(arrivals_ptr + place, BLOCKS):
         blocks = tl.arange(0, BLOCK_BLOCKS)
-        offsets = place * num_blocks + blocks
-        some = blocks < num_blocks
+        offsets = place * BLOCKS + blocks
+        some = blocks < BLOCKS
         bests = tl.load(best_ptr + offsets, mask=some, other=float("-inf"), cache_modifier=".cg")
-        firsts = tl.load(place_ptr + offsets, mask=some, other=vocab, cache_modifier=".cg")
+        firsts = tl.load(place_ptr + offsets, mask=some, other=VOCAB, cache_modifier=".cg")
         peak = tl.max(bests, axis=0)
-        token = tl.min(tl.where(bests == peak, firsts, vocab), axis=0)
+        token = tl.min(tl.where(bests == peak, firsts, VOCAB), axis=0)
         status = tl.where(tl.abs(peak) == float("inf"), 1, 0)
         if HAS_ADJUSTMENTS:
             raw_bests = tl.load(
@@ -264,7 +256,7 @@ def _peaks_kernel(
         top_k = tl.load(numbers_ptr + 1)
         top_p = tl.load(numbers_ptr + 2)
         is_drawn = live & (status == 0) & (tl.load(numbers_ptr) > 0)
-        is_limited = (top_k >= 1) & (top_k < vocab)
+        is_limited = (top_k >= 1) & (top_k < VOCAB)
         mode = tl.where(is_limited, _LIMITED, tl.where(top_p < 1, _NUCLEUS, _WHOLE))
         if HAS_ADJUSTMENTS:
             mode += tl.where(is_adjusted, _ADJUSTED, 0)
@@ -281,7 +273,7 @@ def _peaks_kernel(
             index = tl.arange(0, PIVOTS)
             step = index.to(tl.float32)
             distance = 0.5 + step + 0.15 * step * step
-            distance = tl.where(index == PIVOTS - 1, farthest, distance)
+            distance = tl.where(index == PIVOTS - 1, FARTHEST, distance)
             tl.store(pivots_ptr + place * PIVOTS + index, peak - unit * distance)
         else:
             _take(
@@ -293,7 +285,7 @@ def _peaks_kernel(
                 last_tokens_ptr,
                 kinds_ptr,
                 counts_ptr,
-                vocab,
+                VOCAB,
                 HAS_PENALTIES,
             )
 
@@ -302,7 +294,6 @@ def _peaks_kernel(
 def _masses_kernel(
     masses_ptr,
     above_ptr,
-    best_ptr,
     modes_ptr,
     peaks_ptr,
     pivots_ptr,
@@ -311,12 +302,12 @@ def _masses_kernel(
     rows_ptr,
     numbers_ptr,
     row_stride,
-    vocab,
+    VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
-    num_blocks,
+    BLOCKS: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
     PIVOTS: tl.constexpr,
-    one,
+    ONE: tl.constexpr,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -328,40 +319,34 @@ def _masses_kernel(
     mode = tl.load(modes_ptr + place)
     if mode != _DONE:
         numbers_ptr += tl.load(rows_ptr + place) * 7
-        steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
+        temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
         cols = block * BLOCK + tl.arange(0, BLOCK)
-        mask = cols < vocab
+        mask = cols < VOCAB
         x = _load_logits(
             logits_ptr + place * row_stride,
-            adjusted_ptr + place * vocab,
+            adjusted_ptr + place * VOCAB,
             mode >= _ADJUSTED,
             cols,
             mask,
             HAS_ADJUSTMENTS,
         )
-        weights = _weights(x, tl.load(peaks_ptr + place), steepness)
-        masses = _masses(weights, one)
+        weights = _weights(x, tl.load(peaks_ptr + place), temperature)
+        masses = _masses(weights, ONE)
         kind = mode & 3
         if kind == _WHOLE:
             min_p = tl.load(numbers_ptr + 3).to(tl.float32)
             masses = tl.where(weights >= min_p, masses, 0)
         # The whole mass is kept behind those of the pivots.
-        at = place * (PIVOTS + 1) * num_blocks + block
-        tl.store(masses_ptr + at + PIVOTS * num_blocks, tl.sum(masses, axis=0))
+        at = place * (PIVOTS + 1) * BLOCKS + block
+        tl.store(masses_ptr + at + PIVOTS * BLOCKS, tl.sum(masses, axis=0))
         if kind != _WHOLE:
-            best = tl.load(best_ptr + place * num_blocks + block)
             for index in tl.static_range(PIVOTS):
                 pivot = tl.load(pivots_ptr + place * PIVOTS + index)
-                count = tl.zeros((), tl.int32)
-                mass = tl.zeros((), tl.int64)
-                # Most blocks have nothing above the first pivots.
-                if best >= pivot:
-                    above = (x >= pivot) & mask
-                    count = tl.sum(above.to(tl.int32), axis=0)
-                    mass = tl.sum(tl.where(above, masses, 0), axis=0)
-                to = place * PIVOTS * num_blocks + index * num_blocks + block
-                tl.store(above_ptr + to, count)
-                tl.store(masses_ptr + at + index * num_blocks, mass)
+                above = (x >= pivot) & mask
+                count = tl.sum(above.to(tl.int32), axis=0)
+                tl.store(above_ptr + place * PIVOTS * BLOCKS + index * BLOCKS + block, count)
+                mass = tl.sum(tl.where(above, masses, 0), axis=0)
+                tl.store(masses_ptr + at + index * BLOCKS, mass)
 
 
 @triton.jit
@@ -371,14 +356,14 @@ def _narrow(
     is_adjusted,
     size,
     peak,
-    steepness,
+    temperature,
     shift,
     low,
     low_count,
     low_mass,
     needed,
     BY_MASS: tl.constexpr,
-    one,
+    ONE: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
 ):
@@ -404,17 +389,19 @@ def _narrow(
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         pivots = tl.where(index == 3, middle, pivots)
         pivots = tl.minimum(tl.maximum(pivots, low + 1), high - 1)
-        count = tl.zeros((4,), tl.int32)
-        mass = tl.zeros((4,), tl.int64)
+        counts = tl.zeros((4, CHUNK), tl.int32)
+        masses = tl.zeros((4, CHUNK), tl.int64)
         for start in range(0, size, CHUNK):
             cols = start + tl.arange(0, CHUNK)
             mask = cols < size
             x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-            masses = _masses(_weights(x, peak, steepness), one)
+            mass = _masses(_weights(x, peak, temperature), ONE)
             keys = _key(x) >> shift
             above = (keys[None, :] >= pivots[:, None]) & mask[None, :]
-            count += tl.sum(above.to(tl.int32), axis=1)
-            mass += tl.sum(tl.where(above, masses[None, :], 0), axis=1)
+            counts += above.to(tl.int32)
+            masses += tl.where(above, mass[None, :], 0)
+        count = tl.sum(counts, axis=1)
+        mass = tl.sum(masses, axis=1)
         enough = mass >= needed if BY_MASS else count >= needed
         low = tl.max(tl.where(enough, pivots, low), axis=0)
         low_count = tl.min(tl.where(enough, count, low_count), axis=0)
@@ -441,7 +428,7 @@ def _settle(
     peak,
     numbers_ptr,
     u,
-    one,
+    ONE: tl.constexpr,
     CHUNK: tl.constexpr,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
@@ -463,7 +450,7 @@ def _settle(
         numbers_ptr: the row's parameters.
         u: the random number.
     """
-    steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
+    temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
     top_p = tl.load(numbers_ptr + 2)
     min_p = tl.load(numbers_ptr + 3).to(tl.float32)
     # Kept are the logits from high up and, in the order of their ids, ``room`` of those from low
@@ -480,14 +467,14 @@ def _settle(
                 is_adjusted,
                 size,
                 peak,
-                steepness,
+                temperature,
                 shift,
                 low,
                 count,
                 mass,
                 top_k,
                 False,
-                one,
+                ONE,
                 CHUNK,
                 HAS_ADJUSTMENTS,
             )
@@ -507,14 +494,14 @@ def _settle(
             is_adjusted,
             size,
             peak,
-            steepness,
+            temperature,
             shift,
             low,
             count,
             mass,
             needed,
             True,
-            one,
+            ONE,
             CHUNK,
             HAS_ADJUSTMENTS,
         )
@@ -533,7 +520,7 @@ def _settle(
             start,
             size,
             peak,
-            steepness,
+            temperature,
             min_p,
             shift,
             low,
@@ -541,7 +528,7 @@ def _settle(
             room,
             between,
             seen,
-            one,
+            ONE,
             CHUNK,
             HAS_ADJUSTMENTS,
         )
@@ -549,7 +536,7 @@ def _settle(
     limit = _limit(u, weighed)
     before = tl.zeros_like(mass)
     seen = tl.zeros_like(count)
-    chosen = tl.zeros_like(count) + size
+    chosen = size
     for start in range(0, size, CHUNK):
         masses, seen = _kept_masses(
             logits_ptr,
@@ -558,7 +545,7 @@ def _settle(
             start,
             size,
             peak,
-            steepness,
+            temperature,
             min_p,
             shift,
             low,
@@ -566,7 +553,7 @@ def _settle(
             room,
             between,
             seen,
-            one,
+            ONE,
             CHUNK,
             HAS_ADJUSTMENTS,
         )
@@ -585,7 +572,7 @@ def _kept_masses(
     start,
     size,
     peak,
-    steepness,
+    temperature,
     min_p,
     shift,
     low,
@@ -593,7 +580,7 @@ def _kept_masses(
     room,
     between,
     seen,
-    one,
+    ONE: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
 ):
@@ -601,7 +588,7 @@ def _kept_masses(
     cols = start + tl.arange(0, CHUNK)
     mask = cols < size
     x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-    weights = _weights(x, peak, steepness)
+    weights = _weights(x, peak, temperature)
     keys = _key(x) >> shift
     kept = (keys >= low) & (weights >= min_p) & mask
     if room < between:
@@ -609,7 +596,7 @@ def _kept_masses(
         ranks = seen + tl.cumsum(inside, axis=0)
         kept = kept & ((keys >= high) | (ranks <= room))
         seen += tl.sum(inside, axis=0)
-    return tl.where(kept, _masses(weights, one), 0), seen
+    return tl.where(kept, _masses(weights, ONE), 0), seen
 
 
 @triton.jit
@@ -635,13 +622,13 @@ def _gather_kernel(
     kinds_ptr,
     counts_ptr,
     row_stride,
-    vocab,
+    VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
-    num_blocks,
+    BLOCKS: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
     PIVOTS: tl.constexpr,
-    most,
-    one,
+    CANDIDATES: tl.constexpr,
+    ONE: tl.constexpr,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
@@ -656,28 +643,28 @@ def _gather_kernel(
         row = tl.load(rows_ptr + place)
         numbers_ptr += row * 7
         logits_ptr += place * row_stride
-        adjusted_ptr += place * vocab
+        adjusted_ptr += place * VOCAB
         is_adjusted = mode >= _ADJUSTED
         kind = mode & 3
         cols = block * BLOCK + tl.arange(0, BLOCK)
-        mask = cols < vocab
+        mask = cols < VOCAB
         blocks = tl.arange(0, BLOCK_BLOCKS)
-        some = blocks < num_blocks
-        masses_ptr += place * (PIVOTS + 1) * num_blocks
-        every = tl.load(masses_ptr + PIVOTS * num_blocks + blocks, mask=some, other=0)
+        some = blocks < BLOCKS
+        masses_ptr += place * (PIVOTS + 1) * BLOCKS
+        every = tl.load(masses_ptr + PIVOTS * BLOCKS + blocks, mask=some, other=0)
         total = tl.sum(every, axis=0)
         if kind == _WHOLE:
             before = tl.sum(tl.where(blocks < block, every, 0), axis=0)
             own = tl.sum(tl.where(blocks == block, every, 0), axis=0)
             limit = _limit(tl.load(draws_ptr + place), total)
             if (before <= limit) & (limit < before + own):
-                steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
+                temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
                 x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-                weights = _weights(x, tl.load(peaks_ptr + place), steepness)
+                weights = _weights(x, tl.load(peaks_ptr + place), temperature)
                 min_p = tl.load(numbers_ptr + 3).to(tl.float32)
-                masses = tl.where(weights >= min_p, _masses(weights, one), 0)
+                masses = tl.where(weights >= min_p, _masses(weights, ONE), 0)
                 beyond = before + tl.cumsum(masses, axis=0) > limit
-                token = tl.min(tl.where(beyond, cols, vocab - 1), axis=0)
+                token = tl.min(tl.where(beyond, cols, VOCAB - 1), axis=0)
                 _take(
                     token,
                     mode != _DONE,
@@ -687,15 +674,13 @@ def _gather_kernel(
                     last_tokens_ptr,
                     kinds_ptr,
                     counts_ptr,
-                    vocab,
+                    VOCAB,
                     HAS_COUNTS,
                 )
         else:
             index = tl.arange(0, PIVOTS)
-            at = index[:, None] * num_blocks + blocks[None, :]
-            parts = tl.load(
-                above_ptr + place * PIVOTS * num_blocks + at, mask=some[None, :], other=0
-            )
+            at = index[:, None] * BLOCKS + blocks[None, :]
+            parts = tl.load(above_ptr + place * PIVOTS * BLOCKS + at, mask=some[None, :], other=0)
             counts = tl.sum(parts, axis=1)
             masses = tl.sum(tl.load(masses_ptr + at, mask=some[None, :], other=0), axis=1)
             if kind == _LIMITED:
@@ -706,7 +691,7 @@ def _gather_kernel(
             chosen = tl.min(tl.where(enough, index, PIVOTS), axis=0)
             is_chosen = index == chosen
             size = tl.sum(tl.where(is_chosen, counts, 0), axis=0)
-            is_gathered = (chosen < PIVOTS) & (size <= most)
+            is_gathered = (chosen < PIVOTS) & (size <= CANDIDATES)
             pivot = tl.load(pivots_ptr + place * PIVOTS + tl.minimum(chosen, PIVOTS - 1))
             if is_gathered:
                 own = is_chosen[:, None] & (blocks[None, :] == block)
@@ -717,15 +702,17 @@ def _gather_kernel(
                         logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS
                     )
                     above = (x >= pivot) & mask
-                    to = place * most + offset + tl.cumsum(above.to(tl.int32), axis=0) - 1
+                    to = place * CANDIDATES + offset + tl.cumsum(above.to(tl.int32), axis=0) - 1
                     tl.store(candidates_ptr + to, x, mask=above)
                     tl.store(ids_ptr + to, cols, mask=above)
             if block == 0:
                 # Rare: nothing is gathered of a flat distribution, or for thousands of top-k.
-                mass = tl.sum(tl.where(is_chosen, masses, 0), axis=0)
-                mass = tl.where(chosen == PIVOTS, total, mass)
-                size = tl.where(chosen == PIVOTS, vocab, size)
-                pivot = tl.where(chosen == PIVOTS, float("-inf"), pivot)
+                if chosen == PIVOTS:
+                    pivot = tl.full((), float("-inf"), tl.float32)
+                    size = tl.full((), VOCAB, tl.int32)
+                    mass = total
+                else:
+                    mass = tl.sum(tl.where(is_chosen, masses, 0), axis=0)
                 tl.store(sizes_ptr + place, tl.where(is_gathered, size, -size))
                 tl.store(lows_ptr + place, pivot)
                 tl.store(low_masses_ptr + place, mass)
@@ -752,11 +739,10 @@ def _settle_kernel(
     kinds_ptr,
     counts_ptr,
     row_stride,
-    vocab,
-    most,
+    VOCAB: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     CHUNK: tl.constexpr,
-    WHOLE_CHUNK: tl.constexpr,
-    one,
+    ONE: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
@@ -780,7 +766,7 @@ def _settle_kernel(
         peak = tl.load(peaks_ptr + place)
         u = tl.load(draws_ptr + place)
         if count >= 0:
-            candidates_ptr += place * most
+            candidates_ptr += place * CANDIDATES
             index = _settle(
                 candidates_ptr,
                 candidates_ptr,
@@ -795,18 +781,18 @@ def _settle_kernel(
                 peak,
                 numbers_ptr,
                 u,
-                one,
+                ONE,
                 CHUNK,
                 LEAST_TEMPERATURE,
                 False,
             )
-            token = tl.load(ids_ptr + place * most + index)
+            token = tl.load(ids_ptr + place * CANDIDATES + index)
         else:
             token = _settle(
                 logits_ptr + place * row_stride,
-                adjusted_ptr + place * vocab,
+                adjusted_ptr + place * VOCAB,
                 is_adjusted,
-                vocab,
+                VOCAB,
                 kind,
                 shift,
                 low,
@@ -816,8 +802,8 @@ def _settle_kernel(
                 peak,
                 numbers_ptr,
                 u,
-                one,
-                WHOLE_CHUNK,
+                ONE,
+                CHUNK,
                 LEAST_TEMPERATURE,
                 HAS_ADJUSTMENTS,
             )
@@ -830,7 +816,7 @@ def _settle_kernel(
             last_tokens_ptr,
             kinds_ptr,
             counts_ptr,
-            vocab,
+            VOCAB,
             HAS_COUNTS,
         )
 
@@ -867,10 +853,9 @@ def sample_tokens(
     peaks = scratch(dtype=torch.float32)
     draws = scratch(dtype=torch.float64)
     pivots = scratch(_PIVOTS, dtype=torch.float32)
-    best = scratch(blocks, dtype=torch.float32)
     arrivals = arrival_counts(device, num_rows)
     common = {
-        "vocab": vocab,
+        "VOCAB": vocab,
         "LEAST_TEMPERATURE": LEAST_TEMPERATURE,
         "HAS_ADJUSTMENTS": given,
         "num_warps": 8,
@@ -878,12 +863,7 @@ def sample_tokens(
         "enable_fp_fusion": False,
         **pdl_options(device),
     }
-    blocked = {
-        "BLOCK": _BLOCK,
-        "num_blocks": blocks,
-        "BLOCK_BLOCKS": block_blocks,
-        "PIVOTS": _PIVOTS,
-    }
+    blocked = {"BLOCK": _BLOCK, "BLOCKS": blocks, "BLOCK_BLOCKS": block_blocks, "PIVOTS": _PIVOTS}
     grid = (num_rows, blocks)
     _peaks_kernel[grid](
         tokens,
@@ -893,7 +873,7 @@ def sample_tokens(
         draws,
         pivots,
         adjusted,
-        best,
+        scratch(blocks, dtype=torch.float32),
         scratch(blocks, dtype=torch.int32),
         scratch(blocks, dtype=torch.float32) if given else None,
         arrivals,
@@ -911,7 +891,7 @@ def sample_tokens(
         output_counts,
         logits.stride(0),
         0 if ban_ids is None else ban_ids.shape[1],
-        farthest=bits * math.log(2) + 1,
+        FARTHEST=bits * math.log(2) + 1,
         HAS_BIAS=bias is not None,
         HAS_PENALTIES=has_penalties,
         **common,
@@ -922,7 +902,6 @@ def sample_tokens(
     _masses_kernel[grid](
         masses,
         above,
-        best,
         modes,
         peaks,
         pivots,
@@ -931,7 +910,7 @@ def sample_tokens(
         rows,
         state.numbers,
         logits.stride(0),
-        one=2.0**bits,
+        ONE=2.0**bits,
         **common,
         **blocked,
     )
@@ -964,8 +943,8 @@ def sample_tokens(
         kinds,
         output_counts,
         logits.stride(0),
-        most=most,
-        one=2.0**bits,
+        CANDIDATES=most,
+        ONE=2.0**bits,
         HAS_COUNTS=has_penalties,
         **common,
         **blocked,
@@ -989,12 +968,11 @@ def sample_tokens(
         kinds,
         output_counts,
         logits.stride(0),
-        most=most,
+        CANDIDATES=most,
         CHUNK=_CHUNK,
-        WHOLE_CHUNK=_WHOLE_CHUNK,
-        one=2.0**bits,
+        ONE=2.0**bits,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
         HAS_COUNTS=has_penalties,
-        **{**common, "num_warps": 16},
+        **common,
     )
     return tokens, status
