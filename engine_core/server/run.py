@@ -21,6 +21,7 @@ from engine_core.errors import ConfigError, EngineDeadError
 from engine_core.parsers import find_parser_names
 from engine_core.registry import Registry, build_registry
 from engine_core.server.app import create_app
+from engine_core.server.connection import connection_class
 from engine_core.server.logs import configure_logging, log
 from engine_core.server.service import Service, default_name
 from engine_core.server.settings import ServerSettings
@@ -77,6 +78,7 @@ def run_server(
         access_log=False,
         lifespan="off",
         server_header=False,
+        http=connection_class(settings.send_timeout),
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:

@@ -62,6 +62,12 @@ class ServerSettings(FrozenConfig):
         gt=0,
         description="Seconds from a request's arrival to its end at most; no limit if not set.",
     )
+    send_timeout: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds that a client may take nothing of its answer before it is cut off and "
+        "its request ended.",
+    )
     step_timeout: float = Field(
         default=600.0,
         gt=0,

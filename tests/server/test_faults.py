@@ -13,7 +13,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,21 @@ def engine_pid(server: ServerProcess) -> int:
     return max(children, key=lambda child: child.memory_info().rss).pid
 
 
-def open_stream(server: ServerProcess, body: dict[str, Any]) -> socket.socket:
-    """A streamed request whose socket the test reads, or does not."""
+def open_stream(
+    server: ServerProcess, body: dict[str, Any], receive_buffer: int | None = None
+) -> socket.socket:
+    """A streamed request whose socket the test reads, or does not.
+
+    ``receive_buffer`` are the bytes that the kernel takes for it, more or less; as many as it likes
+    if None.
+    """
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps({"model": "tiny", "stream": True, **body}).encode()
-    end = socket.create_connection((host, int(port)), timeout=30)
+    end = socket.socket()
+    end.settimeout(30)
+    if receive_buffer is not None:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    end.connect((host, int(port)))
     end.sendall(
         b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
         + f"content-length: {len(content)}\r\n\r\n".encode()
@@ -321,6 +331,45 @@ def test_a_slow_reader(tiny_model: Path, jobs: list[Job]) -> None:
                         count += len(choice.get("token_ids", ()))
             tokens.append(count)
         assert tokens == [480] * 8
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_never_reads(tiny_model: Path, jobs: list[Job], stream: bool) -> None:
+    """It is cut off; neither its request nor its answer stays."""
+    # More than the kernel takes for a client, which is 4 MiB by default.
+    many = {**LONG, "n": 32, "logprobs": 20, "stream": stream}
+    with serving(tiny_model, "--send-timeout", "1", "--max-num-seqs", "64") as server:
+        ends = [open_stream(server, many, receive_buffer=4096) for _ in range(2)]
+        for _ in ends:
+            server.wait_for_log("took nothing of its answer for 1 s", seconds=60)
+        nothing_is_left(server)
+        in_parallel(server, lambda client: complete(client, jobs[0]))
+        for end in ends:
+            received = b""
+            with suppress(ConnectionResetError):
+                while piece := end.recv(1 << 20):
+                    received += piece
+            end.close()
+            assert received.startswith(b"HTTP/1.1 200 OK")
+            assert b"data: [DONE]" not in received
+
+
+def test_a_client_that_reads_a_little_at_a_time(tiny_model: Path) -> None:
+    many = {**LONG, "n": 32, "logprobs": 20}
+    with serving(tiny_model, "--send-timeout", "5", "--max-num-seqs", "64") as server:
+        end = open_stream(server, many, receive_buffer=4096)
+        received = end.recv(1024)
+        # Less than the kernel's buffers must be emptied by before more is written to them.
+        begin = time.monotonic()
+        while time.monotonic() - begin < 12:
+            received += end.recv(4096)
+            time.sleep(0.2)
+        while not received.endswith(b"0\r\n\r\n"):
+            piece = end.recv(1 << 20)
+            assert piece, server.log
+            received += piece
+        end.close()
+        assert b"data: [DONE]" in received
 
 
 def test_sigterm_under_load(tiny_model: Path, jobs: list[Job]) -> None:

@@ -1,0 +1,103 @@
+"""Connections whose clients must read what they have asked for."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import logging
+import sys
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from engine_core.server.logs import log
+
+logger = logging.getLogger(__name__)
+
+
+def connection_class(send_timeout: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, with an end to the patience that it has with clients that do not read.
+
+    While a client does not read, uvicorn keeps 64 KiB for it, and whoever answers waits before
+    writing more; a connection that is broken off here is to them as one that the client closed.
+
+    Args:
+        send_timeout: seconds in which a client that has something to take must take a part of it.
+    """
+
+    class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        """One client's connection."""
+
+        _watcher: asyncio.TimerHandle | None = None
+
+        def pause_writing(self) -> None:
+            """The client leaves too much untaken."""
+            super().pause_writing()
+            self._watch()
+
+        def resume_writing(self) -> None:
+            """It has taken the most of it."""
+            super().resume_writing()
+            self._watch()
+
+        def on_response_complete(self) -> None:
+            """The response is written, to the transport at least."""
+            super().on_response_complete()
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            """It is over."""
+            if self._watcher is not None:
+                self._watcher.cancel()
+            super().connection_lost(exc)
+
+        @property
+        def _only_sends(self) -> bool:
+            """Whether nothing is written meanwhile, so that what is left can only become less."""
+            return self.flow.write_paused or self.cycle is None or self.cycle.response_complete
+
+        def _watch(self) -> None:
+            if self._watcher is not None:
+                self._watcher.cancel()
+                self._watcher = None
+            if self.transport.get_write_buffer_size() and self._only_sends:
+                loop = asyncio.get_running_loop()
+                self._watcher = loop.call_later(
+                    send_timeout, self._look, _bytes_left(self.transport)
+                )
+
+        def _look(self, before: int) -> None:
+            left = _bytes_left(self.transport)
+            if left < before or not self._only_sends:
+                self._watch()
+                return
+            log(
+                logger,
+                logging.WARNING,
+                f"a client took nothing of its answer for {send_timeout:g} s and was cut off",
+                client=self.client[0] if self.client else None,
+                bytes_left=left,
+            )
+            self.transport.abort()
+
+    return Connection
+
+
+def _bytes_left(transport: asyncio.Transport) -> int:
+    """Bytes that the client has not taken, in our buffer and the kernel's.
+
+    The kernel asks for more only when a third of its megabytes is free, which takes a slow reader
+    minutes.
+    """
+    left = transport.get_write_buffer_size()
+    end = transport.get_extra_info("socket")
+    if sys.platform == "win32" or end is None:
+        return left
+
+    import fcntl
+    import termios
+
+    in_kernel = array.array("i", [0])
+    with contextlib.suppress(OSError):  # closed
+        fcntl.ioctl(end.fileno(), termios.TIOCOUTQ, in_kernel)
+    return left + in_kernel[0]
