@@ -11,6 +11,9 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from engine_core.configs.base import FrozenConfig
 
+JSON_WHITESPACE = r"[ \n\r\t]{1,32}"
+"""White space between the parts of guided JSON: a model that does nothing but indent is stopped."""
+
 LogitsProcessor = Callable[..., Any]
 """``(output_token_ids, logits) -> logits`` or ``(prompt_token_ids, output_token_ids, logits) ->
 logits``: lists of ints and a float32 tensor ``[vocab_size]``, which it may change in place."""

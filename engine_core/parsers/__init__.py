@@ -9,7 +9,7 @@ from engine_core.parsers.output import (
 )
 from engine_core.parsers.reasoning import ReasoningParser, ThinkParser
 from engine_core.parsers.tags import TaggedCallParser
-from engine_core.parsers.tool_choice import tool_choice_params
+from engine_core.parsers.tool_choice import calls_or_answer_params, tool_choice_params
 from engine_core.parsers.tools import (
     BufferedToolParser,
     CallReader,
@@ -30,6 +30,7 @@ __all__ = [
     "ToolCallDelta",
     "ToolParser",
     "build_output_parser",
+    "calls_or_answer_params",
     "find_parser_names",
     "held_back",
     "tool_choice_params",

@@ -42,6 +42,34 @@ class CallListParser(ToolParser):
         return ParsedDelta()
 
 
+class CallsOrAnswerParser(ToolParser):
+    """Calls in the model's own way or JSON for the reader, as :func:`calls_or_answer_params` asks
+    for them; the first character tells which.
+
+    Args:
+        calls: reads the calls.
+        opening: what a call begins with, and no JSON does.
+    """
+
+    def __init__(self, calls: ToolParser, opening: str) -> None:
+        super().__init__(())
+        self._calls = calls
+        self._opening = opening
+        self._reads_calls: bool | None = None
+        # That of an instance: it is the other parser's.
+        self.skip_special_tokens = calls.skip_special_tokens  # type: ignore[misc]
+
+    def feed(self, text: str) -> ParsedDelta:
+        """See :meth:`ToolParser.feed`."""
+        if self._reads_calls is None and text:
+            self._reads_calls = text[0] == self._opening[0]
+        return self._calls.feed(text) if self._reads_calls else ParsedDelta(text)
+
+    def finish(self) -> ParsedDelta:
+        """See :meth:`ToolParser.finish`."""
+        return self._calls.finish() if self._reads_calls else ParsedDelta()
+
+
 class ArgumentsParser(ToolParser):
     """The arguments of the one function that must be called."""
 

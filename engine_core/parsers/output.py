@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from engine_core.errors import RequestError
-from engine_core.parsers.guided_calls import ArgumentsParser, CallListParser
+from engine_core.parsers.guided_calls import (
+    ArgumentsParser,
+    CallListParser,
+    CallsOrAnswerParser,
+)
 from engine_core.parsers.reasoning import ReasoningParser
 from engine_core.parsers.tool_choice import (
     ToolChoice,
@@ -80,6 +84,7 @@ def build_output_parser(
     reasoning_parser: str | None = None,
     prompt_end: str = "",
     guided: bool = False,
+    calls_or_answer: bool = False,
 ) -> OutputParser:
     """The parser of one answer; it gives plain content if nothing is to be looked for.
 
@@ -94,6 +99,7 @@ def build_output_parser(
             enough. A chat template may open the reasoning there.
         guided: whether the text is guided from its first token on, which leaves no room for
             reasoning or calls. A ``tool_choice`` that names a function or is "required" implies it.
+        calls_or_answer: whether it is guided by :func:`calls_or_answer_params`.
 
     Raises:
         RequestError: tools are malformed, or are offered and nobody knows how the model calls them.
@@ -105,7 +111,7 @@ def build_output_parser(
         return _Combined(None, ArgumentsParser((chosen,)))
     if tool_choice == "required":
         return _Combined(None, CallListParser(offered))
-    if guided:
+    if guided and not calls_or_answer:
         return _Combined(None, None)
     tool_parser = tool_parser or model_config.tool_parser
     reasoning_parser = reasoning_parser or model_config.reasoning_parser
@@ -118,6 +124,10 @@ def build_output_parser(
                 "'required', a function or 'none'"
             )
         calls = source.tool_parser(tool_parser)(offered)
+        if calls_or_answer:
+            tags = calls.call_tags()
+            assert tags is not None, "the text is guided by them"
+            return _Combined(None, CallsOrAnswerParser(calls, tags[0]))
     reasoning: ReasoningParser | None = None
     if reasoning_parser is not None:
         reasoning = source.reasoning_parser(reasoning_parser)(prompt_end)

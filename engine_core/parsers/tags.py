@@ -8,6 +8,8 @@ from typing import ClassVar
 from engine_core.parsers.holding import held_back
 from engine_core.parsers.tools import BufferedToolParser, ParsedDelta, ToolCallDelta
 
+_BEGINS_JSON = frozenset('{["-0123456789tfn')
+
 
 class TaggedCallParser(BufferedToolParser):
     """Calls as JSON objects between two tags, any number of them, with text before and after.
@@ -21,6 +23,11 @@ class TaggedCallParser(BufferedToolParser):
     def __init__(self, functions: Collection[str]) -> None:
         super().__init__(functions)
         self._state = "text"
+
+    @classmethod
+    def call_tags(cls) -> tuple[str, str] | None:
+        """See :meth:`ToolParser.call_tags`."""
+        return None if cls.opening[0] in _BEGINS_JSON else (cls.opening, cls.closing)
 
     def finish(self) -> ParsedDelta:
         """See :meth:`ToolParser.finish`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine_core.configs import GuidedParams
+from engine_core.configs.sampling import JSON_WHITESPACE
 from engine_core.errors import RequestError
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -42,6 +44,61 @@ def tool_choice_params(
         return GuidedParams(json_schema=_parameters(offered[chosen]))
     if tool_choice != "required":
         return None
+    call, definitions = _call_schema(offered)
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": call, "$defs": definitions}
+    if not parallel_tool_calls:
+        schema["maxItems"] = 1
+    return GuidedParams(json_schema=schema)
+
+
+def calls_or_answer_params(
+    tools: Tools,
+    answer: GuidedParams,
+    tags: tuple[str, str],
+    special_tokens: Mapping[str, int],
+) -> GuidedParams:
+    """How the text must be guided so that it is either calls in the model's own way or an answer.
+
+    Args:
+        tools: as in :func:`tool_choice_params`; the model may call any of them, and several.
+        answer: what the text is otherwise; a JSON object or what a JSON schema allows.
+        tags: what stands around the object of a call; see :meth:`ToolParser.call_tags`.
+        special_tokens: those of the tags that are special tokens of the vocabulary, with their ids.
+
+    Returns:
+        A grammar. The parser of :func:`build_output_parser` with ``calls_or_answer`` reads it.
+
+    Raises:
+        RequestError: a tool is malformed.
+    """
+    call, definitions = _call_schema(offered_functions(tools))
+    schema = {"type": "object"} if answer.json_object else answer.json_schema
+    opening, closing = (
+        f"(<[{special_tokens[tag]}]> | {json.dumps(tag)})"
+        if tag in special_tokens
+        else json.dumps(tag)
+        for tag in tags
+    )
+    return GuidedParams(
+        grammar="\n".join(
+            (
+                "start: answer | call (/\\n{0,2}/ call)* /\\n{0,2}/",
+                f"call: {opening} /\\n?/ object /\\n?/ {closing}",
+                f"object: {_lark_json({**call, '$defs': definitions})}",
+                f"answer: {_lark_json(schema)}",
+            )
+        )
+    )
+
+
+def _lark_json(schema: Any) -> str:
+    schema = {} if schema is True else schema
+    guidance = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
+    return f"%json {json.dumps({**schema, **guidance})}"
+
+
+def _call_schema(offered: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema of a call of one of the functions, and the ``$defs`` that it refers to."""
     schemas = {f"tool_{index}": _parameters(item) for index, item in enumerate(offered.values())}
     calls = [
         {
@@ -55,15 +112,8 @@ def tool_choice_params(
         }
         for name, key in zip(offered, schemas, strict=True)
     ]
-    schema: dict[str, Any] = {
-        "type": "array",
-        "minItems": 1,
-        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
-        "$defs": {key: _moved(item, f"#/$defs/{key}") for key, item in schemas.items()},
-    }
-    if not parallel_tool_calls:
-        schema["maxItems"] = 1
-    return GuidedParams(json_schema=schema)
+    definitions = {key: _moved(item, f"#/$defs/{key}") for key, item in schemas.items()}
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}, definitions
 
 
 def offered_functions(tools: Tools) -> dict[str, Mapping[str, Any]]:

@@ -65,6 +65,15 @@ class ToolParser(ABC):
     def __init__(self, functions: Collection[str]) -> None:
         self._functions = frozenset(functions)
 
+    @classmethod
+    def call_tags(cls) -> tuple[str, str] | None:
+        """What stands before and after each call, ``{"name": ..., "arguments": {...}}``.
+
+        None if calls are written in another way. No JSON text begins with the first one: a text
+        that is guided can then be either calls or JSON.
+        """
+        return None
+
     @abstractmethod
     def feed(self, text: str) -> ParsedDelta:
         """Read the next piece of the text."""

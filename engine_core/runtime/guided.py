@@ -18,13 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_core.configs import GuidedParams
+from engine_core.configs.sampling import JSON_WHITESPACE
 from engine_core.errors import RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, TokenizerWrapper
 
-# White space between the parts of JSON: a model that does nothing but indent is stopped by it.
-_WHITESPACE = r"[ \n\r\t]{1,32}"
 # Parts of a refused schema that are compiled to find the culprit, about 1 ms each.
 _PLACES_TRIED = 200
 # llguidance 1.9 holds larger numbers to others nearby, and overflows its stack on some.
@@ -231,7 +230,7 @@ class GrammarCompiler:
         if isinstance(schema, Mapping):
             _check_numbers(schema)
         return self._library.LLMatcher.grammar_from_json_schema(
-            json.dumps(schema), {"whitespace_pattern": _WHITESPACE}
+            json.dumps(schema), {"whitespace_pattern": JSON_WHITESPACE}
         )
 
     def _schema_error(self, schema: Any) -> str | None:

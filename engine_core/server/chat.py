@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from engine_core.configs import SamplingParams
+from engine_core.configs import GuidedParams, SamplingParams
 from engine_core.parsers import (
     OutputParser,
     ParsedDelta,
     ToolCallDelta,
+    ToolParser,
     build_output_parser,
+    calls_or_answer_params,
+    find_parser_names,
     tool_choice_params,
 )
 from engine_core.server.body import MAX_DEPTH, is_too_deep, now, read_body
@@ -38,6 +41,7 @@ from engine_core.server.service import Service
 
 if TYPE_CHECKING:
     from engine_core.steps import CompletionOutput, RequestOutput
+    from engine_core.text import Tokenizer
 
 # As much of the prompt's end as can open the reasoning.
 _PROMPT_END = 32
@@ -138,6 +142,8 @@ class _Chat:
         # For each completion that calls functions, the arguments of its last call.
         self._last_call: dict[int, list[str]] = {}
         self._token_bytes: Sequence[bytes] = ()
+        # What a text may be that is guided and still may call tools: the answer, or calls.
+        self._alternatives: tuple[GuidedParams, ...] = ()
         if service.settings.log_prompts:
             context.details["messages"] = self.messages
 
@@ -162,25 +168,48 @@ class _Chat:
                 "function",
                 "parallel_tool_calls",
             )
-        guiding = next(iter(guided_fields(body)), None)
-        if guiding is not None and self.tools and self._tool_choice in (None, "auto"):
-            raise conflict(
-                f"{guiding} says what the text must be, which leaves no room for calls of tools; "
-                "leave one of them out, or set tool_choice to 'none'",
-                guiding,
-            )
         defaults = self._service.engine.default_sampling_params()
         if longest is None and "max_tokens" in defaults.model_fields_set:
             longest = defaults.max_tokens
         return sampling_params(
             defaults,
             body,
-            guided=tool_choice_params(
-                self._offered, self._tool_choice, parallel_tool_calls=parallel
-            ),
+            self._guided(parallel),
             max_tokens=longest,
             logprobs=body.top_logprobs or 0 if body.logprobs else None,
         )
+
+    def _guided(self, parallel: bool) -> dict[str, GuidedParams]:
+        """What the text must be, by the name of each field that says so."""
+        ways = guided_fields(self._body)
+        forced = tool_choice_params(self._offered, self._tool_choice, parallel_tool_calls=parallel)
+        if forced is not None:
+            return {"tool_choice": forced, **ways}
+        if not ways or not self.tools:
+            return ways
+        field = next(iter(ways))
+        engine = self._service.engine
+        name, _ = find_parser_names(
+            engine.model_config,
+            self._service.parsers,
+            tool_parser=self._service.settings.tool_parser,
+        )
+        parser: type[ToolParser] | None = None
+        if name is not None:
+            parser = self._service.parsers.tool_parser(name)
+        tags = None if parser is None else parser.call_tags()
+        if list(ways) != ["response_format"] or tags is None:
+            raise conflict(
+                f"{field} says what the text must be, which leaves no room for calls of tools"
+                + (f" as {name!r} reads them" if field == "response_format" and name else "")
+                + "; leave one of them out, or set tool_choice to 'none'",
+                field,
+            )
+        calls = tool_choice_params(self._offered, "required")
+        assert calls is not None, "calls are asked for"
+        self._alternatives = (ways[field], calls)
+        special = {} if engine.tokenizer is None else _special_tokens(engine.tokenizer, tags)
+        return {field: calls_or_answer_params(self._offered, ways[field], tags, special)}
 
     async def answer(self, request: Request, prompt: list[int], params: SamplingParams) -> Response:
         """Run the request and make the response of it."""
@@ -190,7 +219,13 @@ class _Chat:
         if self._body.logprobs:
             self._token_bytes = await self._service.token_bytes()
         generation = await Generation.start(
-            self._service, self._context, self._id, [prompt], params, self._body
+            self._service,
+            self._context,
+            self._id,
+            [prompt],
+            params,
+            self._body,
+            self._alternatives,
         )
         if self._body.stream:
             return EventStream(self._events(generation), generation.close, self._context)
@@ -211,6 +246,7 @@ class _Chat:
             reasoning_parser=self._service.settings.reasoning_parser,
             prompt_end=engine.tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False),
             guided=params.guided is not None,
+            calls_or_answer=bool(self._alternatives),
         )
 
     def _parse(self, completion: CompletionOutput) -> ParsedDelta:
@@ -353,6 +389,12 @@ class _Chat:
             if completion.finish_reason is not None:
                 answer.finish_reason = self._finish_reason(completion)
                 answer.stop_reason = completion.stop_reason
+
+
+def _special_tokens(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, int]:
+    """Those of ``texts`` that are special tokens, with their ids."""
+    ids = {text: tokenizer.token_to_id(text) for text in texts}
+    return {text: token for text, token in ids.items() if token in tokenizer.special_ids}
 
 
 def _is_json(text: str) -> bool:

@@ -6,7 +6,15 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi.responses import Response
@@ -68,8 +76,7 @@ def conflict(message: str, param: str) -> ApiError:
 def sampling_params(
     defaults: SamplingParams,
     body: GenerationBody,
-    *,
-    guided: GuidedParams | None = None,
+    guided: Mapping[str, GuidedParams],
     **own: Any,
 ) -> SamplingParams:
     """The parameters that ``body`` asks for, over ``defaults``.
@@ -77,7 +84,7 @@ def sampling_params(
     Args:
         defaults: what the checkpoint recommends.
         body: the request's.
-        guided: what the text must be, if the endpoint knows of more than the body's own fields.
+        guided: what the text must be, by the name of each field that says so.
         **own: further fields of :class:`SamplingParams`.
 
     Raises:
@@ -87,7 +94,7 @@ def sampling_params(
     if body.logit_bias is not None:
         values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     try:
-        return defaults.replace(**values, **own, guided=_guided(body, guided))
+        return defaults.replace(**values, **own, guided=_only(guided))
     except ConfigError as error:
         message = str(error).replace("SamplingParams.", "").removeprefix("SamplingParams: ")
         name = message.split(maxsplit=1)[0].rstrip(":")
@@ -114,8 +121,7 @@ def guided_fields(body: GenerationBody) -> dict[str, GuidedParams]:
     return ways
 
 
-def _guided(body: GenerationBody, given: GuidedParams | None) -> GuidedParams | None:
-    ways = ({} if given is None else {"tool_choice": given}) | guided_fields(body)
+def _only(ways: Mapping[str, GuidedParams]) -> GuidedParams | None:
     if len(ways) > 1:
         names = " and ".join(ways)
         raise conflict(
@@ -124,21 +130,27 @@ def _guided(body: GenerationBody, given: GuidedParams | None) -> GuidedParams | 
     return next(iter(ways.values()), None)
 
 
-def _named_by_field(error: RequestError, body: GenerationBody) -> RequestError:
+def _named_by_field(
+    error: RequestError, body: GenerationBody, *, of_calls: bool = False
+) -> RequestError:
     """A complaint about the guided text in terms of the field that asked for it."""
     place = error.param
     if place is None or not place.startswith("guided."):
         return error
     _, _, inner = place.removeprefix("guided.").partition(".")
-    param = _guided_place(body, inner)
+    param = _guided_place(body, inner, of_calls=of_calls)
     return RequestError(f"{param}{str(error).removeprefix(place)}", param=param)
 
 
-def _guided_place(body: GenerationBody, inner: str = "") -> str:
-    """The field that asked for the guided text, and in it the place ``inner`` of its schema."""
-    if isinstance(body.response_format, JsonSchemaResponseFormat):
+def _guided_place(body: GenerationBody, inner: str = "", *, of_calls: bool = False) -> str:
+    """The field that asked for the guided text, and in it the place ``inner`` of its schema.
+
+    ``of_calls`` says that the schema is that of calls, where the text may be something else too.
+    """
+    ways = {} if of_calls else guided_fields(body)
+    if isinstance(body.response_format, JsonSchemaResponseFormat) and not of_calls:
         field = "response_format.json_schema.schema"
-    elif ways := guided_fields(body):
+    elif ways:
         field = next(iter(ways))
     else:
         assert isinstance(body, ChatBody), "a completion is guided by its own fields only"
@@ -236,8 +248,11 @@ class Generation:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         body: GenerationBody,
+        alternatives: Sequence[GuidedParams] = (),
     ) -> Generation:
         """Queue the requests, or none of them if one is refused.
+
+        ``alternatives`` are what a guided text may be: the answer, and calls.
 
         Raises:
             EngineError: one is refused, or the engine is dead.
@@ -250,10 +265,18 @@ class Generation:
         if params.guided is not None:
             # Compiled outside the event loop; the engine finds it in the compiler's cache.
             vocab_size = engine.model_config.vocab_size
-            try:
-                await asyncio.to_thread(check_guided, params, vocab_size, engine.tokenizer)
-            except RequestError as error:
-                raise _named_by_field(error, body) from None
+            # One by one first: that finds the culprit.
+            for index, guided in enumerate((*alternatives, params.guided)):
+                try:
+                    await asyncio.to_thread(
+                        check_guided,
+                        params.replace(guided=guided),
+                        vocab_size,
+                        engine.tokenizer,
+                    )
+                except RequestError as error:
+                    of_calls = bool(alternatives) and index == 1
+                    raise _named_by_field(error, body, of_calls=of_calls) from None
         try:
             streams = await engine.add_requests(
                 prompts,

@@ -12,7 +12,7 @@ from parsed_answers import Bare, cut, read
 
 from engine_core.configs import GuidedParams
 from engine_core.errors import RequestError
-from engine_core.parsers import build_output_parser, tool_choice_params
+from engine_core.parsers import build_output_parser, calls_or_answer_params, tool_choice_params
 from engine_core.registry import build_registry
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.text import FastTokenizer, token_bytes
@@ -35,6 +35,59 @@ def tool(name: str, parameters: Any = None) -> dict[str, Any]:
 
 TOOLS = [tool("tree", TREE), tool("now"), tool("add", {"properties": {"a": {"type": "integer"}}})]
 NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+def accepts(params: GuidedParams, tokens: list[bytes], ids: list[int]) -> bool:
+    """Whether a whole text may be these tokens of a vocabulary."""
+    compiler = GrammarCompiler(tokens, lambda text: list(text.encode()), len(tokens))
+    compiler.check(params)
+    matcher = compiler.guide(params, []).matcher
+    return all(matcher.consume_token(token) for token in ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_calls_or_an_answer(special: bool) -> None:
+    schema = {"type": "object", "properties": {"b": {"const": 1}}, "required": ["b"]}
+    answer = GuidedParams(json_schema={**schema, "additionalProperties": False})
+    opening = b"\xff<call>" if special else b"<call>"
+    tokens = [*(bytes([byte]) for byte in range(256)), opening]
+    known = {"<call>": 256} if special else {}
+    params = calls_or_answer_params(TOOLS, answer, ("<call>", "</call>"), known)
+    add = '{"name": "add", "arguments": {"a": 5}}'
+    texts = {
+        '{"b": 1}': True,
+        '{"b": 2}': False,
+        f"<call>{add}</call>": True,
+        f"<call>\n{add}\n</call>\n<call>{add}</call>\n": True,
+        '<call>{"name": "tree", "arguments": {"root": {"next": {}}}}</call>': True,
+        '<call>{"name": "tree", "arguments": {}}</call>': False,
+        '<call>{"name": "none", "arguments": {}}</call>': False,
+        f"<call>{add}": False,
+        f'<call>{add}</call>{{"b": 1}}': False,
+        f'{{"b": 1}}<call>{add}</call>': False,
+        add: False,
+        "Let me see": False,
+        '{"b":' + " " * 32 + "1}": True,
+        '{"b":' + " " * 33 + "1}": False,
+    }
+    for text, allowed in texts.items():
+        spelled = list(text.encode())
+        assert accepts(params, tokens, spelled) is allowed, text
+        parts = text.split("<call>")
+        ids = [*parts[0].encode()]
+        for part in parts[1:]:
+            ids += [256, *part.encode()]
+        assert accepts(params, tokens, ids) is allowed, text
+
+
+def test_an_answer_that_speaks_of_calls_is_none() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    text = json.dumps({"a": call, "<tool_call>{": 1, ',"name": "add", "arguments": {': 2})
+    text += call
+    made = build_output_parser(
+        Bare("hermes"), REGISTRY, tools=TOOLS, guided=True, calls_or_answer=True
+    )
+    assert read(made, list(text)) == (text, "", [])
 
 
 def allows(schema: Any, value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,8 +108,6 @@ def test_a_call_that_was_cut_off_is_not_to_be_run(
 @pytest.mark.parametrize(
     "guide",
     [
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
         {"guided_json": {"type": "object"}},
         {"guided_regex": "a+"},
         {"guided_choice": ["a"]},
@@ -125,6 +124,102 @@ def test_a_guided_text_has_no_room_for_calls(
             **ASKED, tools=[TOOL], extra_body={**guide, "tool_choice": choice}
         )
     assert (no.value.code, no.value.param) == ("conflicting_fields", field)
+
+
+SKY = {
+    "type": "object",
+    "properties": {"sky": {"enum": ["clear", "grey"]}},
+    "required": ["sky"],
+    "additionalProperties": False,
+}
+FORMATS: list[Any] = [
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "sky", "schema": SKY}},
+]
+
+
+@pytest.fixture(scope="module")
+def undecided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A model that would say something before it calls, and knows an answer in JSON."""
+    # Each begins where the grammar leaves a choice: what it leaves none of is written in the
+    # tokens of the tokenizer, a character each.
+    pieces = ["Let me look.", "<tool_call>", '\n{"name": "get_weather", "arguments":']
+    pieces += [' {"city": "Ro', 'me"}}', "\n</tool_call>"]
+    pieces += ['\n<tool_call>\n{"name": "now", "arguments":', " {}}", "</tool_call>\n"]
+    pieces += ['{"sky":', ' "clear"}']
+    pieces += [*'{}[]":, <>/_\n', *string.ascii_lowercase]
+    model = write_reciting_model(tmp_path_factory.mktemp("undecided") / "model", pieces)
+    options = ["--served-model-name", "tiny", "--kv-cache-memory", "16MiB"]
+    with (
+        ServerProcess(model, *options, "--tool-parser", "hermes").wait_ready() as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+# The tokens that begin a call and the answer in JSON; <unk>, </s> and <start> come before the
+# pieces. Whatever it has begun it goes on with: that is 8 more probable than all else.
+TO_CALL = {"logit_bias": {"4": 1, "1": 2}}
+TO_ANSWER = {"logit_bias": {"12": 1}}
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form["type"])
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}], ids=["unset", "auto"])
+def test_a_text_is_calls_or_an_answer_in_the_format(
+    undecided: openai.OpenAI, form: Any, choice: Any
+) -> None:
+    asked = {**ASKED, **choice, **TO_CALL, "tools": [TOOL, NOW], "temperature": 0}
+    (called,) = undecided.chat.completions.create(**asked, response_format=form).choices
+    assert called.finish_reason == "tool_calls"
+    assert not called.message.content
+    calls = [call.function for call in called.message.tool_calls or ()]
+    assert [call.name for call in calls] == ["get_weather", "now"]
+    assert [json.loads(call.arguments) for call in calls] == [{"city": "Rome"}, {}]
+
+    asked |= TO_ANSWER
+    (answered,) = undecided.chat.completions.create(**asked, response_format=form).choices
+    assert answered.finish_reason == "stop"
+    assert answered.message.tool_calls is None
+    assert json.loads(answered.message.content or "") == {"sky": "clear"}
+
+    text = ""
+    for chunk in undecided.chat.completions.create(**asked, response_format=form, stream=True):
+        assert not chunk.choices[0].delta.tool_calls
+        text += chunk.choices[0].delta.content or ""
+    assert json.loads(text) == {"sky": "clear"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "parameters", "param"),
+    [
+        ({"type": "strin"}, {}, "response_format.json_schema.schema"),
+        (SKY, {"properties": {"a": {"type": "strin"}}}, "tools.1.function.parameters.properties.a"),
+    ],
+)
+def test_what_cannot_be_kept_of_a_format_beside_calls_is_named(
+    undecided: openai.OpenAI, schema: Any, parameters: Any, param: str
+) -> None:
+    wrong: Any = {"type": "function", "function": {"name": "wrong", "parameters": parameters}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    with pytest.raises(openai.BadRequestError) as no:
+        undecided.chat.completions.create(**ASKED, tools=[TOOL, wrong], response_format=form)
+    assert no.value.param == param
+
+
+def test_a_format_beside_calls_that_are_json_themselves_is_refused(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = write_reciting_model(tmp_path_factory.mktemp("json") / "model", ["a"])
+    options = ["--served-model-name", "tiny", "--kv-cache-memory", "16MiB"]
+    options += ["--tool-parser", "llama3_json"]
+    with (
+        ServerProcess(model, *options).wait_ready() as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(openai.BadRequestError, match=r"no room for calls .* 'llama3_json'") as no,
+    ):
+        client.chat.completions.create(**ASKED, tools=[TOOL], response_format=FORMATS[0])
+    assert (no.value.code, no.value.param) == ("conflicting_fields", "response_format")
 
 
 def test_without_tools_it_is_text(client: openai.OpenAI) -> None:
