@@ -1,55 +1,71 @@
-"""How much memory common GPUs have."""
+"""How much memory common GPUs have, and what they can compute."""
 
 from __future__ import annotations
 
 import difflib
+from dataclasses import dataclass
 
 from engine_core.errors import ConfigError
 
 # What the driver reports for the whole device in MiB, a little less than the name says; for cards
-# with error correction on, as they are sold.
-_MIB = {
-    "T4": 15360,
-    "V100-16GB": 16384,
-    "V100-32GB": 32768,
-    "A10": 23028,
-    "A10G": 23028,
-    "A16": 15356,
-    "A30": 24576,
-    "A40": 46068,
-    "A100-40GB": 40960,
-    "A100-80GB": 81920,
-    "A800-80GB": 81920,
-    "L4": 23034,
-    "L40": 46068,
-    "L40S": 46068,
-    "H20": 97871,
-    "H100": 81559,
-    "H100-NVL": 95830,
-    "H800": 81559,
-    "GH200-96GB": 97871,
-    "H200": 143771,
-    "B200": 183359,
-    "RTX-3060-12GB": 12288,
-    "RTX-3090": 24576,
-    "RTX-4060-TI-16GB": 16380,
-    "RTX-4070": 12282,
-    "RTX-4080": 16376,
-    "RTX-4090": 24564,
-    "RTX-5080": 16303,
-    "RTX-5090": 32607,
-    "RTX-6000-ADA": 49140,
-    "RTX-A6000": 49140,
+# with error correction on, as they are sold. Then the compute capability.
+_GPUS = {
+    "T4": (15360, (7, 5)),
+    "V100-16GB": (16384, (7, 0)),
+    "V100-32GB": (32768, (7, 0)),
+    "A10": (23028, (8, 6)),
+    "A10G": (23028, (8, 6)),
+    "A16": (15356, (8, 6)),
+    "A30": (24576, (8, 0)),
+    "A40": (46068, (8, 6)),
+    "A100-40GB": (40960, (8, 0)),
+    "A100-80GB": (81920, (8, 0)),
+    "A800-80GB": (81920, (8, 0)),
+    "L4": (23034, (8, 9)),
+    "L40": (46068, (8, 9)),
+    "L40S": (46068, (8, 9)),
+    "H20": (97871, (9, 0)),
+    "H100": (81559, (9, 0)),
+    "H100-NVL": (95830, (9, 0)),
+    "H800": (81559, (9, 0)),
+    "GH200-96GB": (97871, (9, 0)),
+    "H200": (143771, (9, 0)),
+    "B200": (183359, (10, 0)),
+    "RTX-3060-12GB": (12288, (8, 6)),
+    "RTX-3090": (24576, (8, 6)),
+    "RTX-4060-TI-16GB": (16380, (8, 9)),
+    "RTX-4070": (12282, (8, 9)),
+    "RTX-4080": (16376, (8, 9)),
+    "RTX-4090": (24564, (8, 9)),
+    "RTX-5080": (16303, (12, 0)),
+    "RTX-5090": (32607, (12, 0)),
+    "RTX-6000-ADA": (49140, (8, 9)),
+    "RTX-A6000": (49140, (8, 6)),
 }
 
 
+@dataclass(frozen=True, slots=True)
+class NamedGPU:
+    """A GPU that need not be here.
+
+    Attributes:
+        name: its full name.
+        memory: bytes of it.
+        capability: its compute capability.
+    """
+
+    name: str
+    memory: int
+    capability: tuple[int, int]
+
+
 def gpu_names() -> tuple[str, ...]:
-    """The names that :func:`gpu_memory` knows."""
-    return tuple(_MIB)
+    """The names that :func:`find_gpu` knows."""
+    return tuple(_GPUS)
 
 
-def gpu_memory(name: str) -> tuple[str, int]:
-    """The GPU's full name and its bytes of memory.
+def find_gpu(name: str) -> NamedGPU:
+    """The GPU of this name.
 
     Case, spaces, hyphens and "NVIDIA" do not matter, and a part of a name is enough if only one
     GPU has it: ``"rtx 4090"``, ``"4090"``, ``"A100 80GB"``.
@@ -58,14 +74,15 @@ def gpu_memory(name: str) -> tuple[str, int]:
         ConfigError: the name is unknown or stands for several.
     """
     wanted = _plain(name)
-    matches = [known for known in _MIB if _plain(known) == wanted] or [
-        known for known in _MIB if wanted and wanted in _plain(known)
+    matches = [known for known in _GPUS if _plain(known) == wanted] or [
+        known for known in _GPUS if wanted and wanted in _plain(known)
     ]
     if len(matches) == 1:
-        return matches[0], _MIB[matches[0]] * 2**20
+        mib, capability = _GPUS[matches[0]]
+        return NamedGPU(matches[0], mib * 2**20, capability)
     if matches:
         raise ConfigError(f"the GPU {name!r} may be any of {', '.join(matches)}; say which")
-    near = difflib.get_close_matches(name.upper(), _MIB, n=3, cutoff=0.5) or _MIB
+    near = difflib.get_close_matches(name.upper(), _GPUS, n=3, cutoff=0.5) or _GPUS
     raise ConfigError(
         f"the GPU {name!r} is not in the table; known are {', '.join(near)}; for any other give "
         "the memory itself"

@@ -18,7 +18,7 @@ from engine_core.check.deep import (
     compare_with_golden,
     compare_with_transformers,
 )
-from engine_core.check.gpus import gpu_memory
+from engine_core.check.gpus import NamedGPU, find_gpu
 from engine_core.check.report import (
     HINTS,
     CacheGroupInfo,
@@ -64,7 +64,13 @@ from engine_core.runtime import platform
 from engine_core.runtime.loader import build_on_meta, check_weights, keep_blocks
 from engine_core.runtime.memory import CachePlan, check_memory, plan_cache
 from engine_core.runtime.packing import weight_bytes
-from engine_core.runtime.source import check_revision, open_files, read_config, refuse_quantized
+from engine_core.runtime.source import (
+    check_deterministic,
+    check_revision,
+    open_files,
+    read_config,
+    refuse_quantized,
+)
 from engine_core.runtime.worker import complete_context
 from engine_core.step_context import BuildContext
 from engine_core.text import Tokenizer
@@ -119,7 +125,7 @@ def check_model(
         raise ConfigError("memory and gpu both say how much memory there is; give one of them")
     if deep and against is not None:
         raise ConfigError("deep compares with transformers, against with a file; give one of them")
-    named = None if gpu is None else gpu_memory(gpu)
+    named = None if gpu is None else find_gpu(gpu)
     golden = None if against is None else Golden.read(Path(against))
     check = _Check(str(path), config or EngineConfig(), memory, named)
     check.run()
@@ -135,7 +141,7 @@ class _Check:
     model: str
     config: EngineConfig
     memory: int | None
-    gpu: tuple[str, int] | None
+    gpu: NamedGPU | None
     problems: list[Problem] = field(default_factory=list)
     path: Path | None = None
     registry: Registry | None = None
@@ -165,6 +171,10 @@ class _Check:
             self.device = (
                 platform.resolve_device(config) if self.gpu is None else torch.device("cuda")
             )
+        if self.device is not None:
+            with self._collecting():
+                capability = None if self.gpu is None else self.gpu.capability
+                check_deterministic(config, self.device, capability)
         with self._collecting():
             check_revision(self.model, config)
         with self._collecting():
@@ -195,9 +205,7 @@ class _Check:
         if self.path is not None and self.path.is_dir():
             # The weights are unusable, but more may be said about config and tokenizer.
             with self._collecting():
-                config = self.config.replace(
-                    load_format="dummy", quantization=None, deterministic=False
-                )
+                config = self.config.replace(load_format="dummy", quantization=None)
                 self.checkpoint = open_files(self.model, config, registry, device)
 
     def _understand(self, registry: Registry, checkpoint: Checkpoint) -> None:
@@ -362,7 +370,7 @@ class _Check:
         if self.memory is not None:
             source, total, budget = "memory", self.memory, self.memory - weights
         elif self.gpu is not None:
-            source, total = "gpu", self.gpu[1]
+            source, total = "gpu", self.gpu.memory
             budget = platform.gpu_cache_budget(total - weights, total)
         elif device is not None:
             total = platform.total_memory(device)
@@ -370,7 +378,7 @@ class _Check:
         else:
             return
         if weights > total:
-            where = {"gpu": self.gpu and self.gpu[0], "memory": "the memory given"}.get(
+            where = {"gpu": self.gpu and self.gpu.name, "memory": "the memory given"}.get(
                 source, device
             )
             self._add(
@@ -419,7 +427,7 @@ class _Check:
         counts = Counter(specs)
         self.memory_info = MemoryInfo(
             source=source,
-            gpu=self.gpu[0] if self.gpu else None,
+            gpu=self.gpu.name if self.gpu else None,
             num_ranks=config.tensor_parallel_size,
             total_bytes=total,
             weights_bytes=weights,

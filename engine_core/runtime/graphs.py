@@ -37,13 +37,14 @@ class Captured:
 
     Attributes:
         graph: to be replayed.
-        logits: ``[rows, V]`` as the model gives them.
+        logits: ``[rows, V]`` as the model gives them; None where nobody wants them, whose memory
+            another capture may use.
         tokens: ``[rows]`` int64, the chosen ones.
         status: ``[rows]`` int8, as of :func:`~engine_core.kernels.sample_tokens`.
     """
 
     graph: torch.cuda.CUDAGraph
-    logits: Tensor
+    logits: Tensor | None
     tokens: Tensor
     status: Tensor
 
@@ -111,7 +112,7 @@ class _Graphs:
     def _drop(self) -> None:
         raise NotImplementedError
 
-    def _capture(self, step: Callable[[], tuple[Tensor, Tensor, Tensor]]) -> Captured:
+    def _capture(self, step: Callable[[], tuple[Tensor | None, Tensor, Tensor]]) -> Captured:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -154,10 +155,12 @@ class DecodeGraphs(_Graphs):
     def capture_all(self) -> None:
         """Capture every bucket, the largest first so that the smaller ones reuse its memory.
 
-        What chooses at random is captured when it is first needed, but compiled now.
+        What chooses at random is captured when it is first needed; what adjusts nothing before is
+        compiled now.
         """
         for bucket in reversed(self._buckets):
             logits = self._get(bucket, Choice.GREEDY).logits
+        assert logits is not None, "greedy steps keep their logits"
         # Padding is all there is after a capture.
         rows, positions = self._static[:, : len(logits)]
         sample_tokens(logits, rows, positions, self._state.last_tokens, self._state.sampling())
@@ -206,7 +209,7 @@ class DecodeGraphs(_Graphs):
             self._graphs[key] = self._capture(lambda: self._step(bucket, choice))
         return self._graphs[key]
 
-    def _step(self, bucket: int, choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
+    def _step(self, bucket: int, choice: Choice) -> tuple[Tensor | None, Tensor, Tensor]:
         rows, positions = self._static[:, :bucket]
         logits = self._state.logits_of(self._context(rows, positions, bucket), None)
         last_tokens = self._state.last_tokens
@@ -214,12 +217,11 @@ class DecodeGraphs(_Graphs):
             tokens, status = choose_greedy(
                 logits, rows=rows, last_tokens=last_tokens, positions=positions
             )
-        else:
-            state = self._state.sampling()
-            if choice is Choice.RANDOM:
-                state = replace(state, adjustments=None)
-            tokens, status = sample_tokens(logits, rows, positions, last_tokens, state)
-        return logits, tokens, status
+            return logits, tokens, status
+        state = self._state.sampling()
+        if choice is Choice.RANDOM:
+            state = replace(state, adjustments=None)
+        return None, *sample_tokens(logits, rows, positions, last_tokens, state)
 
     def _context(self, rows: Tensor, positions: Tensor, bucket: int) -> StepContext:
         inputs = decode_inputs(

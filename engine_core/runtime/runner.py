@@ -308,6 +308,7 @@ class ModelRunner:
         choices = [c for row in rows if (c := self._rows[row].choice) is not None]
         if len(choices) < count:
             captured = graphs.begin(rows, starts)
+            assert captured.logits is not None, "greedy steps keep their logits"
             every = list(range(count))
             turns = []
             for turn in range(plan.repeat):
@@ -336,6 +337,7 @@ class ModelRunner:
         sampled = [index for index, row in enumerate(plan.rows) if row.sample]
         if not sampled:
             return self._unsampled(plan, {})
+        assert captured.logits is not None, "mixed steps keep their logits"
         logits = captured.logits[self._to_device(places[sampled])]
         return self._sample(plan, sampled, logits, {})
 

@@ -76,6 +76,7 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
     """
     check_revision(model, config)
     device = platform.resolve_device(config)
+    check_deterministic(config, device)
     checkpoint = open_files(model, config, registry, device)
     refuse_quantized(checkpoint.hf_config)
     model_config = read_config(registry, checkpoint)
@@ -118,12 +119,9 @@ def open_files(
 
     Raises:
         CheckpointError: a file is not there or cannot be used.
-        OptionError: the quantisation or determinism asked for is not possible with these files or
-            this device.
+        OptionError: the quantisation asked for is not possible with these files or this device.
         UnknownArchitectureError: no plugin reads a GGUF file of this architecture.
     """
-    if config.deterministic:
-        _check_deterministic(device)
     quantization = config.quantization
     if quantization is not None and device.type != "cpu":
         raise OptionError(
@@ -147,18 +145,32 @@ def open_files(
     return checkpoint
 
 
-def _check_deterministic(device: torch.device) -> None:
-    """Refuse determinism where results would depend on the batch all the same."""
+def check_deterministic(
+    config: EngineConfig, device: torch.device, capability: tuple[int, int] | None = None
+) -> None:
+    """Refuse determinism where results would depend on the batch all the same.
+
+    ``capability`` is the compute capability of a GPU that is planned for; that of ``device`` if
+    None.
+
+    Raises:
+        OptionError: it is asked for, and the device is no GPU that it is known to hold on.
+    """
+    if not config.deterministic:
+        return
     if device.type != "cuda":
         raise OptionError(
             f"deterministic is for GPUs: on {device} torch multiplies few rows and many in "
             "different ways; leave it out, or set device='cuda'"
         )
-    capability = torch.cuda.get_device_capability(device)
-    if not (8, 0) <= capability < (10, 0) or torch.version.hip is not None:
+    named = capability is not None
+    capability = capability or torch.cuda.get_device_capability(device)
+    hip = not named and torch.version.hip is not None
+    if not (8, 0) <= capability < (10, 0) or hip:
         raise OptionError(
             "deterministic relies on how matrix units add up, which is known of compute capability "
-            f"9.0 and expected of 8.x; {device} has {'.'.join(map(str, capability))}: leave it out"
+            f"9.0 and expected of 8.x; {'that GPU' if named else device} has "
+            f"{'.'.join(map(str, capability))}: leave it out"
         )
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from engine_core import LLM, EngineConfig
 from engine_core.check import CheckReport, Problem, check_model
-from engine_core.check.gpus import gpu_memory, gpu_names
+from engine_core.check.gpus import find_gpu, gpu_names
 from engine_core.check.report import HINTS, Code
 from engine_core.cli import app
 from engine_core.errors import CacheMemoryError, ConfigError, OptionError
@@ -179,6 +179,21 @@ def test_a_quantization_that_a_gpu_has_not_hides_no_other_fault(model: Model) ->
     assert {problem.code for problem in report.errors} == {"option-invalid", "config-invalid"}
 
 
+def test_deterministic_is_judged_by_the_gpu_that_is_named(model: Model) -> None:
+    config = EngineConfig(deterministic=True)
+    assert check_model(str(model), config, gpu="H100").exit_code == 0
+    for gpu, capability in (("T4", "7.5"), ("B200", "10.0")):
+        [problem] = check_model(str(model), config, gpu=gpu).errors
+        assert problem.code == "option-invalid"
+        assert f"that GPU has {capability}" in problem.message
+
+
+def test_deterministic_without_a_gpu_hides_no_other_fault(model: Model) -> None:
+    model.json("config.json", num_key_value_heads=3)
+    report = check_model(str(model), EngineConfig(deterministic=True, device="cpu"))
+    assert {problem.code for problem in report.errors} == {"option-invalid", "config-invalid"}
+
+
 def test_cache_and_weights_together_too_large(model: Model) -> None:
     report = check_model(str(model), EngineConfig(kv_cache_memory=2**30), memory=2**29)
     assert found(report) == [("error", "memory-cache-too-small")]
@@ -225,13 +240,13 @@ def test_ranks_share_the_weights(model: Model) -> None:
     ],
 )
 def test_gpu_names(name: str, expected: str, gib: int) -> None:
-    found_name, memory = gpu_memory(name)
-    assert found_name == expected
-    assert memory / GIB == pytest.approx(gib, rel=0.03)
+    found = find_gpu(name)
+    assert found.name == expected
+    assert found.memory / GIB == pytest.approx(gib, rel=0.03)
 
 
 def test_every_gpu_finds_itself() -> None:
-    assert [gpu_memory(name)[0] for name in gpu_names()] == list(gpu_names())
+    assert [find_gpu(name).name for name in gpu_names()] == list(gpu_names())
 
 
 @pytest.mark.parametrize(
@@ -240,7 +255,7 @@ def test_every_gpu_finds_itself() -> None:
 )
 def test_gpu_that_is_not_known(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        gpu_memory(name)
+        find_gpu(name)
 
 
 def test_special_ids(model: Model) -> None:

@@ -114,6 +114,20 @@ def test_of_equal_logits_those_of_the_lowest_ids_are_kept(
     assert tokens.tolist() == (drawn * kept).to(torch.int64).tolist()
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_lies_just_below_the_kept_set_is_not_in_it(
+    op: Any, device: str, dtype: torch.dtype
+) -> None:
+    """The first bound may fall between two neighbouring logits of 16 bits."""
+    batch = of_equal_logits(12, 600, top_k=3, temperature=0.77)
+    logits = torch.full_like(batch.logits, -20.0)
+    logits[:, 100:103] = 10.0
+    logits[:, 5:10] = 9.5625
+    tokens, _ = replace(batch, logits=logits.to(dtype)).on(device).run(op)
+    assert set(tokens.tolist()) == {100, 101, 102}
+
+
 @pytest.mark.parametrize("way", WAYS[:2])
 def test_zeros_of_both_signs_are_equal(op: Any, device: str) -> None:
     batch = of_equal_logits(8, 600, top_k=100)

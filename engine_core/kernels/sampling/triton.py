@@ -759,7 +759,9 @@ def _settle_kernel(
         numbers_ptr += row * 7
         is_adjusted = mode >= _ADJUSTED
         shift = tl.where(is_adjusted, 0, UNUSED_BITS)
-        low = _key(tl.load(lows_ptr + place)) >> shift
+        # Rounded up: between two logits of 16 bits the pivot stands for the upper one, as the count
+        # of those above it does.
+        low = (_key(tl.load(lows_ptr + place)) + (tl.full((), 1, tl.int32) << shift) - 1) >> shift
         count = tl.load(sizes_ptr + place)
         mass = tl.load(low_masses_ptr + place)
         total = tl.load(totals_ptr + place)
