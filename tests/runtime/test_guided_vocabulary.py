@@ -54,9 +54,9 @@ MADE = {"byte-fallback": byte_fallback(), "word pieces": word_pieces()}
 def test_bytes_put_together_are_the_text(name: str, data: st.DataObject) -> None:
     tokenizer = MADE[name]
     table = token_bytes(tokenizer)
-    ids = data.draw(
-        st.lists(st.sampled_from([i for i, token in enumerate(table) if token[:1] != b"\xff"]))
-    )
+    # Neither special tokens nor those of which it is not known what they add, as the byte 0xFF.
+    known = [i for i, token in enumerate(table) if token and token[:1] != b"\xff"]
+    ids = data.draw(st.lists(st.sampled_from(known)))
     begun = tokenizer.encode("a", add_special_tokens=False)
     before = tokenizer.decode(begun)
     expected = tokenizer.decode([*begun, *ids])
