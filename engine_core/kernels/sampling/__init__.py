@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from engine_core.kernels.sampling import reference
+from engine_core.kernels.sampling.state import (
+    BIASED,
+    COUNTED,
+    NUMBERS,
+    PENALISED,
+    Adjustments,
+    SamplingState,
+)
 
 __all__ = [
     "BIASED",
@@ -18,61 +24,6 @@ __all__ = [
     "SamplingState",
     "sample_tokens",
 ]
-
-# The columns of SamplingState.numbers.
-NUMBERS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
-# What Adjustments.kinds are sums of.
-BIASED, PENALISED, COUNTED = 1, 2, 4
-
-
-@dataclass(frozen=True, slots=True)
-class Adjustments:
-    """What changes a row's logits, by row of the persistent batch.
-
-    Attributes:
-        kinds: ``[max_rows]`` int32, a sum of ``BIASED`` (``bias`` is added), ``PENALISED`` (the
-            penalties of ``numbers`` are applied) and ``COUNTED`` (the chosen token is counted in
-            ``output_counts``).
-        ban_ids: ``[max_rows, K]`` int32, tokens that are banned for some time; -1 for none.
-        ban_ends: ``[max_rows]`` int64, the first position whose token the bans are not for.
-        bias: ``[max_rows, V]`` float32; None if no row is ``BIASED``.
-        prompt_mask: ``[max_rows, V]`` bool, the tokens of the prompt; None if no row is
-            ``PENALISED``.
-        output_counts: ``[max_rows, V]`` int32, how often each token was generated; modified. None
-            if no row is ``PENALISED`` or ``COUNTED``.
-    """
-
-    kinds: Tensor
-    ban_ids: Tensor
-    ban_ends: Tensor
-    bias: Tensor | None = None
-    prompt_mask: Tensor | None = None
-    output_counts: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingState:
-    """How the rows of the persistent batch choose.
-
-    Attributes:
-        numbers: ``[max_rows, 7]`` float64, columns as in ``NUMBERS``. A ``temperature`` of 0 is
-            greedy; ``top_k`` that is not in ``[1, V)`` is none, and so are ``top_p`` of 1 and
-            ``min_p`` of 0.
-        seeds: ``[max_rows]`` int64.
-        adjustments: None if no row has any.
-    """
-
-    numbers: Tensor
-    seeds: Tensor
-    adjustments: Adjustments | None = None
 
 
 def sample_tokens(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from engine_core.kernels.sampling.philox import uniform
-
-if TYPE_CHECKING:
-    from engine_core.kernels.sampling import Adjustments, SamplingState
+from engine_core.kernels.sampling.state import (
+    BIASED,
+    COUNTED,
+    FIRST_PENALTY,
+    PENALISED,
+    Adjustments,
+    SamplingState,
+)
 
 # Dividing by it must not overflow to 0 / 0 in float32.
 LEAST_TEMPERATURE = 1e-30
@@ -50,7 +53,7 @@ def sample_tokens(
     last_tokens[rows] = tokens
     positions += live
     if state.adjustments is not None and state.adjustments.output_counts is not None:
-        counted = (live & (state.adjustments.kinds[rows] & 4 > 0)).nonzero().squeeze(-1)
+        counted = (live & (state.adjustments.kinds[rows] & COUNTED > 0)).nonzero().squeeze(-1)
         state.adjustments.output_counts[rows[counted], tokens[counted]] += 1
     return tokens, status
 
@@ -65,8 +68,8 @@ def _adjust(
 ) -> Tensor:
     """``[B, V]`` float32 after bias, penalties and bans; ``logits`` themselves are left alone."""
     kinds = adjustments.kinds[rows] * live
-    biased = (kinds & 1).nonzero().squeeze(-1)
-    penalised = (kinds & 2).nonzero().squeeze(-1)
+    biased = (kinds & BIASED).nonzero().squeeze(-1)
+    penalised = (kinds & PENALISED).nonzero().squeeze(-1)
     banned = (live & (targets < adjustments.ban_ends[rows])).nonzero().squeeze(-1)
     if not (biased.numel() or penalised.numel() or banned.numel()):
         return logits
@@ -82,7 +85,7 @@ def _adjust(
             logits[penalised],
             adjustments.prompt_mask[at],
             adjustments.output_counts[at],
-            *state.numbers[at, 4:].unbind(-1),
+            *state.numbers[at, FIRST_PENALTY:].unbind(-1),
         )
     if banned.numel():
         ids = adjustments.ban_ids[rows[banned]].to(torch.int64)
@@ -146,7 +149,7 @@ def _draw(logits: Tensor, largest: Tensor, numbers: Tensor, draws: Tensor) -> Te
         draws: ``[S]`` float64 in ``[0, 1)``.
     """
     vocab = logits.shape[-1]
-    temperature, top_k, top_p, min_p = numbers[:, :4].unbind(-1)
+    temperature, top_k, top_p, min_p = numbers[:, :FIRST_PENALTY].unbind(-1)
     divisor = temperature.float().clamp(min=LEAST_TEMPERATURE)
 
     def weigh(values: Tensor, of: Tensor) -> Tensor:

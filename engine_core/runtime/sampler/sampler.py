@@ -23,12 +23,11 @@ from engine_core.kernels.sampling import (
     sample_tokens,
 )
 from engine_core.kernels.sampling.reference import apply_penalties, ban_tokens
+from engine_core.kernels.sampling.state import FIRST_PENALTY
 from engine_core.runtime.guided import GrammarCompiler, Guide
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.sampler.transforms import apply_bitmask
 
-# Where the penalties begin among the numbers of a row.
-_NUM_DRAW = NUMBERS.index("repetition_penalty")
 # Banned tokens that there is room for at first.
 _BANS = 8
 
@@ -300,7 +299,7 @@ class Sampler:
                         own,
                         self._adjustments.prompt_mask[at],
                         self._adjustments.output_counts[at],
-                        *self._numbers[at, _NUM_DRAW:].unbind(-1),
+                        *self._numbers[at, FIRST_PENALTY:].unbind(-1),
                     )
                 )
             bans = _last_of_bad_words(request)
