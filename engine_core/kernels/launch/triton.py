@@ -65,6 +65,14 @@ def arrives_last(arrivals_ptr, expected):
 
 
 @functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors that the programs of a launch are spread over."""
+    if device.type != "cuda":  # the interpreter: enough for a small case to be split
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """The launch options of a kernel that has a ``PDL`` argument: Hopper and later can."""
     able = (

@@ -18,15 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine_core.kernels.attention.tiles.triton import (
-    load_tokens,
-    num_multiprocessors,
-    tile_logits,
-)
+from engine_core.kernels.attention.tiles.triton import load_tokens, tile_logits
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
     launch_dependents,
+    num_multiprocessors,
     wait,
 )
 

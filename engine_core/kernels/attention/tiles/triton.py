@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 
@@ -99,11 +96,3 @@ def tile_logits(
         visible = visible & in_range[None, :]
         logits = tl.where(visible, logits, float("-inf"))
     return logits
-
-
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors that the programs of a launch are spread over."""
-    if device.type != "cuda":  # the interpreter: enough for a small case to be split
-        return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count

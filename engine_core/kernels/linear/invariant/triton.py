@@ -9,7 +9,6 @@ in LLM inference", 2025).
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine_core.kernels.activation import silu_and_mul
-from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
+from engine_core.kernels.launch.triton import (
+    launch_dependents,
+    num_multiprocessors,
+    pdl_options,
+    wait,
+)
 from engine_core.kernels.linear import triton as few_rows
 from engine_core.kernels.linear.triton import Tile, choose_tile
 
@@ -124,13 +128,6 @@ def _few_rows_tile(rows: int, n: int, k: int, gated: bool, x: Tensor) -> Tile:
     return Tile(32, 256, prefetch=512, least_rows=least)
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # the interpreter: some programs of a small case take two tiles
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _has_tensor_maps(x: Tensor, n: int) -> bool:
     """Whether rows of x, the weight and the result lie at multiples of 16 bytes, and are 16-bit."""
     return (
@@ -160,7 +157,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Te
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(num_rows, block.m) * triton.cdiv(n, block.n)
     # Of small tiles two fit on a multiprocessor.
-    most = _num_multiprocessors(x.device) * (1 if block.num_warps == 8 else 2)
+    most = num_multiprocessors(x.device) * (1 if block.num_warps == 8 else 2)
     programs = min(tiles, most)
     _matmul_kernel[(programs,)](
         TensorDescriptor.from_tensor(out, [block.m, block.n]),
