@@ -36,8 +36,9 @@ _BLOCK = 4096
 _PIVOTS = 8
 # Most tokens that are gathered; above it the bounds are narrowed on all logits.
 _MOST_CANDIDATES = 16384
-# What the narrowing program looks at together.
-_CHUNK = 2048
+# What the narrowing program looks at together: of what was gathered, which is little, or of all.
+_CHUNK = 1024
+_WHOLE_CHUNK = 4096
 # Low bits that are the same for all logits of a type once they are float32.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
@@ -90,13 +91,20 @@ def _value(key):
 
 
 @triton.jit
-def _weights(x, peak, temperature):
-    return tl.exp(tl.div_rn(x - peak, temperature))
+def _steepness(numbers_ptr, LEAST_TEMPERATURE: tl.constexpr):
+    """The reciprocal of a row's temperature, with which a row that is drawn weighs its logits."""
+    temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+    return tl.div_rn(1.0, temperature)
 
 
 @triton.jit
-def _masses(weights, ONE: tl.constexpr):
-    return (weights * ONE).to(tl.int64)
+def _weights(x, peak, steepness):
+    return tl.exp((x - peak) * steepness)
+
+
+@triton.jit
+def _masses(weights, one):
+    return (weights * one).to(tl.int64)
 
 
 @triton.jit
@@ -137,7 +145,7 @@ def _take(
     last_tokens_ptr,
     kinds_ptr,
     counts_ptr,
-    VOCAB: tl.constexpr,
+    vocab,
     HAS_COUNTS: tl.constexpr,
 ):
     """Make ``token`` the row's one."""
@@ -147,7 +155,7 @@ def _take(
     # Rows of padding share a row.
     if HAS_COUNTS:
         is_counted = is_live & ((tl.load(kinds_ptr + row) & 4) != 0)
-        count_ptr = counts_ptr + row * VOCAB + token
+        count_ptr = counts_ptr + row * vocab + token
         count = tl.load(count_ptr, mask=is_counted, other=0)
         tl.store(count_ptr, count + 1, mask=is_counted)
 
@@ -179,12 +187,12 @@ def _peaks_kernel(
     counts_ptr,
     row_stride,
     ban_width,
-    VOCAB: tl.constexpr,
+    vocab,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    num_blocks,
     BLOCK_BLOCKS: tl.constexpr,
     PIVOTS: tl.constexpr,
-    FARTHEST: tl.constexpr,
+    farthest,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -200,28 +208,28 @@ def _peaks_kernel(
     live = position >= 0
     numbers_ptr += row * 7
     cols = block * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < tl.where(live, VOCAB, 0)
+    mask = cols < tl.where(live, vocab, 0)
     x = tl.load(logits_ptr + place * row_stride + cols, mask=mask, other=float("-inf"))
     x = x.to(tl.float32)
     if HAS_ADJUSTMENTS:
         # A comparison loses NaN, infinity wins it.
         raw_best = tl.max(tl.where(x == x, x, float("inf")), axis=0)
-        tl.store(raw_best_ptr + place * BLOCKS + block, raw_best)
+        tl.store(raw_best_ptr + place * num_blocks + block, raw_best)
         kinds = tl.load(kinds_ptr + row)
         is_banned = position + 1 < tl.load(ban_ends_ptr + row)
         is_adjusted = live & (((kinds & 3) != 0) | is_banned)
         if is_adjusted:
             if HAS_BIAS:
-                biased = cols < tl.where((kinds & 1) != 0, VOCAB, 0)
-                x += tl.load(bias_ptr + row * VOCAB + cols, mask=biased, other=0.0)
+                biased = cols < tl.where((kinds & 1) != 0, vocab, 0)
+                x += tl.load(bias_ptr + row * vocab + cols, mask=biased, other=0.0)
             if HAS_PENALTIES:
                 is_penalised = (kinds & 2) != 0
                 if is_penalised:
                     repetition = tl.load(numbers_ptr + 4).to(tl.float32)
                     frequency = tl.load(numbers_ptr + 5).to(tl.float32)
                     presence = tl.load(numbers_ptr + 6).to(tl.float32)
-                    counts = tl.load(counts_ptr + row * VOCAB + cols, mask=mask, other=0)
-                    seen = tl.load(prompt_mask_ptr + row * VOCAB + cols, mask=mask, other=0)
+                    counts = tl.load(counts_ptr + row * vocab + cols, mask=mask, other=0)
+                    seen = tl.load(prompt_mask_ptr + row * vocab + cols, mask=mask, other=0)
                     repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
                     x = tl.where((seen != 0) | (counts > 0), repeated, x)
                     x -= counts.to(tl.float32) * frequency
@@ -230,20 +238,20 @@ def _peaks_kernel(
                 for index in range(ban_width):
                     banned = tl.load(ban_ids_ptr + row * ban_width + index)
                     x = tl.where(cols == banned, float("-inf"), x)
-            tl.store(adjusted_ptr + place * VOCAB + cols, x, mask=mask)
+            tl.store(adjusted_ptr + place * vocab + cols, x, mask=mask)
     x = tl.where(x == x, x, float("inf"))
     best = tl.max(x, axis=0)
-    first = tl.min(tl.where(x == best, cols, VOCAB), axis=0)
-    tl.store(best_ptr + place * BLOCKS + block, best)
-    tl.store(place_ptr + place * BLOCKS + block, first)
-    if arrives_last(arrivals_ptr + place, BLOCKS):
+    first = tl.min(tl.where(x == best, cols, vocab), axis=0)
+    tl.store(best_ptr + place * num_blocks + block, best)
+    tl.store(place_ptr + place * num_blocks + block, first)
+    if arrives_last(arrivals_ptr + place, num_blocks):
         blocks = tl.arange(0, BLOCK_BLOCKS)
-        offsets = place * BLOCKS + blocks
-        some = blocks < BLOCKS
+        offsets = place * num_blocks + blocks
+        some = blocks < num_blocks
         bests = tl.load(best_ptr + offsets, mask=some, other=float("-inf"), cache_modifier=".cg")
-        firsts = tl.load(place_ptr + offsets, mask=some, other=VOCAB, cache_modifier=".cg")
+        firsts = tl.load(place_ptr + offsets, mask=some, other=vocab, cache_modifier=".cg")
         peak = tl.max(bests, axis=0)
-        token = tl.min(tl.where(bests == peak, firsts, VOCAB), axis=0)
+        token = tl.min(tl.where(bests == peak, firsts, vocab), axis=0)
         status = tl.where(tl.abs(peak) == float("inf"), 1, 0)
         if HAS_ADJUSTMENTS:
             raw_bests = tl.load(
@@ -256,7 +264,7 @@ def _peaks_kernel(
         top_k = tl.load(numbers_ptr + 1)
         top_p = tl.load(numbers_ptr + 2)
         is_drawn = live & (status == 0) & (tl.load(numbers_ptr) > 0)
-        is_limited = (top_k >= 1) & (top_k < VOCAB)
+        is_limited = (top_k >= 1) & (top_k < vocab)
         mode = tl.where(is_limited, _LIMITED, tl.where(top_p < 1, _NUCLEUS, _WHOLE))
         if HAS_ADJUSTMENTS:
             mode += tl.where(is_adjusted, _ADJUSTED, 0)
@@ -273,7 +281,7 @@ def _peaks_kernel(
             index = tl.arange(0, PIVOTS)
             step = index.to(tl.float32)
             distance = 0.5 + step + 0.15 * step * step
-            distance = tl.where(index == PIVOTS - 1, FARTHEST, distance)
+            distance = tl.where(index == PIVOTS - 1, farthest, distance)
             tl.store(pivots_ptr + place * PIVOTS + index, peak - unit * distance)
         else:
             _take(
@@ -285,7 +293,7 @@ def _peaks_kernel(
                 last_tokens_ptr,
                 kinds_ptr,
                 counts_ptr,
-                VOCAB,
+                vocab,
                 HAS_PENALTIES,
             )
 
@@ -294,6 +302,7 @@ def _peaks_kernel(
 def _masses_kernel(
     masses_ptr,
     above_ptr,
+    best_ptr,
     modes_ptr,
     peaks_ptr,
     pivots_ptr,
@@ -302,12 +311,12 @@ def _masses_kernel(
     rows_ptr,
     numbers_ptr,
     row_stride,
-    VOCAB: tl.constexpr,
+    vocab,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    num_blocks,
     BLOCK_BLOCKS: tl.constexpr,
     PIVOTS: tl.constexpr,
-    ONE: tl.constexpr,
+    one,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -319,34 +328,40 @@ def _masses_kernel(
     mode = tl.load(modes_ptr + place)
     if mode != _DONE:
         numbers_ptr += tl.load(rows_ptr + place) * 7
-        temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+        steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
         cols = block * BLOCK + tl.arange(0, BLOCK)
-        mask = cols < VOCAB
+        mask = cols < vocab
         x = _load_logits(
             logits_ptr + place * row_stride,
-            adjusted_ptr + place * VOCAB,
+            adjusted_ptr + place * vocab,
             mode >= _ADJUSTED,
             cols,
             mask,
             HAS_ADJUSTMENTS,
         )
-        weights = _weights(x, tl.load(peaks_ptr + place), temperature)
-        masses = _masses(weights, ONE)
+        weights = _weights(x, tl.load(peaks_ptr + place), steepness)
+        masses = _masses(weights, one)
         kind = mode & 3
         if kind == _WHOLE:
             min_p = tl.load(numbers_ptr + 3).to(tl.float32)
             masses = tl.where(weights >= min_p, masses, 0)
         # The whole mass is kept behind those of the pivots.
-        at = place * (PIVOTS + 1) * BLOCKS + block
-        tl.store(masses_ptr + at + PIVOTS * BLOCKS, tl.sum(masses, axis=0))
+        at = place * (PIVOTS + 1) * num_blocks + block
+        tl.store(masses_ptr + at + PIVOTS * num_blocks, tl.sum(masses, axis=0))
         if kind != _WHOLE:
+            best = tl.load(best_ptr + place * num_blocks + block)
             for index in tl.static_range(PIVOTS):
                 pivot = tl.load(pivots_ptr + place * PIVOTS + index)
-                above = (x >= pivot) & mask
-                count = tl.sum(above.to(tl.int32), axis=0)
-                tl.store(above_ptr + place * PIVOTS * BLOCKS + index * BLOCKS + block, count)
-                mass = tl.sum(tl.where(above, masses, 0), axis=0)
-                tl.store(masses_ptr + at + index * BLOCKS, mass)
+                count = tl.zeros((), tl.int32)
+                mass = tl.zeros((), tl.int64)
+                # Most blocks have nothing above the first pivots.
+                if best >= pivot:
+                    above = (x >= pivot) & mask
+                    count = tl.sum(above.to(tl.int32), axis=0)
+                    mass = tl.sum(tl.where(above, masses, 0), axis=0)
+                to = place * PIVOTS * num_blocks + index * num_blocks + block
+                tl.store(above_ptr + to, count)
+                tl.store(masses_ptr + at + index * num_blocks, mass)
 
 
 @triton.jit
@@ -356,14 +371,14 @@ def _narrow(
     is_adjusted,
     size,
     peak,
-    temperature,
+    steepness,
     shift,
     low,
     low_count,
     low_mass,
     needed,
     BY_MASS: tl.constexpr,
-    ONE: tl.constexpr,
+    one,
     CHUNK: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
 ):
@@ -389,19 +404,17 @@ def _narrow(
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         pivots = tl.where(index == 3, middle, pivots)
         pivots = tl.minimum(tl.maximum(pivots, low + 1), high - 1)
-        counts = tl.zeros((4, CHUNK), tl.int32)
-        masses = tl.zeros((4, CHUNK), tl.int64)
+        count = tl.zeros((4,), tl.int32)
+        mass = tl.zeros((4,), tl.int64)
         for start in range(0, size, CHUNK):
             cols = start + tl.arange(0, CHUNK)
             mask = cols < size
             x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-            mass = _masses(_weights(x, peak, temperature), ONE)
+            masses = _masses(_weights(x, peak, steepness), one)
             keys = _key(x) >> shift
             above = (keys[None, :] >= pivots[:, None]) & mask[None, :]
-            counts += above.to(tl.int32)
-            masses += tl.where(above, mass[None, :], 0)
-        count = tl.sum(counts, axis=1)
-        mass = tl.sum(masses, axis=1)
+            count += tl.sum(above.to(tl.int32), axis=1)
+            mass += tl.sum(tl.where(above, masses[None, :], 0), axis=1)
         enough = mass >= needed if BY_MASS else count >= needed
         low = tl.max(tl.where(enough, pivots, low), axis=0)
         low_count = tl.min(tl.where(enough, count, low_count), axis=0)
@@ -428,7 +441,7 @@ def _settle(
     peak,
     numbers_ptr,
     u,
-    ONE: tl.constexpr,
+    one,
     CHUNK: tl.constexpr,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
@@ -450,7 +463,7 @@ def _settle(
         numbers_ptr: the row's parameters.
         u: the random number.
     """
-    temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+    steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
     top_p = tl.load(numbers_ptr + 2)
     min_p = tl.load(numbers_ptr + 3).to(tl.float32)
     # Kept are the logits from high up and, in the order of their ids, ``room`` of those from low
@@ -467,14 +480,14 @@ def _settle(
                 is_adjusted,
                 size,
                 peak,
-                temperature,
+                steepness,
                 shift,
                 low,
                 count,
                 mass,
                 top_k,
                 False,
-                ONE,
+                one,
                 CHUNK,
                 HAS_ADJUSTMENTS,
             )
@@ -494,14 +507,14 @@ def _settle(
             is_adjusted,
             size,
             peak,
-            temperature,
+            steepness,
             shift,
             low,
             count,
             mass,
             needed,
             True,
-            ONE,
+            one,
             CHUNK,
             HAS_ADJUSTMENTS,
         )
@@ -520,7 +533,7 @@ def _settle(
             start,
             size,
             peak,
-            temperature,
+            steepness,
             min_p,
             shift,
             low,
@@ -528,7 +541,7 @@ def _settle(
             room,
             between,
             seen,
-            ONE,
+            one,
             CHUNK,
             HAS_ADJUSTMENTS,
         )
@@ -536,7 +549,7 @@ def _settle(
     limit = _limit(u, weighed)
     before = tl.zeros_like(mass)
     seen = tl.zeros_like(count)
-    chosen = size
+    chosen = tl.zeros_like(count) + size
     for start in range(0, size, CHUNK):
         masses, seen = _kept_masses(
             logits_ptr,
@@ -545,7 +558,7 @@ def _settle(
             start,
             size,
             peak,
-            temperature,
+            steepness,
             min_p,
             shift,
             low,
@@ -553,7 +566,7 @@ def _settle(
             room,
             between,
             seen,
-            ONE,
+            one,
             CHUNK,
             HAS_ADJUSTMENTS,
         )
@@ -572,7 +585,7 @@ def _kept_masses(
     start,
     size,
     peak,
-    temperature,
+    steepness,
     min_p,
     shift,
     low,
@@ -580,7 +593,7 @@ def _kept_masses(
     room,
     between,
     seen,
-    ONE: tl.constexpr,
+    one,
     CHUNK: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
 ):
@@ -588,7 +601,7 @@ def _kept_masses(
     cols = start + tl.arange(0, CHUNK)
     mask = cols < size
     x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-    weights = _weights(x, peak, temperature)
+    weights = _weights(x, peak, steepness)
     keys = _key(x) >> shift
     kept = (keys >= low) & (weights >= min_p) & mask
     if room < between:
@@ -596,7 +609,7 @@ def _kept_masses(
         ranks = seen + tl.cumsum(inside, axis=0)
         kept = kept & ((keys >= high) | (ranks <= room))
         seen += tl.sum(inside, axis=0)
-    return tl.where(kept, _masses(weights, ONE), 0), seen
+    return tl.where(kept, _masses(weights, one), 0), seen
 
 
 @triton.jit
@@ -622,13 +635,13 @@ def _gather_kernel(
     kinds_ptr,
     counts_ptr,
     row_stride,
-    VOCAB: tl.constexpr,
+    vocab,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    num_blocks,
     BLOCK_BLOCKS: tl.constexpr,
     PIVOTS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    ONE: tl.constexpr,
+    most,
+    one,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
@@ -643,28 +656,28 @@ def _gather_kernel(
         row = tl.load(rows_ptr + place)
         numbers_ptr += row * 7
         logits_ptr += place * row_stride
-        adjusted_ptr += place * VOCAB
+        adjusted_ptr += place * vocab
         is_adjusted = mode >= _ADJUSTED
         kind = mode & 3
         cols = block * BLOCK + tl.arange(0, BLOCK)
-        mask = cols < VOCAB
+        mask = cols < vocab
         blocks = tl.arange(0, BLOCK_BLOCKS)
-        some = blocks < BLOCKS
-        masses_ptr += place * (PIVOTS + 1) * BLOCKS
-        every = tl.load(masses_ptr + PIVOTS * BLOCKS + blocks, mask=some, other=0)
+        some = blocks < num_blocks
+        masses_ptr += place * (PIVOTS + 1) * num_blocks
+        every = tl.load(masses_ptr + PIVOTS * num_blocks + blocks, mask=some, other=0)
         total = tl.sum(every, axis=0)
         if kind == _WHOLE:
             before = tl.sum(tl.where(blocks < block, every, 0), axis=0)
             own = tl.sum(tl.where(blocks == block, every, 0), axis=0)
             limit = _limit(tl.load(draws_ptr + place), total)
             if (before <= limit) & (limit < before + own):
-                temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+                steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
                 x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-                weights = _weights(x, tl.load(peaks_ptr + place), temperature)
+                weights = _weights(x, tl.load(peaks_ptr + place), steepness)
                 min_p = tl.load(numbers_ptr + 3).to(tl.float32)
-                masses = tl.where(weights >= min_p, _masses(weights, ONE), 0)
+                masses = tl.where(weights >= min_p, _masses(weights, one), 0)
                 beyond = before + tl.cumsum(masses, axis=0) > limit
-                token = tl.min(tl.where(beyond, cols, VOCAB - 1), axis=0)
+                token = tl.min(tl.where(beyond, cols, vocab - 1), axis=0)
                 _take(
                     token,
                     mode != _DONE,
@@ -674,13 +687,15 @@ def _gather_kernel(
                     last_tokens_ptr,
                     kinds_ptr,
                     counts_ptr,
-                    VOCAB,
+                    vocab,
                     HAS_COUNTS,
                 )
         else:
             index = tl.arange(0, PIVOTS)
-            at = index[:, None] * BLOCKS + blocks[None, :]
-            parts = tl.load(above_ptr + place * PIVOTS * BLOCKS + at, mask=some[None, :], other=0)
+            at = index[:, None] * num_blocks + blocks[None, :]
+            parts = tl.load(
+                above_ptr + place * PIVOTS * num_blocks + at, mask=some[None, :], other=0
+            )
             counts = tl.sum(parts, axis=1)
             masses = tl.sum(tl.load(masses_ptr + at, mask=some[None, :], other=0), axis=1)
             if kind == _LIMITED:
@@ -691,7 +706,7 @@ def _gather_kernel(
             chosen = tl.min(tl.where(enough, index, PIVOTS), axis=0)
             is_chosen = index == chosen
             size = tl.sum(tl.where(is_chosen, counts, 0), axis=0)
-            is_gathered = (chosen < PIVOTS) & (size <= CANDIDATES)
+            is_gathered = (chosen < PIVOTS) & (size <= most)
             pivot = tl.load(pivots_ptr + place * PIVOTS + tl.minimum(chosen, PIVOTS - 1))
             if is_gathered:
                 own = is_chosen[:, None] & (blocks[None, :] == block)
@@ -702,17 +717,15 @@ def _gather_kernel(
                         logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS
                     )
                     above = (x >= pivot) & mask
-                    to = place * CANDIDATES + offset + tl.cumsum(above.to(tl.int32), axis=0) - 1
+                    to = place * most + offset + tl.cumsum(above.to(tl.int32), axis=0) - 1
                     tl.store(candidates_ptr + to, x, mask=above)
                     tl.store(ids_ptr + to, cols, mask=above)
             if block == 0:
                 # Rare: nothing is gathered of a flat distribution, or for thousands of top-k.
-                if chosen == PIVOTS:
-                    pivot = tl.full((), float("-inf"), tl.float32)
-                    size = tl.full((), VOCAB, tl.int32)
-                    mass = total
-                else:
-                    mass = tl.sum(tl.where(is_chosen, masses, 0), axis=0)
+                mass = tl.sum(tl.where(is_chosen, masses, 0), axis=0)
+                mass = tl.where(chosen == PIVOTS, total, mass)
+                size = tl.where(chosen == PIVOTS, vocab, size)
+                pivot = tl.where(chosen == PIVOTS, float("-inf"), pivot)
                 tl.store(sizes_ptr + place, tl.where(is_gathered, size, -size))
                 tl.store(lows_ptr + place, pivot)
                 tl.store(low_masses_ptr + place, mass)
@@ -739,10 +752,11 @@ def _settle_kernel(
     kinds_ptr,
     counts_ptr,
     row_stride,
-    VOCAB: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    vocab,
+    most,
     CHUNK: tl.constexpr,
-    ONE: tl.constexpr,
+    WHOLE_CHUNK: tl.constexpr,
+    one,
     UNUSED_BITS: tl.constexpr,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
@@ -768,7 +782,7 @@ def _settle_kernel(
         peak = tl.load(peaks_ptr + place)
         u = tl.load(draws_ptr + place)
         if count >= 0:
-            candidates_ptr += place * CANDIDATES
+            candidates_ptr += place * most
             index = _settle(
                 candidates_ptr,
                 candidates_ptr,
@@ -783,18 +797,18 @@ def _settle_kernel(
                 peak,
                 numbers_ptr,
                 u,
-                ONE,
+                one,
                 CHUNK,
                 LEAST_TEMPERATURE,
                 False,
             )
-            token = tl.load(ids_ptr + place * CANDIDATES + index)
+            token = tl.load(ids_ptr + place * most + index)
         else:
             token = _settle(
                 logits_ptr + place * row_stride,
-                adjusted_ptr + place * VOCAB,
+                adjusted_ptr + place * vocab,
                 is_adjusted,
-                VOCAB,
+                vocab,
                 kind,
                 shift,
                 low,
@@ -804,8 +818,8 @@ def _settle_kernel(
                 peak,
                 numbers_ptr,
                 u,
-                ONE,
-                CHUNK,
+                one,
+                WHOLE_CHUNK,
                 LEAST_TEMPERATURE,
                 HAS_ADJUSTMENTS,
             )
@@ -818,7 +832,7 @@ def _settle_kernel(
             last_tokens_ptr,
             kinds_ptr,
             counts_ptr,
-            VOCAB,
+            vocab,
             HAS_COUNTS,
         )
 
@@ -855,9 +869,10 @@ def sample_tokens(
     peaks = scratch(dtype=torch.float32)
     draws = scratch(dtype=torch.float64)
     pivots = scratch(_PIVOTS, dtype=torch.float32)
+    best = scratch(blocks, dtype=torch.float32)
     arrivals = arrival_counts(device, num_rows)
     common = {
-        "VOCAB": vocab,
+        "vocab": vocab,
         "LEAST_TEMPERATURE": LEAST_TEMPERATURE,
         "HAS_ADJUSTMENTS": given,
         "num_warps": 8,
@@ -865,7 +880,12 @@ def sample_tokens(
         "enable_fp_fusion": False,
         **pdl_options(device),
     }
-    blocked = {"BLOCK": _BLOCK, "BLOCKS": blocks, "BLOCK_BLOCKS": block_blocks, "PIVOTS": _PIVOTS}
+    blocked = {
+        "BLOCK": _BLOCK,
+        "num_blocks": blocks,
+        "BLOCK_BLOCKS": block_blocks,
+        "PIVOTS": _PIVOTS,
+    }
     grid = (num_rows, blocks)
     _peaks_kernel[grid](
         tokens,
@@ -875,7 +895,7 @@ def sample_tokens(
         draws,
         pivots,
         adjusted,
-        scratch(blocks, dtype=torch.float32),
+        best,
         scratch(blocks, dtype=torch.int32),
         scratch(blocks, dtype=torch.float32) if given else None,
         arrivals,
@@ -893,7 +913,7 @@ def sample_tokens(
         output_counts,
         logits.stride(0),
         0 if ban_ids is None else ban_ids.shape[1],
-        FARTHEST=bits * math.log(2) + 1,
+        farthest=bits * math.log(2) + 1,
         HAS_BIAS=bias is not None,
         HAS_PENALTIES=has_penalties,
         **common,
@@ -904,6 +924,7 @@ def sample_tokens(
     _masses_kernel[grid](
         masses,
         above,
+        best,
         modes,
         peaks,
         pivots,
@@ -912,7 +933,7 @@ def sample_tokens(
         rows,
         state.numbers,
         logits.stride(0),
-        ONE=2.0**bits,
+        one=2.0**bits,
         **common,
         **blocked,
     )
@@ -945,8 +966,8 @@ def sample_tokens(
         kinds,
         output_counts,
         logits.stride(0),
-        CANDIDATES=most,
-        ONE=2.0**bits,
+        most=most,
+        one=2.0**bits,
         HAS_COUNTS=has_penalties,
         **common,
         **blocked,
@@ -970,11 +991,12 @@ def sample_tokens(
         kinds,
         output_counts,
         logits.stride(0),
-        CANDIDATES=most,
+        most=most,
         CHUNK=_CHUNK,
-        ONE=2.0**bits,
+        WHOLE_CHUNK=_WHOLE_CHUNK,
+        one=2.0**bits,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
         HAS_COUNTS=has_penalties,
-        **common,
+        **{**common, "num_warps": 16},
     )
     return tokens, status
