@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.greedy.triton import load_best, store_best
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -239,23 +240,19 @@ def _peaks_kernel(
                     banned = tl.load(ban_ids_ptr + row * ban_width + index)
                     x = tl.where(cols == banned, float("-inf"), x)
             tl.store(adjusted_ptr + place * vocab + cols, x, mask=mask)
-    x = tl.where(x == x, x, float("inf"))
-    best = tl.max(x, axis=0)
-    first = tl.min(tl.where(x == best, cols, vocab), axis=0)
-    tl.store(best_ptr + place * num_blocks + block, best)
-    tl.store(place_ptr + place * num_blocks + block, first)
+    best_ptr += place * num_blocks
+    place_ptr += place * num_blocks
+    store_best(x, cols, best_ptr + block, place_ptr + block, vocab)
     if arrives_last(arrivals_ptr + place, num_blocks):
-        blocks = tl.arange(0, BLOCK_BLOCKS)
-        offsets = place * num_blocks + blocks
-        some = blocks < num_blocks
-        bests = tl.load(best_ptr + offsets, mask=some, other=float("-inf"), cache_modifier=".cg")
-        firsts = tl.load(place_ptr + offsets, mask=some, other=vocab, cache_modifier=".cg")
-        peak = tl.max(bests, axis=0)
-        token = tl.min(tl.where(bests == peak, firsts, vocab), axis=0)
+        peak, token = load_best(best_ptr, place_ptr, num_blocks, vocab, BLOCK_BLOCKS)
         status = tl.where(tl.abs(peak) == float("inf"), 1, 0)
         if HAS_ADJUSTMENTS:
+            blocks = tl.arange(0, BLOCK_BLOCKS)
             raw_bests = tl.load(
-                raw_best_ptr + offsets, mask=some, other=float("-inf"), cache_modifier=".cg"
+                raw_best_ptr + place * num_blocks + blocks,
+                mask=blocks < num_blocks,
+                other=float("-inf"),
+                cache_modifier=".cg",
             )
             from_model = tl.abs(tl.max(raw_bests, axis=0)) != float("inf")
             status = tl.where(from_model, 2 * status, 1)
