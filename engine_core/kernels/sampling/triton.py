@@ -11,7 +11,7 @@ whose sums do not depend on how they are parted.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -361,21 +361,67 @@ def _masses_kernel(
                 tl.store(masses_ptr + at + index * num_blocks, mass)
 
 
+class _Logits(NamedTuple):
+    """What the narrowing program looks at: all logits of a row, or those that were gathered.
+
+    Attributes:
+        ptr: see ``_load_logits``.
+        adjusted_ptr: the same.
+        is_adjusted: the same.
+        size: how many there are.
+        shift: unused low bits of their keys.
+        peak: the largest.
+        steepness: the reciprocal temperature.
+        one: the integer that a weight of 1 is.
+    """
+
+    ptr: Any
+    adjusted_ptr: Any
+    is_adjusted: Any
+    size: Any
+    shift: Any
+    peak: Any
+    steepness: Any
+    one: Any
+
+
+class _Kept(NamedTuple):
+    """Which logits may be drawn.
+
+    Attributes:
+        low: a key that none of them is below.
+        high: a key from which on all are kept.
+        between: how many logits there are from ``low`` up to ``high``.
+        room: how many of these are kept, in the order of their ids.
+        min_p: the least weight.
+    """
+
+    low: Any
+    high: Any
+    between: Any
+    room: Any
+    min_p: Any
+
+
+@triton.jit
+def _load_chunk(logits, start, CHUNK: tl.constexpr, HAS_ADJUSTMENTS: tl.constexpr):
+    """Keys and weights of ``CHUNK`` logits from ``start`` on, and which of them there are."""
+    cols = start + tl.arange(0, CHUNK)
+    mask = cols < logits.size
+    x = _load_logits(
+        logits.ptr, logits.adjusted_ptr, logits.is_adjusted, cols, mask, HAS_ADJUSTMENTS
+    )
+    return _key(x) >> logits.shift, _weights(x, logits.peak, logits.steepness), mask
+
+
 @triton.jit
 def _narrow(
-    logits_ptr,
-    adjusted_ptr,
-    is_adjusted,
-    size,
-    peak,
-    steepness,
-    shift,
+    logits,
     low,
     low_count,
     low_mass,
     needed,
     BY_MASS: tl.constexpr,
-    one,
     CHUNK: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
 ):
@@ -385,7 +431,8 @@ def _narrow(
     ``high`` up. Between them lies one key, or one token, or what is just needed. Each bound comes
     with its count and mass.
     """
-    high = (_key(peak) >> shift) + 1
+    shift = logits.shift
+    high = (_key(logits.peak) >> shift) + 1
     high_count = tl.zeros_like(low_count)
     high_mass = tl.zeros_like(low_mass)
     spare = low_count - 1 if BY_MASS else low_count.to(tl.int64) - needed
@@ -403,12 +450,9 @@ def _narrow(
         pivots = tl.minimum(tl.maximum(pivots, low + 1), high - 1)
         count = tl.zeros((4,), tl.int32)
         mass = tl.zeros((4,), tl.int64)
-        for start in range(0, size, CHUNK):
-            cols = start + tl.arange(0, CHUNK)
-            mask = cols < size
-            x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-            masses = _masses(_weights(x, peak, steepness), one)
-            keys = _key(x) >> shift
+        for start in range(0, logits.size, CHUNK):
+            keys, weights, mask = _load_chunk(logits, start, CHUNK, HAS_ADJUSTMENTS)
+            masses = _masses(weights, logits.one)
             above = (keys[None, :] >= pivots[:, None]) & mask[None, :]
             count += tl.sum(above.to(tl.int32), axis=1)
             mass += tl.sum(tl.where(above, masses[None, :], 0), axis=1)
@@ -425,46 +469,30 @@ def _narrow(
 
 @triton.jit
 def _settle(
-    logits_ptr,
-    adjusted_ptr,
-    is_adjusted,
-    size,
+    logits,
     kind,
-    shift,
     low,
     count,
     mass,
     total,
-    peak,
     numbers_ptr,
     u,
-    one,
     CHUNK: tl.constexpr,
-    LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
 ):
-    """The index of the drawn token among ``size`` logits in the order of their ids.
+    """The index of the drawn token among ``logits`` in the order of their ids.
 
     Args:
-        logits_ptr: these logits; of the row's others none is kept.
-        adjusted_ptr: see ``_load_logits``.
-        is_adjusted: the same.
-        size: how many there are.
+        logits: of the row's others none is kept.
         kind: ``_NUCLEUS`` or ``_LIMITED``.
-        shift: unused low bits of their keys.
         low: a key that none of the kept ones is below.
         count: how many of the logits there are from ``low`` up.
         mass: what these weigh.
         total: what all of the row's tokens weigh.
-        peak: the largest.
         numbers_ptr: the row's parameters.
         u: the random number.
     """
-    steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
     top_p = tl.load(numbers_ptr + 2)
-    min_p = tl.load(numbers_ptr + 3).to(tl.float32)
-    # Kept are the logits from high up and, in the order of their ids, ``room`` of those from low
-    # up to it, which are ``between``.
     high = low
     between = tl.zeros_like(count)
     room = tl.zeros_like(count)
@@ -472,21 +500,7 @@ def _settle(
         top_k = tl.load(numbers_ptr + 1).to(tl.int64)
         if count > top_k:
             low, low_count, low_mass, high, high_count, high_mass = _narrow(
-                logits_ptr,
-                adjusted_ptr,
-                is_adjusted,
-                size,
-                peak,
-                steepness,
-                shift,
-                low,
-                count,
-                mass,
-                top_k,
-                False,
-                one,
-                CHUNK,
-                HAS_ADJUSTMENTS,
+                logits, low, count, mass, top_k, False, CHUNK, HAS_ADJUSTMENTS
             )
             between = low_count - high_count
             room = top_k.to(tl.int32) - high_count
@@ -499,114 +513,43 @@ def _settle(
     if top_p < 1:
         needed = _share(top_p, total)
         low, low_count, low_mass, high, high_count, high_mass = _narrow(
-            logits_ptr,
-            adjusted_ptr,
-            is_adjusted,
-            size,
-            peak,
-            steepness,
-            shift,
-            low,
-            count,
-            mass,
-            needed,
-            True,
-            one,
-            CHUNK,
-            HAS_ADJUSTMENTS,
+            logits, low, count, mass, needed, True, CHUNK, HAS_ADJUSTMENTS
         )
         # Those between are equal, or there is one. At the lower bound of the top-k not all that
         # are equal may have been counted, and then ``room`` is less than there are.
         each = (low_mass - high_mass) // (low_count - high_count)
         room = ((needed - high_mass + each - 1) // each).to(tl.int32)
         between = room + 1
+    kept = _Kept(low, high, between, room, tl.load(numbers_ptr + 3).to(tl.float32))
     weighed = tl.zeros_like(mass)
     seen = tl.zeros_like(count)
-    for start in range(0, size, CHUNK):
-        masses, seen = _kept_masses(
-            logits_ptr,
-            adjusted_ptr,
-            is_adjusted,
-            start,
-            size,
-            peak,
-            steepness,
-            min_p,
-            shift,
-            low,
-            high,
-            room,
-            between,
-            seen,
-            one,
-            CHUNK,
-            HAS_ADJUSTMENTS,
-        )
+    for start in range(0, logits.size, CHUNK):
+        masses, seen = _kept_masses(logits, kept, start, seen, CHUNK, HAS_ADJUSTMENTS)
         weighed += tl.sum(masses, axis=0)
     limit = _limit(u, weighed)
     before = tl.zeros_like(mass)
     seen = tl.zeros_like(count)
-    chosen = tl.zeros_like(count) + size
-    for start in range(0, size, CHUNK):
-        masses, seen = _kept_masses(
-            logits_ptr,
-            adjusted_ptr,
-            is_adjusted,
-            start,
-            size,
-            peak,
-            steepness,
-            min_p,
-            shift,
-            low,
-            high,
-            room,
-            between,
-            seen,
-            one,
-            CHUNK,
-            HAS_ADJUSTMENTS,
-        )
+    chosen = tl.zeros_like(count) + logits.size
+    for start in range(0, logits.size, CHUNK):
+        masses, seen = _kept_masses(logits, kept, start, seen, CHUNK, HAS_ADJUSTMENTS)
         beyond = before + tl.cumsum(masses, axis=0) > limit
-        first = tl.min(tl.where(beyond, start + tl.arange(0, CHUNK), size), axis=0)
+        first = tl.min(tl.where(beyond, start + tl.arange(0, CHUNK), logits.size), axis=0)
         chosen = tl.minimum(chosen, first)
         before += tl.sum(masses, axis=0)
     return chosen
 
 
 @triton.jit
-def _kept_masses(
-    logits_ptr,
-    adjusted_ptr,
-    is_adjusted,
-    start,
-    size,
-    peak,
-    steepness,
-    min_p,
-    shift,
-    low,
-    high,
-    room,
-    between,
-    seen,
-    one,
-    CHUNK: tl.constexpr,
-    HAS_ADJUSTMENTS: tl.constexpr,
-):
+def _kept_masses(logits, kept, start, seen, CHUNK: tl.constexpr, HAS_ADJUSTMENTS: tl.constexpr):
     """Masses of a chunk, 0 of what is not kept; and how many lay between the bounds up to here."""
-    cols = start + tl.arange(0, CHUNK)
-    mask = cols < size
-    x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-    weights = _weights(x, peak, steepness)
-    keys = _key(x) >> shift
-    kept = (keys >= low) & (weights >= min_p) & mask
-    if room < between:
-        inside = ((keys >= low) & (keys < high) & mask).to(tl.int32)
+    keys, weights, mask = _load_chunk(logits, start, CHUNK, HAS_ADJUSTMENTS)
+    is_kept = (keys >= kept.low) & (weights >= kept.min_p) & mask
+    if kept.room < kept.between:
+        inside = ((keys >= kept.low) & (keys < kept.high) & mask).to(tl.int32)
         ranks = seen + tl.cumsum(inside, axis=0)
-        kept = kept & ((keys >= high) | (ranks <= room))
+        is_kept = is_kept & ((keys >= kept.high) | (ranks <= kept.room))
         seen += tl.sum(inside, axis=0)
-    return tl.where(kept, _masses(weights, one), 0), seen
+    return tl.where(is_kept, _masses(weights, logits.one), 0), seen
 
 
 @triton.jit
@@ -777,48 +720,23 @@ def _settle_kernel(
         mass = tl.load(low_masses_ptr + place)
         total = tl.load(totals_ptr + place)
         peak = tl.load(peaks_ptr + place)
+        steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
         u = tl.load(draws_ptr + place)
         if count >= 0:
             candidates_ptr += place * most
-            index = _settle(
-                candidates_ptr,
-                candidates_ptr,
-                False,
-                count,
-                kind,
-                shift,
-                low,
-                count,
-                mass,
-                total,
-                peak,
-                numbers_ptr,
-                u,
-                one,
-                CHUNK,
-                LEAST_TEMPERATURE,
-                False,
+            gathered = _Logits(
+                candidates_ptr, candidates_ptr, False, count, shift, peak, steepness, one
             )
+            index = _settle(gathered, kind, low, count, mass, total, numbers_ptr, u, CHUNK, False)
             token = tl.load(ids_ptr + place * most + index)
         else:
+            logits_ptr += place * row_stride
+            adjusted_ptr += place * vocab
+            every = _Logits(
+                logits_ptr, adjusted_ptr, is_adjusted, vocab, shift, peak, steepness, one
+            )
             token = _settle(
-                logits_ptr + place * row_stride,
-                adjusted_ptr + place * vocab,
-                is_adjusted,
-                vocab,
-                kind,
-                shift,
-                low,
-                -count,
-                mass,
-                total,
-                peak,
-                numbers_ptr,
-                u,
-                one,
-                WHOLE_CHUNK,
-                LEAST_TEMPERATURE,
-                HAS_ADJUSTMENTS,
+                every, kind, low, -count, mass, total, numbers_ptr, u, WHOLE_CHUNK, HAS_ADJUSTMENTS
             )
         _take(
             token,
