@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Logits of a program.
 _BLOCK = 4096
-# Pivots of the second launch; each takes time for every logit.
+# Pivots of the second launch; each takes time for every logit of the blocks that reach it.
 _PIVOTS = 8
 # Most tokens that are gathered; above it the bounds are narrowed on all logits.
 _MOST_CANDIDATES = 16384
