@@ -284,7 +284,7 @@ def _serve(channel: _Channel, model: str, config: EngineConfig) -> None:
 
 def _run(channel: _Channel, core: EngineCore) -> None:
     """Take commands and step until the other side is gone; capture what may be needed meanwhile."""
-    wait: float | None = 0.0
+    wait: float | None = _IDLE_SECONDS
     captured, seconds = 0, 0.0
     while True:
         commands = channel.receive(wait)
