@@ -6,12 +6,15 @@ import contextlib
 import hashlib
 import itertools
 import operator
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
+
+import numpy as np
 
 from engine_core.checkpoint import resolve_model
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
@@ -518,9 +521,13 @@ def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> Non
         RequestError: names the first that is none, and where it stands.
     """
     # Looked at as a whole first: a prompt of a million tokens is checked in a few milliseconds.
-    types = set(map(type, token_ids))
-    if not types or (types == {int} and 0 <= min(token_ids) <= max(token_ids) < vocab_size):
-        return
+    count = len(token_ids)
+    if list(map(type, token_ids)).count(int) == count:
+        with contextlib.suppress(struct.error):  # one does not fit 64 bits
+            numbers = np.frombuffer(struct.pack(f"{count}q", *token_ids), dtype=np.int64)
+            # As unsigned numbers negative ones are the largest.
+            if not count or int(numbers.view(np.uint64).max()) < vocab_size:
+                return
     for position, token in enumerate(token_ids):
         is_integer = isinstance(token, int) and not isinstance(token, bool)
         if not is_integer or not 0 <= token < vocab_size:
