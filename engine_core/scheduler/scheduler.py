@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import struct
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -426,8 +426,8 @@ class Scheduler:
             hash(request.prompt.cache_salts)
             # Its blocks are hashed when it is first looked at: a burst of requests then delays
             # nobody.
-            array("q", request.token_ids)
-        except (TypeError, OverflowError) as error:
+            request.pack()
+        except (TypeError, struct.error) as error:
             raise RequestError(
                 f"{name}: its tokens must be integers and its cache salts hashable: {error}"
             ) from None
@@ -488,6 +488,8 @@ class Scheduler:
         """Give the request a row and blocks for its first chunk, whose size is returned, or 0."""
         block_size = self._block_size
         num_tokens = len(request.token_ids)
+        if len(request.packed_token_ids) != num_tokens:  # preempted, with output
+            request.pack()
         keys = request.block_keys
         cached = 0
         # Cached positions are not computed and so give no prompt logprobs.
@@ -538,7 +540,7 @@ class Scheduler:
             Admission(
                 request.request_id,
                 request.row,
-                tuple(request.token_ids),
+                request.packed_token_ids,
                 request.prompt_len,
                 request.sampling,
                 request.prompt,
@@ -821,9 +823,10 @@ class Scheduler:
 
     def _extend_keys(self, request: Request) -> None:
         if self._prefix_caching:
+            packed = request.packed_token_ids
             extend_block_keys(
                 request.block_keys,
-                request.token_ids,
+                packed if len(packed) == len(request.token_ids) else request.token_ids,
                 self._block_size,
                 spans=request.prompt.atomic_spans,
                 salts=request.prompt.cache_salts,

@@ -45,7 +45,7 @@ def test_a_request_runs_from_prompt_to_length() -> None:
     assert (one.status, sched.num_waiting, sched.num_running) == (RequestStatus.WAITING, 1, 0)
     plan = planned(sched)
     assert shape(plan) == [("a", 0, 3, True)]
-    assert plan.admitted[0].token_ids == (1, 2, 3)
+    assert plan.admitted[0].token_ids.tolist() == [1, 2, 3]
     assert plan.admitted[0].prompt is one.prompt
     assert (one.status, sched.num_waiting, sched.num_running) == (RequestStatus.RUNNING, 0, 1)
     assert (one.num_computed, one.num_in_flight, one.num_pending) == (0, 3, 1)
