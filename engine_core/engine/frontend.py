@@ -21,7 +21,7 @@ from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.configs.generation import default_sampling_params
 from engine_core.engine.sampling import resolve_sampling
 from engine_core.errors import CheckpointNotFoundError, RequestError
-from engine_core.inputs import InputProcessor, ProcessedPrompt
+from engine_core.inputs import InputProcessor, ProcessedPrompt, packed_token_ids
 from engine_core.steps import (
     CompletionOutput,
     CoreRequest,
@@ -370,7 +370,7 @@ class Frontend:
         if request_id in self._states:
             raise RequestError(f"there is already a request {request_id!r}; choose another id")
         processed = (
-            ProcessedPrompt(token_ids=tuple(token_ids))
+            ProcessedPrompt(packed_token_ids(token_ids))
             if self._input_processor is None
             else self._input_processor.process(token_ids)
         )
@@ -524,7 +524,7 @@ def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> Non
     count = len(token_ids)
     if list(map(type, token_ids)).count(int) == count:
         with contextlib.suppress(struct.error):  # one does not fit 64 bits
-            numbers = np.frombuffer(struct.pack(f"{count}q", *token_ids), dtype=np.int64)
+            numbers = np.frombuffer(packed_token_ids(token_ids), dtype=np.int64)
             # As unsigned numbers negative ones are the largest.
             if not count or int(numbers.view(np.uint64).max()) < vocab_size:
                 return

@@ -8,7 +8,8 @@ from enum import Enum, auto
 
 from engine_core.cache import BlockKey
 from engine_core.configs import SamplingParams
-from engine_core.inputs import ProcessedPrompt
+from engine_core.errors import RequestError
+from engine_core.inputs import ProcessedPrompt, packed_token_ids
 from engine_core.steps import TokenLogprobs
 
 
@@ -35,10 +36,12 @@ class Request:
         max_model_len: tokens of the sequence, prompt and output together.
         priority: lower runs first; requests of equal priority run in order of arrival.
 
+    Raises:
+        RequestError: a token is no integer, or does not fit 64 bits.
+
     Attributes:
         rank: priority and order of arrival: the scheduler serves the lowest rank first.
         token_ids: prompt and accepted output; a stop token is part of it, what came after is not.
-        packed_token_ids: the same, as they were when it was added or last admitted.
         prompt_len: tokens of the prompt.
         limit: tokens at which the sequence ends for its length.
         status: waiting (also after a preemption), running or finished.
@@ -78,7 +81,6 @@ class Request:
         "num_scheduled",
         "num_swapped",
         "order",
-        "packed_token_ids",
         "priority",
         "prompt",
         "prompt_len",
@@ -116,7 +118,12 @@ class Request:
         self.priority = priority
         self.needs_host = sampling.needs_host
 
-        self.token_ids: list[int] = list(prompt.token_ids)
+        try:
+            self.token_ids: array[int] = packed_token_ids(prompt.token_ids)
+        except struct.error as error:
+            raise RequestError(
+                f"request {request_id!r}: its tokens must be integers of 64 bits: {error}"
+            ) from None
         self.prompt_len = len(self.token_ids)
         self.limit = max_model_len
         if sampling.max_tokens is not None:
@@ -140,7 +147,6 @@ class Request:
         # are registered, the slots of host memory of each group's last blocks while it is
         # swapped, and the prompt's logprobs until they are complete.
         self.order = -1
-        self.packed_token_ids = array("q")
         self.rank = (priority, -1)
         self.row: int | None = None
         self.last_step = -1
@@ -154,16 +160,6 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs_done = sampling.prompt_logprobs is None
 
-    def pack(self) -> None:
-        """Make ``packed_token_ids`` what ``token_ids`` are now.
-
-        Raises:
-            struct.error: one is no integer, or does not fit 64 bits.
-        """
-        # Half the time of making the array of the list.
-        packed = struct.pack(f"{len(self.token_ids)}q", *self.token_ids)
-        self.packed_token_ids = array("q", packed)
-
     @property
     def num_output_tokens(self) -> int:
         """Tokens accepted after the prompt."""
@@ -172,7 +168,7 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         """A copy of the tokens accepted after the prompt."""
-        return self.token_ids[self.prompt_len :]
+        return self.token_ids[self.prompt_len :].tolist()
 
     @property
     def num_in_flight(self) -> int:

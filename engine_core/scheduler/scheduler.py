@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -424,13 +423,8 @@ class Scheduler:
         check_request(request, config, self.groups)
         try:
             hash(request.prompt.cache_salts)
-            # Its blocks are hashed when it is first looked at: a burst of requests then delays
-            # nobody.
-            request.pack()
-        except (TypeError, struct.error) as error:
-            raise RequestError(
-                f"{name}: its tokens must be integers and its cache salts hashable: {error}"
-            ) from None
+        except TypeError as error:
+            raise RequestError(f"{name}: its cache salts must be hashable: {error}") from None
 
     def _continue_running(self, requests: Sequence[Request], draft: _Draft) -> None:
         """Plan running requests, which are given by rank."""
@@ -488,8 +482,6 @@ class Scheduler:
         """Give the request a row and blocks for its first chunk, whose size is returned, or 0."""
         block_size = self._block_size
         num_tokens = len(request.token_ids)
-        if len(request.packed_token_ids) != num_tokens:  # preempted, with output
-            request.pack()
         keys = request.block_keys
         cached = 0
         # Cached positions are not computed and so give no prompt logprobs.
@@ -540,7 +532,7 @@ class Scheduler:
             Admission(
                 request.request_id,
                 request.row,
-                request.packed_token_ids,
+                request.token_ids[:],
                 request.prompt_len,
                 request.sampling,
                 request.prompt,
@@ -823,10 +815,9 @@ class Scheduler:
 
     def _extend_keys(self, request: Request) -> None:
         if self._prefix_caching:
-            packed = request.packed_token_ids
             extend_block_keys(
                 request.block_keys,
-                packed if len(packed) == len(request.token_ids) else request.token_ids,
+                request.token_ids,
                 self._block_size,
                 spans=request.prompt.atomic_spans,
                 salts=request.prompt.cache_salts,
