@@ -430,17 +430,18 @@ class ModelRunner:
 
     def _set_row_state(self, name: str, values: Mapping[int, Any]) -> None:
         """Write what the family, or the engine, keeps of some rows, by row."""
-        given = [torch.as_tensor(value) for value in values.values()]
+        row, value = next(iter(values.items()))
+        first = torch.as_tensor(value)
         if name not in self._row_state:
-            shape = (self._max_rows, *given[0].shape)
-            self._row_state[name] = torch.zeros(shape, dtype=given[0].dtype, device=self.device)
+            shape = (self._max_rows, *first.shape)
+            self._row_state[name] = torch.zeros(shape, dtype=first.dtype, device=self.device)
         state = self._row_state[name]
-        if len(given) == 1 and given[0].dim() == 0:
+        if len(values) == 1 and first.dim() == 0:
             # Filled in by a kernel's argument, without a transfer.
-            state[next(iter(values))] = given[0].item()
+            state[row] = first.item()
             return
         rows = np.fromiter(values, np.int64, len(values))
-        where, sent = all_to_device([rows, torch.stack(given).numpy()], self.device)
+        where, sent = all_to_device([rows, np.array(list(values.values()))], self.device)
         state[where] = sent.to(state.dtype)
 
     def _name_state(self) -> None:
