@@ -202,6 +202,5 @@ def all_to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> l
         begin += array.nbytes + gap
     parts = pinned.to(device, non_blocking=True).split(sizes)[::2]
     return [
-        part.view(tensor.dtype).view(tensor.shape)
-        for tensor, part in zip(tensors, parts, strict=True)
+        part.view(tensor.dtype).view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)
     ]
