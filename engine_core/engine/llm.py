@@ -339,7 +339,7 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
         raise RequestError(
             f"prompts must be text, token ids or a list of these, got {type(prompts).__name__}"
         )
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(issubclass(kind, int) for kind in set(map(type, prompts))):
         return [list(prompts)]
     return list(prompts)
 
