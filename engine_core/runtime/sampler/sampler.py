@@ -159,7 +159,8 @@ class Sampler:
             eos_token_ids: what ``min_tokens`` bans besides the request's own stop tokens.
         """
         assert params.seed is not None, "the engine gives every request a seed"
-        if params.changes_logits or not params.greedy:
+        adjusted = params.changes_logits
+        if adjusted or not params.greedy:
             numbers = [getattr(params, name) for name in NUMBERS]
             self._unwritten[row] = (numbers, params.seed)
             self._set_rows.add(row)
@@ -179,7 +180,7 @@ class Sampler:
         )
         if params.guided is not None:
             self._requests[row].guide = self._guide(self._requests[row])
-        if params.changes_logits or row in self._adjusted_rows:
+        if adjusted or row in self._adjusted_rows:
             self._set_adjustments(row, self._requests[row])
 
     def flush(self) -> None:
