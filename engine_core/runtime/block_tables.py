@@ -72,7 +72,13 @@ class BlockTables:
 
     def flush(self) -> None:
         """Bring the device's copy up to date, in stream order."""
-        if self._changed:
+        if len(self._changed) == 1:
+            # As with a prompt that comes alone: where it is needs not be sent.
+            first, count = self._changed.pop()
+            blocks = torch.from_numpy(self._host.reshape(-1)[first : first + count])
+            own = self.device_table.view(-1)[first : first + count]
+            own.copy_(blocks.pin_memory(), non_blocking=True)
+        elif self._changed:
             self.apply(*all_to_device(self.take_changes(), self.device_table.device))
 
     def slot(self, row: int, position: int) -> int:
