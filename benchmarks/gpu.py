@@ -131,6 +131,10 @@ def main() -> None:
                 started = time.perf_counter() - start
                 phases = ", ".join(f"{k} {v:.2f}" for k, v in llm.startup.items())
                 print(f"{name}: start {started:.1f} s ({phases})", flush=True)
+                start = time.perf_counter()
+                llm.warmup()
+                seconds = time.perf_counter() - start
+                print(f"{name}: the other CUDA graphs {seconds:.1f} s", flush=True)
                 vocab = SHAPES[name]["vocab_size"]
                 figures = measure(run, vocab, batches=batches, mix=0 if arguments.no_mix else 256)
                 figures["start_s"] = started

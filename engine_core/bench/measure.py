@@ -105,6 +105,8 @@ def measure_shared(llm: LLM, *, batches: Sequence[int], mix: int) -> SharedMeasu
     """
     engine = llm.engine
     _check_length(engine, workloads.LONGEST - 1, 1)
+    # The mix is run once, and shrinks through every size of batch.
+    engine.warmup()
 
     stats = engine.step_stats = StepStats()
     total = 0.0
@@ -190,7 +192,9 @@ def _measure(
         return _run(engine, prompts, output_lens, streaming=streaming)
 
     # All of it, not a few requests: on a GPU the first step of a size compiles and captures, which
-    # took 1 s of a throughput run that takes 0.02 s after.
+    # took 1 s of a throughput run that takes 0.02 s after. Another run may have other sizes of
+    # batch, because the host finds out later or earlier that a request has ended.
+    engine.warmup()
     run()
     stats = engine.step_stats = StepStats()
     runs = [run() for _ in range(repeats)]

@@ -158,11 +158,32 @@ class EngineCore:
             self.fail(RuntimeError(f"a step was interrupted by {type(error).__name__}"))
             raise
 
-    def fail(self, error: Exception) -> EngineDeadError:
+    def capture_next(self) -> bool:
+        """Capture one more step that is likely to be needed, as when there is nothing else to do.
+
+        On a GPU a step is replayed as a CUDA graph, which is captured when it is first needed if it
+        was not before.
+
+        Returns:
+            False if there is none left, or memory has run out.
+
+        Raises:
+            EngineDeadError: the model failed; every request is lost.
+        """
+        self.check_alive()
+        try:
+            return self.executor.capture_next()
+        except Exception as error:
+            raise self.fail(error, "while a step was captured") from error
+        except BaseException as error:
+            self.fail(RuntimeError(f"a capture was interrupted by {type(error).__name__}"))
+            raise
+
+    def fail(self, error: Exception, when: str = "in a step") -> EngineDeadError:
         """Stop because of ``error``; what is returned says so and is to be raised from it."""
         self._dead = error
         self.executor.close()
-        return EngineDeadError(f"the engine stopped in a step: {type(error).__name__}: {error}")
+        return EngineDeadError(f"the engine stopped {when}: {type(error).__name__}: {error}")
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """See :meth:`Engine.trace_layers`."""

@@ -166,6 +166,25 @@ class Engine:
         self.core.step_stats.applied()
         return outputs
 
+    def warmup(self) -> None:
+        """Capture now what would be captured as a CUDA graph when it is first needed.
+
+        Without it a request may wait for that, a fraction of a second each time, or seconds where
+        kernels are to be compiled. These are greedy decode steps of every size of batch, random
+        choice for one row, and prompts that come alone; the sizes of other steps with prompts are
+        found out as they come, and random choice in larger batches when it is asked for. With an
+        input processor it does nothing before the first request; on a CPU, with ``eager`` or with
+        several ranks there is nothing to do. An interrupt (SIGINT) that comes meanwhile takes
+        effect at the end of a capture, a second one at once.
+
+        Raises:
+            EngineDeadError: the model failed, or the engine has stopped.
+        """
+        more = True
+        while more:
+            with held_interrupt():
+                more = self.core.capture_next()
+
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, None if it was given as token ids, and its token ids.
 

@@ -90,6 +90,16 @@ class LLM:
         """What the checkpoint recommends; copy it with ``replace`` to change a field."""
         return self.engine.default_sampling_params()
 
+    def warmup(self) -> None:
+        """Capture now what would be captured as a CUDA graph when it is first needed.
+
+        For when no later call is to wait for it; see :meth:`Engine.warmup`.
+
+        Raises:
+            EngineDeadError: the model failed, or was closed.
+        """
+        self.engine.warmup()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import logging
 import logging.handlers
 import os
 import pickle
@@ -13,6 +14,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,12 +31,17 @@ from engine_core.steps import CoreRequest, TokenUpdate
 if TYPE_CHECKING:
     from engine_core.engine.core import EngineCore
 
+logger = logging.getLogger(__name__)
+
 _HEADER = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
 _BUFFER_BYTES = 4 << 20  # asked for; the system gives what it allows
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 # How long a core that has work and can do none of it waits for something to change.
 _STALLED_SECONDS = 0.001
+# How long nobody must have wanted anything before a step is captured that may be needed later: a
+# client that sends one request after the other does not wait for one capture after the other.
+_IDLE_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +136,21 @@ class _Channel:
         self._end = end
         self._decoder = Decoder()
         self._unsent: deque[memoryview] = deque()
-        # Any thread may log; this one sends it with the next message.
+        # Any thread may log; this one sends it with the next message, or before it waits for one.
         self._logged: SimpleQueue[Any] = SimpleQueue()
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
 
     def send(self, message: Any) -> None:
         """Send ``message``, now or, as far as the socket is full, at a later call."""
-        while not self._logged.empty():
-            self._unsent.append(memoryview(encode(self._logged.get_nowait())))
+        self._take_logged()
         self._unsent.append(memoryview(encode(message)))
         self._write()
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether the other side has everything, or the socket holds it for it."""
+        return not self._unsent
 
     def log_handler(self) -> logging.Handler:
         """Sends what is logged to the other side."""
@@ -152,6 +163,7 @@ class _Channel:
             EOFError: the other side is gone.
         """
         messages: list[Any] = []
+        self._take_logged()
         while True:
             if self._unsent:
                 self._write()
@@ -162,6 +174,10 @@ class _Channel:
                 messages += self._read()
             if messages or wait is not None:
                 return messages
+
+    def _take_logged(self) -> None:
+        while not self._logged.empty():
+            self._unsent.append(memoryview(encode(self._logged.get_nowait())))
 
     def flush(self) -> None:
         """Wait until everything is sent, or the other side is gone."""
@@ -267,10 +283,24 @@ def _serve(channel: _Channel, model: str, config: EngineConfig) -> None:
 
 
 def _run(channel: _Channel, core: EngineCore) -> None:
-    """Take commands and step until the other side is gone."""
-    wait: float | None = None
+    """Take commands and step until the other side is gone; capture what may be needed meanwhile."""
+    wait: float | None = _IDLE_SECONDS
+    captured, seconds = 0, 0.0
     while True:
         commands = channel.receive(wait)
+        if not commands and not core.has_unfinished and channel.all_sent:
+            # Nobody wants anything. Whoever comes now waits for one capture at most.
+            begin = time.monotonic()
+            if core.capture_next():
+                captured += 1
+                seconds += time.monotonic() - begin
+                wait = 0.0
+                continue
+            if captured:
+                logger.info("captured %d more CUDA graphs while idle, in %.1f s", captured, seconds)
+                captured, seconds = 0, 0.0
+            wait = None
+            continue
         refused: list[TokenUpdate] = []
         for name, *arguments in commands:
             if name == "add":
@@ -288,7 +318,7 @@ def _run(channel: _Channel, core: EngineCore) -> None:
         if commands or moved:
             channel.send((refused + updates, core.stats()))
         busy = 0.0 if moved else _STALLED_SECONDS
-        wait = busy if core.has_unfinished else None
+        wait = busy if core.has_unfinished else _IDLE_SECONDS
 
 
 def _add(core: EngineCore, requests: Sequence[CoreRequest], refused: list[TokenUpdate]) -> None:

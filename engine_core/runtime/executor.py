@@ -59,6 +59,13 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> PendingStep:
         """Begin a step; results are to be asked for in the order of submission."""
 
+    def capture_next(self) -> bool:
+        """Capture one more step that is likely to be needed as a CUDA graph.
+
+        Returns:
+            False if there is none left, or memory has run out.
+        """
+
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """Record layers' outputs of the steps submitted in the ``with`` block."""
 
@@ -126,6 +133,11 @@ class InProcessExecutor:
         """Run a step."""
         with platform.on(self._device):
             return self._live().submit(plan)
+
+    def capture_next(self) -> bool:
+        """Capture one more step."""
+        with platform.on(self._device):
+            return self._live().capture_next()
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """Record layers' outputs of the steps submitted in the ``with`` block.
@@ -201,6 +213,10 @@ class ProcessExecutor:
         """Send a step to every rank."""
         self._send("submit", plan)
         return PendingStep(self._next_result)
+
+    def capture_next(self) -> bool:
+        """There is nothing to capture: ranks launch every kernel by itself."""
+        return False
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """Refuse: the layers are in other processes.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +18,11 @@ from engine_core.kernels import choose_greedy, decode_inputs, sample_tokens
 from engine_core.kernels.sampling import Adjustments, SamplingState
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
+
+logger = logging.getLogger(__name__)
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Graph = TypeVar("_Graph")
 
 # Powers of two, and from 16 on the half-way points too: a bucket is at most a third larger than
 # the batch that runs in it.
@@ -62,6 +70,7 @@ class GraphState:
             is that of padding.
         max_rows: sequences at once.
         max_model_len: bounds the lengths that attention is captured for.
+        uncaptured: keys of the steps for whose graphs there was no memory.
     """
 
     logits_of: Callable[[StepContext, Tensor | None], Tensor]
@@ -70,6 +79,7 @@ class GraphState:
     last_tokens: Tensor
     max_rows: int
     max_model_len: int
+    uncaptured: set[Hashable] = field(default_factory=set)
 
 
 class _RowState(Mapping[str, Tensor]):
@@ -89,15 +99,31 @@ class _RowState(Mapping[str, Tensor]):
         return len(self._state)
 
 
-class _Graphs:
-    """What the two kinds of captured steps have in common."""
+class _Graphs(ABC, Generic[_Key, _Graph]):
+    """What the two kinds of captured steps have in common.
 
-    def __init__(self, state: GraphState) -> None:
+    A graph is captured when a step first needs it, if it was not before. A step for whose graph
+    there is no memory runs without one.
+    """
+
+    def __init__(self, state: GraphState, at_start: Sequence[_Key], later: Sequence[_Key]) -> None:
+        """Nothing is captured yet.
+
+        Args:
+            state: what is shared with the runner.
+            at_start: what :meth:`capture_at_start` captures, in this order.
+            later: what :meth:`capture_next` captures after that, in this order.
+        """
         self._state = state
         self._device = state.last_tokens.device
         self._row_state: Mapping[str, Tensor] = {}
         self._token_state: Mapping[str, int] = {}
+        self._at_start = tuple(dict.fromkeys(at_start))
+        self._expected = tuple(dict.fromkeys((*at_start, *later)))
+        self._graphs: dict[_Key, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: captures share memory only with those on the same stream.
+        self._stream = torch.cuda.Stream(self._device)
 
     def set_state(self, row_state: Mapping[str, Tensor], token_state: Mapping[str, int]) -> None:
         """Name what families keep a row (``[max_rows + 1, ...]``) and a token (its width).
@@ -107,25 +133,74 @@ class _Graphs:
         if row_state.keys() != self._row_state.keys() or token_state != self._token_state:
             self._row_state = dict(row_state)
             self._token_state = dict(token_state)
-            self._drop()
+            self._graphs.clear()
 
-    def _drop(self) -> None:
-        raise NotImplementedError
+    def capture_at_start(self) -> None:
+        """Capture what the first request needs.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for it.
+        """
+        for key in self._at_start:
+            self._graphs[key] = self._make(key)
+
+    def capture_next(self) -> bool:
+        """Capture one more step that is likely to be needed.
+
+        Returns:
+            False if there is none left, or memory has run out.
+        """
+        if self._state.uncaptured:
+            return False
+        key = next((key for key in self._expected if key not in self._graphs), None)
+        return key is not None and self._get(key) is not None
+
+    def _get(self, key: _Key) -> _Graph | None:
+        """The graph of a step, captured now if need be; None if there is no memory for it."""
+        if key not in self._graphs and key not in self._state.uncaptured:
+            try:
+                self._graphs[key] = self._make(key)
+            except RuntimeError as error:
+                if not _is_out_of_memory(error):
+                    raise
+                self._state.uncaptured.add(key)
+                logger.warning(
+                    "no memory to capture %s as a CUDA graph: such a step launches its kernels one "
+                    "by one, which is slower, and nothing more is captured before it is needed; "
+                    "set kv_cache_memory lower to leave more",
+                    self._describe(key),
+                )
+        return self._graphs.get(key)
+
+    @abstractmethod
+    def _make(self, key: _Key) -> _Graph:
+        """Capture the step of this key."""
+
+    @abstractmethod
+    def _describe(self, key: _Key) -> str:
+        """The step of this key in words."""
 
     def _capture(self, step: Callable[[], tuple[Tensor | None, Tensor, Tensor]]) -> Captured:
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            # Compiles and tunes what a capture must not.
-            step()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            results = step()
+        try:
+            with torch.cuda.stream(self._stream):
+                # Compiles and tunes what a capture must not.
+                step()
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    results = step()
+        finally:
+            current.wait_stream(self._stream)
         return Captured(graph, *results)
 
 
-class DecodeGraphs(_Graphs):
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch's allocator, the CUDA runtime or Triton says that memory has run out."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+class DecodeGraphs(_Graphs[tuple[int, Choice], Captured]):
     """Steps in which every row decodes, one graph a batch-size bucket and :class:`Choice`.
 
     A replay takes each row's last token from the device, computes it at the row's position, leaves
@@ -136,9 +211,16 @@ class DecodeGraphs(_Graphs):
 
     def __init__(self, state: GraphState) -> None:
         """Nothing is captured yet."""
-        super().__init__(state)
         rows = state.max_rows
         self._buckets = [size for size in _BUCKETS if size < rows] + [rows]
+        greedy = [(bucket, Choice.GREEDY) for bucket in self._buckets]
+        super().__init__(
+            state,
+            # The largest before all others, which reuse its memory.
+            at_start=[greedy[-1], greedy[0]],
+            # A request by itself first, and the kernels with which tokens are drawn at random.
+            later=[(self._buckets[0], Choice.RANDOM), *greedy],
+        )
         # Row numbers, then positions: what the host writes before the first replay of a plan.
         self._static = torch.full((2, rows), -1, dtype=torch.int64, device=self._device)
         self._static[0] = rows
@@ -148,37 +230,28 @@ class DecodeGraphs(_Graphs):
             torch.empty(2, rows, dtype=torch.int64, pin_memory=True) for _ in range(_RING)
         ]
         self._turn = 0
-        self._graphs: dict[tuple[int, Choice], Captured] = {}
         # Those whose tensors the adjusted graphs have captured.
         self._adjustments: Adjustments | None = None
-
-    def capture_all(self) -> None:
-        """Capture every bucket, the largest first so that the smaller ones reuse its memory.
-
-        What chooses at random is captured when it is first needed; what adjusts nothing before is
-        compiled now.
-        """
-        for bucket in reversed(self._buckets):
-            logits = self._get(bucket, Choice.GREEDY).logits
-        assert logits is not None, "greedy steps keep their logits"
-        # Padding is all there is after a capture.
-        rows, positions = self._static[:, : len(logits)]
-        sample_tokens(logits, rows, positions, self._state.last_tokens, self._state.sampling())
 
     def begin(
         self,
         rows: Sequence[int],
         positions: Sequence[int],
         choice: Choice = Choice.GREEDY,
-    ) -> Captured:
+    ) -> Captured | None:
         """Set the rows, and the positions of the tokens they compute; returns what to replay.
 
-        ``choice`` is one that every row's parameters can be followed with.
+        None if this step is to be run without a graph. ``choice`` is one that every row's
+        parameters can be followed with.
         """
         count = len(rows)
         bucket = self._buckets[bisect_left(self._buckets, count)]
+        if choice is Choice.ADJUSTED:
+            self._drop_outdated()
         # Capturing runs the step and so moves the static inputs; it comes before they are set.
-        captured = self._get(bucket, choice)
+        captured = self._get((bucket, choice))
+        if captured is None:
+            return None
         self._turn = (self._turn + 1) % _RING
         pinned = self._ring[self._turn]
         host = pinned.numpy()
@@ -192,22 +265,22 @@ class DecodeGraphs(_Graphs):
             table.flush()
         return captured
 
-    def _drop(self) -> None:
-        self._graphs.clear()
+    def _drop_outdated(self) -> None:
+        """Drop adjusted graphs that have captured other tensors than those of now."""
+        adjustments = self._state.sampling().adjustments
+        if adjustments is not self._adjustments:
+            self._adjustments = adjustments
+            for key in [key for key in self._graphs if key[1] is Choice.ADJUSTED]:
+                del self._graphs[key]
 
-    def _get(self, bucket: int, choice: Choice) -> Captured:
-        if choice is Choice.ADJUSTED:
-            adjustments = self._state.sampling().adjustments
-            if adjustments is not self._adjustments:
-                self._adjustments = adjustments
-                for key in [key for key in self._graphs if key[1] is Choice.ADJUSTED]:
-                    del self._graphs[key]
-        key = (bucket, choice)
-        if key not in self._graphs:
-            self._static[0] = self._state.max_rows
-            self._static[1] = -1
-            self._graphs[key] = self._capture(lambda: self._step(bucket, choice))
-        return self._graphs[key]
+    def _make(self, key: tuple[int, Choice]) -> Captured:
+        # Padding is all there is in the step that is captured.
+        self._static[0] = self._state.max_rows
+        self._static[1] = -1
+        return self._capture(lambda: self._step(*key))
+
+    def _describe(self, key: tuple[int, Choice]) -> str:
+        return f"a decode step of up to {key[0]} rows"
 
     def _step(self, bucket: int, choice: Choice) -> tuple[Tensor | None, Tensor, Tensor]:
         rows, positions = self._static[:, :bucket]
@@ -283,26 +356,33 @@ class MixedStep:
 # are captured the device has time for padding.
 _DECODE_ROWS = (0, 32, 256, 512)
 _PREFILL_ROWS = (1, 8, 32)
-# Prompts that come alone are captured at start-up, for the first one's sake.
-_SINGLE_PROMPTS = (128, 256, 512, 1024, 2048, 4096)
+# Tokens of prompts that come alone. They are captured before they are needed, for the sake of the
+# first of each size.
+_SINGLE_PROMPTS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
-class MixedGraphs(_Graphs):
+class MixedGraphs(_Graphs[tuple[int, int, int], tuple[Captured, Tensor]]):
     """Steps with prefill chunks, one graph for each (tokens, decode rows, prefill rows) bucket.
 
     The host sends all of a step's numbers in one transfer. Tokens of padding are stored nowhere,
     and rows of padding have no tokens.
     """
 
-    def __init__(self, state: GraphState, max_tokens: int) -> None:
-        """Nothing is captured yet; shapes are captured when they are first met.
+    def __init__(self, state: GraphState, max_tokens: int, max_chunk: int) -> None:
+        """Nothing is captured yet.
 
-        ``max_tokens``: in a step of more the device is the slower one, and a graph's padding
-        would only add to its work.
+        Args:
+            state: what is shared with the runner.
+            max_tokens: in a step of more the device is the slower one, and a graph's padding would
+                only add to its work.
+            max_chunk: tokens of a prompt that are computed in one step.
         """
-        super().__init__(state)
+        prompts = [
+            (tokens, 0, 1) for tokens in _SINGLE_PROMPTS if tokens <= min(max_chunk, max_tokens)
+        ]
+        # The largest of the others first: what comes after reuses its memory.
+        super().__init__(state, at_start=prompts[:1], later=prompts[:0:-1])
         self._max_tokens = max_tokens
-        self._graphs: dict[tuple[int, int, int], tuple[Captured, Tensor]] = {}
         self._ring: list[Tensor | None] = [None] * _RING
         self._turn = 0
 
@@ -312,11 +392,10 @@ class MixedGraphs(_Graphs):
         None if this step is to be run without a graph.
         """
         key = self._key(step)
-        if key is None:
+        found = None if key is None else self._get(key)
+        if key is None or found is None:
             return None
-        if key not in self._graphs:
-            self._add(key)
-        captured, static = self._graphs[key]
+        captured, static = found
         size = static.shape[0]
         self._turn = (self._turn + 1) % _RING
         pinned = self._ring[self._turn]
@@ -329,18 +408,12 @@ class MixedGraphs(_Graphs):
             table.flush()
         return captured, places
 
-    def capture_single_prompts(self, max_tokens: int) -> None:
-        """Capture prompts that come alone, of up to ``max_tokens`` tokens."""
-        for tokens in reversed(_SINGLE_PROMPTS):
-            if tokens <= min(max_tokens, self._max_tokens):
-                self._add((tokens, 0, 1))
-
-    def _add(self, key: tuple[int, int, int]) -> None:
+    def _make(self, key: tuple[int, int, int]) -> tuple[Captured, Tensor]:
         static = self._empty(key)
-        self._graphs[key] = (self._capture(lambda: self._step(key, static)), static)
+        return self._capture(lambda: self._step(key, static)), static
 
-    def _drop(self) -> None:
-        self._graphs.clear()
+    def _describe(self, key: tuple[int, int, int]) -> str:
+        return f"a step of up to {key[0]} tokens with prompts among them"
 
     def _key(self, step: MixedStep) -> tuple[int, int, int] | None:
         num_prefill = len(step.rows) - step.num_decode_rows

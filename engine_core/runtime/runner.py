@@ -103,8 +103,8 @@ class ModelRunner:
             eos_token_ids: what ``min_tokens`` forbids besides a request's own stop tokens.
             eager: launch every kernel one by one, also where CUDA graphs could be replayed or, on a
                 CPU, recorded steps.
-            capture_at_start: capture greedy decode steps and prompts that come alone now, not each
-                when it is first needed.
+            capture_at_start: capture now what the first request needs; False if what a row keeps
+                is not known before that request.
             grammar_compiler: makes what guided requests need, at the first of them.
         """
         self.model = model
@@ -160,16 +160,31 @@ class ModelRunner:
                 scheduler_config.max_model_len,
             )
             self._decode_graphs = DecodeGraphs(state)
-            self._mixed_graphs = MixedGraphs(state, _launch_bound_tokens(model, len(layers)))
+            self._mixed_graphs = MixedGraphs(
+                state,
+                _launch_bound_tokens(model, len(layers)),
+                scheduler_config.max_num_batched_tokens,
+            )
             self._name_state()
             if capture_at_start:
-                # A capture begins with a full collection of garbage, and there is none here.
+                # A capture may begin with a full collection of garbage, and there is none here.
                 gc.freeze()
                 with torch.inference_mode():
-                    self._decode_graphs.capture_all()
-                    self._mixed_graphs.capture_single_prompts(
-                        scheduler_config.max_num_batched_tokens
-                    )
+                    self._decode_graphs.capture_at_start()
+                    self._mixed_graphs.capture_at_start()
+        self._state_known = capture_at_start
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one more step that is likely to be needed; a step may be in flight meanwhile.
+
+        Returns:
+            False if there is none left, or memory has run out.
+        """
+        return self._state_known and any(
+            graphs is not None and graphs.capture_next()
+            for graphs in (self._decode_graphs, self._mixed_graphs)
+        )
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:
@@ -185,7 +200,9 @@ class ModelRunner:
             for table, blocks in zip(self._tables, row.new_blocks, strict=True):
                 table.append(row.row, blocks)
         if self._decode_graphs is not None and self._only_decodes(plan):
-            return self._replay(self._decode_graphs, plan)
+            pending = self._replay(self._decode_graphs, plan)
+            if pending is not None:
+                return pending
         if plan.repeat > 1:
             return self._repeat(plan)
         if self.device.type == "cpu" and not self._token_state_widths and self._only_decodes(plan):
@@ -301,13 +318,16 @@ class ModelRunner:
             for row in plan.rows
         )
 
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> PendingStep:
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> PendingStep | None:
+        """Run a step of decode rows; None if there is no graph for it."""
         rows = [row.row for row in plan.rows]
         starts = [row.start for row in plan.rows]
         count = len(rows)
         choices = [c for row in rows if (c := self._rows[row].choice) is not None]
         if len(choices) < count:
             captured = graphs.begin(rows, starts)
+            if captured is None:
+                return None
             assert captured.logits is not None, "greedy steps keep their logits"
             every = list(range(count))
             turns = []
@@ -316,6 +336,8 @@ class ModelRunner:
                 turns.append(self._sample(plan, every, captured.logits[:count], {}, turn))
             return turns[0] if plan.repeat == 1 else _joined(plan, turns)
         captured = graphs.begin(rows, starts, max(choices))
+        if captured is None:
+            return None
         shape = (plan.repeat, *captured.tokens.shape)
         tokens = torch.empty(shape, dtype=torch.int64, pin_memory=True)
         status = torch.empty(shape, dtype=torch.int8, pin_memory=True)
@@ -427,6 +449,7 @@ class ModelRunner:
         for name, values in given.items():
             self._set_row_state(name, values)
         self._name_state()
+        self._state_known = True
 
     def _set_row_state(self, name: str, values: Mapping[int, Any]) -> None:
         """Write what the family, or the engine, keeps of some rows, by row."""

@@ -135,6 +135,11 @@ class Worker:
         with self._trace.step(plan):
             return self._runner.submit(plan)
 
+    def capture_next(self) -> bool:
+        """Capture one more step; see :meth:`ModelRunner.capture_next`."""
+        assert self._runner is not None, "start comes before capture_next"
+        return self._runner.capture_next()
+
     @contextmanager
     def trace_layers(self) -> Iterator[LayerTrace]:
         """Record layers' outputs of the steps submitted in the ``with`` block.

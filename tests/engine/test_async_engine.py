@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -41,6 +42,7 @@ PROMPTS = golden_prompts("llama-gqa")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
 IDS_ONLY = EngineConfig(skip_tokenizer_init=True)
+CAPTURES = Path(__file__).parents[1] / "idle_captures.py"
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -595,6 +597,103 @@ def test_an_idle_engine_takes_no_time(run: Run, engine: AsyncEngine) -> None:
     time.sleep(0.5)
     # A loop that spins would take all of it.
     assert ticks() - before < 0.25 * os.sysconf("SC_CLK_TCK")
+
+
+class Captures:
+    """What an engine with ``idle_captures`` does, and when it may go on."""
+
+    config = IDS_ONLY.replace(custom_module_map=(str(CAPTURES),))
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def journal(self) -> list[str]:
+        file = self.folder / "journal"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def open(self) -> None:
+        """Let captures go on."""
+        (self.folder / "open").touch()
+
+    def fail(self, number: int) -> None:
+        """Let this capture fail."""
+        (self.folder / "fails").write_text(str(number))
+
+
+ALL_CAPTURES = [f"{what} {number}" for number in range(4) for what in ("begin", "end")]
+
+
+@pytest.fixture
+def captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Captures:
+    monkeypatch.setenv("ENGINE_CORE_TEST_CAPTURES", str(tmp_path))
+    return Captures(tmp_path)
+
+
+def test_an_idle_engine_captures_what_may_be_needed(
+    run: Run, captures: Captures, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        captures.open()
+        engine = await AsyncEngine.start(MODEL, captures.config)
+        # What the process logs comes while it is idle, too.
+        await until(lambda: "captured 4 more CUDA graphs while idle" in caplog.text)
+        assert captures.journal == ALL_CAPTURES
+        whole = await generate(engine, PROMPTS[2].input_ids, GREEDY)
+        assert whole.tokens == [PROMPTS[2].new_tokens]
+        await engine.close()
+
+    with caplog.at_level(logging.INFO, "engine_core"):
+        run(scene())
+
+
+def test_a_request_waits_for_one_capture_at_most(run: Run, captures: Captures) -> None:
+    async def scene() -> None:
+        engine = await AsyncEngine.start(MODEL, captures.config)
+        await until(lambda: captures.journal == ["begin 0"])
+        stream = await engine.add_request(PROMPTS[2].input_ids, GREEDY)
+        captures.open()
+        assert (await read(stream)).tokens == [PROMPTS[2].new_tokens]
+        await until(lambda: captures.journal[-1:] == ["end 3"])
+        steps = captures.journal.count("step")
+        assert steps >= 1
+        assert captures.journal == ALL_CAPTURES[:2] + ["step"] * steps + ALL_CAPTURES[2:]
+        await engine.close()
+
+    run(scene())
+
+
+def test_closing_waits_for_one_capture_at_most(run: Run, captures: Captures) -> None:
+    async def scene() -> None:
+        engine = await AsyncEngine.start(MODEL, captures.config)
+        await until(lambda: captures.journal == ["begin 0"])
+        closing = asyncio.create_task(engine.close())
+        # The socket is closed in the next turns of the loop.
+        for _ in range(5):
+            await asyncio.sleep(0)
+        captures.open()
+        await closing
+        assert captures.journal == ["begin 0", "end 0"]
+
+    run(scene())
+
+
+def test_a_failing_capture_says_why_the_engine_ended(run: Run, captures: Captures) -> None:
+    async def scene() -> None:
+        captures.fail(2)
+        captures.open()
+        engine = await AsyncEngine.start(MODEL, captures.config)
+        error = await engine.wait_dead()
+        assert str(error) == (
+            "the engine stopped while a step was captured: RuntimeError: an illegal memory access "
+            "was encountered"
+        )
+        assert "_capture_next" in str(error.__cause__)
+        with pytest.raises(EngineDeadError, match="while a step was captured"):
+            await engine.add_request(PROMPTS[2].input_ids, GREEDY)
+        await engine.close()
+
+    run(scene())
 
 
 def test_the_prefix_cache_serves_later_requests_and_is_counted(

@@ -1,10 +1,14 @@
 """The golden fixtures on a GPU, in float32: the same tokens, logits within 1e-4."""
 
+import asyncio
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from golden_fixtures import (
+    GOLDEN,
     SETTINGS,
     check_generation,
     check_prefix_cache,
@@ -12,7 +16,8 @@ from golden_fixtures import (
     golden_prompts,
 )
 
-from engine_core import SamplingParams
+from engine_core import LLM, AsyncEngine, EngineConfig, SamplingParams
+from engine_core.runtime import graphs
 from engine_core.runtime.graphs import Choice
 from engine_core.steps import StepPlan
 
@@ -162,12 +167,12 @@ def test_random_steps_are_repeated_without_the_host(kinds: str) -> None:
 
 def test_random_requests_leave_the_greedy_graphs_as_they_were() -> None:
     with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
-        graphs = llm.engine.core.executor._worker._runner._decode_graphs._graphs
-        before = dict(graphs)
+        decode, _ = captured(llm)
+        before = dict(decode)
         assert {choice for _, choice in before} == {Choice.GREEDY}
         llm.generate([golden_prompts("llama-gqa")[0].input_ids] * 13, every_kind())
-        assert {key: graphs[key] for key in before} == before
-        assert {choice for _, choice in graphs} == {Choice.GREEDY, Choice.ADJUSTED}
+        assert {key: decode[key] for key in before} == before
+        assert {choice for _, choice in decode} == {Choice.GREEDY, Choice.ADJUSTED}
 
 
 def test_steps_that_sample_nothing_are_not_run_ahead_of() -> None:
@@ -201,4 +206,181 @@ def test_stopping_late_loses_and_adds_nothing() -> None:
             for output, prompt, stop in zip(outputs, prompts, stops, strict=True):
                 end = prompt.new_tokens.index(stop) + 1
                 assert output.outputs[0].token_ids == prompt.new_tokens[:end]
+        llm.engine.scheduler.check()
+
+
+PLAIN = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+AT_START = {(20, Choice.GREEDY), (1, Choice.GREEDY)}
+DECODE = AT_START | {(1, Choice.RANDOM)} | {(rows, Choice.GREEDY) for rows in (2, 4, 8, 16)}
+PROMPT_AT_START = {(64, 0, 1)}
+PROMPTS = PROMPT_AT_START | {(tokens, 0, 1) for tokens in (128, 256, 512, 1024, 2048)}
+
+
+def captured(llm: LLM) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The graphs that there are by now, of decode steps and of steps with prompts."""
+    runner = llm.engine.core.executor._worker._runner
+    return runner._decode_graphs._graphs, runner._mixed_graphs._graphs
+
+
+def check_tokens(llm: LLM, name: str) -> None:
+    """Each prompt alone, and all at once."""
+    prompts = golden_prompts(name)
+    for batch in ([prompt] for prompt in prompts), [prompts * 3]:
+        for some in batch:
+            outputs = llm.generate([prompt.input_ids for prompt in some], PLAIN)
+            for output, prompt in zip(outputs, some, strict=True):
+                assert output.outputs[0].token_ids == prompt.new_tokens, prompt.name
+
+
+def test_a_start_captures_little_and_a_warmup_the_rest() -> None:
+    settings = {"device": "cuda", "max_num_seqs": 20, "enable_prefix_caching": False}
+    with golden_llm("llama-gqa", **settings) as llm:
+        decode, mixed = captured(llm)
+        assert (set(decode), set(mixed)) == (AT_START, PROMPT_AT_START)
+        before = {**decode, **mixed}
+        check_tokens(llm, "llama-gqa")
+        llm.warmup()
+        assert set(decode) >= DECODE
+        assert set(mixed) >= PROMPTS
+        every = {**decode, **mixed}
+        assert {key: every[key] for key in before} == before
+        llm.warmup()
+        assert {**decode, **mixed} == every
+        check_tokens(llm, "llama-gqa")
+        assert {key: {**decode, **mixed}[key] for key in every} == every
+
+
+def test_a_warmup_comes_to_the_same_before_any_request() -> None:
+    with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
+        llm.warmup()
+        decode, mixed = captured(llm)
+        assert (set(decode), set(mixed)) == (DECODE, PROMPTS)
+        check_tokens(llm, "llama-gqa")
+
+
+def test_captures_between_the_steps_of_a_request_change_nothing() -> None:
+    prompt = golden_prompts("llama-gqa")[2]
+    with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
+        tokens: list[int] = []
+        for output in llm.stream(prompt.input_ids, PLAIN):
+            tokens = output.outputs[0].token_ids
+            llm.engine.core.capture_next()
+        assert tokens == prompt.new_tokens
+
+
+def test_smaller_batches_reuse_the_memory_of_the_largest() -> None:
+    def reserved() -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
+        before = reserved()
+        while len(captured(llm)[0]) < len(DECODE):
+            assert llm.engine.core.capture_next()
+        # A segment of the allocator at most, not one a graph.
+        assert reserved() - before <= 2 * 2**20
+
+
+def test_an_idle_process_captures_what_a_warmup_does(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(
+        device="cuda", skip_tokenizer_init=True, max_model_len=160, max_num_seqs=20
+    )
+    prompts = golden_prompts("llama-gqa")
+
+    async def tokens(engine: AsyncEngine, prompt: list[int]) -> list[int]:
+        out: list[int] = []
+        async for output in await engine.add_request(prompt, PLAIN):
+            out += output.outputs[0].token_ids
+        return out
+
+    async def scene(busy: bool) -> None:
+        caplog.clear()
+        engine = await AsyncEngine.start(str(GOLDEN / "llama-gqa"), config)
+        if busy:
+            # At once, and captures go on between and after them.
+            for prompt in prompts:
+                assert await tokens(engine, prompt.input_ids) == prompt.new_tokens
+        for _ in range(6000):
+            if "more CUDA graphs while idle" in caplog.text:
+                break
+            await asyncio.sleep(0.01)
+        if not busy:
+            count = len(DECODE) - len(AT_START) + len(PROMPTS) - len(PROMPT_AT_START)
+            assert f"captured {count} more CUDA graphs while idle" in caplog.text
+        assert "more CUDA graphs while idle" in caplog.text
+        every = await asyncio.gather(*(tokens(engine, prompt.input_ids) for prompt in prompts))
+        assert list(every) == [prompt.new_tokens for prompt in prompts]
+        await engine.close()
+
+    with caplog.at_level(logging.INFO, "engine_core"):
+        asyncio.run(scene(busy=False))
+        asyncio.run(scene(busy=True))
+
+
+def test_nothing_is_captured_before_row_state_is_known() -> None:
+    name = "chatglm1-tiny"
+    with golden_llm(name, device="cuda", max_num_seqs=20) as llm:
+        llm.warmup()
+        decode, mixed = captured(llm)
+        assert (len(decode), len(mixed)) == (0, 0)
+        check_tokens(llm, name)
+        llm.warmup()
+        assert set(decode) >= DECODE
+        assert set(mixed) >= PROMPTS
+        check_tokens(llm, name)
+
+
+def out_of_memory_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an allocation in the middle of each capture fail."""
+
+    def failing(choose: Callable[..., Any]) -> Callable[..., Any]:
+        def fail(*args: Any, **more: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing():
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+            return choose(*args, **more)
+
+        return fail
+
+    monkeypatch.setattr(graphs, "choose_greedy", failing(graphs.choose_greedy))
+    monkeypatch.setattr(graphs, "sample_tokens", failing(graphs.sample_tokens))
+
+
+def out_of_memory_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each capture fail when it is complete, as when a graph cannot be made executable."""
+
+    class Graph(torch.cuda.graph):
+        def __exit__(self, *args: object) -> None:
+            super().__exit__(*args)
+            raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+
+
+@pytest.mark.parametrize("fail", [out_of_memory_inside, out_of_memory_at_the_end])
+def test_without_memory_for_graphs_the_tokens_are_the_same(
+    fail: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    params = every_kind() + hosted()
+    expected = sampled(params, eager=True)
+    prompts = [prompt.input_ids for prompt in golden_prompts("llama-gqa")]
+    prompts = [prompts[index % len(prompts)] for index in range(len(params))]
+    with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
+        decode, mixed = captured(llm)
+        with monkeypatch.context() as patch:
+            fail(patch)
+            check_tokens(llm, "llama-gqa")
+            outputs = llm.generate(prompts, params)
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+            llm.warmup()
+        assert "no memory to capture a decode step of up to" in caplog.text
+        assert "tokens with prompts among them" in caplog.text
+        assert (set(decode), set(mixed)) == (AT_START, PROMPT_AT_START)
+        # There is memory again: what failed stays without a graph, the rest is served.
+        llm.warmup()
+        assert (set(decode), set(mixed)) == (AT_START, PROMPT_AT_START)
+        check_tokens(llm, "llama-gqa")
+        outputs = llm.generate(prompts, params)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
         llm.engine.scheduler.check()

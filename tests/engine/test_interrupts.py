@@ -11,6 +11,7 @@ from golden_fixtures import GOLDEN, golden_prompts
 
 from engine_core import LLM, SamplingParams
 from engine_core.errors import EngineDeadError
+from engine_core.runtime.executor import InProcessExecutor
 
 PROMPTS = golden_prompts("llama-gqa")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -67,3 +68,53 @@ def test_a_second_interrupt_does_not_wait_and_stops_the_engine(llm: LLM) -> None
         llm.generate(PROMPTS[3].input_ids, at_token(4, twice))
     with pytest.raises(EngineDeadError, match="a step was interrupted by KeyboardInterrupt"):
         llm.generate(PROMPTS[3].input_ids, GREEDY)
+
+
+def let_captures(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], object]) -> list[int]:
+    """Have the device capture a step for each of ``acts``, which is called within it.
+
+    Returns:
+        The numbers of those that are done.
+    """
+    done: list[int] = []
+
+    def capture_next(self: InProcessExecutor) -> bool:
+        del self
+        if len(done) == len(acts):
+            return False
+        acts[len(done)]()
+        done.append(len(done))
+        return True
+
+    monkeypatch.setattr(InProcessExecutor, "capture_next", capture_next)
+    return done
+
+
+def test_an_interrupted_warmup_ends_between_captures_and_may_be_taken_up_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = let_captures(
+        monkeypatch, lambda: None, lambda: signal.raise_signal(signal.SIGINT), lambda: None
+    )
+    with pytest.raises(KeyboardInterrupt):
+        llm.warmup()
+    assert done == [0, 1]
+    (output,) = llm.generate(PROMPTS[3].input_ids, GREEDY)
+    assert list(output.outputs[0].token_ids) == PROMPTS[3].new_tokens
+    assert done == [0, 1]
+    llm.warmup()
+    assert done == [0, 1, 2]
+
+
+def test_a_second_interrupt_of_a_warmup_stops_the_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    let_captures(monkeypatch, twice)
+    with pytest.raises(KeyboardInterrupt):
+        llm.warmup()
+    with pytest.raises(EngineDeadError, match="a capture was interrupted by KeyboardInterrupt"):
+        llm.warmup()

@@ -449,6 +449,7 @@ def test_every_way_to_work_says_that_the_engine_was_closed() -> None:
         lambda: llm.engine.add_request(IDS[2]),
         lambda: llm.engine.step(),
         lambda: llm.engine.trace_layers(),
+        lambda: llm.warmup(),
         lambda: next(running),
     ]
     for way in ways:

@@ -314,6 +314,15 @@ def test_kernel_merges_splits_in_rounds(
         assert error(launch(paged, 0.125, **options), expected) < 1e-5
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
+def test_kernel_splits_of_one_long_row_among_short_ones(
+    options: dict[str, Any], launch_device: str
+) -> None:
+    paged = make_paged([(1, 20)] * 7 + [(1, 1500)] + [(1, 65)] * 4, device=launch_device)
+    expected = attend_by_reference(paged, 0.125, **options)
+    assert error(launch(paged, 0.125, **options), expected) < 1e-5
+
+
 def test_kernel_grid_of_a_larger_context(batch_invariant: bool, launch_device: str) -> None:
     """A captured graph has splits for the longest context; short rows leave them unwritten."""
     from engine_core.kernels.attention import triton

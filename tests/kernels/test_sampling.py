@@ -36,6 +36,7 @@ def op(way: str, launch_device: str, monkeypatch: pytest.MonkeyPatch) -> Op:
 
     monkeypatch.setattr(triton, "_BLOCK", 512)
     monkeypatch.setattr(triton, "_CHUNK", 512)
+    monkeypatch.setattr(triton, "_WHOLE_CHUNK", 1024)
     if way == "one by one":
         monkeypatch.setattr(triton, "_MOST_CANDIDATES", 2)
     return triton.sample_tokens

@@ -103,19 +103,41 @@ def _attend_tiles(
 
 
 @triton.jit
+def _num_visible(kv_len, window, CROP: tl.constexpr):
+    """Tokens of a decode row that its query may see: the last ones."""
+    return tl.minimum(kv_len, window) if CROP else kv_len
+
+
+@triton.jit
 def _split_range(
-    kv_len, window, num_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, CROP: tl.constexpr
+    kv_len,
+    kv_lens_ptr,
+    num_rows,
+    window,
+    num_splits,
+    wanted_splits,
+    MIN_SPLIT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_SPLITS: tl.constexpr,
+    CROP: tl.constexpr,
 ):
     """First visible token of a decode row, and tokens a split: a multiple of BLOCK_N.
 
-    Of 64 at least, or merging takes longer than the splits save.
+    Splits are about equally long in all rows, so that the long ones do not keep the launch waiting:
+    about as long as ``wanted_splits`` of all rows' tokens, but 64 at least, or merging takes longer
+    than the splits save.
     """
-    first = 0
-    if CROP:
-        first = tl.maximum(kv_len - window, 0)
-    per_split = tl.maximum(tl.cdiv(kv_len - first, num_splits), MIN_SPLIT)
-    per_split = tl.cdiv(per_split, BLOCK_N) * BLOCK_N
-    return first, per_split
+    visible = _num_visible(kv_len, window, CROP)
+    used = 1
+    if HAS_SPLITS:
+        rows = tl.arange(0, BLOCK_ROWS)
+        kv_lens = tl.load(kv_lens_ptr + rows, mask=rows < num_rows, other=0)
+        total = tl.sum(_num_visible(kv_lens, window, CROP))
+        length = tl.maximum(tl.cdiv(total, wanted_splits), MIN_SPLIT)
+        used = tl.maximum(tl.minimum(tl.cdiv(visible, length), num_splits), 1)
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(visible, used), BLOCK_N), 1) * BLOCK_N
+    return kv_len - visible, per_split
 
 
 @triton.jit
@@ -164,7 +186,7 @@ def _merge_splits(
     )
 
 
-@triton.jit(do_not_specialize=["window", "num_splits"])
+@triton.jit(do_not_specialize=["num_rows", "window", "num_splits", "wanted_splits"])
 def _decode_kernel(
     out_ptr,
     partial_ptr,
@@ -179,8 +201,10 @@ def _decode_kernel(
     slopes_ptr,
     logit_scale,
     cap_scale,
+    num_rows,
     window,
     num_splits,
+    wanted_splits,
     q_token_stride,
     q_head_stride,
     k_block_stride,
@@ -199,6 +223,7 @@ def _decode_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -225,8 +250,9 @@ def _decode_kernel(
     # lengths are older than it and need no wait.
     kv_len = tl.load(kv_lens_ptr + row)
     first, per_split = _split_range(
-        kv_len, window, num_splits, MIN_SPLIT, BLOCK_N, HAS_WINDOW and not HAS_PREFIX
-    )
+        kv_len, kv_lens_ptr, num_rows, window, num_splits, wanted_splits, MIN_SPLIT, BLOCK_ROWS,
+        BLOCK_N, HAS_SPLITS, HAS_WINDOW and not HAS_PREFIX,
+    )  # fmt: skip
     low = first + split * per_split
     high = tl.minimum(low + per_split, kv_len)
     # The first split writes the zeros of a row without tokens.
@@ -511,17 +537,25 @@ def _decode_tile(dims: int, float32: bool, num_programs: int, device: torch.devi
         # Tiles of 16 KiB.
         return _DecodeTile(8192 // max(dims, 64), 4, 2, 2)
     if dims > 64:
-        return _DecodeTile(32, 2, 3, 4 if num_programs < 512 else 2)
+        if num_programs < 512:
+            return _DecodeTile(32, 2, 3, 4)
+        return _DecodeTile(32, 2, 3, 8 if num_programs < 896 else 2)
     if num_programs < 64:
         return _DecodeTile(64, 2, 2, 4)
     return _DecodeTile(32, 1, 2, 4 if num_programs < 128 else 8)
 
 
 def _num_splits(num_programs: int, max_kv_len: int, tile: _DecodeTile, device: torch.device) -> int:
-    """Splits that give every multiprocessor its programs, none shorter than allowed."""
-    wanted = triton.cdiv(tile.programs * num_multiprocessors(device), num_programs)
+    """Splits of a row at most, where so many programs would be without any.
+
+    Half as many again as rows of equal length need to give every multiprocessor its programs: of
+    unequal ones the longest have more splits than the others.
+    """
+    wanted = tile.programs * num_multiprocessors(device)
+    if wanted <= num_programs:
+        return 1
     longest = triton.cdiv(max_kv_len, max(tile.block_n, _MIN_SPLIT))
-    return max(1, min(int(wanted), int(longest), _MAX_SPLITS))
+    return max(1, min(triton.cdiv(3 * wanted, 2 * num_programs), int(longest), _MAX_SPLITS))
 
 
 def paged_attention(
@@ -614,7 +648,8 @@ def paged_attention(
         merged_heads = max(
             1, min(merged_heads, 2048 * tile.num_warps // (_MERGED_SPLITS * block_dv))
         )
-        grid = (num_kv_heads * triton.cdiv(group_size, block_g), num_decode_rows, num_splits)
+        head_tiles = num_kv_heads * triton.cdiv(group_size, block_g)
+        grid = (head_tiles, num_decode_rows, num_splits)
         _decode_kernel[grid](
             out,
             partial,
@@ -628,12 +663,15 @@ def paged_attention(
             prefix_lens,
             alibi_slopes,
             *scales,
+            num_decode_rows,
             window or 0,
             num_splits,
+            max(1, tile.programs * num_multiprocessors(q.device) // head_tiles),
             *strides,
             **constants,
             BLOCK_G=block_g,
             BLOCK_N=tile.block_n,
+            BLOCK_ROWS=max(64, triton.next_power_of_2(num_decode_rows)) if num_splits > 1 else 1,
             MIN_SPLIT=_MIN_SPLIT,
             HAS_SPLITS=num_splits > 1,
             MERGED_SPLITS=_MERGED_SPLITS,

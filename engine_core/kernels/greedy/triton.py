@@ -23,6 +23,29 @@ _BLOCK_OF_MANY = 8192
 
 
 @triton.jit
+def store_best(x, cols, best_ptr, place_ptr, vocab):
+    """Store the largest of a block's logits ``x`` and the lowest of the ids ``cols`` that have it.
+
+    A NaN is infinity here: a comparison loses NaN, infinity wins it.
+    """
+    x = tl.where(x == x, x, float("inf"))
+    best = tl.max(x, axis=0)
+    tl.store(best_ptr, best)
+    tl.store(place_ptr, tl.min(tl.where(x == best, cols, vocab), axis=0))
+
+
+@triton.jit
+def load_best(best_ptr, place_ptr, num_blocks, vocab, BLOCK_BLOCKS: tl.constexpr):
+    """A row's largest logit and the lowest id that has it, after the last of its blocks arrived."""
+    blocks = tl.arange(0, BLOCK_BLOCKS)
+    mask = blocks < num_blocks
+    bests = tl.load(best_ptr + blocks, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    places = tl.load(place_ptr + blocks, mask=mask, other=vocab, cache_modifier=".cg")
+    best = tl.max(bests, axis=0)
+    return best, tl.min(tl.where(bests == best, places, vocab), axis=0)
+
+
+@triton.jit
 def _choose_greedy_kernel(
     tokens_ptr,
     status_ptr,
@@ -48,20 +71,11 @@ def _choose_greedy_kernel(
     cols = block * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + row * row_stride + cols, mask=cols < VOCAB, other=float("-inf"))
     logits = logits.to(tl.float32)
-    # A comparison loses NaN, infinity wins it.
-    logits = tl.where(logits == logits, logits, float("inf"))
-    best = tl.max(logits, axis=0)
-    place = tl.min(tl.where(logits == best, cols, VOCAB), axis=0)
-    tl.store(best_ptr + row * BLOCKS + block, best)
-    tl.store(place_ptr + row * BLOCKS + block, place)
+    best_ptr += row * BLOCKS
+    place_ptr += row * BLOCKS
+    store_best(logits, cols, best_ptr + block, place_ptr + block, VOCAB)
     if arrives_last(arrivals_ptr + row, BLOCKS):
-        blocks = tl.arange(0, BLOCK_BLOCKS)
-        offsets = row * BLOCKS + blocks
-        mask = blocks < BLOCKS
-        bests = tl.load(best_ptr + offsets, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        places = tl.load(place_ptr + offsets, mask=mask, other=VOCAB, cache_modifier=".cg")
-        best = tl.max(bests, axis=0)
-        token = tl.min(tl.where(bests == best, places, VOCAB), axis=0)
+        best, token = load_best(best_ptr, place_ptr, BLOCKS, VOCAB, BLOCK_BLOCKS)
         tl.store(tokens_ptr + row, token.to(tl.int64))
         tl.store(status_ptr + row, (tl.abs(best) == float("inf")).to(tl.int8))
         if MOVES_ON:

@@ -15,7 +15,7 @@ from engine_core.kernels.sampling.state import (
     SamplingState,
 )
 
-# Dividing by it must not overflow to 0 / 0 in float32.
+# Its reciprocal must not overflow in float32.
 LEAST_TEMPERATURE = 1e-30
 # Candidates for a nucleus, enough for a top_p of 0.95 on a confident model; where they are not,
 # there are more.
@@ -150,11 +150,11 @@ def _draw(logits: Tensor, largest: Tensor, numbers: Tensor, draws: Tensor) -> Te
     """
     vocab = logits.shape[-1]
     temperature, top_k, top_p, min_p = numbers[:, :FIRST_PENALTY].unbind(-1)
-    divisor = temperature.float().clamp(min=LEAST_TEMPERATURE)
+    steepness = 1.0 / temperature.float().clamp(min=LEAST_TEMPERATURE)
 
     def weigh(values: Tensor, of: Tensor) -> Tensor:
         # Shifted first: a tiny temperature would otherwise overflow.
-        return (values - largest[of, None]).div_(divisor[of, None]).exp_()
+        return (values - largest[of, None]).mul_(steepness[of, None]).exp_()
 
     def masses(weights: Tensor) -> Tensor:
         return (weights * 2.0 ** mass_bits(vocab)).to(torch.int64)

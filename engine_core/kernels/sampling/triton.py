@@ -11,13 +11,14 @@ whose sums do not depend on how they are parted.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.greedy.triton import load_best, store_best
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
 
 # Logits of a program.
 _BLOCK = 4096
-# Pivots of the second launch; each takes time for every logit.
+# Pivots of the second launch; each takes time for every logit of the blocks that reach it.
 _PIVOTS = 8
 # Most tokens that are gathered; above it the bounds are narrowed on all logits.
 _MOST_CANDIDATES = 16384
-# What the narrowing program looks at together.
-_CHUNK = 2048
+# What the narrowing program looks at together: of what was gathered, which is little, or of all.
+_CHUNK = 1024
+_WHOLE_CHUNK = 4096
 # Low bits that are the same for all logits of a type once they are float32.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
@@ -90,13 +92,20 @@ def _value(key):
 
 
 @triton.jit
-def _weights(x, peak, temperature):
-    return tl.exp(tl.div_rn(x - peak, temperature))
+def _steepness(numbers_ptr, LEAST_TEMPERATURE: tl.constexpr):
+    """The reciprocal of a row's temperature, with which a row that is drawn weighs its logits."""
+    temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+    return tl.div_rn(1.0, temperature)
 
 
 @triton.jit
-def _masses(weights, ONE: tl.constexpr):
-    return (weights * ONE).to(tl.int64)
+def _weights(x, peak, steepness):
+    return tl.exp((x - peak) * steepness)
+
+
+@triton.jit
+def _masses(weights, one):
+    return (weights * one).to(tl.int64)
 
 
 @triton.jit
@@ -137,7 +146,7 @@ def _take(
     last_tokens_ptr,
     kinds_ptr,
     counts_ptr,
-    VOCAB: tl.constexpr,
+    vocab,
     HAS_COUNTS: tl.constexpr,
 ):
     """Make ``token`` the row's one."""
@@ -147,7 +156,7 @@ def _take(
     # Rows of padding share a row.
     if HAS_COUNTS:
         is_counted = is_live & ((tl.load(kinds_ptr + row) & 4) != 0)
-        count_ptr = counts_ptr + row * VOCAB + token
+        count_ptr = counts_ptr + row * vocab + token
         count = tl.load(count_ptr, mask=is_counted, other=0)
         tl.store(count_ptr, count + 1, mask=is_counted)
 
@@ -179,12 +188,12 @@ def _peaks_kernel(
     counts_ptr,
     row_stride,
     ban_width,
-    VOCAB: tl.constexpr,
+    vocab,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    num_blocks,
     BLOCK_BLOCKS: tl.constexpr,
     PIVOTS: tl.constexpr,
-    FARTHEST: tl.constexpr,
+    farthest,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -200,28 +209,28 @@ def _peaks_kernel(
     live = position >= 0
     numbers_ptr += row * 7
     cols = block * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < tl.where(live, VOCAB, 0)
+    mask = cols < tl.where(live, vocab, 0)
     x = tl.load(logits_ptr + place * row_stride + cols, mask=mask, other=float("-inf"))
     x = x.to(tl.float32)
     if HAS_ADJUSTMENTS:
         # A comparison loses NaN, infinity wins it.
         raw_best = tl.max(tl.where(x == x, x, float("inf")), axis=0)
-        tl.store(raw_best_ptr + place * BLOCKS + block, raw_best)
+        tl.store(raw_best_ptr + place * num_blocks + block, raw_best)
         kinds = tl.load(kinds_ptr + row)
         is_banned = position + 1 < tl.load(ban_ends_ptr + row)
         is_adjusted = live & (((kinds & 3) != 0) | is_banned)
         if is_adjusted:
             if HAS_BIAS:
-                biased = cols < tl.where((kinds & 1) != 0, VOCAB, 0)
-                x += tl.load(bias_ptr + row * VOCAB + cols, mask=biased, other=0.0)
+                biased = cols < tl.where((kinds & 1) != 0, vocab, 0)
+                x += tl.load(bias_ptr + row * vocab + cols, mask=biased, other=0.0)
             if HAS_PENALTIES:
                 is_penalised = (kinds & 2) != 0
                 if is_penalised:
                     repetition = tl.load(numbers_ptr + 4).to(tl.float32)
                     frequency = tl.load(numbers_ptr + 5).to(tl.float32)
                     presence = tl.load(numbers_ptr + 6).to(tl.float32)
-                    counts = tl.load(counts_ptr + row * VOCAB + cols, mask=mask, other=0)
-                    seen = tl.load(prompt_mask_ptr + row * VOCAB + cols, mask=mask, other=0)
+                    counts = tl.load(counts_ptr + row * vocab + cols, mask=mask, other=0)
+                    seen = tl.load(prompt_mask_ptr + row * vocab + cols, mask=mask, other=0)
                     repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
                     x = tl.where((seen != 0) | (counts > 0), repeated, x)
                     x -= counts.to(tl.float32) * frequency
@@ -230,24 +239,20 @@ def _peaks_kernel(
                 for index in range(ban_width):
                     banned = tl.load(ban_ids_ptr + row * ban_width + index)
                     x = tl.where(cols == banned, float("-inf"), x)
-            tl.store(adjusted_ptr + place * VOCAB + cols, x, mask=mask)
-    x = tl.where(x == x, x, float("inf"))
-    best = tl.max(x, axis=0)
-    first = tl.min(tl.where(x == best, cols, VOCAB), axis=0)
-    tl.store(best_ptr + place * BLOCKS + block, best)
-    tl.store(place_ptr + place * BLOCKS + block, first)
-    if arrives_last(arrivals_ptr + place, BLOCKS):
-        blocks = tl.arange(0, BLOCK_BLOCKS)
-        offsets = place * BLOCKS + blocks
-        some = blocks < BLOCKS
-        bests = tl.load(best_ptr + offsets, mask=some, other=float("-inf"), cache_modifier=".cg")
-        firsts = tl.load(place_ptr + offsets, mask=some, other=VOCAB, cache_modifier=".cg")
-        peak = tl.max(bests, axis=0)
-        token = tl.min(tl.where(bests == peak, firsts, VOCAB), axis=0)
+            tl.store(adjusted_ptr + place * vocab + cols, x, mask=mask)
+    best_ptr += place * num_blocks
+    place_ptr += place * num_blocks
+    store_best(x, cols, best_ptr + block, place_ptr + block, vocab)
+    if arrives_last(arrivals_ptr + place, num_blocks):
+        peak, token = load_best(best_ptr, place_ptr, num_blocks, vocab, BLOCK_BLOCKS)
         status = tl.where(tl.abs(peak) == float("inf"), 1, 0)
         if HAS_ADJUSTMENTS:
+            blocks = tl.arange(0, BLOCK_BLOCKS)
             raw_bests = tl.load(
-                raw_best_ptr + offsets, mask=some, other=float("-inf"), cache_modifier=".cg"
+                raw_best_ptr + place * num_blocks + blocks,
+                mask=blocks < num_blocks,
+                other=float("-inf"),
+                cache_modifier=".cg",
             )
             from_model = tl.abs(tl.max(raw_bests, axis=0)) != float("inf")
             status = tl.where(from_model, 2 * status, 1)
@@ -256,7 +261,7 @@ def _peaks_kernel(
         top_k = tl.load(numbers_ptr + 1)
         top_p = tl.load(numbers_ptr + 2)
         is_drawn = live & (status == 0) & (tl.load(numbers_ptr) > 0)
-        is_limited = (top_k >= 1) & (top_k < VOCAB)
+        is_limited = (top_k >= 1) & (top_k < vocab)
         mode = tl.where(is_limited, _LIMITED, tl.where(top_p < 1, _NUCLEUS, _WHOLE))
         if HAS_ADJUSTMENTS:
             mode += tl.where(is_adjusted, _ADJUSTED, 0)
@@ -273,7 +278,7 @@ def _peaks_kernel(
             index = tl.arange(0, PIVOTS)
             step = index.to(tl.float32)
             distance = 0.5 + step + 0.15 * step * step
-            distance = tl.where(index == PIVOTS - 1, FARTHEST, distance)
+            distance = tl.where(index == PIVOTS - 1, farthest, distance)
             tl.store(pivots_ptr + place * PIVOTS + index, peak - unit * distance)
         else:
             _take(
@@ -285,7 +290,7 @@ def _peaks_kernel(
                 last_tokens_ptr,
                 kinds_ptr,
                 counts_ptr,
-                VOCAB,
+                vocab,
                 HAS_PENALTIES,
             )
 
@@ -294,6 +299,7 @@ def _peaks_kernel(
 def _masses_kernel(
     masses_ptr,
     above_ptr,
+    best_ptr,
     modes_ptr,
     peaks_ptr,
     pivots_ptr,
@@ -302,12 +308,12 @@ def _masses_kernel(
     rows_ptr,
     numbers_ptr,
     row_stride,
-    VOCAB: tl.constexpr,
+    vocab,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    num_blocks,
     BLOCK_BLOCKS: tl.constexpr,
     PIVOTS: tl.constexpr,
-    ONE: tl.constexpr,
+    one,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -319,51 +325,103 @@ def _masses_kernel(
     mode = tl.load(modes_ptr + place)
     if mode != _DONE:
         numbers_ptr += tl.load(rows_ptr + place) * 7
-        temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+        steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
         cols = block * BLOCK + tl.arange(0, BLOCK)
-        mask = cols < VOCAB
+        mask = cols < vocab
         x = _load_logits(
             logits_ptr + place * row_stride,
-            adjusted_ptr + place * VOCAB,
+            adjusted_ptr + place * vocab,
             mode >= _ADJUSTED,
             cols,
             mask,
             HAS_ADJUSTMENTS,
         )
-        weights = _weights(x, tl.load(peaks_ptr + place), temperature)
-        masses = _masses(weights, ONE)
+        weights = _weights(x, tl.load(peaks_ptr + place), steepness)
+        masses = _masses(weights, one)
         kind = mode & 3
         if kind == _WHOLE:
             min_p = tl.load(numbers_ptr + 3).to(tl.float32)
             masses = tl.where(weights >= min_p, masses, 0)
         # The whole mass is kept behind those of the pivots.
-        at = place * (PIVOTS + 1) * BLOCKS + block
-        tl.store(masses_ptr + at + PIVOTS * BLOCKS, tl.sum(masses, axis=0))
+        at = place * (PIVOTS + 1) * num_blocks + block
+        tl.store(masses_ptr + at + PIVOTS * num_blocks, tl.sum(masses, axis=0))
         if kind != _WHOLE:
+            best = tl.load(best_ptr + place * num_blocks + block)
             for index in tl.static_range(PIVOTS):
                 pivot = tl.load(pivots_ptr + place * PIVOTS + index)
-                above = (x >= pivot) & mask
-                count = tl.sum(above.to(tl.int32), axis=0)
-                tl.store(above_ptr + place * PIVOTS * BLOCKS + index * BLOCKS + block, count)
-                mass = tl.sum(tl.where(above, masses, 0), axis=0)
-                tl.store(masses_ptr + at + index * BLOCKS, mass)
+                count = tl.zeros((), tl.int32)
+                mass = tl.zeros((), tl.int64)
+                # Most blocks have nothing above the first pivots.
+                if best >= pivot:
+                    above = (x >= pivot) & mask
+                    count = tl.sum(above.to(tl.int32), axis=0)
+                    mass = tl.sum(tl.where(above, masses, 0), axis=0)
+                to = place * PIVOTS * num_blocks + index * num_blocks + block
+                tl.store(above_ptr + to, count)
+                tl.store(masses_ptr + at + index * num_blocks, mass)
+
+
+class _Logits(NamedTuple):
+    """What the narrowing program looks at: all logits of a row, or those that were gathered.
+
+    Attributes:
+        ptr: see ``_load_logits``.
+        adjusted_ptr: the same.
+        is_adjusted: the same.
+        size: how many there are.
+        shift: unused low bits of their keys.
+        peak: the largest.
+        steepness: the reciprocal temperature.
+        one: the integer that a weight of 1 is.
+    """
+
+    ptr: Any
+    adjusted_ptr: Any
+    is_adjusted: Any
+    size: Any
+    shift: Any
+    peak: Any
+    steepness: Any
+    one: Any
+
+
+class _Kept(NamedTuple):
+    """Which logits may be drawn.
+
+    Attributes:
+        low: a key that none of them is below.
+        high: a key from which on all are kept.
+        between: how many logits there are from ``low`` up to ``high``.
+        room: how many of these are kept, in the order of their ids.
+        min_p: the least weight.
+    """
+
+    low: Any
+    high: Any
+    between: Any
+    room: Any
+    min_p: Any
+
+
+@triton.jit
+def _load_chunk(logits, start, CHUNK: tl.constexpr, HAS_ADJUSTMENTS: tl.constexpr):
+    """Keys and weights of ``CHUNK`` logits from ``start`` on, and which of them there are."""
+    cols = start + tl.arange(0, CHUNK)
+    mask = cols < logits.size
+    x = _load_logits(
+        logits.ptr, logits.adjusted_ptr, logits.is_adjusted, cols, mask, HAS_ADJUSTMENTS
+    )
+    return _key(x) >> logits.shift, _weights(x, logits.peak, logits.steepness), mask
 
 
 @triton.jit
 def _narrow(
-    logits_ptr,
-    adjusted_ptr,
-    is_adjusted,
-    size,
-    peak,
-    temperature,
-    shift,
+    logits,
     low,
     low_count,
     low_mass,
     needed,
     BY_MASS: tl.constexpr,
-    ONE: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
 ):
@@ -373,7 +431,8 @@ def _narrow(
     ``high`` up. Between them lies one key, or one token, or what is just needed. Each bound comes
     with its count and mass.
     """
-    high = (_key(peak) >> shift) + 1
+    shift = logits.shift
+    high = (_key(logits.peak) >> shift) + 1
     high_count = tl.zeros_like(low_count)
     high_mass = tl.zeros_like(low_mass)
     spare = low_count - 1 if BY_MASS else low_count.to(tl.int64) - needed
@@ -389,19 +448,14 @@ def _narrow(
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         pivots = tl.where(index == 3, middle, pivots)
         pivots = tl.minimum(tl.maximum(pivots, low + 1), high - 1)
-        counts = tl.zeros((4, CHUNK), tl.int32)
-        masses = tl.zeros((4, CHUNK), tl.int64)
-        for start in range(0, size, CHUNK):
-            cols = start + tl.arange(0, CHUNK)
-            mask = cols < size
-            x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-            mass = _masses(_weights(x, peak, temperature), ONE)
-            keys = _key(x) >> shift
+        count = tl.zeros((4,), tl.int32)
+        mass = tl.zeros((4,), tl.int64)
+        for start in range(0, logits.size, CHUNK):
+            keys, weights, mask = _load_chunk(logits, start, CHUNK, HAS_ADJUSTMENTS)
+            masses = _masses(weights, logits.one)
             above = (keys[None, :] >= pivots[:, None]) & mask[None, :]
-            counts += above.to(tl.int32)
-            masses += tl.where(above, mass[None, :], 0)
-        count = tl.sum(counts, axis=1)
-        mass = tl.sum(masses, axis=1)
+            count += tl.sum(above.to(tl.int32), axis=1)
+            mass += tl.sum(tl.where(above, masses[None, :], 0), axis=1)
         enough = mass >= needed if BY_MASS else count >= needed
         low = tl.max(tl.where(enough, pivots, low), axis=0)
         low_count = tl.min(tl.where(enough, count, low_count), axis=0)
@@ -415,46 +469,30 @@ def _narrow(
 
 @triton.jit
 def _settle(
-    logits_ptr,
-    adjusted_ptr,
-    is_adjusted,
-    size,
+    logits,
     kind,
-    shift,
     low,
     count,
     mass,
     total,
-    peak,
     numbers_ptr,
     u,
-    ONE: tl.constexpr,
     CHUNK: tl.constexpr,
-    LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
 ):
-    """The index of the drawn token among ``size`` logits in the order of their ids.
+    """The index of the drawn token among ``logits`` in the order of their ids.
 
     Args:
-        logits_ptr: these logits; of the row's others none is kept.
-        adjusted_ptr: see ``_load_logits``.
-        is_adjusted: the same.
-        size: how many there are.
+        logits: of the row's others none is kept.
         kind: ``_NUCLEUS`` or ``_LIMITED``.
-        shift: unused low bits of their keys.
         low: a key that none of the kept ones is below.
         count: how many of the logits there are from ``low`` up.
         mass: what these weigh.
         total: what all of the row's tokens weigh.
-        peak: the largest.
         numbers_ptr: the row's parameters.
         u: the random number.
     """
-    temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
     top_p = tl.load(numbers_ptr + 2)
-    min_p = tl.load(numbers_ptr + 3).to(tl.float32)
-    # Kept are the logits from high up and, in the order of their ids, ``room`` of those from low
-    # up to it, which are ``between``.
     high = low
     between = tl.zeros_like(count)
     room = tl.zeros_like(count)
@@ -462,21 +500,7 @@ def _settle(
         top_k = tl.load(numbers_ptr + 1).to(tl.int64)
         if count > top_k:
             low, low_count, low_mass, high, high_count, high_mass = _narrow(
-                logits_ptr,
-                adjusted_ptr,
-                is_adjusted,
-                size,
-                peak,
-                temperature,
-                shift,
-                low,
-                count,
-                mass,
-                top_k,
-                False,
-                ONE,
-                CHUNK,
-                HAS_ADJUSTMENTS,
+                logits, low, count, mass, top_k, False, CHUNK, HAS_ADJUSTMENTS
             )
             between = low_count - high_count
             room = top_k.to(tl.int32) - high_count
@@ -489,114 +513,43 @@ def _settle(
     if top_p < 1:
         needed = _share(top_p, total)
         low, low_count, low_mass, high, high_count, high_mass = _narrow(
-            logits_ptr,
-            adjusted_ptr,
-            is_adjusted,
-            size,
-            peak,
-            temperature,
-            shift,
-            low,
-            count,
-            mass,
-            needed,
-            True,
-            ONE,
-            CHUNK,
-            HAS_ADJUSTMENTS,
+            logits, low, count, mass, needed, True, CHUNK, HAS_ADJUSTMENTS
         )
         # Those between are equal, or there is one. At the lower bound of the top-k not all that
         # are equal may have been counted, and then ``room`` is less than there are.
         each = (low_mass - high_mass) // (low_count - high_count)
         room = ((needed - high_mass + each - 1) // each).to(tl.int32)
         between = room + 1
+    kept = _Kept(low, high, between, room, tl.load(numbers_ptr + 3).to(tl.float32))
     weighed = tl.zeros_like(mass)
     seen = tl.zeros_like(count)
-    for start in range(0, size, CHUNK):
-        masses, seen = _kept_masses(
-            logits_ptr,
-            adjusted_ptr,
-            is_adjusted,
-            start,
-            size,
-            peak,
-            temperature,
-            min_p,
-            shift,
-            low,
-            high,
-            room,
-            between,
-            seen,
-            ONE,
-            CHUNK,
-            HAS_ADJUSTMENTS,
-        )
+    for start in range(0, logits.size, CHUNK):
+        masses, seen = _kept_masses(logits, kept, start, seen, CHUNK, HAS_ADJUSTMENTS)
         weighed += tl.sum(masses, axis=0)
     limit = _limit(u, weighed)
     before = tl.zeros_like(mass)
     seen = tl.zeros_like(count)
-    chosen = size
-    for start in range(0, size, CHUNK):
-        masses, seen = _kept_masses(
-            logits_ptr,
-            adjusted_ptr,
-            is_adjusted,
-            start,
-            size,
-            peak,
-            temperature,
-            min_p,
-            shift,
-            low,
-            high,
-            room,
-            between,
-            seen,
-            ONE,
-            CHUNK,
-            HAS_ADJUSTMENTS,
-        )
+    chosen = tl.zeros_like(count) + logits.size
+    for start in range(0, logits.size, CHUNK):
+        masses, seen = _kept_masses(logits, kept, start, seen, CHUNK, HAS_ADJUSTMENTS)
         beyond = before + tl.cumsum(masses, axis=0) > limit
-        first = tl.min(tl.where(beyond, start + tl.arange(0, CHUNK), size), axis=0)
+        first = tl.min(tl.where(beyond, start + tl.arange(0, CHUNK), logits.size), axis=0)
         chosen = tl.minimum(chosen, first)
         before += tl.sum(masses, axis=0)
     return chosen
 
 
 @triton.jit
-def _kept_masses(
-    logits_ptr,
-    adjusted_ptr,
-    is_adjusted,
-    start,
-    size,
-    peak,
-    temperature,
-    min_p,
-    shift,
-    low,
-    high,
-    room,
-    between,
-    seen,
-    ONE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_ADJUSTMENTS: tl.constexpr,
-):
+def _kept_masses(logits, kept, start, seen, CHUNK: tl.constexpr, HAS_ADJUSTMENTS: tl.constexpr):
     """Masses of a chunk, 0 of what is not kept; and how many lay between the bounds up to here."""
-    cols = start + tl.arange(0, CHUNK)
-    mask = cols < size
-    x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-    weights = _weights(x, peak, temperature)
-    keys = _key(x) >> shift
-    kept = (keys >= low) & (weights >= min_p) & mask
-    if room < between:
-        inside = ((keys >= low) & (keys < high) & mask).to(tl.int32)
+    keys, weights, mask = _load_chunk(logits, start, CHUNK, HAS_ADJUSTMENTS)
+    is_kept = (keys >= kept.low) & (weights >= kept.min_p) & mask
+    if kept.room < kept.between:
+        inside = ((keys >= kept.low) & (keys < kept.high) & mask).to(tl.int32)
         ranks = seen + tl.cumsum(inside, axis=0)
-        kept = kept & ((keys >= high) | (ranks <= room))
+        is_kept = is_kept & ((keys >= kept.high) | (ranks <= kept.room))
         seen += tl.sum(inside, axis=0)
-    return tl.where(kept, _masses(weights, ONE), 0), seen
+    return tl.where(is_kept, _masses(weights, logits.one), 0), seen
 
 
 @triton.jit
@@ -622,13 +575,13 @@ def _gather_kernel(
     kinds_ptr,
     counts_ptr,
     row_stride,
-    VOCAB: tl.constexpr,
+    vocab,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    num_blocks,
     BLOCK_BLOCKS: tl.constexpr,
     PIVOTS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    ONE: tl.constexpr,
+    most,
+    one,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
@@ -643,28 +596,28 @@ def _gather_kernel(
         row = tl.load(rows_ptr + place)
         numbers_ptr += row * 7
         logits_ptr += place * row_stride
-        adjusted_ptr += place * VOCAB
+        adjusted_ptr += place * vocab
         is_adjusted = mode >= _ADJUSTED
         kind = mode & 3
         cols = block * BLOCK + tl.arange(0, BLOCK)
-        mask = cols < VOCAB
+        mask = cols < vocab
         blocks = tl.arange(0, BLOCK_BLOCKS)
-        some = blocks < BLOCKS
-        masses_ptr += place * (PIVOTS + 1) * BLOCKS
-        every = tl.load(masses_ptr + PIVOTS * BLOCKS + blocks, mask=some, other=0)
+        some = blocks < num_blocks
+        masses_ptr += place * (PIVOTS + 1) * num_blocks
+        every = tl.load(masses_ptr + PIVOTS * num_blocks + blocks, mask=some, other=0)
         total = tl.sum(every, axis=0)
         if kind == _WHOLE:
             before = tl.sum(tl.where(blocks < block, every, 0), axis=0)
             own = tl.sum(tl.where(blocks == block, every, 0), axis=0)
             limit = _limit(tl.load(draws_ptr + place), total)
             if (before <= limit) & (limit < before + own):
-                temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+                steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
                 x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-                weights = _weights(x, tl.load(peaks_ptr + place), temperature)
+                weights = _weights(x, tl.load(peaks_ptr + place), steepness)
                 min_p = tl.load(numbers_ptr + 3).to(tl.float32)
-                masses = tl.where(weights >= min_p, _masses(weights, ONE), 0)
+                masses = tl.where(weights >= min_p, _masses(weights, one), 0)
                 beyond = before + tl.cumsum(masses, axis=0) > limit
-                token = tl.min(tl.where(beyond, cols, VOCAB - 1), axis=0)
+                token = tl.min(tl.where(beyond, cols, vocab - 1), axis=0)
                 _take(
                     token,
                     mode != _DONE,
@@ -674,13 +627,15 @@ def _gather_kernel(
                     last_tokens_ptr,
                     kinds_ptr,
                     counts_ptr,
-                    VOCAB,
+                    vocab,
                     HAS_COUNTS,
                 )
         else:
             index = tl.arange(0, PIVOTS)
-            at = index[:, None] * BLOCKS + blocks[None, :]
-            parts = tl.load(above_ptr + place * PIVOTS * BLOCKS + at, mask=some[None, :], other=0)
+            at = index[:, None] * num_blocks + blocks[None, :]
+            parts = tl.load(
+                above_ptr + place * PIVOTS * num_blocks + at, mask=some[None, :], other=0
+            )
             counts = tl.sum(parts, axis=1)
             masses = tl.sum(tl.load(masses_ptr + at, mask=some[None, :], other=0), axis=1)
             if kind == _LIMITED:
@@ -691,7 +646,7 @@ def _gather_kernel(
             chosen = tl.min(tl.where(enough, index, PIVOTS), axis=0)
             is_chosen = index == chosen
             size = tl.sum(tl.where(is_chosen, counts, 0), axis=0)
-            is_gathered = (chosen < PIVOTS) & (size <= CANDIDATES)
+            is_gathered = (chosen < PIVOTS) & (size <= most)
             pivot = tl.load(pivots_ptr + place * PIVOTS + tl.minimum(chosen, PIVOTS - 1))
             if is_gathered:
                 own = is_chosen[:, None] & (blocks[None, :] == block)
@@ -702,17 +657,15 @@ def _gather_kernel(
                         logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS
                     )
                     above = (x >= pivot) & mask
-                    to = place * CANDIDATES + offset + tl.cumsum(above.to(tl.int32), axis=0) - 1
+                    to = place * most + offset + tl.cumsum(above.to(tl.int32), axis=0) - 1
                     tl.store(candidates_ptr + to, x, mask=above)
                     tl.store(ids_ptr + to, cols, mask=above)
             if block == 0:
                 # Rare: nothing is gathered of a flat distribution, or for thousands of top-k.
-                if chosen == PIVOTS:
-                    pivot = tl.full((), float("-inf"), tl.float32)
-                    size = tl.full((), VOCAB, tl.int32)
-                    mass = total
-                else:
-                    mass = tl.sum(tl.where(is_chosen, masses, 0), axis=0)
+                mass = tl.sum(tl.where(is_chosen, masses, 0), axis=0)
+                mass = tl.where(chosen == PIVOTS, total, mass)
+                size = tl.where(chosen == PIVOTS, vocab, size)
+                pivot = tl.where(chosen == PIVOTS, float("-inf"), pivot)
                 tl.store(sizes_ptr + place, tl.where(is_gathered, size, -size))
                 tl.store(lows_ptr + place, pivot)
                 tl.store(low_masses_ptr + place, mass)
@@ -739,10 +692,11 @@ def _settle_kernel(
     kinds_ptr,
     counts_ptr,
     row_stride,
-    VOCAB: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    vocab,
+    most,
     CHUNK: tl.constexpr,
-    ONE: tl.constexpr,
+    WHOLE_CHUNK: tl.constexpr,
+    one,
     UNUSED_BITS: tl.constexpr,
     LEAST_TEMPERATURE: tl.constexpr,
     HAS_ADJUSTMENTS: tl.constexpr,
@@ -766,48 +720,23 @@ def _settle_kernel(
         mass = tl.load(low_masses_ptr + place)
         total = tl.load(totals_ptr + place)
         peak = tl.load(peaks_ptr + place)
+        steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
         u = tl.load(draws_ptr + place)
         if count >= 0:
-            candidates_ptr += place * CANDIDATES
-            index = _settle(
-                candidates_ptr,
-                candidates_ptr,
-                False,
-                count,
-                kind,
-                shift,
-                low,
-                count,
-                mass,
-                total,
-                peak,
-                numbers_ptr,
-                u,
-                ONE,
-                CHUNK,
-                LEAST_TEMPERATURE,
-                False,
+            candidates_ptr += place * most
+            gathered = _Logits(
+                candidates_ptr, candidates_ptr, False, count, shift, peak, steepness, one
             )
-            token = tl.load(ids_ptr + place * CANDIDATES + index)
+            index = _settle(gathered, kind, low, count, mass, total, numbers_ptr, u, CHUNK, False)
+            token = tl.load(ids_ptr + place * most + index)
         else:
+            logits_ptr += place * row_stride
+            adjusted_ptr += place * vocab
+            every = _Logits(
+                logits_ptr, adjusted_ptr, is_adjusted, vocab, shift, peak, steepness, one
+            )
             token = _settle(
-                logits_ptr + place * row_stride,
-                adjusted_ptr + place * VOCAB,
-                is_adjusted,
-                VOCAB,
-                kind,
-                shift,
-                low,
-                -count,
-                mass,
-                total,
-                peak,
-                numbers_ptr,
-                u,
-                ONE,
-                CHUNK,
-                LEAST_TEMPERATURE,
-                HAS_ADJUSTMENTS,
+                every, kind, low, -count, mass, total, numbers_ptr, u, WHOLE_CHUNK, HAS_ADJUSTMENTS
             )
         _take(
             token,
@@ -818,7 +747,7 @@ def _settle_kernel(
             last_tokens_ptr,
             kinds_ptr,
             counts_ptr,
-            VOCAB,
+            vocab,
             HAS_COUNTS,
         )
 
@@ -855,9 +784,10 @@ def sample_tokens(
     peaks = scratch(dtype=torch.float32)
     draws = scratch(dtype=torch.float64)
     pivots = scratch(_PIVOTS, dtype=torch.float32)
+    best = scratch(blocks, dtype=torch.float32)
     arrivals = arrival_counts(device, num_rows)
     common = {
-        "VOCAB": vocab,
+        "vocab": vocab,
         "LEAST_TEMPERATURE": LEAST_TEMPERATURE,
         "HAS_ADJUSTMENTS": given,
         "num_warps": 8,
@@ -865,7 +795,12 @@ def sample_tokens(
         "enable_fp_fusion": False,
         **pdl_options(device),
     }
-    blocked = {"BLOCK": _BLOCK, "BLOCKS": blocks, "BLOCK_BLOCKS": block_blocks, "PIVOTS": _PIVOTS}
+    blocked = {
+        "BLOCK": _BLOCK,
+        "num_blocks": blocks,
+        "BLOCK_BLOCKS": block_blocks,
+        "PIVOTS": _PIVOTS,
+    }
     grid = (num_rows, blocks)
     _peaks_kernel[grid](
         tokens,
@@ -875,7 +810,7 @@ def sample_tokens(
         draws,
         pivots,
         adjusted,
-        scratch(blocks, dtype=torch.float32),
+        best,
         scratch(blocks, dtype=torch.int32),
         scratch(blocks, dtype=torch.float32) if given else None,
         arrivals,
@@ -893,7 +828,7 @@ def sample_tokens(
         output_counts,
         logits.stride(0),
         0 if ban_ids is None else ban_ids.shape[1],
-        FARTHEST=bits * math.log(2) + 1,
+        farthest=bits * math.log(2) + 1,
         HAS_BIAS=bias is not None,
         HAS_PENALTIES=has_penalties,
         **common,
@@ -904,6 +839,7 @@ def sample_tokens(
     _masses_kernel[grid](
         masses,
         above,
+        best,
         modes,
         peaks,
         pivots,
@@ -912,7 +848,7 @@ def sample_tokens(
         rows,
         state.numbers,
         logits.stride(0),
-        ONE=2.0**bits,
+        one=2.0**bits,
         **common,
         **blocked,
     )
@@ -945,8 +881,8 @@ def sample_tokens(
         kinds,
         output_counts,
         logits.stride(0),
-        CANDIDATES=most,
-        ONE=2.0**bits,
+        most=most,
+        one=2.0**bits,
         HAS_COUNTS=has_penalties,
         **common,
         **blocked,
@@ -970,11 +906,12 @@ def sample_tokens(
         kinds,
         output_counts,
         logits.stride(0),
-        CANDIDATES=most,
+        most=most,
         CHUNK=_CHUNK,
-        ONE=2.0**bits,
+        WHOLE_CHUNK=_WHOLE_CHUNK,
+        one=2.0**bits,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
         HAS_COUNTS=has_penalties,
-        **common,
+        **{**common, "num_warps": 16},
     )
     return tokens, status

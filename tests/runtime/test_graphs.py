@@ -1,0 +1,285 @@
+"""Which steps are captured as CUDA graphs, when, and what happens if there is no memory for one.
+
+PyTorch's graphs are replaced by ones that capture nothing, so that no GPU is needed: what is
+captured shows in the steps that the model is asked to run. ``tests/engine/test_gpu.py`` has the
+real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine_core.runtime.block_tables import BlockTables
+from engine_core.runtime.graphs import Choice, DecodeGraphs, GraphState, MixedGraphs, MixedStep
+from engine_core.runtime.sampler import Sampler
+from engine_core.step_context import StepContext
+
+ROWS, VOCAB, MAX_MODEL_LEN = 20, 32, 4096
+
+
+class Device:
+    """A GPU whose captures are counted.
+
+    Attributes:
+        captured: tokens and decode rows of each step that was captured, in order.
+        failure: what is raised in the middle of a capture.
+        outside: the same before it, where the step is run once.
+    """
+
+    def __init__(self) -> None:
+        self.captured: list[tuple[int, int]] = []
+        self.failure: Exception | None = None
+        self.outside: Exception | None = None
+        self.capturing = False
+
+    def logits(self, context: StepContext, places: Tensor | None) -> Tensor:
+        tokens = context.input_ids.shape[1]
+        failure = self.failure if self.capturing else self.outside
+        if failure is not None:
+            raise failure
+        if self.capturing:
+            self.captured.append((tokens, context.attn_metadata.num_decode_rows))
+        return torch.zeros(tokens if places is None else len(places), VOCAB)
+
+    @contextlib.contextmanager
+    def graph(self, *_: Any, **__: Any) -> Iterator[None]:
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+    def take(self) -> list[tuple[int, int]]:
+        """What was captured since the last call."""
+        captured, self.captured = self.captured, []
+        return captured
+
+
+class Stream:
+    def __init__(self, *_: Any) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device()
+    empty = torch.empty
+
+    def pageable(*args: Any, pin_memory: bool = False, **more: Any) -> Tensor:
+        del pin_memory
+        return empty(*args, **more)
+
+    monkeypatch.setattr(torch, "empty", pageable)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", device.graph)
+    return device
+
+
+@pytest.fixture
+def state(device: Device) -> GraphState:
+    cpu = torch.device("cpu")
+    sampler = Sampler(ROWS + 1, cpu)
+    tables = [BlockTables(ROWS, MAX_MODEL_LEN // 16, 16, cpu)]
+    return GraphState(
+        device.logits, lambda: sampler.state, tables, sampler.last_tokens, ROWS, MAX_MODEL_LEN
+    )
+
+
+def prompt(tokens: int) -> MixedStep:
+    """A step of one prompt and nothing else."""
+    numbers = np.arange(tokens)
+    return MixedStep(
+        rows=np.zeros(1, np.int64),
+        starts=np.array([0, tokens]),
+        num_decode_rows=0,
+        token_ids=np.ones(tokens, np.int64),
+        positions=numbers,
+        row_ids=np.zeros(tokens, np.int64),
+        slots=[numbers],
+        samples=np.ones(1, np.int64),
+        token_state={},
+    )
+
+
+def rows(count: int) -> tuple[list[int], list[int]]:
+    return list(range(count)), [5] * count
+
+
+def test_decode_steps_of_the_largest_batch_come_first_and_the_others_one_by_one(
+    device: Device, state: GraphState
+) -> None:
+    graphs = DecodeGraphs(state)
+    graphs.capture_at_start()
+    assert device.take() == [(20, 20), (1, 1)]
+    each = []
+    while graphs.capture_next():
+        each.append(device.take())
+    # The first is another graph of one row, which chooses at random.
+    assert each == [[(1, 1)], [(2, 2)], [(4, 4)], [(8, 8)], [(16, 16)]]
+    assert graphs.begin(*rows(1), Choice.RANDOM) is not None
+    for count in range(1, ROWS + 1):
+        assert graphs.begin(*rows(count)) is not None
+    assert device.take() == []
+
+
+def test_what_was_needed_meanwhile_is_not_captured_again(device: Device, state: GraphState) -> None:
+    graphs = DecodeGraphs(state)
+    graphs.capture_at_start()
+    assert graphs.begin(*rows(3)) is not None
+    assert device.take() == [(20, 20), (1, 1), (4, 4)]
+    while graphs.capture_next():
+        pass
+    assert device.take() == [(1, 1), (2, 2), (8, 8), (16, 16)]
+
+
+def test_one_row_at_a_time_has_few_graphs(device: Device, state: GraphState) -> None:
+    graphs = DecodeGraphs(
+        GraphState(state.logits_of, state.sampling, state.tables, state.last_tokens, 1, 64)
+    )
+    graphs.capture_at_start()
+    assert graphs.capture_next()
+    assert not graphs.capture_next()
+    assert device.take() == [(1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_chunk", "start", "later"),
+    [
+        (10**6, 8192, [64], [4096, 2048, 1024, 512, 256, 128]),
+        (10**6, 512, [64], [512, 256, 128]),
+        # A larger step takes the device longer than the launch of its kernels.
+        (300, 8192, [64], [256, 128]),
+        (10**6, 64, [64], []),
+        (10**6, 8, [], []),
+    ],
+)
+def test_a_short_prompt_comes_first_and_longer_ones_after_it(
+    device: Device,
+    state: GraphState,
+    max_tokens: int,
+    max_chunk: int,
+    start: list[int],
+    later: list[int],
+) -> None:
+    graphs = MixedGraphs(state, max_tokens, max_chunk)
+    graphs.capture_at_start()
+    assert device.take() == [(tokens, 0) for tokens in start]
+    while graphs.capture_next():
+        pass
+    assert device.take() == [(tokens, 0) for tokens in later]
+    for tokens in start + later:
+        assert graphs.begin(prompt(tokens)) is not None
+    assert device.take() == []
+    # Between 128 and 256 there is a size of which nothing was captured.
+    if max_tokens >= 192:
+        assert graphs.begin(prompt(129)) is not None
+        assert device.take() == [(192, 0)]
+
+
+OUT_OF_MEMORY = {
+    "allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+    "runtime": RuntimeError("CUDA error: out of memory"),
+    "triton": RuntimeError("Triton Error [CUDA]: out of memory"),
+}
+
+
+@pytest.mark.parametrize("when", ["failure", "outside"])
+@pytest.mark.parametrize("error", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY.keys())
+def test_without_memory_a_step_runs_without_a_graph(
+    device: Device,
+    state: GraphState,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    when: str,
+) -> None:
+    decode, mixed = DecodeGraphs(state), MixedGraphs(state, 10**6, 8192)
+    decode.capture_at_start()
+    mixed.capture_at_start()
+    setattr(device, when, error)
+    with caplog.at_level(logging.WARNING):
+        assert decode.begin(*rows(4)) is None
+        assert mixed.begin(prompt(500)) is None
+    said = [record.getMessage() for record in caplog.records]
+    assert ["a decode step of up to 4 rows" in said[0], "of up to 512 tokens" in said[1]] == [
+        True
+    ] * 2
+    assert all("set kv_cache_memory lower" in line for line in said)
+    device.take()
+    setattr(device, when, None)
+    # Nothing is captured that nobody needs; what is needed and is not known to fail is tried.
+    assert not decode.capture_next()
+    assert not mixed.capture_next()
+    assert decode.begin(*rows(4)) is None
+    assert mixed.begin(prompt(500)) is None
+    assert device.take() == []
+    for count in (1, 2, 20):
+        assert decode.begin(*rows(count)) is not None
+    assert mixed.begin(prompt(64)) is not None
+    assert device.take() == [(2, 2)]
+    assert len(caplog.records) == 2
+
+
+def test_memory_that_runs_out_ends_what_is_captured_ahead(
+    device: Device, state: GraphState, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode, mixed = DecodeGraphs(state), MixedGraphs(state, 10**6, 8192)
+    decode.capture_at_start()
+    mixed.capture_at_start()
+    assert decode.capture_next()
+    device.take()
+    device.failure = OUT_OF_MEMORY["allocator"]
+    assert not decode.capture_next()
+    assert not mixed.capture_next()
+    device.failure = None
+    assert not decode.capture_next()
+    assert not mixed.capture_next()
+    assert device.take() == []
+    assert len(caplog.records) == 1
+
+
+def test_without_memory_for_the_first_request_there_is_no_start(
+    device: Device, state: GraphState
+) -> None:
+    device.failure = OUT_OF_MEMORY["allocator"]
+    with pytest.raises(torch.OutOfMemoryError):
+        DecodeGraphs(state).capture_at_start()
+    with pytest.raises(torch.OutOfMemoryError):
+        MixedGraphs(state, 10**6, 8192).capture_at_start()
+
+
+def test_another_failure_is_not_taken_for_a_lack_of_memory(
+    device: Device, state: GraphState
+) -> None:
+    graphs = DecodeGraphs(state)
+    device.failure = RuntimeError("operation not permitted when stream is capturing")
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.begin(*rows(4))
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.capture_next()
+
+
+def test_other_row_state_has_everything_captured_anew(device: Device, state: GraphState) -> None:
+    graphs = MixedGraphs(state, 10**6, 256)
+    graphs.capture_at_start()
+    while graphs.capture_next():
+        pass
+    assert device.take() == [(64, 0), (256, 0), (128, 0)]
+    graphs.set_state({"prompt_len": torch.zeros(ROWS + 1, dtype=torch.int64)}, {})
+    while graphs.capture_next():
+        pass
+    assert device.take() == [(64, 0), (256, 0), (128, 0)]
+    graphs.set_state({"prompt_len": torch.ones(ROWS + 1, dtype=torch.int64)}, {})
+    assert not graphs.capture_next()
