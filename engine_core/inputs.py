@@ -7,6 +7,8 @@ arrays: this module, and a plugin's processor, import no torch.
 
 from __future__ import annotations
 
+import struct
+from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -15,12 +17,24 @@ if TYPE_CHECKING:
     from engine_core.configs import ModelConfig
 
 
+def packed_token_ids(token_ids: Sequence[int]) -> array[int]:
+    """Token ids as an array of 64-bit numbers, which is copied and sent in no time.
+
+    Raises:
+        struct.error: one is no integer, or does not fit 64 bits.
+    """
+    if isinstance(token_ids, array) and token_ids.typecode == "q":
+        return token_ids[:]
+    # In half the time that the array takes to be made of a list.
+    return array("q", struct.pack(f"{len(token_ids)}q", *token_ids))
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessedPrompt:
     """A prompt as the scheduler and the runner need it.
 
     Attributes:
-        token_ids: the prompt's tokens.
+        token_ids: the prompt's tokens; what :func:`packed_token_ids` gives takes the least time.
         row_state: named values that hold for the whole request; each becomes a row of a device
             tensor ``[max_num_seqs, ...]``. ``prompt_len`` is built in.
         token_state: named integer arrays ``[k, prompt_len]``, sliced for each prefill chunk.
@@ -30,7 +44,7 @@ class ProcessedPrompt:
             blocks only if their salts are equal.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     row_state: Mapping[str, Any] = field(default_factory=dict)
     token_state: Mapping[str, Any] = field(default_factory=dict)
     atomic_spans: tuple[tuple[int, int], ...] = ()

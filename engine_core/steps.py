@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from array import array
+
     from engine_core.configs import SamplingParams
     from engine_core.inputs import ProcessedPrompt
 
@@ -44,7 +46,7 @@ class Admission:
         request_id: whose row it is.
         row: index into the persistent batch, in ``[0, max_num_seqs)``.
         token_ids: every token known at admission: the prompt, and after a preemption also
-            the tokens generated before it.
+            the tokens generated before it. 64-bit numbers, which numpy takes as they are.
         prompt_len: length of the prompt alone; differs from ``len(token_ids)`` after a preemption.
         sampling: the request's sampling parameters, with its own seed.
         prompt: what the family's input processor returned (row state, token state).
@@ -52,7 +54,7 @@ class Admission:
 
     request_id: str
     row: int
-    token_ids: tuple[int, ...]
+    token_ids: array[int]
     prompt_len: int
     sampling: SamplingParams
     prompt: ProcessedPrompt

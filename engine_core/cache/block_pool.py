@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from itertools import islice
 
 NULL_BLOCK = 0
 """Takes the writes of rows that have ended; stands in tables for blocks no query sees any more."""
@@ -47,15 +48,15 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """The ``count`` least recently freed blocks, each with one reference and no key."""
         assert count <= len(self._free), f"asked for {count} blocks, {len(self._free)} are free"
-        blocks = []
-        for _ in range(count):
-            block, _ = self._free.popitem(last=False)
-            key = self._keys[block]
+        refs, keys, free = self._refs, self._keys, self._free
+        blocks = list(islice(free, count))
+        for block in blocks:
+            del free[block]
+            key = keys[block]
             if key is not None:
                 del self._index[key]
-                self._keys[block] = None
-            self._refs[block] = 1
-            blocks.append(block)
+                keys[block] = None
+            refs[block] = 1
         return blocks
 
     def acquire(self, block: int) -> None:

@@ -298,7 +298,7 @@ class AsyncEngine:
         Raises:
             RequestError: it is no prompt, or its token ids are outside the vocabulary.
         """
-        return self._frontend.tokenize(prompt)
+        return self._frontend.tokenize(prompt)[:2]
 
     def render_chat(
         self,
@@ -420,10 +420,9 @@ class AsyncEngine:
         self._check_alive()
         self._check_queue(params.n * len(prompts))
         prepared: dict[str, tuple[State, list[CoreRequest]]] = {}
-        for (text, token_ids), name in zip(tokenized, names, strict=True):
+        for prompt_tokens, name in zip(tokenized, names, strict=True):
             state, requests = frontend.prepare(
-                text,
-                token_ids,
+                prompt_tokens,
                 params,
                 request_id=name,
                 priority=priority,

@@ -97,6 +97,7 @@ class EngineCore:
             EngineDeadError: the engine has stopped.
         """
         self.check_alive()
+        self._added += 1
         queued = Request(
             request.request_id,
             request.prompt,
@@ -106,7 +107,6 @@ class EngineCore:
             max_model_len=self._max_model_len,
             priority=request.priority,
         )
-        self._added += 1
         self.scheduler.add(queued)
         self._requests[request.request_id] = queued
 

@@ -113,10 +113,8 @@ class Engine:
         """
         self.core.check_alive()
         params = self.frontend.resolve(sampling_params)
-        text, token_ids = self.frontend.tokenize(prompt)
         state, requests = self.frontend.prepare(
-            text,
-            token_ids,
+            self.frontend.tokenize(prompt),
             params,
             request_id=request_id,
             streaming=streaming,
@@ -193,7 +191,7 @@ class Engine:
         Raises:
             RequestError: it is no prompt, or its token ids are outside the vocabulary.
         """
-        return self.frontend.tokenize(prompt)
+        return self.frontend.tokenize(prompt)[:2]
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """Record what each layer gives in the first prefill and the first decode step.

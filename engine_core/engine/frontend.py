@@ -6,19 +6,23 @@ import contextlib
 import hashlib
 import itertools
 import operator
+import struct
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
 
 from engine_core.checkpoint import resolve_model
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.configs.generation import default_sampling_params
 from engine_core.engine.sampling import resolve_sampling
 from engine_core.errors import CheckpointNotFoundError, RequestError
-from engine_core.inputs import InputProcessor, ProcessedPrompt
+from engine_core.inputs import InputProcessor, ProcessedPrompt, packed_token_ids
 from engine_core.steps import (
     CompletionOutput,
     CoreRequest,
@@ -50,6 +54,20 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 Message = Mapping[str, Any]
+
+
+class TokenizedPrompt(NamedTuple):
+    """A prompt as users see it, and as the engine needs it.
+
+    Attributes:
+        text: None if it was given as token ids.
+        token_ids: its tokens.
+        packed: the same, as :func:`packed_token_ids` makes them.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    packed: array[int]
 
 
 @dataclass(slots=True)
@@ -244,8 +262,8 @@ class Frontend:
         """What ``generation_config.json`` recommends, over our own defaults."""
         return default_sampling_params(self._generation_config, self._model_config)
 
-    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text, None if it was given as token ids, and its token ids.
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """A prompt as text or token ids, or a dictionary with either.
 
         Raises:
             RequestError: it is no prompt, or its token ids are outside the vocabulary.
@@ -269,13 +287,14 @@ class Frontend:
                 raise RequestError(
                     "this engine has no tokenizer, so prompts must be token ids; got text"
                 )
-            return given, self._tokenizer.encode(given)
+            token_ids = self._tokenizer.encode(given)
+            return TokenizedPrompt(given, token_ids, packed_token_ids(token_ids))
         if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray | memoryview):
             raise RequestError(
                 f"a prompt is text or a list of token ids, got {type(given).__name__}"
             )
-        check_token_ids(given, self._model_config.vocab_size, "prompt")
-        return None, list(given)
+        packed = check_token_ids(given, self._model_config.vocab_size, "prompt")
+        return TokenizedPrompt(None, list(given), packed)
 
     def render_chat(
         self,
@@ -332,8 +351,7 @@ class Frontend:
 
     def prepare(
         self,
-        text: str | None,
-        token_ids: list[int],
+        prompt: TokenizedPrompt,
         params: SamplingParams,
         *,
         request_id: str | None = None,
@@ -345,8 +363,7 @@ class Frontend:
         """Make what the core is to be given for a request. It is not kept before :meth:`keep`.
 
         Args:
-            text: the prompt's, or None.
-            token_ids: the prompt, as :meth:`tokenize` returned it.
+            prompt: as :meth:`tokenize` returned it.
             params: as :meth:`resolve` returned them.
             request_id: a name of the caller's choice.
             streaming: whether each new token is worth an output.
@@ -367,12 +384,14 @@ class Frontend:
         if request_id in self._states:
             raise RequestError(f"there is already a request {request_id!r}; choose another id")
         processed = (
-            ProcessedPrompt(token_ids=tuple(token_ids))
+            ProcessedPrompt(prompt.packed)
             if self._input_processor is None
-            else self._input_processor.process(token_ids)
+            else self._input_processor.process(prompt.token_ids)
         )
         arrived = time.monotonic() if arrival_time is None else arrival_time
-        state = State(request_id, text, token_ids, arrived, streaming, unfinished=params.n)
+        state = State(
+            request_id, prompt.text, prompt.token_ids, arrived, streaming, unfinished=params.n
+        )
         seed = self._draw_seed() if params.seed is None else params.seed
         base = f"{request_id}@{serial}" if unique_ids else request_id
         requests = []
@@ -383,7 +402,7 @@ class Frontend:
             requests.append(CoreRequest(child, processed, own, arrived, priority))
             stream = None
             if self._tokenizer is not None:
-                stream = TextStream(self._tokenizer, own, token_ids)
+                stream = TextStream(self._tokenizer, own, prompt.token_ids)
             completion = Completion(child, stream, own.include_stop_str_in_output)
             if own.logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
@@ -506,8 +525,8 @@ def _seed_of(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
-def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> None:
-    """Refuse a list with anything in it but ids of the vocabulary.
+def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> array[int]:
+    """Refuse a list with anything in it but ids of the vocabulary; they are returned packed.
 
     Args:
         token_ids: the list.
@@ -518,9 +537,12 @@ def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> Non
         RequestError: names the first that is none, and where it stands.
     """
     # Looked at as a whole first: a prompt of a million tokens is checked in a few milliseconds.
-    types = set(map(type, token_ids))
-    if not types or (types == {int} and 0 <= min(token_ids) <= max(token_ids) < vocab_size):
-        return
+    if list(map(type, token_ids)).count(int) == len(token_ids):
+        with contextlib.suppress(struct.error):  # one does not fit 64 bits
+            packed = packed_token_ids(token_ids)
+            # As unsigned numbers negative ones are the largest.
+            if not packed or int(np.frombuffer(packed, dtype=np.uint64).max()) < vocab_size:
+                return packed
     for position, token in enumerate(token_ids):
         is_integer = isinstance(token, int) and not isinstance(token, bool)
         if not is_integer or not 0 <= token < vocab_size:
@@ -529,6 +551,7 @@ def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> Non
                 f"vocabulary of {vocab_size}",
                 param=name,
             )
+    return packed_token_ids(token_ids)
 
 
 def render_chat_text(
@@ -594,6 +617,7 @@ __all__ = [
     "Prompt",
     "State",
     "TextPrompt",
+    "TokenizedPrompt",
     "TokensPrompt",
     "check_token_ids",
     "choose_tokenizer",

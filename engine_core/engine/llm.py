@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
@@ -278,17 +280,14 @@ class LLM:
 
     def _run(self, ids: Sequence[str], progress: bool) -> list[RequestOutput]:
         waiting = set(ids)
-        with _progress(progress) as bar:
-            task = bar.add_task("generating", total=len(ids), speed="")
-            tokens = 0
+        # Making a bar takes longer than the rest of what a call does besides its steps.
+        with _Bar(len(ids)) if progress else nullcontext() as bar:
             while waiting:
                 for output in self._step():
                     if output.request_id in waiting and output.finished:
                         waiting.discard(output.request_id)
-                        tokens += sum(len(c.token_ids) for c in output.outputs)
-                        elapsed = bar.tasks[task].elapsed or 0.0
-                        speed = f"{tokens / elapsed:.0f} tokens/s" if elapsed else ""
-                        bar.update(task, advance=1, speed=speed)
+                        if bar is not None:
+                            bar.advance(output)
         return [self._inboxes.pop(request_id)[-1] for request_id in ids]
 
     def _stream(self, request_id: str) -> Generator[Any, None, None]:
@@ -307,19 +306,40 @@ class LLM:
             self._drop(request_id)
 
 
-def _progress(show: bool) -> Progress:
-    from rich.console import Console
+class _Bar:
+    """How many of a call's requests are finished, and the tokens a second, on standard error."""
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[speed]}"),
-        console=Console(stderr=True),
-        disable=not show,
-        transient=True,
-    )
+    def __init__(self, total: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[speed]}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._progress.add_task("generating", total=total, speed="")
+        self._tokens = 0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self, output: RequestOutput) -> None:
+        """A request is finished."""
+        self._tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        elapsed = self._progress.tasks[0].elapsed or 0.0
+        speed = f"{self._tokens / elapsed:.0f} tokens/s" if elapsed else ""
+        self._progress.update(self._task, advance=1, speed=speed)
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
@@ -329,7 +349,7 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
         raise RequestError(
             f"prompts must be text, token ids or a list of these, got {type(prompts).__name__}"
         )
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(issubclass(kind, int) for kind in set(map(type, prompts))):
         return [list(prompts)]
     return list(prompts)
 

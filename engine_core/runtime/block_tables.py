@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+
+from engine_core.runtime.platform import all_to_device
 
 IntArray = npt.NDArray[np.int64]
 
@@ -26,6 +29,7 @@ class BlockTables:
         self.block_size = block_size
         self._host = np.zeros((max_rows + 1, max_blocks), dtype=np.int32)
         self._counts = [0] * max_rows
+        # Runs of blocks: the first one's place in the flat table, and how many.
         self._changed: list[tuple[int, int]] = []
         self._shared = device.type == "cpu"
         self.device_table = (
@@ -47,20 +51,35 @@ class BlockTables:
         self._host[row, begin:end] = blocks
         self._counts[row] = end
         if not self._shared:
-            base = row * self._host.shape[1]
-            self._changed.extend(
-                (base + column, block)
-                for column, block in zip(range(begin, end), blocks, strict=True)
-            )
+            self._changed.append((row * self._host.shape[1] + begin, len(blocks)))
+
+    @property
+    def changed(self) -> bool:
+        """Whether the device's copy is behind."""
+        return bool(self._changed)
+
+    def take_changes(self) -> tuple[IntArray, npt.NDArray[np.int32]]:
+        """What :meth:`apply` is to be given on the device: ``[N]`` places and ``[N]`` blocks."""
+        firsts, counts = np.array(self._changed, dtype=np.int64).T
+        self._changed.clear()
+        ends = np.cumsum(counts)
+        where: IntArray = np.arange(ends[-1]) + np.repeat(firsts - (ends - counts), counts)
+        return where, self._host.reshape(-1)[where]
+
+    def apply(self, where: Tensor, blocks: Tensor) -> None:
+        """Bring the device's copy up to date with what was changed before it was taken."""
+        self.device_table.view(-1)[where] = blocks
 
     def flush(self) -> None:
         """Bring the device's copy up to date, in stream order."""
-        if not self._changed:
-            return
-        changes = torch.tensor(self._changed, dtype=torch.int64).pin_memory()
-        self._changed.clear()
-        where, blocks = changes.to(self.device_table.device, non_blocking=True).unbind(-1)
-        self.device_table.view(-1)[where] = blocks.to(torch.int32)
+        if len(self._changed) == 1:
+            # As with a prompt that comes alone: where it is needs not be sent.
+            first, count = self._changed.pop()
+            blocks = torch.from_numpy(self._host.reshape(-1)[first : first + count])
+            own = self.device_table.view(-1)[first : first + count]
+            own.copy_(blocks.pin_memory(), non_blocking=True)
+        elif self._changed:
+            self.apply(*all_to_device(self.take_changes(), self.device_table.device))
 
     def slot(self, row: int, position: int) -> int:
         """``block * block_size + offset`` of a position in a row."""
@@ -68,8 +87,16 @@ class BlockTables:
             position % self.block_size
         )
 
-    def slots(self, rows: IntArray, positions: IntArray) -> IntArray:
-        """``[T]``: ``block * block_size + offset`` of each (row, position)."""
-        blocks = self._host[rows, positions // self.block_size].astype(np.int64)
-        slots: IntArray = blocks * self.block_size + positions % self.block_size
+    def slots(self, rows: IntArray, lengths: IntArray, positions: IntArray) -> IntArray:
+        """``[T]``: ``block * block_size + offset`` of the positions of some rows' tokens.
+
+        Args:
+            rows: ``[R]``.
+            lengths: ``[R]``, how many of the positions are of each row.
+            positions: ``[T]``, row by row.
+        """
+        # A division of many numbers by one is fast in numpy, a remainder is not.
+        columns = positions // self.block_size
+        blocks = self._host.reshape(-1)[np.repeat(rows * self._host.shape[1], lengths) + columns]
+        slots: IntArray = positions + (blocks - columns) * self.block_size
         return slots

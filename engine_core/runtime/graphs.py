@@ -396,14 +396,14 @@ class MixedGraphs(_Graphs[tuple[int, int, int], tuple[Captured, Tensor]]):
         if key is None or found is None:
             return None
         captured, static = found
-        packed, places = self._pack(key, step)
+        size = static.shape[0]
         self._turn = (self._turn + 1) % _RING
         pinned = self._ring[self._turn]
-        if pinned is None or pinned.shape[0] < packed.shape[0]:
-            pinned = torch.empty(packed.shape[0], dtype=torch.int64, pin_memory=True)
+        if pinned is None or pinned.shape[0] < size:
+            pinned = torch.empty(size, dtype=torch.int64, pin_memory=True)
             self._ring[self._turn] = pinned
-        pinned.numpy()[: packed.shape[0]] = packed
-        static.copy_(pinned[: packed.shape[0]], non_blocking=True)
+        places = self._pack(key, step, pinned.numpy()[:size])
+        static.copy_(pinned[:size], non_blocking=True)
         for table in self._state.tables:
             table.flush()
         return captured, places
@@ -454,56 +454,56 @@ class MixedGraphs(_Graphs[tuple[int, int, int], tuple[Captured, Tensor]]):
         values["starts"][:] = np.minimum(np.arange(sizes["starts"]), key[1])
         return torch.from_numpy(np.concatenate(list(values.values()))).to(self._device)
 
-    def _pack(self, key: tuple[int, int, int], step: MixedStep) -> tuple[IntArray, IntArray]:
-        """The step's numbers with padding between decode and prefill rows and at the end."""
-        tokens, decode, _ = key
-        sizes = self._sizes(key)
+    def _pack(self, key: tuple[int, int, int], step: MixedStep, out: IntArray) -> IntArray:
+        """Write the step's numbers to ``out``; returns the place of each of its rows.
+
+        There is padding between decode and prefill rows, and at the end. What is of rows and what
+        is of tokens has it at the same places, as decode rows have one token each.
+        """
+        _, decode, _ = key
         num_decode = step.num_decode_rows
-        num_rows, num_tokens = len(step.rows), len(step.token_ids)
-        # Where rows and tokens of the step are put.
-        row_places = np.arange(num_rows)
-        row_places[num_decode:] += decode - num_decode
-        token_places = np.arange(num_tokens)
-        token_places[num_decode:] += decode - num_decode
+        gap = decode - num_decode
+        parts: dict[str, IntArray] = {}
+        begin = 0
+        for name, size in self._sizes(key).items():
+            parts[name] = out[begin : begin + size]
+            begin += size
 
-        def spread(values: IntArray, size: int, places: IntArray, padding: int) -> IntArray:
-            out = np.full(size, padding, dtype=np.int64)
-            out[places] = values
-            return out
+        def spread(name: str, values: IntArray, padding: int = 0, shift: int = 0) -> None:
+            """Write numbers with padding; those behind the gap grow by ``shift``."""
+            part, end = parts[name], len(values) + gap
+            part[:num_decode] = values[:num_decode]
+            part[num_decode:decode] = padding
+            part[decode:end] = values[num_decode:]
+            part[end:] = padding
+            if shift:
+                part[decode:end] += shift
 
-        starts = np.empty(sizes["starts"], dtype=np.int64)
-        starts[:decode] = np.arange(decode)
-        num_prefill = num_rows - num_decode
-        shifted = step.starts[num_decode:] + (decode - num_decode)
-        starts[decode : decode + num_prefill + 1] = shifted
-        starts[decode + num_prefill + 1 :] = shifted[-1]
+        spread("token_ids", step.token_ids)
+        spread("positions", step.positions)
+        spread("row_ids", step.row_ids, shift=gap)
+        for index, slots in enumerate(step.slots):
+            spread(f"slots {index}", slots, padding=-1)
+        for name, width in self._token_state.items():
+            given = step.token_state.get(name)
+            lines = parts[f"state {name}"].reshape(width, -1)
+            lines[:] = 0
+            if given is not None:
+                lines[:, :num_decode] = given[:, :num_decode]
+                lines[:, decode : given.shape[1] + gap] = given[:, num_decode:]
         last = step.starts[1:] - 1
-        values = {
-            "token_ids": spread(step.token_ids, tokens, token_places, 0),
-            "positions": spread(step.positions, tokens, token_places, 0),
-            "row_ids": spread(row_places[step.row_ids], tokens, token_places, 0),
-            **{
-                f"slots {index}": spread(slots, tokens, token_places, -1)
-                for index, slots in enumerate(step.slots)
-            },
-            **{
-                f"state {name}": np.concatenate(
-                    [
-                        spread(line, tokens, token_places, 0)
-                        for line in step.token_state.get(
-                            name, np.zeros((width, num_tokens), dtype=np.int64)
-                        )
-                    ]
-                )
-                for name, width in self._token_state.items()
-            },
-            "rows": spread(step.rows, sizes["rows"], row_places, self._state.max_rows),
-            "starts": starts,
-            "kv_lens": spread(step.positions[last] + 1, sizes["rows"], row_places, 0),
-            "last": spread(token_places[last], sizes["rows"], row_places, 0),
-            "samples": spread(step.samples, sizes["rows"], row_places, 0),
-        }
-        return np.concatenate([values[name] for name in sizes]), row_places
+        spread("rows", step.rows, padding=self._state.max_rows)
+        spread("kv_lens", step.positions[last] + 1)
+        spread("last", last, shift=gap)
+        spread("samples", step.samples)
+        starts = parts["starts"]
+        starts[:decode] = np.arange(decode)
+        shifted = step.starts[num_decode:] + gap
+        starts[decode : decode + len(shifted)] = shifted
+        starts[decode + len(shifted) :] = shifted[-1]
+        places = np.arange(len(step.rows))
+        places[num_decode:] += gap
+        return places
 
     def _step(self, key: tuple[int, int, int], static: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tokens, decode, _ = key

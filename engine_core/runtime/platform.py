@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine_core.configs import EngineConfig
@@ -18,6 +21,8 @@ _CPU_CACHE_SHARE = 0.4
 _CPU_CACHE_MOST = 4 * 2**30
 # Left for activations, the sampler's float32 logits and the allocator's rounding.
 _GPU_CACHE_SHARE = 0.88
+# Bytes; the most that a kernel reads at once are 16, and memory is read by lines of 128.
+_ALIGNMENT = 128
 # Parameters of mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _CGROUP = Path("/sys/fs/cgroup")
@@ -176,3 +181,26 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def all_to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Host arrays on ``device`` as :func:`to_device` brings one, all in one transfer.
+
+    On a GPU the tensors are parts of one, each as well aligned for kernels as one by itself. The
+    pinned memory is the caching allocator's, which knows when the transfer is done; on a CPU the
+    tensors are the arrays' own memory.
+    """
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device.type == "cpu":
+        return tensors
+    # Bytes of each array, and of the gap after it.
+    sizes = [size for array in arrays for size in (array.nbytes, -array.nbytes % _ALIGNMENT)]
+    pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    host, begin = pinned.numpy(), 0
+    for array, gap in zip(arrays, sizes[1::2], strict=True):
+        host[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+        begin += array.nbytes + gap
+    parts = pinned.to(device, non_blocking=True).split(sizes)[::2]
+    return [
+        part.view(tensor.dtype).view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)
+    ]

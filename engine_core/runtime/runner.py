@@ -27,7 +27,7 @@ from engine_core.runtime.graphs import (
 )
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.memory import CachePlan
-from engine_core.runtime.platform import to_device
+from engine_core.runtime.platform import all_to_device, to_device
 from engine_core.runtime.recording import RecordedSteps
 from engine_core.runtime.sampler import REASONS, Sampler, is_hosted, token_logprobs
 from engine_core.runtime.swap import SwapSpace
@@ -194,8 +194,8 @@ class ModelRunner:
                 self._swap_space.copy_out(plan.swap_out)
             if plan.swap_in:
                 self._swap_space.copy_in(plan.swap_in)
-        for admission in plan.admitted:
-            self._admit(admission)
+        if plan.admitted:
+            self._admit(plan.admitted)
         for row in plan.rows:
             for table, blocks in zip(self._tables, row.new_blocks, strict=True):
                 table.append(row.row, blocks)
@@ -416,41 +416,56 @@ class ModelRunner:
 
         return PendingStep(finish, event.query)
 
-    def _admit(self, admission: Admission) -> None:
-        row = admission.row
-        for table in self._tables:
-            table.clear(row)
-        self._sampler.admit(
-            row,
-            admission.token_ids,
-            admission.prompt_len,
-            admission.sampling,
-            self._eos_token_ids,
-        )
-        self._rows[row] = _Row(
-            token_ids=np.asarray(admission.token_ids, dtype=np.int64),
-            prompt_len=admission.prompt_len,
-            sampling=admission.sampling,
-            token_state={
-                name: np.atleast_2d(np.asarray(value, dtype=np.int64))
-                for name, value in admission.prompt.token_state.items()
-            },
-            choice=_choice(admission.sampling),
-        )
-        state = {"prompt_len": admission.prompt_len, **admission.prompt.row_state}
-        for name, given in state.items():
-            value = torch.as_tensor(given)
-            if name not in self._row_state:
-                shape = (self._max_rows, *value.shape)
-                self._row_state[name] = torch.zeros(shape, dtype=value.dtype, device=self.device)
-            # A number is filled in by a kernel's argument, without a transfer.
-            self._row_state[name][row] = (
-                value.item() if value.dim() == 0 else to_device(value, self.device)
+    def _admit(self, admissions: Sequence[Admission]) -> None:
+        """Give rows to requests. What the device keeps of them is written for all at once."""
+        given: dict[str, dict[int, Any]] = {"prompt_len": {}}
+        for admission in admissions:
+            row = admission.row
+            for table in self._tables:
+                table.clear(row)
+            self._sampler.admit(
+                row,
+                admission.token_ids,
+                admission.prompt_len,
+                admission.sampling,
+                self._eos_token_ids,
             )
-        for name, array in self._rows[row].token_state.items():
-            self._token_state_widths[name] = array.shape[0]
+            self._rows[row] = _Row(
+                token_ids=np.asarray(admission.token_ids, dtype=np.int64),
+                prompt_len=admission.prompt_len,
+                sampling=admission.sampling,
+                token_state={
+                    name: np.atleast_2d(np.asarray(value, dtype=np.int64))
+                    for name, value in admission.prompt.token_state.items()
+                },
+                choice=_choice(admission.sampling),
+            )
+            given["prompt_len"][row] = admission.prompt_len
+            for name, value in admission.prompt.row_state.items():
+                given.setdefault(name, {})[row] = value
+            for name, array in self._rows[row].token_state.items():
+                self._token_state_widths[name] = array.shape[0]
+        self._sampler.flush()
+        for name, values in given.items():
+            self._set_row_state(name, values)
         self._name_state()
         self._state_known = True
+
+    def _set_row_state(self, name: str, values: Mapping[int, Any]) -> None:
+        """Write what the family, or the engine, keeps of some rows, by row."""
+        row, value = next(iter(values.items()))
+        first = torch.as_tensor(value)
+        if name not in self._row_state:
+            shape = (self._max_rows, *first.shape)
+            self._row_state[name] = torch.zeros(shape, dtype=first.dtype, device=self.device)
+        state = self._row_state[name]
+        if len(values) == 1 and first.dim() == 0:
+            # Filled in by a kernel's argument, without a transfer.
+            state[row] = first.item()
+            return
+        rows = np.fromiter(values, np.int64, len(values))
+        where, sent = all_to_device([rows, np.array(list(values.values()))], self.device)
+        state[where] = sent.to(state.dtype)
 
     def _name_state(self) -> None:
         """Tell the graphs what is kept a row and a token."""
@@ -464,24 +479,23 @@ class ModelRunner:
     def _mixed_step(self, plan: StepPlan) -> MixedStep:
         """The plan's numbers, token by token."""
         count = len(plan.rows)
-        rows = np.fromiter((row.row for row in plan.rows), np.int64, count)
-        first = np.fromiter((row.start for row in plan.rows), np.int64, count)
-        lengths = np.fromiter((row.num_tokens for row in plan.rows), np.int64, count)
+        numbers = [(row.row, row.start, row.num_tokens, row.sample) for row in plan.rows]
+        rows, first, lengths, samples = np.array(numbers, dtype=np.int64).T.copy()
         starts: IntArray = np.zeros(count + 1, dtype=np.int64)
         np.cumsum(lengths, out=starts[1:])
         row_ids = np.repeat(np.arange(count), lengths)
         positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], lengths)
         token_ids = np.full(starts[-1], -1, dtype=np.int64)
         token_state: dict[str, IntArray] = {}
-        for index, row in enumerate(plan.rows):
+        for row, begin in zip(plan.rows, starts.tolist(), strict=False):
             known = self._rows[row.row]
             tokens = known.token_ids[row.start : row.start + row.num_tokens]
-            token_ids[starts[index] : starts[index] + len(tokens)] = tokens
+            token_ids[begin : begin + len(tokens)] = tokens
             for name, given in known.token_state.items():
                 if name not in token_state:
                     token_state[name] = np.zeros((given.shape[0], starts[-1]), dtype=np.int64)
                 piece = given[:, row.start : row.start + row.num_tokens]
-                token_state[name][:, starts[index] : starts[index] + piece.shape[1]] = piece
+                token_state[name][:, begin : begin + piece.shape[1]] = piece
         return MixedStep(
             rows=rows,
             starts=starts,
@@ -489,45 +503,61 @@ class ModelRunner:
             token_ids=token_ids,
             positions=positions,
             row_ids=row_ids,
-            slots=[table.slots(rows[row_ids], positions) for table in self._tables],
-            samples=np.fromiter((row.sample for row in plan.rows), np.int64, count),
+            slots=[table.slots(rows, lengths, positions) for table in self._tables],
+            samples=samples,
             token_state=token_state,
         )
 
     def _context(self, step: MixedStep) -> StepContext:
         """What the model is given of a step that is run without a graph."""
-        rows = self._to_device(step.rows)
-        row_ids = self._to_device(step.row_ids)
-        input_ids = self._to_device(step.token_ids)
+        kv_lens = step.positions[step.starts[1:] - 1] + 1
+        longest = int(kv_lens.max())
+        changed = [table for table in self._tables if table.changed]
+        # The device has nothing to do before it has them.
+        rows, row_ids, token_ids, positions, query_start, kv_lens_sent, *sent = all_to_device(
+            [
+                step.rows,
+                step.row_ids,
+                step.token_ids,
+                step.positions,
+                step.starts.astype(np.int32),
+                kv_lens.astype(np.int32),
+                *step.slots,
+                *step.token_state.values(),
+                *(array for table in changed for array in table.take_changes()),
+            ],
+            self.device,
+        )
+        remaining = iter(sent)
+        slots = [next(remaining) for _ in step.slots]
+        token_state = {name: next(remaining) for name in step.token_state}
+        for table in changed:
+            table.apply(next(remaining), next(remaining))
         if (step.token_ids < 0).any():
             # Sampled by an earlier step: only the device is sure to have it already.
             latest = self._sampler.last_tokens[rows][row_ids]
-            input_ids = torch.where(input_ids < 0, latest, input_ids)
-        for table in self._tables:
-            table.flush()
-        kv_lens = step.positions[step.starts[1:] - 1] + 1
-        longest = int(kv_lens.max())
+            token_ids = torch.where(token_ids < 0, latest, token_ids)
         groups = tuple(
             GroupMetadata(
                 block_tables=table.device_table[rows, : -(-longest // table.block_size)],
-                slot_mapping=self._to_device(slots),
+                slot_mapping=mapping,
             )
-            for table, slots in zip(self._tables, step.slots, strict=True)
+            for table, mapping in zip(self._tables, slots, strict=True)
         )
         return StepContext(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=self._to_device(step.positions).unsqueeze(0),
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
             row_ids=row_ids,
             attn_metadata=AttentionMetadata(
-                query_start=self._to_device(step.starts.astype(np.int32)),
-                kv_lens=self._to_device(kv_lens.astype(np.int32)),
+                query_start=query_start,
+                kv_lens=kv_lens_sent,
                 max_query_len=int(np.diff(step.starts).max()),
                 max_kv_len=longest,
                 num_decode_rows=step.num_decode_rows,
                 groups=groups,
             ),
             row_state={name: state[rows] for name, state in self._row_state.items()},
-            token_state={name: self._to_device(array) for name, array in step.token_state.items()},
+            token_state=token_state,
         )
 
     def _logits(self, hidden: Tensor, indices: IntArray) -> Tensor:

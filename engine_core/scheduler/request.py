@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import struct
+from array import array
 from enum import Enum, auto
 
 from engine_core.cache import BlockKey
 from engine_core.configs import SamplingParams
-from engine_core.inputs import ProcessedPrompt
+from engine_core.errors import RequestError
+from engine_core.inputs import ProcessedPrompt, packed_token_ids
 from engine_core.steps import TokenLogprobs
 
 
@@ -32,6 +35,9 @@ class Request:
         arrival_time: host clock, in seconds; the order of arrival is that of ``Scheduler.add``.
         max_model_len: tokens of the sequence, prompt and output together.
         priority: lower runs first; requests of equal priority run in order of arrival.
+
+    Raises:
+        RequestError: a token is no integer, or does not fit 64 bits.
 
     Attributes:
         rank: priority and order of arrival: the scheduler serves the lowest rank first.
@@ -112,7 +118,12 @@ class Request:
         self.priority = priority
         self.needs_host = sampling.needs_host
 
-        self.token_ids: list[int] = list(prompt.token_ids)
+        try:
+            self.token_ids: array[int] = packed_token_ids(prompt.token_ids)
+        except struct.error as error:
+            raise RequestError(
+                f"request {request_id!r}: its tokens must be integers of 64 bits: {error}"
+            ) from None
         self.prompt_len = len(self.token_ids)
         self.limit = max_model_len
         if sampling.max_tokens is not None:
@@ -157,7 +168,7 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         """A copy of the tokens accepted after the prompt."""
-        return self.token_ids[self.prompt_len :]
+        return self.token_ids[self.prompt_len :].tolist()
 
     @property
     def num_in_flight(self) -> int:

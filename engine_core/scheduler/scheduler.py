@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -424,13 +423,8 @@ class Scheduler:
         check_request(request, config, self.groups)
         try:
             hash(request.prompt.cache_salts)
-            # Its blocks are hashed when it is first looked at: a burst of requests then delays
-            # nobody.
-            array("q", request.token_ids)
-        except (TypeError, OverflowError) as error:
-            raise RequestError(
-                f"{name}: its tokens must be integers and its cache salts hashable: {error}"
-            ) from None
+        except TypeError as error:
+            raise RequestError(f"{name}: its cache salts must be hashable: {error}") from None
 
     def _continue_running(self, requests: Sequence[Request], draft: _Draft) -> None:
         """Plan running requests, which are given by rank."""
@@ -538,7 +532,7 @@ class Scheduler:
             Admission(
                 request.request_id,
                 request.row,
-                tuple(request.token_ids),
+                request.token_ids[:],
                 request.prompt_len,
                 request.sampling,
                 request.prompt,

@@ -59,6 +59,20 @@ def test_every_form_of_prompt_is_taken(llm: LLM, prompts: object) -> None:
     assert output.finished
 
 
+def test_progress_is_shown_on_standard_error_while_prompts_are_completed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    outputs = llm.generate([IDS[2], IDS[2]], GREEDY, progress=True)
+    assert tokens(outputs) == [PROMPTS[2].new_tokens] * 2
+    written, shown = capsys.readouterr()
+    assert written == ""
+    assert "generating" in shown
+    assert "2/2" in shown
+    llm.generate(IDS[2], GREEDY)
+    assert capsys.readouterr() == ("", "")
+
+
 def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
@@ -198,6 +212,9 @@ REFUSED = {
     "negative": ([-1, 3], "token -1 at position 0"),
     "text": ("Hello", "no tokenizer"),
     "keys": ({"prompt": "a", "prompt_token_ids": [1]}, "exactly one key"),
+    "beyond 64 bits": ([3, 2**63], "token 9223372036854775808 at position 1"),
+    "true": ([3, True], "token True at position 1"),
+    "numpy": ([3, 4, np.int64(5)], r"token (np.int64\(5\)|5) at position 2"),
     "float": ([{"prompt_token_ids": [1.5]}], "token 1.5 at position 0"),
     "none": ([None], "text or a list of token ids"),
     "bytes": ([b"ab"], "text or a list of token ids, got bytes"),

@@ -25,7 +25,7 @@ from engine_core.kernels.sampling import (
 from engine_core.kernels.sampling.reference import apply_penalties, ban_tokens
 from engine_core.kernels.sampling.state import FIRST_PENALTY
 from engine_core.runtime.guided import GrammarCompiler, Guide
-from engine_core.runtime.platform import to_device
+from engine_core.runtime.platform import all_to_device, to_device
 from engine_core.runtime.sampler.transforms import apply_bitmask
 
 # Banned tokens that there is room for at first.
@@ -78,7 +78,7 @@ class _Request:
     """
 
     params: SamplingParams
-    prompt: list[int]
+    prompt: Sequence[int]
     output: list[int]
     stop_ids: tuple[int, ...]
     processors: list[_Processor]
@@ -126,13 +126,15 @@ class Sampler:
         self._numbers = torch.zeros(max_rows, len(NUMBERS), dtype=torch.float64, device=device)
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._set_rows: set[int] = set()
+        # Those of rows that were admitted since the device was told.
+        self._unwritten: dict[int, tuple[list[float], int]] = {}
         self._adjustments: Adjustments | None = None
         self._adjusted_rows: set[int] = set()
         self._requests: dict[int, _Request] = {}
 
     @property
     def state(self) -> SamplingState:
-        """How the rows choose, as it is kept on the device.
+        """How the rows choose, as it is kept on the device; see :meth:`flush`.
 
         The tensors stay the same ones, but for ``adjustments``: that is another object once
         another of its tensors was made.
@@ -147,7 +149,7 @@ class Sampler:
         params: SamplingParams,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """Give ``row`` to a request.
+        """Give ``row`` to a request. The device is told by :meth:`flush`.
 
         Args:
             row: in ``[0, max_rows)``; what was there is forgotten.
@@ -157,17 +159,17 @@ class Sampler:
             eos_token_ids: what ``min_tokens`` bans besides the request's own stop tokens.
         """
         assert params.seed is not None, "the engine gives every request a seed"
-        if params.changes_logits or not params.greedy:
+        adjusted = params.changes_logits
+        if adjusted or not params.greedy:
             numbers = [getattr(params, name) for name in NUMBERS]
-            self._numbers[row] = to_device(torch.tensor(numbers, dtype=torch.float64), self._device)
-            self._seeds[row] = params.seed
+            self._unwritten[row] = (numbers, params.seed)
             self._set_rows.add(row)
         elif row in self._set_rows:
-            self._numbers[row] = 0.0
+            self._unwritten[row] = ([0.0] * len(NUMBERS), 0)
             self._set_rows.remove(row)
         self._requests[row] = _Request(
             params=params,
-            prompt=list(token_ids[:prompt_len]),
+            prompt=token_ids[:prompt_len],
             output=list(token_ids[prompt_len:]),
             stop_ids=(
                 *params.stop_token_ids,
@@ -178,8 +180,28 @@ class Sampler:
         )
         if params.guided is not None:
             self._requests[row].guide = self._guide(self._requests[row])
-        if params.changes_logits or row in self._adjusted_rows:
+        if adjusted or row in self._adjusted_rows:
             self._set_adjustments(row, self._requests[row])
+
+    def flush(self) -> None:
+        """Write the numbers of the rows that were admitted to the device, all in one transfer.
+
+        :meth:`sample` begins with it; a captured step does not.
+        """
+        if not self._unwritten:
+            return
+        numbers, seeds = zip(*self._unwritten.values(), strict=True)
+        where, sent_numbers, sent_seeds = all_to_device(
+            [
+                np.fromiter(self._unwritten, np.int64, len(self._unwritten)),
+                np.array(numbers, dtype=np.float64),
+                np.array(seeds, dtype=np.int64),
+            ],
+            self._device,
+        )
+        self._unwritten.clear()
+        self._numbers[where] = sent_numbers
+        self._seeds[where] = sent_seeds
 
     def _set_adjustments(self, row: int, request: _Request) -> None:
         """Say on the device what is to be changed of the row's logits there.
@@ -241,6 +263,7 @@ class Sampler:
             positions: linear positions that the chosen tokens will have. A row's positions follow
                 one another without a gap.
         """
+        self.flush()
         requests = [self._requests[row] for row in rows]
         for row, request in zip(rows, requests, strict=True):
             if not request.ready:
@@ -254,12 +277,10 @@ class Sampler:
             logits = logits.to(torch.float32, copy=True)
             self._read_tokens(hosted, requests, rows, positions)
             self._adjust(logits, hosted, requests, rows, positions, failures)
+        chosen = np.array([rows, positions], dtype=np.int64)
+        row_tensor, last_positions = all_to_device([chosen[0], chosen[1] - 1], self._device)
         tokens, status = sample_tokens(
-            logits,
-            self._tensor(rows),
-            self._tensor([position - 1 for position in positions]),
-            self.last_tokens,
-            self.state,
+            logits, row_tensor, last_positions, self.last_tokens, self.state
         )
         if where is not None and from_model is not None:
             left = status[where] == 0
@@ -269,7 +290,9 @@ class Sampler:
         return SampledTokens(tokens, status, failures)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=torch.int64), self._device)
+        # Through numpy: torch takes ten times as long for a list, or an array, of Python's.
+        numbers = np.array(values, dtype=np.int64)
+        return to_device(torch.from_numpy(numbers), self._device)
 
     def _adjust(
         self,
@@ -435,7 +458,7 @@ class _Processor:
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._takes_prompt = takes_prompt(function)
 
-    def apply(self, prompt: list[int], output: list[int], logits: Tensor) -> str | None:
+    def apply(self, prompt: Sequence[int], output: list[int], logits: Tensor) -> str | None:
         """Change ``logits [V]`` in place; the error if the function failed."""
         tokens = ([*prompt], [*output]) if self._takes_prompt else ([*output],)
         try:

@@ -1,0 +1,261 @@
+"""What a model is given of a step, and how the numbers get to the device."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
+from engine_core.inputs import ProcessedPrompt
+from engine_core.runtime.block_tables import BlockTables
+from engine_core.runtime.memory import CachePlan
+from engine_core.runtime.platform import all_to_device
+from engine_core.runtime.runner import ModelRunner
+from engine_core.step_context import StepContext
+from engine_core.steps import Admission, PlanRow, StepPlan
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+VOCAB = 50
+BLOCK_SIZE = 4
+
+
+class Successor(nn.Module):
+    """The token after t is t + 1; it keeps what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.contexts: list[StepContext] = []
+
+    def prepare_inputs_for_generation(
+        self, past_key_values: Any, inputs_embeds: Any, context: StepContext
+    ) -> dict[str, Any]:
+        return {"context": context}
+
+    def forward(self, context: StepContext) -> Tensor:
+        self.contexts.append(context)
+        return nn.functional.one_hot((context.input_ids + 1) % VOCAB, VOCAB).float()
+
+
+def runner(model: nn.Module, device: str) -> ModelRunner:
+    spec = KVCacheSpec(num_kv_heads=1, head_dim=4, v_head_dim=4, dtype="float32")
+    plan = CachePlan(
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, num_blocks=20),
+        groups=(spec,),
+        layer_groups=(),
+        bytes_per_block=0,
+        max_model_len=40,
+    )
+    config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, max_model_len=40)
+    return ModelRunner(model, plan, config, torch.device(device), eager=True)
+
+
+def admission(
+    name: str,
+    row: int,
+    tokens: list[int],
+    prompt_len: int | None = None,
+    params: SamplingParams | None = None,
+    **prompt: Any,
+) -> Admission:
+    processed = ProcessedPrompt(array("q", tokens[:prompt_len]), **prompt)
+    params = params or SamplingParams(temperature=0.0, seed=0)
+    length = len(tokens) if prompt_len is None else prompt_len
+    return Admission(name, row, array("q", tokens), length, params, processed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mixed_step_is_given_to_the_model_row_by_row(device: str) -> None:
+    model = Successor()
+    run = runner(model, device)
+    a, b = [3, 1, 4, 1, 5], [9, 2, 6]
+    state = {"mark": 7, "scale": 0.5, "span": [1, 2]}
+    first = StepPlan(
+        0,
+        (
+            PlanRow("a", 2, 0, 5, ((11, 5),), sample=True),
+            PlanRow("b", 0, 0, 3, ((7,),), sample=True),
+        ),
+        (
+            admission("a", 2, a, row_state=state, token_state={"kind": [[1, 1, 2, 2, 3]]}),
+            admission("b", 0, b, row_state={"mark": 8, "scale": 1.5, "span": [3, 4]}),
+        ),
+    )
+    result = run.submit(first).result()
+    assert [row.token_ids for row in result.rows] == [(6,), (7,)]
+    (context,) = model.contexts
+    metadata = context.attn_metadata
+    assert context.input_ids.tolist() == [a + b]
+    assert context.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+    assert context.row_ids.tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert metadata.query_start.tolist() == [0, 5, 8]
+    assert metadata.query_start.dtype == metadata.kv_lens.dtype == torch.int32
+    assert metadata.kv_lens.tolist() == [5, 3]
+    assert (metadata.max_query_len, metadata.max_kv_len, metadata.num_decode_rows) == (5, 5, 0)
+    (group,) = metadata.groups
+    assert group.slot_mapping.tolist() == [44, 45, 46, 47, 20, 28, 29, 30]
+    assert group.block_tables[0].tolist() == [11, 5]
+    assert group.block_tables[1, 0].item() == 7
+    assert {name: value.tolist() for name, value in context.row_state.items()} == {
+        "prompt_len": [5, 3],
+        "mark": [7, 8],
+        "scale": [0.5, 1.5],
+        "span": [[1, 2], [3, 4]],
+    }
+    assert context.row_state["scale"].dtype == torch.float32
+    assert context.token_state["kind"].tolist() == [[1, 1, 2, 2, 3, 0, 0, 0]]
+
+    # One decodes a token that only the device knows for sure; one goes on after a preemption, with
+    # a part of its prompt in the cache; one takes the row of one that has ended.
+    c, d = [8, 8, 8, 8, 8, 20, 21], [30, 31]
+    second = StepPlan(
+        1,
+        (
+            PlanRow("a", 2, 5, 1, ((),), sample=True),
+            PlanRow("c", 4, 4, 3, ((1, 2),), sample=True),
+            PlanRow("d", 0, 0, 2, ((3,),), sample=False),
+        ),
+        (
+            admission("c", 4, c, 5, row_state={"mark": 1, "scale": 2.5, "span": [5, 6]}),
+            admission("d", 0, d, row_state={"mark": 2, "scale": 3.5, "span": [7, 8]}),
+        ),
+    )
+    result = run.submit(second).result()
+    assert [row.token_ids for row in result.rows] == [(7,), (22,), ()]
+    context = model.contexts[1]
+    metadata = context.attn_metadata
+    assert context.input_ids.tolist() == [[6, 8, 20, 21, 30, 31]]
+    assert context.position_ids.tolist() == [[5, 4, 5, 6, 0, 1]]
+    assert context.row_ids.tolist() == [0, 1, 1, 1, 2, 2]
+    assert metadata.query_start.tolist() == [0, 1, 4, 6]
+    assert metadata.kv_lens.tolist() == [6, 7, 2]
+    assert (metadata.max_query_len, metadata.max_kv_len, metadata.num_decode_rows) == (3, 7, 1)
+    (group,) = metadata.groups
+    assert group.slot_mapping.tolist() == [21, 8, 9, 10, 12, 13]
+    assert group.block_tables[:2].tolist() == [[11, 5], [1, 2]]
+    assert group.block_tables[2, 0].item() == 3
+    assert {name: value.tolist() for name, value in context.row_state.items()} == {
+        "prompt_len": [5, 5, 2],
+        "mark": [7, 1, 2],
+        "scale": [0.5, 2.5, 3.5],
+        "span": [[1, 2], [5, 6], [7, 8]],
+    }
+    assert context.token_state["kind"].tolist() == [[0] * 6]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("company", ["alone", "together"])
+def test_rows_admitted_together_choose_as_each_wants(device: str, company: str) -> None:
+    """Greedy rows follow the model; a bias, or the seed and the temperature, lead others away.
+
+    So do rows that were another kind of request's before.
+    """
+    run = runner(Successor(), device)
+    greedy = SamplingParams(temperature=0.0, seed=0)
+    biased = SamplingParams(temperature=0.0, seed=0, logit_bias={33: 90.0})
+    # The model's token has a logit of 1, all others 0: at this temperature it is one of 50.
+    hot = SamplingParams(temperature=100.0, seed=5)
+    again = SamplingParams(temperature=100.0, seed=6)
+    chosen: dict[str, list[tuple[int, ...]]] = {}
+    step = 0
+    for turn in (0, 1):
+        wanted = [greedy, biased, hot, again, greedy]
+        if turn == 1:
+            wanted = [hot, greedy, biased, greedy, again]
+        names = [f"{turn} {index}" for index in range(len(wanted))]
+        admitted = [
+            admission(name, row, [10, 11], params=params)
+            for row, (name, params) in enumerate(zip(names, wanted, strict=True))
+        ]
+        rows = [
+            PlanRow(name, row, 0, 2, ((row + 1,),), sample=True) for row, name in enumerate(names)
+        ]
+        parts = [slice(i, i + 1) for i in range(5)] if company == "alone" else [slice(0, 5)]
+        for part in parts:
+            result = run.submit(StepPlan(step, tuple(rows[part]), tuple(admitted[part]))).result()
+            step += 1
+            for row, params in zip(result.rows, wanted[part], strict=True):
+                assert row.error is None
+                chosen.setdefault(str(params), []).append(row.token_ids)
+    assert chosen[str(greedy)] == [(12,)] * 4
+    assert chosen[str(biased)] == [(33,)] * 2
+    for params in (hot, again):
+        assert len(set(chosen[str(params)])) == 1
+    assert chosen[str(hot)] != chosen[str(again)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_block_tables_on_the_device_follow_those_of_the_host(device: str) -> None:
+    generator = random.Random(0)
+    tables = BlockTables(5, 12, BLOCK_SIZE, torch.device(device))
+    expected: list[list[int]] = [[] for _ in range(5)]
+    for _ in range(200):
+        for _ in range(generator.randrange(1, 6)):
+            row = generator.randrange(5)
+            if generator.random() < 0.3:
+                tables.clear(row)
+                expected[row] = []
+            room = 12 - len(expected[row])
+            blocks = tuple(generator.choices(range(1, 99), k=min(room, generator.randrange(4))))
+            tables.append(row, blocks)
+            expected[row] += blocks
+        tables.flush()
+        assert not tables.changed
+        for row, blocks_of_row in enumerate(expected):
+            assert tables.device_table[row, : len(blocks_of_row)].tolist() == blocks_of_row
+        rows = [row for row in range(5) if expected[row]]
+        if not rows:
+            continue
+        spans = []
+        for row in rows:
+            end = generator.randint(1, len(expected[row]) * BLOCK_SIZE)
+            spans.append(range(generator.randrange(end), end))
+        slots = tables.slots(
+            np.array(rows), np.array([len(s) for s in spans]), np.concatenate(spans)
+        )
+        assert slots.tolist() == [
+            expected[row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            for row, span in zip(rows, spans, strict=True)
+            for position in span
+        ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_arrays_are_sent_together_as_they_are(device: str) -> None:
+    arrays = [
+        np.arange(7),
+        np.array([[1, 2, 3]], dtype=np.int32).T,
+        np.zeros(0, dtype=np.int64),
+        np.array([0.1, -2.5e300]),
+        np.array([True, False, True]),
+        np.arange(40, dtype=np.int8).reshape(2, 4, 5),
+    ]
+    sent = all_to_device(arrays, torch.device(device))
+    for array_, tensor in zip(arrays, sent, strict=True):
+        assert tensor.device.type == device
+        assert np.array_equal(tensor.cpu().numpy(), array_)
+        assert tensor.cpu().numpy().dtype == array_.dtype
+        # Triton compiles a kernel anew for tensors that lie otherwise.
+        assert device == "cpu" or tensor.data_ptr() % 16 == 0
+
+
+@pytest.mark.gpu
+def test_what_is_sent_to_a_busy_device_arrives_as_it_was() -> None:
+    """The pinned memory of a transfer is not written again before the transfer is done."""
+    device = torch.device("cuda")
+    all_to_device([np.zeros(5000, dtype=np.int64)], device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    sent = []
+    for number in range(50):
+        array_ = np.full(5000, number)
+        sent.append(all_to_device([array_, array_ + 1], device))
+        array_[:] = -1
+    for number, (first, second) in enumerate(sent):
+        assert first.unique().tolist() == [number]
+        assert second.unique().tolist() == [number + 1]
