@@ -555,7 +555,8 @@ def _num_splits(num_programs: int, max_kv_len: int, tile: _DecodeTile, device: t
     if wanted <= num_programs:
         return 1
     longest = triton.cdiv(max_kv_len, max(tile.block_n, _MIN_SPLIT))
-    return max(1, min(triton.cdiv(3 * wanted, 2 * num_programs), int(longest), _MAX_SPLITS))
+    most = triton.cdiv(3 * wanted, 2 * num_programs)
+    return max(1, min(int(most), int(longest), _MAX_SPLITS))
 
 
 def paged_attention(
