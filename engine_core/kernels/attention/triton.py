@@ -186,7 +186,9 @@ def _merge_splits(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "window", "num_splits", "wanted_splits"])
+# Without a graph the tables' stride is the blocks of the longest row: a kernel compiled for multiples
+# of 16 would be another one from step to step.
+@triton.jit(do_not_specialize=["num_rows", "window", "num_splits", "wanted_splits", "table_stride"])
 def _decode_kernel(
     out_ptr,
     partial_ptr,
@@ -348,7 +350,7 @@ def _decode_kernel(
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["window", "first_row"])
+@triton.jit(do_not_specialize=["window", "first_row", "table_stride"])
 def _prefill_kernel(
     out_ptr,
     q_ptr,

@@ -132,7 +132,7 @@ def _fold_partial(
     )
 
 
-@triton.jit(do_not_specialize=["window", "first_row", "num_splits", "max_tiles"])
+@triton.jit(do_not_specialize=["window", "first_row", "num_splits", "max_tiles", "table_stride"])
 def _tiles_kernel(
     out_ptr,
     partial_ptr,
@@ -406,7 +406,9 @@ def paged_attention(
         )
 
     if num_decode_rows:
-        block_m = min(64, max(16, triton.next_power_of_2(group_size)))
+        # With 64 rows and four warps Triton 3.6 takes Hopper's asynchronous products, and fails to
+        # pipeline a loop in which they are not added up.
+        block_m = min(32, max(16, triton.next_power_of_2(group_size)))
         blocks = triton.cdiv(group_size, block_m)
         programs = num_decode_rows * num_kv_heads * blocks
         warps, stages, wanted = _decode_options(dims, float32, programs)
@@ -414,7 +416,7 @@ def paged_attention(
         splits = max(1, min(splits, max_tiles))
         if 4 * num_decode_rows * max_tiles * num_heads * (v_head_dim + 2) > _MAX_PARTIAL:
             splits = 1
-        launch(0, num_decode_rows, block_m, blocks, splits, warps, stages)
+        launch(0, num_decode_rows, block_m, blocks, splits, max(warps, block_m // 8), stages)
     if num_rows > num_decode_rows and max_query_len:
         pairs = max_query_len * group_size
         block_m = 32 if float32 else 64 if dims > 128 else 128
