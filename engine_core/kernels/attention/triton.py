@@ -186,8 +186,8 @@ def _merge_splits(
     )
 
 
-# Without a graph the tables' stride is the blocks of the longest row: a kernel compiled for multiples
-# of 16 would be another one from step to step.
+# Without a graph the stride of the tables is the blocks of the longest row. A kernel compiled for
+# multiples of 16 would be another one from step to step.
 @triton.jit(do_not_specialize=["num_rows", "window", "num_splits", "wanted_splits", "table_stride"])
 def _decode_kernel(
     out_ptr,
