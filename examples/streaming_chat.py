@@ -8,7 +8,7 @@ MODEL = sys.argv[1] if len(sys.argv) > 1 else ".cache/models/SmolLM2-135M-Instru
 QUESTIONS = ["What is the capital of France?", "And of Italy?"]
 
 with LLM(MODEL, kv_cache_memory="200MiB") as llm:
-    sampling = llm.default_sampling_params().replace(temperature=0, max_tokens=40)
+    sampling = llm.default_sampling_params(temperature=0, max_tokens=40)
     messages = [{"role": "system", "content": "Answer in one short sentence."}]
     for question in QUESTIONS:
         print(f"> {question}")

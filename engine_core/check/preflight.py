@@ -36,7 +36,7 @@ from engine_core.check.report import (
 from engine_core.checkpoint import Checkpoint, resolve_model
 from engine_core.configs import EngineConfig, KVCacheSpec, ModelConfig
 from engine_core.configs.builder import token_ids
-from engine_core.configs.generation import default_sampling_params
+from engine_core.configs.generation import read_recommendation
 from engine_core.engine.startup import (
     find_eos_token_ids,
     find_max_model_len,
@@ -223,7 +223,7 @@ class _Check:
         self.dtype = platform.resolve_dtype(self.config, device, self.model_config.dtype)
         self._check_special_ids(self.model_config, checkpoint)
         with self._collecting("generation-config-invalid"):
-            default_sampling_params(checkpoint.generation_config, self.model_config)
+            read_recommendation(checkpoint.generation_config, self.model_config)
             unread = unread_message(checkpoint.generation_config)
             if unread is not None:
                 self._add("generation-config-unread", "warning", unread)

@@ -420,10 +420,9 @@ def chat(
     from engine_core import LLM
 
     with LLM(model, config) as llm:
-        recommended = llm.default_sampling_params()
-        if "max_tokens" not in recommended.model_fields_set:
-            recommended = recommended.replace(max_tokens=None)
-        sampling = recommended.replace(**given)
+        if "max_tokens" not in llm.default_sampling_params().model_fields_set:
+            given = {"max_tokens": None, **given}
+        sampling = llm.default_sampling_params(**given)
         llm.render_chat([{"role": "user", "content": "Hello"}])  # refuses what cannot chat
         local = _LocalModel(llm)
         _talk(_Chat(local, sampling, system), model, local.max_len)

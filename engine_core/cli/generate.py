@@ -255,7 +255,7 @@ def generate(
     from engine_core import LLM
 
     with LLM(model, config) as llm, traced_layers(llm) if trace_layers else nullcontext():
-        sampling = llm.default_sampling_params().replace(**SAMPLING_OPTIONS.given(options))
+        sampling = llm.default_sampling_params(**SAMPLING_OPTIONS.given(options))
         results = _run(
             llm,
             prompts,

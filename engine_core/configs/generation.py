@@ -6,6 +6,7 @@ Reference: ``GenerationConfig`` and ``generation/logits_process.py`` of transfor
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_core.configs.builder import token_ids
@@ -24,6 +25,7 @@ _SAME_MEANING = {
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
 }
 # Keys that change which tokens come and have no exact counterpart, with the values that turn them
 # off besides null.
@@ -42,7 +44,6 @@ _UNREAD: Mapping[str, tuple[Any, ...]] = {
     "guidance_scale": (1,),
     "max_time": (),
     "min_length": (0,),
-    "min_new_tokens": (0,),
     "no_repeat_ngram_size": (0,),
     "num_beam_groups": (1,),
     "num_beams": (1,),
@@ -62,14 +63,44 @@ _UNREAD_IF_SAMPLED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def default_sampling_params(
-    generation_config: Mapping[str, Any], model_config: ModelConfig
-) -> SamplingParams:
-    """What ``generation_config.json`` recommends, over our own defaults.
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """What a checkpoint recommends; see :func:`read_recommendation`.
 
-    ``suppress_tokens``, and ``bad_words_ids`` if each is a single token, become bad words; those
-    outside the vocabulary are left out, as the model cannot generate them. For what is not read
-    see :func:`unread_keys`.
+    Attributes:
+        values: fields of :class:`SamplingParams`.
+        min_tokens: its least number of tokens, which gives way to other fields.
+    """
+
+    values: Mapping[str, Any]
+    min_tokens: int
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """Sampling parameters of the fields ``given``, over the checkpoint's, over our defaults.
+
+        Where ``min_tokens`` is not given, the checkpoint's is cut to ``max_tokens``, as
+        transformers does, and is none for a guided text, which ends where it is complete.
+
+        Raises:
+            ConfigError: a field given is unknown or out of range, or fields contradict each other.
+        """
+        values = {**self.values, **given}
+        if self.min_tokens and "min_tokens" not in given and values.get("guided") is None:
+            longest = values.get("max_tokens", SamplingParams().max_tokens)
+            # Another type is refused below.
+            cut = isinstance(longest, int) and 0 < longest < self.min_tokens
+            values["min_tokens"] = longest if cut else self.min_tokens
+        return SamplingParams(**values)
+
+
+def read_recommendation(
+    generation_config: Mapping[str, Any], model_config: ModelConfig
+) -> Recommendation:
+    """What ``generation_config.json`` recommends.
+
+    ``suppress_tokens`` and ``bad_words_ids`` become bad words; those with tokens outside the
+    vocabulary are left out, as the model cannot generate them. For what is not read see
+    :func:`unread_keys`.
 
     Raises:
         ConfigError: a value is senseless; names the file, the key and the value.
@@ -89,13 +120,16 @@ def default_sampling_params(
     suppressed = _suppressed(generation_config, model_config)
     if suppressed:
         values["bad_words"] = suppressed
+    min_tokens = values.pop("min_tokens", 0)
     try:
-        return SamplingParams(**values)
+        SamplingParams(**values)
+        min_tokens = SamplingParams(min_tokens=min_tokens, max_tokens=None).min_tokens
     except ConfigError as error:
         message = str(error)
         for name, ours in _SAME_MEANING.items():
             message = message.replace(f"SamplingParams.{ours}:", f"{GENERATION_CONFIG}: {name}:")
         raise ConfigError(message) from None
+    return Recommendation(values, min_tokens)
 
 
 def unread_keys(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,9 +142,17 @@ def unread_keys(generation_config: Mapping[str, Any]) -> dict[str, Any]:
         for name, off in given.items()
         if generation_config.get(name) is not None and generation_config[name] not in off
     }
-    if any(len(word) > 1 for word in _bad_words(generation_config)):
-        unread["bad_words_ids"] = generation_config["bad_words_ids"]
+    if generation_config.get("min_new_tokens") is not None:
+        unread.pop("min_length", None)  # transformers does not read it then either
     return unread
+
+
+def has_long_bad_words(generation_config: Mapping[str, Any]) -> bool:
+    """Whether some of ``bad_words_ids`` are of several tokens.
+
+    transformers bans one that begins in the prompt, too; as a bad word it must begin in the output.
+    """
+    return any(len(word) > 1 for word in _bad_words(generation_config))
 
 
 def _suppressed(
@@ -121,17 +163,20 @@ def _suppressed(
         raise ConfigError(
             f"{GENERATION_CONFIG}: suppress_tokens: a list is expected, got {suppress!r}"
         )
-    tokens = _tokens(suppress, "suppress_tokens")
-    words = _bad_words(generation_config)
-    # transformers looks for the beginning of a longer one in the prompt, too.
-    if words and all(len(word) == 1 for word in words):
-        ends = {
+    words: list[tuple[int, ...]] = [(token,) for token in _tokens(suppress, "suppress_tokens")]
+    # transformers lets no bad word forbid the end.
+    ends = {
+        (token,)
+        for token in (
             *model_config.eos_token_ids,
             *_tokens(generation_config.get("eos_token_id"), "eos_token_id"),
-        }
-        tokens += tuple(word[0] for word in words if word[0] not in ends)
+        )
+    }
+    banned = [*words, *(word for word in _bad_words(generation_config) if word not in ends)]
     return tuple(
-        (token,) for token in dict.fromkeys(tokens) if 0 <= token < model_config.vocab_size
+        word
+        for word in dict.fromkeys(banned)
+        if all(0 <= token < model_config.vocab_size for token in word)
     )
 
 

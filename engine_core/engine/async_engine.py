@@ -288,9 +288,13 @@ class AsyncEngine:
             link, config, found, ready, tokenizer, processor, max_queued_requests, step_timeout
         )
 
-    def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's ``generation_config.json`` recommends, over our own defaults."""
-        return self._frontend.default_sampling_params
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """Fields ``given``, over what ``generation_config.json`` recommends, over our defaults.
+
+        Raises:
+            ConfigError: a field given is unknown or out of range, or fields contradict each other.
+        """
+        return self._frontend.default_sampling_params(**given)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, None if it was given as token ids, and its token ids.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.engine.arguments import check_model_and_config
@@ -75,9 +76,13 @@ class Engine:
     def step_stats(self, stats: StepStats) -> None:
         self.core.step_stats = stats
 
-    def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's ``generation_config.json`` recommends, over our own defaults."""
-        return self.frontend.default_sampling_params
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """Fields ``given``, over what ``generation_config.json`` recommends, over our defaults.
+
+        Raises:
+            ConfigError: a field given is unknown or out of range, or fields contradict each other.
+        """
+        return self.frontend.default_sampling_params(**given)
 
     @property
     def has_unfinished(self) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from engine_core.checkpoint import resolve_model
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
-from engine_core.configs.generation import default_sampling_params
+from engine_core.configs.generation import Recommendation, read_recommendation
 from engine_core.engine.sampling import resolve_sampling
 from engine_core.errors import CheckpointNotFoundError, RequestError
 from engine_core.inputs import InputProcessor, ProcessedPrompt, packed_token_ids
@@ -258,9 +258,22 @@ class Frontend:
         return self._states
 
     @cached_property
-    def default_sampling_params(self) -> SamplingParams:
-        """What ``generation_config.json`` recommends, over our own defaults."""
-        return default_sampling_params(self._generation_config, self._model_config)
+    def _recommendation(self) -> Recommendation:
+        return read_recommendation(self._generation_config, self._model_config)
+
+    @cached_property
+    def _default_sampling_params(self) -> SamplingParams:
+        return self._recommendation.sampling_params()
+
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """Fields ``given``, over what ``generation_config.json`` recommends, over our defaults.
+
+        Raises:
+            ConfigError: a field given is unknown or out of range, or fields contradict each other.
+        """
+        if not given:
+            return self._default_sampling_params
+        return self._recommendation.sampling_params(**given)
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """A prompt as text or token ids, or a dictionary with either.
@@ -331,7 +344,7 @@ class Frontend:
             RequestError: they do not, or are of another type.
         """
         if sampling_params is None:
-            sampling_params = self.default_sampling_params
+            sampling_params = self.default_sampling_params()
         if not isinstance(sampling_params, SamplingParams):
             raise RequestError(
                 "sampling_params must be a SamplingParams, or None for the checkpoint's defaults; "

@@ -86,9 +86,16 @@ class LLM:
         """The tokenizer, or None with ``skip_tokenizer_init``."""
         return self.engine.tokenizer
 
-    def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint recommends; copy it with ``replace`` to change a field."""
-        return self.engine.default_sampling_params()
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """Fields ``given``, over what the checkpoint recommends, over our defaults.
+
+        The checkpoint's ``min_new_tokens`` are cut to the ``max_tokens`` given, which ``replace``
+        of what this returned would not do.
+
+        Raises:
+            ConfigError: a field given is unknown or out of range, or fields contradict each other.
+        """
+        return self.engine.default_sampling_params(**given)
 
     def warmup(self) -> None:
         """Capture now what would be captured as a CUDA graph when it is first needed.

@@ -12,7 +12,8 @@ from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.configs.builder import token_ids
 from engine_core.configs.generation import (
     GENERATION_CONFIG,
-    default_sampling_params,
+    has_long_bad_words,
+    read_recommendation,
     unread_keys,
 )
 from engine_core.engine.frontend import choose_tokenizer
@@ -98,7 +99,7 @@ def open_engine(model: str, config: EngineConfig) -> Opened:
         source = open_model(model, config, registry)
         generation_config = source.checkpoint.generation_config
         eos_token_ids = find_eos_token_ids(source.model_config, generation_config)
-        default_sampling_params(generation_config, source.model_config)
+        read_recommendation(generation_config, source.model_config)
         unread = unread_message(generation_config)
         if unread is not None:
             logger.warning("%s", unread)
@@ -188,12 +189,21 @@ def find_eos_token_ids(
 
 
 def unread_message(generation_config: dict[str, Any]) -> str | None:
-    """Which keys of ``generation_config.json`` are not read though they matter; None for none."""
+    """What of ``generation_config.json`` is not kept though it matters; None for nothing."""
+    messages = []
     unread = unread_keys(generation_config)
-    if not unread:
-        return None
-    named = ", ".join(f"{name} {_shortened(value)}" for name, value in unread.items())
-    return f"{GENERATION_CONFIG} asks for {named}: not supported, tokens are chosen without it"
+    if unread:
+        named = ", ".join(f"{name} {_shortened(value)}" for name, value in unread.items())
+        messages.append(
+            f"{GENERATION_CONFIG} asks for {named}: not supported, tokens are chosen without it"
+        )
+    if has_long_bad_words(generation_config):
+        words = _shortened(generation_config["bad_words_ids"])
+        messages.append(
+            f"{GENERATION_CONFIG} asks for bad_words_ids {words}: one of several tokens is kept "
+            "out of the output, but not where it begins in the prompt"
+        )
+    return "; ".join(messages) or None
 
 
 def _shortened(value: Any) -> str:

@@ -168,11 +168,12 @@ class _Chat:
                 "function",
                 "parallel_tool_calls",
             )
-        defaults = self._service.engine.default_sampling_params()
+        engine = self._service.engine
+        defaults = engine.default_sampling_params()
         if longest is None and "max_tokens" in defaults.model_fields_set:
             longest = defaults.max_tokens
         return sampling_params(
-            defaults,
+            engine.default_sampling_params,
             body,
             self._guided(parallel),
             max_tokens=longest,

@@ -81,8 +81,7 @@ def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
     if body.max_tokens is not None:
         # Nothing runs without a token; with 0 it is left out of the answer.
         own["max_tokens"] = max(body.max_tokens, 1)
-    defaults = service.engine.default_sampling_params()
-    return sampling_params(defaults, body, guided_fields(body), **own)
+    return sampling_params(service.engine.default_sampling_params, body, guided_fields(body), **own)
 
 
 class _Completion:

@@ -74,7 +74,7 @@ def conflict(message: str, param: str) -> ApiError:
 
 
 def sampling_params(
-    defaults: SamplingParams,
+    defaults: Callable[..., SamplingParams],
     body: GenerationBody,
     guided: Mapping[str, GuidedParams],
     **own: Any,
@@ -82,7 +82,7 @@ def sampling_params(
     """The parameters that ``body`` asks for, over ``defaults``.
 
     Args:
-        defaults: what the checkpoint recommends.
+        defaults: lays fields over what the checkpoint recommends.
         body: the request's.
         guided: what the text must be, by the name of each field that says so.
         **own: further fields of :class:`SamplingParams`.
@@ -94,7 +94,7 @@ def sampling_params(
     if body.logit_bias is not None:
         values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     try:
-        return defaults.replace(**values, **own, guided=_only(guided))
+        return defaults(**values, **own, guided=_only(guided))
     except ConfigError as error:
         message = str(error).replace("SamplingParams.", "").removeprefix("SamplingParams: ")
         name = message.split(maxsplit=1)[0].rstrip(":")

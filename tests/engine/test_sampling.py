@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check import check_model
-from engine_core.configs.sampling import BeamSearchParams
+from engine_core.configs.sampling import BeamSearchParams, GuidedParams
 from engine_core.errors import ConfigError, RequestError
 
 MODEL = str(GOLDEN / "llama-gqa")
@@ -358,6 +358,7 @@ def with_generation_config(folder: Path, **values: Any) -> Path:
         ({"max_new_tokens": True}, ["max_new_tokens: .*got True"]),
         ({"suppress_tokens": 5}, ["suppress_tokens: a list is expected, got 5"]),
         ({"bad_words_ids": [3]}, [r"bad_words_ids: .*got \[3\]"]),
+        ({"min_new_tokens": -1}, ["min_new_tokens: .*got -1"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -393,13 +394,85 @@ def test_tokens_that_the_checkpoint_suppresses_never_come(
         assert generated(llm, [SHORT[0]], params) == [expected]
 
 
+def test_bad_words_of_several_tokens_that_the_checkpoint_names(
+    tmp_path: Path, reference: PreTrainedModel
+) -> None:
+    """Among single ones, one that nobody can generate, and an end, which none may forbid."""
+    prompt = SHORT[0]
+    free = unpenalised(reference, prompt)
+    ends = [2]
+    words = [[free[3]], ends, [free[6], free[7]], [free[9], free[10], free[11]]]
+    # What begins in the prompt is banned by transformers alone.
+    assert not {free[6], free[9]} & set(prompt[-2:])
+    expected = transformers_greedy(reference, prompt, bad_words_ids=words, eos_token_id=ends)
+    assert expected != free
+    folder = with_generation_config(
+        tmp_path,
+        do_sample=False,
+        max_new_tokens=24,
+        bad_words_ids=[*words, [free[0], VOCAB]],
+        eos_token_id=ends,
+    )
+    with LLM(str(folder), skip_tokenizer_init=True) as llm:
+        params = llm.default_sampling_params()
+        assert tuple(ends) not in params.bad_words
+        assert generated(llm, [prompt], params.replace(ignore_eos=True)) == [expected]
+        # A request's own words take their place.
+        params = llm.default_sampling_params(bad_words=(), ignore_eos=True)
+        assert generated(llm, [prompt], params) == [free]
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@pytest.mark.parametrize("more", [{}, {"min_length": 1}, {"max_new_tokens": 6}], ids=str)
+def test_the_checkpoints_own_minimum_is_that_of_transformers(
+    tmp_path: Path,
+    reference: PreTrainedModel,
+    caplog: pytest.LogCaptureFixture,
+    more: dict[str, int],
+) -> None:
+    """With many tokens that end a sequence, so that one comes early; max_tokens go before."""
+    ends = [2, *range(3, VOCAB, 8)]
+    settings: dict[str, Any] = {"eos_token_id": ends, "do_sample": False, "min_new_tokens": 9}
+    lengths = [more["max_new_tokens"]] if "max_new_tokens" in more else [4, 8, 9, 24]
+    expected = {
+        (number, length): transformers_greedy(
+            reference, prompt, length, min_new_tokens=9, eos_token_id=ends
+        )
+        for number, prompt in enumerate(SHORT)
+        for length in lengths
+    }
+    folder = with_generation_config(tmp_path, **settings, **more)
+    with LLM(str(folder), skip_tokenizer_init=True) as llm:
+        for length in lengths:
+            given = {} if more.get("max_new_tokens") == length else {"max_tokens": length}
+            params = llm.default_sampling_params(**given)
+            for number, tokens in enumerate(generated(llm, SHORT, params)):
+                assert tokens == expected[number, length]
+        short = generated(llm, SHORT, llm.default_sampling_params(min_tokens=0))
+        assert min(map(len, short)) < min(9, *lengths)
+        if not more:
+            # Our own 16 are no reason to end before.
+            assert llm.default_sampling_params().min_tokens == 9
+            assert llm.default_sampling_params(max_tokens=None).min_tokens == 9
+            # A guided text ends where it is complete; both asked for contradict each other.
+            digits = GuidedParams(regex="[0-9]")
+            assert llm.default_sampling_params(guided=digits).min_tokens == 0
+            with pytest.raises(ConfigError, match="min_tokens cannot be kept by a guided text"):
+                llm.default_sampling_params(guided=digits, min_tokens=2)
+            with pytest.raises(ConfigError, match=r"min_tokens \(5\) is above max_tokens \(3\)"):
+                llm.default_sampling_params(max_tokens=3, min_tokens=5)
+            with pytest.raises(ConfigError, match=r"SamplingParams.max_tokens: .*got 0$"):
+                llm.default_sampling_params(max_tokens=0)
+    assert not [r for r in caplog.records if "generation_config" in r.getMessage()]
+
+
 def test_keys_that_are_not_read_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     unread = {
         "no_repeat_ngram_size": 3,
         "num_beams": 4,
-        "min_new_tokens": 5,
+        "min_length": 5,
         "forced_bos_token_id": 0,
         "bad_words_ids": [[3, 4]],
         "typical_p": 0.9,
@@ -415,6 +488,7 @@ def test_keys_that_are_not_read_are_named_once(
     for name, value in unread.items():
         assert f"{name} {value!r}" in said
         assert f"{name} {value!r}" in problem.message
+    assert "bad_words_ids [[3, 4]]: one of several tokens is kept out of the output" in said
     assert "max_length" not in said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -532,6 +533,41 @@ def test_a_chat_without_max_tokens_may_fill_the_context(client: openai.OpenAI) -
     assert answer.usage is not None
     assert answer.usage.total_tokens == 1024
     assert answer.choices[0].finish_reason == "length"
+
+
+def test_the_checkpoints_own_minimum_gives_way_to_what_a_request_says(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Nearly every token ends a sequence, so that one ends as soon as it may."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    ends = [*range(2, 320)]
+    recommended = {"do_sample": False, "min_new_tokens": 20, "eos_token_id": ends}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    options = ["--max-num-seqs", "4", "--kv-cache-memory", "16MiB", "--served-model-name", MODEL]
+    wanted: list[tuple[dict[str, Any], int, str]] = [
+        ({"max_tokens": 30}, 21, "stop"),
+        ({"max_tokens": 3}, 3, "length"),
+        ({}, 16, "length"),
+        ({"min_tokens": 0}, 1, "stop"),
+        ({"min_tokens": 5}, 6, "stop"),
+    ]
+    with (
+        ServerProcess(folder, *options).wait_ready() as server,
+        httpx.Client(base_url=server.url, timeout=60) as session,
+    ):
+        for fields, count, reason in wanted:
+            body = {"model": MODEL, "prompt": "What is", **fields}
+            answer = session.post("/v1/completions", json=body).json()
+            assert answer["usage"]["completion_tokens"] == count
+            assert answer["choices"][0]["finish_reason"] == reason
+        body = {"model": MODEL, "messages": HELLO}
+        answer = session.post("/v1/chat/completions", json=body).json()
+        assert answer["usage"]["completion_tokens"] == 21
+        body = {"model": MODEL, "prompt": "What is", "max_tokens": 3, "min_tokens": 4}
+        refused = session.post("/v1/completions", json=body)
+        assert refused.status_code == 400
+        assert "min_tokens (4) is above max_tokens (3)" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
