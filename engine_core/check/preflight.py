@@ -447,11 +447,14 @@ class _Check:
         if source == "machine" and self.device is not None:
             total = platform.rank_memory(self.device, self.config.tensor_parallel_size)
         assert self.model_config is not None, "its network was built"
+        assert self.dtype is not None, "its network was built"
         with self._collecting():
             check_memory(
                 plan,
                 max_num_seqs=self.config.max_num_seqs,
+                max_num_batched_tokens=self.config.max_num_batched_tokens,
                 vocab_size=self.model_config.vocab_size,
+                hidden_bytes=self.model_config.hidden_size * getattr(torch, self.dtype).itemsize,
                 total=total,
             )
 

@@ -247,7 +247,9 @@ def _plan_cache(
     check_memory(
         plan,
         max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=source.model_config.vocab_size,
+        hidden_bytes=source.model_config.hidden_size * source.dtype.itemsize,
         total=platform.rank_memory(source.device, config.tensor_parallel_size),
     )
     if plan.max_model_len < max_model_len:

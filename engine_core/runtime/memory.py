@@ -14,6 +14,11 @@ from engine_core.errors import CacheMemoryError, OptionError
 _ROW_BYTES_PER_TOKEN = 1 + 4 + 4
 _ROW_BYTES = 256
 _TABLE_ITEMSIZE = 4
+# What a token of a step takes at least: its id, position and row, and its slot in each group; and
+# its hidden state twice, as a layer's input and output.
+_STEP_NUMBERS = 3
+_STEP_ITEMSIZE = 8
+_HIDDEN_STATES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +96,28 @@ def plan_cache(
     )
 
 
-def check_memory(plan: CachePlan, *, max_num_seqs: int, vocab_size: int, total: int) -> None:
-    """Refuse a cache and a persistent batch that the memory could not hold if it were empty.
+def check_memory(
+    plan: CachePlan,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    vocab_size: int,
+    hidden_bytes: int,
+    total: int,
+) -> None:
+    """Refuse a cache, a batch and a step that the memory could not hold if it were empty.
 
     Args:
         plan: the cache.
         max_num_seqs: rows of the persistent batch.
+        max_num_batched_tokens: prompt tokens of one step.
         vocab_size: columns of the logits.
+        hidden_bytes: bytes of one token's hidden state.
         total: bytes of memory.
 
     Raises:
-        OptionError: the cache is larger, or the batch is too large beside it; names the setting.
+        OptionError: the cache is larger, or the batch or a step is too large beside it; names the
+            setting.
     """
     cache = plan.bytes_per_block * plan.cache_config.num_blocks
     if cache > total:
@@ -118,4 +134,13 @@ def check_memory(plan: CachePlan, *, max_num_seqs: int, vocab_size: int, total: 
             f"max_num_seqs is {max_num_seqs}, and the batch takes up to {row} bytes a sequence, "
             f"{max_num_seqs * row} in all, but the KV cache leaves {total - cache} of the {total} "
             f"bytes that there are: set it to at most {(total - cache) // row}"
+        )
+    numbers = (_STEP_NUMBERS + len(plan.groups)) * _STEP_ITEMSIZE
+    token = numbers + _HIDDEN_STATES * hidden_bytes
+    if max_num_batched_tokens * token > total - cache:
+        raise OptionError(
+            f"max_num_batched_tokens is {max_num_batched_tokens}, and a step takes at least "
+            f"{token} bytes a token, {max_num_batched_tokens * token} in all, but the KV cache "
+            f"leaves {total - cache} of the {total} bytes that there are: set it to at most "
+            f"{(total - cache) // token}"
         )

@@ -135,8 +135,9 @@ def test_a_cache_for_no_length_at_all(model: Model) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_memory": 10**16}])
-def test_too_many_sequences_for_the_memory(model: Model, settings: dict[str, Any]) -> None:
-    config = EngineConfig(max_num_seqs=10**12, **settings)
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
+def test_too_much_at_once_for_the_memory(model: Model, name: str, settings: dict[str, Any]) -> None:
+    config = EngineConfig(**{name: 10**12}, **settings)
     [problem] = check_model(str(model), config).errors
     assert problem.code == "option-invalid"
     with pytest.raises(OptionError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -606,8 +607,21 @@ def test_more_sequences_than_the_machine_has_memory_for_are_refused(number: int)
         LLM(MODEL, skip_tokenizer_init=True, max_num_seqs=number, kv_cache_memory=10**16)
 
 
-def test_many_sequences_at_once_are_no_harm() -> None:
-    with LLM(MODEL, skip_tokenizer_init=True, max_num_seqs=50_000) as llm:
+@pytest.mark.parametrize("number", [10**12, 10**20])
+def test_steps_that_the_machine_has_no_memory_for_are_refused(number: int) -> None:
+    # Four integers of 8 bytes, and twice the hidden state.
+    hidden = json.loads((GOLDEN / "llama-gqa" / "config.json").read_text())["hidden_size"]
+    least = 4 * 8 + 2 * hidden * 4
+    wanted = rf"max_num_batched_tokens is {number}, .* at least {least} bytes a token"
+    with pytest.raises(OptionError, match=rf"{wanted}, .* set it to at most [1-9]\d*$"):
+        LLM(MODEL, skip_tokenizer_init=True, dtype="float32", max_num_batched_tokens=number)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_num_seqs": 50_000}, {"max_num_batched_tokens": 200_000}], ids=str
+)
+def test_much_at_once_is_no_harm(settings: dict[str, int]) -> None:
+    with LLM(MODEL, skip_tokenizer_init=True, **settings) as llm:
         assert tokens(llm.generate(IDS[2], GREEDY)) == [PROMPTS[2].new_tokens]
 
 
