@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 
 from engine_core.checkpoint import TensorHeader
-from engine_core.configs import HFConfig, SamplingParams
+from engine_core.configs import EngineConfig, HFConfig, SamplingParams
 from engine_core.engine import LLM
-from engine_core.errors import ConfigError, UnknownArchitectureError, WeightsMismatchError
+from engine_core.errors import (
+    ConfigError,
+    OptionError,
+    UnknownArchitectureError,
+    WeightsMismatchError,
+)
 from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.loading import materialize
 from engine_core.runtime.loader import check_weights
+from engine_core.runtime.source import check_deterministic
 from engine_core.steps import RequestOutput
 from engine_core.testing.case import ConformanceError
 from engine_core.testing.reference import NEW_TOKENS
@@ -34,6 +40,8 @@ _INT8_TOLERANCE = 0.1
 # Of the logits' own spread. bfloat16 has 8 bits: the layers of tiny models lose 1 to 3 %.
 _BFLOAT16_TOLERANCE = 0.1
 _MOST_LOGPROBS = 1000
+# Where only rounding differs, it may take many tokens until one changes.
+_DETERMINISTIC_TOKENS = 4 * NEW_TOKENS
 
 
 def every_architecture_has_a_case(family: Family) -> None:
@@ -457,14 +465,18 @@ def engine(subject: Subject) -> None:
     for prompt in prompts:
         tokens, rows = subject.model.greedy(prompt, NEW_TOKENS)
         expected.append((tokens, [_entry(row) for row in rows.log_softmax(dim=-1)]))
-    spans = [s for p in subject.sequences(subject.model) for s in p.prompt.atomic_spans]
-    chunk = max([8, *(end - start for start, end in spans)])
-    for settings in ({}, {"block_size": 4, "max_num_batched_tokens": chunk}):
+    for settings in ({}, {"block_size": 4, "max_num_batched_tokens": _chunk(subject)}):
         with _llm(subject, **settings) as llm:
             outputs = _generate(subject, llm, prompts)
         how = f"through LLM({', '.join(f'{key}={value}' for key, value in settings.items())})"
         for output, (tokens, wanted) in zip(outputs, expected, strict=True):
             _check_output(output, tokens, wanted, how)
+
+
+def _chunk(subject: Subject) -> int:
+    """Few tokens a step, but as many as a prompt has that must be computed together."""
+    spans = [s for p in subject.sequences(subject.model) for s in p.prompt.atomic_spans]
+    return max([8, *(end - start for start, end in spans)])
 
 
 def _entry(row: Tensor) -> dict[int, float]:
@@ -557,3 +569,39 @@ def graph(subject: Subject) -> None:
     with _llm(subject, **{**settings, "eager": False}) as llm:
         outputs = _generate(subject, llm, prompts)
     _same_outputs(outputs, expected, "with captured graphs")
+
+
+def deterministic(subject: Subject) -> None:
+    """On a GPU, with ``deterministic=True``, what else is in a batch changes no token."""
+    subject.require_run()
+    try:
+        subject.on_meta(deterministic=True)
+        check_deterministic(EngineConfig(deterministic=True), torch.device("cuda"))
+    except OptionError as error:
+        raise NotApplicableError(f"not to be had here: {error}") from error
+    same_tokens(subject, device="cuda", dtype="bfloat16", deterministic=True)
+
+
+def same_tokens(subject: Subject, **settings: Any) -> None:
+    """With ``settings``, prompts get the tokens that they get alone, without graphs.
+
+    Together twice, so that the second time takes from the prefix cache, with whole prompts and in
+    chunks.
+    """
+    prompts = [list(prompt.token_ids) for prompt in subject.checkpoint.prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=_DETERMINISTIC_TOKENS, ignore_eos=True)
+    with _llm(subject, eager=True, enable_prefix_caching=False, **settings) as llm:
+        alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    for more in ({}, {"max_num_batched_tokens": _chunk(subject)}):
+        named = ", ".join(f"{key}={value}" for key, value in {**settings, **more}.items())
+        with _llm(subject, **settings, **more) as llm:
+            for order in (1, -1):
+                outputs = llm.generate(prompts[::order], params)[::order]
+                for prompt, expected, output in zip(prompts, alone, outputs, strict=True):
+                    got = output.outputs[0].token_ids
+                    if got != expected:
+                        raise ConformanceError(
+                            f"a prompt of {len(prompt)} tokens through LLM({named}): beside others "
+                            f"its new tokens are {got}, alone {expected}. A product, or a sum over "
+                            "a dimension, by torch's own functions may depend on the batch"
+                        )

@@ -160,9 +160,13 @@ class Subject:
         """The class that the module map names."""
         return self.family.registry.model_class(self.model_config.architecture)
 
-    def on_meta(self, dtype: str = "float32", tp_size: int = 1) -> nn.Module:
+    def on_meta(
+        self, dtype: str = "float32", tp_size: int = 1, *, deterministic: bool = False
+    ) -> nn.Module:
         """The model without weights, or the first rank's share of it."""
-        context = BuildContext(dtype=getattr(torch, dtype), tp_size=tp_size)
+        context = BuildContext(
+            dtype=getattr(torch, dtype), tp_size=tp_size, deterministic=deterministic
+        )
         return build_on_meta(self.model_class, self.model_config, context)
 
     def tiny_model(self, network: nn.Module, device: torch.device = CPU) -> TinyModel:

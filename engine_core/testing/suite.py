@@ -184,3 +184,8 @@ class ConformanceTests:
         def test_graph(self, subject: Subject) -> None:
             """Replayed graphs give what eager steps give."""
             _run_on_gpu(checks.graph, subject)
+
+    @pytest.mark.gpu
+    def test_deterministic(self, subject: Subject) -> None:
+        """In deterministic mode what else is in a batch changes no token."""
+        _run_on_gpu(checks.deterministic, subject)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine_core.errors import ConfigError
 from engine_core.testing import ConformanceError, ConformanceTests, checks
 from engine_core.testing.reference import TinyCheckpoint, prepare
-from engine_core.testing.subject import Subject, find_family
+from engine_core.testing.subject import NotApplicableError, Subject, find_family
 
 SOURCE = Path(__file__).parent / "tiny_family" / "engine_core_tiny"
 PACKAGE = "engine_core_tiny"
@@ -395,6 +396,62 @@ def test_a_model_that_fails_on_two_ranks_is_not_one_that_does_not_split(
         subject = Subject(family, family.cases[0], checkpoints[family.cases[0].name])
         with pytest.raises(ConfigError, match="cannot be built from this config: AssertionError"):
             subject.run(checks.tensor_parallel)
+
+
+def test_a_model_of_torchs_own_linears_is_none_for_deterministic_mode(
+    tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
+) -> None:
+    shutil.copytree(SOURCE, tmp_path / PACKAGE)
+    file = tmp_path / PACKAGE / "model.py"
+    text = file.read_text()
+    built = "build_lm_head(config.hidden_size, config.vocab_size)"
+    assert text.count(built) == 1
+    own = "nn.Linear(config.hidden_size, config.vocab_size, bias=False)"
+    file.write_text(text.replace(built, own))
+    with installed(tmp_path):
+        family = find_family(PACKAGE)
+        subject = Subject(family, family.cases[0], checkpoints[family.cases[0].name])
+        subject.run(checks.logits)
+        refused = r"lm_head of TinyForCausalLM is a torch\.nn\.Linear"
+        with pytest.raises(NotApplicableError, match=refused):
+            subject.run(checks.deterministic)
+    assert not subject.failed
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_tokens_that_depend_on_the_batch_are_found(
+    tmp_path: Path, checkpoints: dict[str, TinyCheckpoint], faulty: bool
+) -> None:
+    """As the check of deterministic mode does it, but on a CPU, and by more than rounding."""
+    shutil.copytree(SOURCE, tmp_path / PACKAGE)
+    if faulty:
+        fault = FAULTS["computation that depends on the batch"]
+        file = tmp_path / PACKAGE / fault.file
+        text = file.read_text()
+        assert text.count(fault.old) == 1
+        file.write_text(text.replace(fault.old, fault.new))
+    with installed(tmp_path):
+        family = find_family(PACKAGE)
+        for case in family.cases:
+            subject = Subject(family, case, checkpoints[case.name])
+            with (
+                pytest.raises(ConformanceError, match="beside others its new tokens are")
+                if faulty
+                else contextlib.nullcontext()
+            ):
+                checks.same_tokens(subject, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_sound_family_is_deterministic(
+    tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
+) -> None:
+    shutil.copytree(SOURCE, tmp_path / PACKAGE)
+    with installed(tmp_path):
+        family = find_family(PACKAGE)
+        for case in family.cases:
+            Subject(family, case, checkpoints[case.name]).run(checks.deterministic)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
