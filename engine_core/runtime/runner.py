@@ -199,16 +199,19 @@ class ModelRunner:
         for row in plan.rows:
             for table, blocks in zip(self._tables, row.new_blocks, strict=True):
                 table.append(row.row, blocks)
-        if self._decode_graphs is not None and self._only_decodes(plan):
+        decodes = self._only_decodes(plan)
+        if self._decode_graphs is not None and decodes:
             pending = self._replay(self._decode_graphs, plan)
             if pending is not None:
                 return pending
         if plan.repeat > 1:
             return self._repeat(plan)
-        if self.device.type == "cpu" and not self._token_state_widths and self._only_decodes(plan):
+        if self.device.type == "cpu" and not self._token_state_widths and decodes:
             return self._decode(plan)
         step = self._mixed_step(plan)
-        if self._mixed_graphs is not None and not self._wants_prompt_logprobs(plan):
+        # Decode steps whose graph there is no memory for are submitted several times before one is
+        # waited for: more than the mixed graphs have pinned buffers.
+        if self._mixed_graphs is not None and not decodes and not self._wants_prompt_logprobs(plan):
             captured = self._mixed_graphs.begin(step)
             if captured is not None:
                 return self._replay_mixed(*captured, plan)

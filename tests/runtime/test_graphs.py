@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
+from engine_core.inputs import ProcessedPrompt
 from engine_core.runtime.block_tables import BlockTables
 from engine_core.runtime.graphs import Choice, DecodeGraphs, GraphState, MixedGraphs, MixedStep
+from engine_core.runtime.memory import CachePlan
+from engine_core.runtime.runner import ModelRunner
 from engine_core.runtime.sampler import Sampler
 from engine_core.step_context import StepContext
+from engine_core.steps import Admission, PlanRow, StepPlan
 
 ROWS, VOCAB, MAX_MODEL_LEN = 20, 32, 4096
 
@@ -283,3 +290,49 @@ def test_other_row_state_has_everything_captured_anew(device: Device, state: Gra
     assert device.take() == [(64, 0), (256, 0), (128, 0)]
     graphs.set_state({"prompt_len": torch.ones(ROWS + 1, dtype=torch.int64)}, {})
     assert not graphs.capture_next()
+
+
+class Successor(nn.Module):
+    """The token after t is t + 1."""
+
+    def prepare_inputs_for_generation(
+        self, past_key_values: Any, inputs_embeds: Any, context: StepContext
+    ) -> dict[str, Any]:
+        return {"input_ids": context.input_ids}
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return nn.functional.one_hot(input_ids + 1, VOCAB).float()
+
+
+def test_decode_steps_without_a_graph_do_not_take_those_of_mixed_steps(
+    device: Device, state: GraphState
+) -> None:
+    """Their repeats would use up the pinned buffers before anything is waited for."""
+    plan = CachePlan(
+        cache_config=CacheConfig(block_size=16, num_blocks=20),
+        groups=(KVCacheSpec(num_kv_heads=1, head_dim=4, v_head_dim=4, dtype="float32"),),
+        layer_groups=(),
+        bytes_per_block=0,
+        max_model_len=64,
+    )
+    config = SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=64, max_model_len=64)
+    runner = ModelRunner(Successor(), plan, config, torch.device("cpu"), eager=True)
+    processed = ProcessedPrompt(array("q", [1, 2, 3]), token_state={"kind": np.zeros(3, np.int64)})
+    params = SamplingParams(temperature=0.0, seed=0)
+    admitted = Admission("a", 0, array("q", [1, 2, 3]), 3, params, processed)
+    first = PlanRow("a", 0, 0, 3, ((1, 2),), sample=True)
+    result = runner.submit(StepPlan(0, (first,), admitted=(admitted,))).result()
+    assert result.rows[0].token_ids == (4,)
+
+    def no_memory(*_: Any) -> Tensor:
+        raise OUT_OF_MEMORY["allocator"]
+
+    runner._decode_graphs = DecodeGraphs(replace(state, logits_of=no_memory))
+    runner._mixed_graphs = MixedGraphs(state, 10**6, 64)
+    rows = [PlanRow("a", 0, start, 1, ((),), sample=True) for start in (3, 11)]
+    steps = [runner.submit(StepPlan(1 + i, (row,), repeat=8)) for i, row in enumerate(rows)]
+    assert [step.result().rows[0].token_ids for step in steps] == [
+        tuple(range(5, 13)),
+        tuple(range(13, 21)),
+    ]
+    assert device.take() == []
