@@ -105,6 +105,11 @@ class Decoder:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
+    @property
+    def has_partial(self) -> bool:
+        """Whether a message has arrived in part."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[Any]:
         """The messages that ``data`` completes."""
         buffer = self._buffer
@@ -151,6 +156,11 @@ class _Channel:
     def all_sent(self) -> bool:
         """Whether the other side has everything, or the socket holds it for it."""
         return not self._unsent
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a message has arrived in part."""
+        return self._decoder.has_partial
 
     def log_handler(self) -> logging.Handler:
         """Sends what is logged to the other side."""
@@ -289,6 +299,10 @@ def _run(channel: _Channel, core: EngineCore) -> None:
     while True:
         commands = channel.receive(wait)
         if not commands and not core.has_unfinished and channel.all_sent:
+            if channel.is_receiving:
+                # A command is larger than what the socket holds; its end is on the way.
+                wait = None
+                continue
             # Nobody wants anything. Whoever comes now waits for one capture at most.
             begin = time.monotonic()
             if core.capture_next():

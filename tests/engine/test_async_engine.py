@@ -5,18 +5,20 @@ when somebody leaves, is slow, asks too much, or dies.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from golden_fixtures import GOLDEN, golden_prompts
@@ -24,7 +26,7 @@ from slow_llama import SETTINGS as SLOW
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine_core import LLM, AsyncEngine, EngineConfig, RequestOutput, SamplingParams
-from engine_core.engine import RequestStream
+from engine_core.engine import RequestStream, process
 from engine_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -694,6 +696,134 @@ def test_a_failing_capture_says_why_the_engine_ended(run: Run, captures: Capture
         await engine.close()
 
     run(scene())
+
+
+class FakeCore:
+    """Counts down its steps and captures.
+
+    Attributes:
+        events: what was done, in order.
+        captures: that are still to be made.
+        stats_size: bytes of what it tells after a command.
+    """
+
+    def __init__(self, captures: int, stats_size: int = 0) -> None:
+        self.events: list[str] = []
+        self.captures = captures
+        self.stats_size = stats_size
+        self.num_steps = 0
+        self.num_in_flight = 0
+        self._steps_left = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self._steps_left > 0
+
+    def add(self, steps: int) -> None:
+        self._steps_left = steps
+
+    def abort(self, request_id: str) -> None:
+        self.events.append(f"abort {request_id}")
+
+    def step(self) -> list[Any]:
+        self.events.append("step")
+        self._steps_left -= 1
+        self.num_steps += 1
+        return []
+
+    def stats(self) -> bytes:
+        return bytes(self.stats_size)
+
+    def capture_next(self) -> bool:
+        if self.captures == 0:
+            return False
+        self.captures -= 1
+        self.events.append("capture")
+        return True
+
+
+class ScriptedChannel(process._Channel):
+    """Before each look something comes, or nothing; in the end the other side is gone.
+
+    Attributes:
+        waits: how long each look might take.
+    """
+
+    def __init__(self, arrivals: list[bytes], *, drains_after: int = 0) -> None:
+        """The other side reads before each look but the first ``drains_after``."""
+        ours, self._other = socket.socketpair()
+        super().__init__(ours)
+        self._other.setblocking(False)
+        self._arrivals = arrivals
+        self._drains_after = drains_after
+        self.waits: list[float | None] = []
+
+    def receive(self, wait: float | None) -> list[Any]:
+        if not self._arrivals:
+            raise EOFError
+        self.waits.append(wait)
+        data = self._arrivals.pop(0)
+        if wait is None and not data:
+            raise EOFError  # It would wait for ever.
+        if data:
+            self._other.send(data)
+        if len(self.waits) > self._drains_after:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    self._other.recv(1 << 20)
+        return super().receive(wait)
+
+    def close(self) -> None:
+        self._end.close()
+        self._other.close()
+
+
+ABORT = process.encode(("abort", ["a"]))
+NOTHING = b""
+IDLE = process._IDLE_SECONDS
+
+
+def run_core(channel: ScriptedChannel, core: FakeCore) -> None:
+    with contextlib.closing(channel), pytest.raises(EOFError):
+        process._run(channel, cast(Any, core))
+
+
+def test_an_idle_core_captures_all_there_is_and_then_waits_without_end() -> None:
+    core = FakeCore(captures=2)
+    channel = ScriptedChannel([NOTHING, NOTHING, NOTHING, ABORT, NOTHING, ABORT])
+    run_core(channel, core)
+    # Once nobody has wanted anything for a while, one capture follows the other.
+    assert channel.waits == [IDLE, 0.0, 0.0, None, IDLE, None]
+    assert core.events == ["capture", "capture", "abort a", "abort a"]
+
+
+def test_a_core_captures_when_it_has_been_idle_for_a_while_after_a_request() -> None:
+    core = FakeCore(captures=2)
+    channel = ScriptedChannel([process.encode(("add", [2])), NOTHING, NOTHING, ABORT, NOTHING])
+    run_core(channel, core)
+    assert channel.waits == [IDLE, 0.0, IDLE, 0.0, IDLE]
+    assert core.events == ["step", "step", "capture", "abort a", "capture"]
+
+
+@pytest.mark.parametrize("size", [3, len(ABORT) - 1], ids=["header", "content"])
+def test_nothing_is_captured_between_the_pieces_of_a_command(size: int) -> None:
+    core = FakeCore(captures=1)
+    channel = ScriptedChannel([ABORT[:size], ABORT[size:], NOTHING])
+    run_core(channel, core)
+    assert channel.waits == [IDLE, None, IDLE]
+    assert core.events == ["abort a", "capture"]
+
+
+def test_nothing_is_captured_before_the_other_side_has_everything() -> None:
+    core = FakeCore(captures=1, stats_size=16 << 20)
+    held = ScriptedChannel([ABORT, NOTHING, NOTHING], drains_after=3)
+    run_core(held, core)
+    assert core.events == ["abort a"]
+    core = FakeCore(captures=1, stats_size=16 << 20)
+    read = ScriptedChannel([ABORT, *[NOTHING] * 200])
+    run_core(read, core)
+    assert read.waits[-1] is None
+    assert core.events == ["abort a", "capture"]
 
 
 def test_the_prefix_cache_serves_later_requests_and_is_counted(
