@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 
 from engine_core.checkpoint import resolve_model
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
@@ -247,6 +248,8 @@ class Frontend:
         self._input_processor = input_processor
         self._generation_config = generation_config
         self._finish = finish
+        # By name, what the first request had.
+        self._row_state: dict[str, npt.NDArray[Any]] = {}
         self._states: dict[str, State] = {}
         self._owners: dict[str, tuple[State, Completion]] = {}
         self._drawn_seeds = 0
@@ -399,7 +402,7 @@ class Frontend:
         processed = (
             ProcessedPrompt(prompt.packed)
             if self._input_processor is None
-            else self._input_processor.process(prompt.token_ids)
+            else self._processed(prompt.token_ids)
         )
         arrived = time.monotonic() if arrival_time is None else arrival_time
         state = State(
@@ -421,6 +424,24 @@ class Frontend:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
             state.completions.append(completion)
         return state, requests
+
+    def _processed(self, token_ids: Sequence[int]) -> ProcessedPrompt:
+        """What the input processor makes of a prompt.
+
+        Raises:
+            RequestError: the processor refuses it, or its row state does not fit the dtype and
+                shape that the first request's had.
+        """
+        assert self._input_processor is not None, "there is no processor"
+        processed = self._input_processor.process(token_ids)
+        if not processed.row_state:
+            return processed
+        fitted = {
+            name: _fitted(name, value, self._row_state.get(name))
+            for name, value in processed.row_state.items()
+        }
+        self._row_state = fitted | self._row_state
+        return replace(processed, row_state=fitted)
 
     def keep(self, state: State) -> None:
         """Expect updates for a request."""
@@ -536,6 +557,38 @@ def _seed_of(seed: int, index: int) -> int:
         return seed
     text = f"{seed}#{index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+def _fitted(name: str, value: Any, known: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    """An input processor's row state with the dtype and shape of ``known``, the first request's.
+
+    Numbers of Python are of 64 bits if they are integers, and of 32 if they are not.
+
+    Raises:
+        RequestError: it does not fit, or is no number.
+    """
+    try:
+        given = np.asarray(value)
+        if given.dtype == np.float64 and not isinstance(value, np.ndarray | np.generic):
+            given = given.astype(np.float32)
+        if given.dtype.kind not in "biuf":
+            raise TypeError(f"{given.dtype} are no numbers")
+        if known is None:
+            return given
+        fitted = np.broadcast_to(given, known.shape).astype(known.dtype, casting="same_kind")
+        if given.dtype.kind in "biu" and not np.array_equal(
+            fitted, np.broadcast_to(given, fitted.shape)
+        ):
+            raise OverflowError(f"it does not fit {known.dtype}")
+    except (TypeError, ValueError, OverflowError) as error:
+        wanted = "a number or an array of numbers"
+        if known is not None:
+            wanted = f"{known.dtype} of shape {known.shape} since the first request"
+        raise RequestError(
+            f"the input processor gives row state {name!r} as {value!r}, which must be {wanted}: "
+            f"{error}"
+        ) from error
+    return fitted
 
 
 def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> array[int]:

@@ -198,7 +198,7 @@ def all_to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> l
     pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     host, begin = pinned.numpy(), 0
     for array, gap in zip(arrays, sizes[1::2], strict=True):
-        host[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+        host[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         begin += array.nbytes + gap
     parts = pinned.to(device, non_blocking=True).split(sizes)[::2]
     return [

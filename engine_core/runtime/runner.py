@@ -24,6 +24,7 @@ from engine_core.runtime.graphs import (
     GraphState,
     MixedGraphs,
     MixedStep,
+    largest_step_bytes,
 )
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.memory import CachePlan
@@ -103,8 +104,8 @@ class ModelRunner:
             eos_token_ids: what ``min_tokens`` forbids besides a request's own stop tokens.
             eager: launch every kernel one by one, also where CUDA graphs could be replayed or, on a
                 CPU, recorded steps.
-            capture_at_start: capture now what the first request needs; False if what a row keeps
-                is not known before that request.
+            capture_at_start: capture now what the first greedy request with a short prompt needs;
+                False if what a row keeps is not known before the first request.
             grammar_compiler: makes what guided requests need, at the first of them.
         """
         self.model = model
@@ -158,12 +159,13 @@ class ModelRunner:
                 self._sampler.last_tokens,
                 rows,
                 scheduler_config.max_model_len,
+                largest_step_bytes(model, scheduler_config.max_num_batched_tokens + rows),
             )
             self._decode_graphs = DecodeGraphs(state)
             self._mixed_graphs = MixedGraphs(
                 state,
                 _launch_bound_tokens(model, len(layers)),
-                scheduler_config.max_num_batched_tokens,
+                min(scheduler_config.max_num_batched_tokens, scheduler_config.max_model_len),
             )
             self._name_state()
             if capture_at_start:
@@ -179,7 +181,8 @@ class ModelRunner:
         """Capture one more step that is likely to be needed; a step may be in flight meanwhile.
 
         Returns:
-            False if there is none left, or memory has run out.
+            False if there is none left, or too little memory, if one could not be captured, and
+            before it is known what a row keeps.
         """
         return self._state_known and any(
             graphs is not None and graphs.capture_next()
@@ -455,20 +458,26 @@ class ModelRunner:
         self._state_known = True
 
     def _set_row_state(self, name: str, values: Mapping[int, Any]) -> None:
-        """Write what the family, or the engine, keeps of some rows, by row."""
-        row, value = next(iter(values.items()))
-        first = torch.as_tensor(value)
+        """Write what the family, or the engine, keeps of some rows, by row.
+
+        All of a name's values have the dtype and shape of the first one.
+        """
+        rows = list(values)
+        host = torch.stack([torch.as_tensor(value) for value in values.values()])
         if name not in self._row_state:
-            shape = (self._max_rows, *first.shape)
-            self._row_state[name] = torch.zeros(shape, dtype=first.dtype, device=self.device)
+            shape = (self._max_rows, *host.shape[1:])
+            self._row_state[name] = torch.zeros(shape, dtype=host.dtype, device=self.device)
         state = self._row_state[name]
-        if len(values) == 1 and first.dim() == 0:
+        if host.dim() == 1 and len(rows) == 1:
             # Filled in by a kernel's argument, without a transfer.
-            state[row] = first.item()
+            state[rows[0]] = host[0].item()
             return
-        rows = np.fromiter(values, np.int64, len(values))
-        where, sent = all_to_device([rows, np.array(list(values.values()))], self.device)
-        state[where] = sent.to(state.dtype)
+        # As signed integers of the size: not every dtype is known to numpy and to indexing.
+        bits = _SIGNED.get(state.dtype.itemsize, state.dtype)
+        where, sent = all_to_device(
+            [np.array(rows, dtype=np.int64), host.to(state.dtype).view(bits).numpy()], self.device
+        )
+        state.view(bits)[where] = sent
 
     def _name_state(self) -> None:
         """Tell the graphs what is kept a row and a token."""
@@ -644,6 +653,10 @@ class ModelRunner:
             logits = self._logits(hidden, places).float()
             out[index] = token_logprobs(logits, targets, [count] * len(places))
         return out
+
+
+# By bytes.
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Iterable
 from enum import Enum, auto
 
 from engine_core.cache import BlockKey
@@ -120,10 +121,8 @@ class Request:
 
         try:
             self.token_ids: array[int] = packed_token_ids(prompt.token_ids)
-        except struct.error as error:
-            raise RequestError(
-                f"request {request_id!r}: its tokens must be integers of 64 bits: {error}"
-            ) from None
+        except (struct.error, TypeError):
+            raise RequestError(f"request {request_id!r}: {_wrong_tokens(prompt)}") from None
         self.prompt_len = len(self.token_ids)
         self.limit = max_model_len
         if sampling.max_tokens is not None:
@@ -186,3 +185,15 @@ class Request:
             f"output={self.num_output_tokens}, computed={self.num_computed}, "
             f"in_flight={self.num_in_flight})"
         )
+
+
+def _wrong_tokens(prompt: ProcessedPrompt) -> str:
+    """What is wrong with the tokens that an input processor gave."""
+    if not isinstance(prompt.token_ids, Iterable) or not hasattr(prompt.token_ids, "__len__"):
+        return f"its tokens must be a sequence of integers, got {type(prompt.token_ids).__name__}"
+    for position, token in enumerate(prompt.token_ids):
+        try:
+            struct.pack("q", token)
+        except (struct.error, TypeError):
+            return f"token {token!r} at position {position} is not an integer of 64 bits"
+    return "its tokens must be a sequence of integers"

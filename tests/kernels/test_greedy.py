@@ -62,6 +62,14 @@ def test_kernel(launch_device: str) -> None:
     assert triton.choose_greedy(torch.empty(0, 5, device=launch_device))[0].shape == (0,)
 
 
+def test_kernel_of_thousands_of_rows(launch_device: str) -> None:
+    from engine_core.kernels.greedy import triton
+
+    expected = torch.arange(4100) % 3
+    logits = torch.nn.functional.one_hot(expected, 3).float().to(launch_device)
+    assert triton.choose_greedy(logits)[0].tolist() == expected.tolist()
+
+
 def test_preconditions() -> None:
     with pytest.raises(ValueError, match=r"\(5,\)"):
         choose_greedy(torch.zeros(5))

@@ -234,6 +234,7 @@ def test_arrays_are_sent_together_as_they_are(device: str) -> None:
         np.array([0.1, -2.5e300]),
         np.array([True, False, True]),
         np.arange(40, dtype=np.int8).reshape(2, 4, 5),
+        np.arange(12).reshape(4, 3)[:, 1],
     ]
     sent = all_to_device(arrays, torch.device(device))
     for array_, tensor in zip(arrays, sent, strict=True):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from scheduling import answer, planned, scheduler
 
@@ -547,8 +549,22 @@ def test_a_request_that_could_never_run_is_refused(refused: Request, message: st
 
 @pytest.mark.parametrize("token", [2**63, -(2**63) - 1, 1.0, "1", None])
 def test_tokens_that_are_no_integers_of_64_bits_are_refused(token: Any) -> None:
-    with pytest.raises(RequestError, match="request 'a': its tokens must be integers of 64 bits"):
+    message = f"request 'a': token {token!r} at position 3 is not an integer of 64 bits"
+    with pytest.raises(RequestError, match=re.escape(message)):
         request(tokens=[1, 2, 3, token])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (np.array([[1, 2, 3]]), r"token array\(\[1, 2, 3\]\) at position 0 is not an integer"),
+        (iter([1, 2, 3]), "must be a sequence of integers, got list_iterator"),
+    ],
+    ids=["rows", "iterator"],
+)
+def test_tokens_that_are_no_sequence_of_integers_are_refused(tokens: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Request("a", ProcessedPrompt(tokens), SamplingParams(), arrival_time=0.0, max_model_len=64)
 
 
 def test_ids_are_unique_among_the_unfinished() -> None:

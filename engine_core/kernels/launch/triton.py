@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Work is split over programs only where there are too few for every multiprocessor, so no launch
-# needs more counts than a GPU has multiprocessors, times a few.
-_MAX_ARRIVALS = 4096
+# Of an arrival count's tensor at least: more than most launches need, so that they share one.
+_LEAST_ARRIVALS = 4096
 
 
 @triton.jit
@@ -84,17 +83,16 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
 
 
 def arrival_counts(device: torch.device, count: int) -> Tensor:
-    """``[>= count]`` int32 zeros for :func:`arrives_last`, one tensor a stream.
+    """``[>= count]`` int32 zeros for :func:`arrives_last`, of this stream alone.
 
     Launches on one stream follow each other, and each leaves the counts as it found them. The first
-    call on a stream must not be inside a graph capture.
+    call on a stream, and the first for so many, must not be inside a graph capture.
     """
-    assert count <= _MAX_ARRIVALS, f"{count} tiles are split, at most {_MAX_ARRIVALS} can be"
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _arrival_counts(device, stream)
+    return _arrival_counts(device, stream, max(_LEAST_ARRIVALS, triton.next_power_of_2(count)))
 
 
 @functools.cache
-def _arrival_counts(device: torch.device, stream: int) -> Tensor:
+def _arrival_counts(device: torch.device, stream: int, count: int) -> Tensor:
     del stream
-    return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
+    return torch.zeros(count, dtype=torch.int32, device=device)
