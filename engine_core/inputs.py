@@ -36,7 +36,8 @@ class ProcessedPrompt:
     Attributes:
         token_ids: the prompt's tokens; what :func:`packed_token_ids` gives takes the least time.
         row_state: named values that hold for the whole request; each becomes a row of a device
-            tensor ``[max_num_seqs, ...]``. ``prompt_len`` is built in.
+            tensor ``[max_num_seqs, ...]``. Numbers, plain sequences or numpy arrays, that fit the
+            dtype and shape of the first request's. ``prompt_len`` is built in.
         token_state: named integer arrays ``[k, prompt_len]``, sliced for each prefill chunk.
         atomic_spans: half-open ranges of prompt positions that are never split over two chunks;
             a cache block that overlaps one is hashed with the whole span.
