@@ -12,10 +12,12 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from engine_core.errors import OptionError
 from engine_core.kernels import choose_greedy, decode_inputs, sample_tokens
 from engine_core.kernels.sampling import Adjustments, SamplingState
+from engine_core.nn.embedding import VocabularySplit
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 
@@ -57,9 +59,9 @@ class Captured:
     status: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GraphState:
-    """What captured steps share with the runner.
+    """What captured steps share with the runner, and with each other.
 
     Attributes:
         logits_of: runs the model on a context and gives the logits, ``[S, V]``, of the tokens at
@@ -70,7 +72,10 @@ class GraphState:
             is that of padding.
         max_rows: sequences at once.
         max_model_len: bounds the lengths that attention is captured for.
-        uncaptured: keys of the steps for whose graphs there was no memory.
+        step_bytes: what the activations of the largest step take. Where less memory is free,
+            nothing is captured before it is needed.
+        uncaptured: keys of the steps that could not be captured; they are not tried again.
+        ahead: whether steps are captured before they are needed: until one could not be.
     """
 
     logits_of: Callable[[StepContext, Tensor | None], Tensor]
@@ -79,7 +84,37 @@ class GraphState:
     last_tokens: Tensor
     max_rows: int
     max_model_len: int
+    step_bytes: int
     uncaptured: set[Hashable] = field(default_factory=set)
+    ahead: bool = True
+
+
+def largest_step_bytes(model: nn.Module, tokens: int) -> int:
+    """About how many bytes the activations of a step of ``tokens`` tokens take.
+
+    What the widest linear gives, twice, as something is made of it before it is freed. Narrower
+    ones before and after it use the same memory. Embeddings do not count, nor heads, which give the
+    logits of a few tokens alone.
+    """
+    embeddings = {
+        param
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | VocabularySplit)
+        for param in module.parameters(recurse=False)
+    }
+    vocabularies = {param.shape[0] for param in embeddings}
+    widths = [
+        param.shape[-2] * param.element_size()
+        for param in model.parameters()
+        if param.dim() >= 2 and param.shape[-2] not in vocabularies
+    ]
+    return 2 * tokens * max(widths, default=0)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that a step can take: what no process has, and what PyTorch keeps for later use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class _RowState(Mapping[str, Tensor]):
@@ -103,7 +138,7 @@ class _Graphs(ABC, Generic[_Key, _Graph]):
     """What the two kinds of captured steps have in common.
 
     A graph is captured when a step first needs it, if it was not before. A step for whose graph
-    there is no memory runs without one.
+    there is no memory runs without one, from then on.
     """
 
     def __init__(self, state: GraphState, at_start: Sequence[_Key], later: Sequence[_Key]) -> None:
@@ -136,41 +171,80 @@ class _Graphs(ABC, Generic[_Key, _Graph]):
             self._graphs.clear()
 
     def capture_at_start(self) -> None:
-        """Capture what the first request needs.
+        """Capture what the first greedy request with a short prompt needs.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory for it.
+            OptionError: there is no memory for it, or the model cannot be captured.
         """
         for key in self._at_start:
-            self._graphs[key] = self._make(key)
+            try:
+                self._graphs[key] = self._make(key)
+            except Exception as error:
+                raise OptionError(self._reason(key, error)) from error
 
     def capture_next(self) -> bool:
         """Capture one more step that is likely to be needed.
 
         Returns:
-            False if there is none left, or memory has run out.
+            False if there is none left, or too little memory, or one could not be captured.
         """
-        if self._state.uncaptured:
-            return False
         key = next((key for key in self._expected if key not in self._graphs), None)
-        return key is not None and self._get(key) is not None
+        if key is None or not self._state.ahead:
+            return False
+        free = _free_memory(self._device)
+        if free < self._state.step_bytes:
+            self._state.ahead = False
+            logger.warning(
+                "%d MiB of GPU memory are free, and the largest step takes about %d: no more CUDA "
+                "graphs are captured before they are needed; set kv_cache_memory lower to leave "
+                "more",
+                free >> 20,
+                self._state.step_bytes >> 20,
+            )
+            return False
+        try:
+            self._graphs[key] = self._make(key)
+        except Exception as error:
+            self._give_up(key, error)
+            return False
+        return True
 
     def _get(self, key: _Key) -> _Graph | None:
-        """The graph of a step, captured now if need be; None if there is no memory for it."""
+        """The graph of a step, captured now if need be; None if there is no memory for it.
+
+        Raises:
+            RuntimeError: it cannot be captured for another reason.
+        """
         if key not in self._graphs and key not in self._state.uncaptured:
             try:
                 self._graphs[key] = self._make(key)
-            except RuntimeError as error:
+            except Exception as error:
                 if not _is_out_of_memory(error):
-                    raise
-                self._state.uncaptured.add(key)
-                logger.warning(
-                    "no memory to capture %s as a CUDA graph: such a step launches its kernels one "
-                    "by one, which is slower, and nothing more is captured before it is needed; "
-                    "set kv_cache_memory lower to leave more",
-                    self._describe(key),
-                )
+                    raise RuntimeError(self._reason(key, error)) from error
+                self._give_up(key, error)
         return self._graphs.get(key)
+
+    def _give_up(self, key: _Key, error: Exception) -> None:
+        """Have the step of this key run without a graph from now on."""
+        self._state.uncaptured.add(key)
+        self._state.ahead = False
+        logger.warning(
+            "%s. From now on such a step launches its kernels one by one, which is slower, and "
+            "nothing more is captured before it is needed",
+            self._reason(key, error),
+        )
+
+    def _reason(self, key: _Key, error: Exception) -> str:
+        """Why the step of this key was not captured, and what to do."""
+        if _is_out_of_memory(error):
+            return (
+                f"no memory to capture {self._describe(key)} as a CUDA graph; set kv_cache_memory "
+                "lower to leave more"
+            )
+        return (
+            f"{self._describe(key)} could not be captured as a CUDA graph: {type(error).__name__}: "
+            f"{error}; with eager=True (--eager) nothing is captured"
+        )
 
     @abstractmethod
     def _make(self, key: _Key) -> _Graph:
@@ -188,16 +262,24 @@ class _Graphs(ABC, Generic[_Key, _Graph]):
             with torch.cuda.stream(self._stream):
                 # Compiles and tunes what a capture must not.
                 step()
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                # Other threads of the user's process may use CUDA meanwhile.
+                with torch.cuda.graph(
+                    graph,
+                    pool=self._pool,
+                    stream=self._stream,
+                    capture_error_mode="thread_local",
+                ):
                     results = step()
         finally:
             current.wait_stream(self._stream)
         return Captured(graph, *results)
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     """Whether PyTorch's allocator, the CUDA runtime or Triton says that memory has run out."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    )
 
 
 class DecodeGraphs(_Graphs[tuple[int, Choice], Captured]):
@@ -213,13 +295,22 @@ class DecodeGraphs(_Graphs[tuple[int, Choice], Captured]):
         """Nothing is captured yet."""
         rows = state.max_rows
         self._buckets = [size for size in _BUCKETS if size < rows] + [rows]
-        greedy = [(bucket, Choice.GREEDY) for bucket in self._buckets]
+        smallest, largest = self._buckets[0], self._buckets[-1]
         super().__init__(
             state,
-            # The largest before all others, which reuse its memory.
-            at_start=[greedy[-1], greedy[0]],
-            # A request by itself first, and the kernels with which tokens are drawn at random.
-            later=[(self._buckets[0], Choice.RANDOM), *greedy],
+            # The largest of a kind before all others, which reuse its memory.
+            at_start=[(largest, Choice.GREEDY), (smallest, Choice.GREEDY)],
+            # A request by itself, and the kernels with which tokens are drawn at random, come even
+            # before that.
+            later=[
+                (smallest, Choice.RANDOM),
+                (largest, Choice.RANDOM),
+                *(
+                    (bucket, choice)
+                    for bucket in self._buckets
+                    for choice in (Choice.GREEDY, Choice.RANDOM)
+                ),
+            ],
         )
         # Row numbers, then positions: what the host writes before the first replay of a plan.
         self._static = torch.full((2, rows), -1, dtype=torch.int64, device=self._device)
@@ -280,7 +371,8 @@ class DecodeGraphs(_Graphs[tuple[int, Choice], Captured]):
         return self._capture(lambda: self._step(*key))
 
     def _describe(self, key: tuple[int, Choice]) -> str:
-        return f"a decode step of up to {key[0]} rows"
+        bucket, choice = key
+        return f"a decode step of up to {bucket} rows ({choice.name.lower()} choice)"
 
     def _step(self, bucket: int, choice: Choice) -> tuple[Tensor | None, Tensor, Tensor]:
         rows, positions = self._static[:, :bucket]
@@ -356,9 +448,12 @@ class MixedStep:
 # are captured the device has time for padding.
 _DECODE_ROWS = (0, 32, 256, 512)
 _PREFILL_ROWS = (1, 8, 32)
-# Tokens of prompts that come alone. They are captured before they are needed, for the sake of the
-# first of each size.
-_SINGLE_PROMPTS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def _chunk_bucket(tokens: int) -> int:
+    """At least ``tokens``: multiples of 64, from 256 on powers of two and half-way points."""
+    grain = max(64, 1 << max(0, (tokens - 1).bit_length() - 2))
+    return -(-tokens // grain) * grain
 
 
 class MixedGraphs(_Graphs[tuple[int, int, int], tuple[Captured, Tensor]]):
@@ -375,11 +470,13 @@ class MixedGraphs(_Graphs[tuple[int, int, int], tuple[Captured, Tensor]]):
             state: what is shared with the runner.
             max_tokens: in a step of more the device is the slower one, and a graph's padding would
                 only add to its work.
-            max_chunk: tokens of a prompt that are computed in one step.
+            max_chunk: tokens of a prompt that are computed in one step. Prompts that come alone are
+                captured before they are needed, for the sake of the first of each size.
         """
-        prompts = [
-            (tokens, 0, 1) for tokens in _SINGLE_PROMPTS if tokens <= min(max_chunk, max_tokens)
-        ]
+        sizes = [0]
+        while sizes[-1] < max_chunk:
+            sizes.append(_chunk_bucket(sizes[-1] + 1))
+        prompts = [(tokens, 0, 1) for tokens in sizes[1:] if tokens <= max_tokens]
         # The largest of the others first: what comes after reuses its memory.
         super().__init__(state, at_start=prompts[:1], later=prompts[:0:-1])
         self._max_tokens = max_tokens
@@ -421,10 +518,7 @@ class MixedGraphs(_Graphs[tuple[int, int, int], tuple[Captured, Tensor]]):
         prefill = next((size for size in _PREFILL_ROWS if size >= num_prefill), None)
         if decode is None or prefill is None:
             return None
-        chunks = len(step.token_ids) - step.num_decode_rows
-        # Powers of two and the half-way points between them.
-        grain = max(64, 1 << max(0, (chunks - 1).bit_length() - 2))
-        tokens = decode + -(-chunks // grain) * grain
+        tokens = decode + _chunk_bucket(len(step.token_ids) - step.num_decode_rows)
         return (tokens, decode, prefill) if tokens <= self._max_tokens else None
 
     def _sizes(self, key: tuple[int, int, int]) -> dict[str, int]:

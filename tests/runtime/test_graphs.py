@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,9 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
+from engine_core.errors import OptionError
 from engine_core.inputs import ProcessedPrompt
+from engine_core.nn import Embedding
 from engine_core.runtime.block_tables import BlockTables
-from engine_core.runtime.graphs import Choice, DecodeGraphs, GraphState, MixedGraphs, MixedStep
+from engine_core.runtime.graphs import (
+    Choice,
+    DecodeGraphs,
+    GraphState,
+    MixedGraphs,
+    MixedStep,
+    largest_step_bytes,
+)
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.runner import ModelRunner
 from engine_core.runtime.sampler import Sampler
@@ -39,6 +49,10 @@ class Device:
         captured: tokens and decode rows of each step that was captured, in order.
         failure: what is raised in the middle of a capture.
         outside: the same before it, where the step is run once.
+        free: bytes that no process has.
+        reserved: bytes that PyTorch's allocator has.
+        allocated: bytes of these that are in tensors.
+        modes: what of other threads' work makes a capture fail, of each.
     """
 
     def __init__(self) -> None:
@@ -46,6 +60,8 @@ class Device:
         self.failure: Exception | None = None
         self.outside: Exception | None = None
         self.capturing = False
+        self.free, self.reserved, self.allocated = 1000, 0, 0
+        self.modes: set[str] = set()
 
     def logits(self, context: StepContext, places: Tensor | None) -> Tensor:
         tokens = context.input_ids.shape[1]
@@ -57,7 +73,8 @@ class Device:
         return torch.zeros(tokens if places is None else len(places), VOCAB)
 
     @contextlib.contextmanager
-    def graph(self, *_: Any, **__: Any) -> Iterator[None]:
+    def graph(self, *_: Any, capture_error_mode: str = "global", **__: Any) -> Iterator[None]:
+        self.modes.add(capture_error_mode)
         self.capturing = True
         try:
             yield
@@ -92,6 +109,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", device.graph)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (device.free, 10**6))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: device.reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: device.allocated)
     return device
 
 
@@ -101,7 +121,7 @@ def state(device: Device) -> GraphState:
     sampler = Sampler(ROWS + 1, cpu)
     tables = [BlockTables(ROWS, MAX_MODEL_LEN // 16, 16, cpu)]
     return GraphState(
-        device.logits, lambda: sampler.state, tables, sampler.last_tokens, ROWS, MAX_MODEL_LEN
+        device.logits, lambda: sampler.state, tables, sampler.last_tokens, ROWS, MAX_MODEL_LEN, 1000
     )
 
 
@@ -134,12 +154,23 @@ def test_decode_steps_of_the_largest_batch_come_first_and_the_others_one_by_one(
     each = []
     while graphs.capture_next():
         each.append(device.take())
-    # The first is another graph of one row, which chooses at random.
-    assert each == [[(1, 1)], [(2, 2)], [(4, 4)], [(8, 8)], [(16, 16)]]
-    assert graphs.begin(*rows(1), Choice.RANDOM) is not None
+    # Random choice for one row and for the largest batch, and then both kinds of each.
+    smaller = [(size, size) for size in (2, 4, 8, 16) for _ in range(2)]
+    assert each == [[size] for size in [(1, 1), (20, 20), *smaller]]
     for count in range(1, ROWS + 1):
-        assert graphs.begin(*rows(count)) is not None
+        for choice in (Choice.GREEDY, Choice.RANDOM):
+            assert graphs.begin(*rows(count), choice) is not None
     assert device.take() == []
+    # Penalties, biases and bans are captured only when they are asked for.
+    assert graphs.begin(*rows(1), Choice.ADJUSTED) is not None
+    assert device.take() == [(1, 1)]
+
+
+def test_other_threads_may_use_the_device_beside_a_capture(
+    device: Device, state: GraphState
+) -> None:
+    DecodeGraphs(state).capture_at_start()
+    assert device.modes == {"thread_local"}
 
 
 def test_what_was_needed_meanwhile_is_not_captured_again(device: Device, state: GraphState) -> None:
@@ -149,12 +180,13 @@ def test_what_was_needed_meanwhile_is_not_captured_again(device: Device, state: 
     assert device.take() == [(20, 20), (1, 1), (4, 4)]
     while graphs.capture_next():
         pass
-    assert device.take() == [(1, 1), (2, 2), (8, 8), (16, 16)]
+    both = [(size, size) for size in (8, 16) for _ in range(2)]
+    assert device.take() == [(1, 1), (20, 20), (2, 2), (2, 2), (4, 4), *both]
 
 
 def test_one_row_at_a_time_has_few_graphs(device: Device, state: GraphState) -> None:
     graphs = DecodeGraphs(
-        GraphState(state.logits_of, state.sampling, state.tables, state.last_tokens, 1, 64)
+        GraphState(state.logits_of, state.sampling, state.tables, state.last_tokens, 1, 64, 0)
     )
     graphs.capture_at_start()
     assert graphs.capture_next()
@@ -165,12 +197,15 @@ def test_one_row_at_a_time_has_few_graphs(device: Device, state: GraphState) -> 
 @pytest.mark.parametrize(
     ("max_tokens", "max_chunk", "start", "later"),
     [
-        (10**6, 8192, [64], [4096, 2048, 1024, 512, 256, 128]),
-        (10**6, 512, [64], [512, 256, 128]),
+        (10**6, 2048, [64], [2048, 1536, 1024, 768, 512, 384, 256, 192, 128]),
+        # The size that holds the longest chunk.
+        (10**6, 1100, [64], [1536, 1024, 768, 512, 384, 256, 192, 128]),
+        (10**6, 160, [64], [192, 128]),
         # A larger step takes the device longer than the launch of its kernels.
-        (300, 8192, [64], [256, 128]),
+        (300, 8192, [64], [256, 192, 128]),
         (10**6, 64, [64], []),
-        (10**6, 8, [], []),
+        (10**6, 8, [64], []),
+        (63, 8192, [], []),
     ],
 )
 def test_a_short_prompt_comes_first_and_longer_ones_after_it(
@@ -187,13 +222,9 @@ def test_a_short_prompt_comes_first_and_longer_ones_after_it(
     while graphs.capture_next():
         pass
     assert device.take() == [(tokens, 0) for tokens in later]
-    for tokens in start + later:
+    for tokens in range(1, min(max_chunk, max([0, *start, *later])) + 1):
         assert graphs.begin(prompt(tokens)) is not None
     assert device.take() == []
-    # Between 128 and 256 there is a size of which nothing was captured.
-    if max_tokens >= 192:
-        assert graphs.begin(prompt(129)) is not None
-        assert device.take() == [(192, 0)]
 
 
 OUT_OF_MEMORY = {
@@ -261,21 +292,76 @@ def test_without_memory_for_the_first_request_there_is_no_start(
     device: Device, state: GraphState
 ) -> None:
     device.failure = OUT_OF_MEMORY["allocator"]
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(OptionError, match=r"20 rows .*set kv_cache_memory lower to leave more"):
         DecodeGraphs(state).capture_at_start()
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(OptionError, match=r"64 tokens .*set kv_cache_memory lower to leave more"):
         MixedGraphs(state, 10**6, 8192).capture_at_start()
 
 
 def test_another_failure_is_not_taken_for_a_lack_of_memory(
-    device: Device, state: GraphState
+    device: Device, state: GraphState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    graphs = DecodeGraphs(state)
-    device.failure = RuntimeError("operation not permitted when stream is capturing")
-    with pytest.raises(RuntimeError, match="not permitted"):
-        graphs.begin(*rows(4))
-    with pytest.raises(RuntimeError, match="not permitted"):
-        graphs.capture_next()
+    decode, mixed = DecodeGraphs(state), MixedGraphs(state, 10**6, 8192)
+    device.failure = ValueError("operation not permitted when stream is capturing")
+    said = (
+        "could not be captured as a CUDA graph: ValueError: operation not permitted when stream is "
+        "capturing; with eager=True (--eager) nothing is captured"
+    )
+    with pytest.raises(OptionError, match=re.escape(f"20 rows (greedy choice) {said}")):
+        decode.capture_at_start()
+    with pytest.raises(RuntimeError, match=re.escape(f"4 rows (random choice) {said}")):
+        decode.begin(*rows(4), Choice.RANDOM)
+    with pytest.raises(RuntimeError, match=re.escape(f"512 tokens with prompts among them {said}")):
+        mixed.begin(prompt(500))
+    # What nobody has asked for yet is left alone, and with it the rest.
+    assert caplog.records == []
+    assert not decode.capture_next()
+    (record,) = caplog.records
+    assert f"20 rows (greedy choice) {said}" in record.getMessage()
+    device.failure = None
+    assert not decode.capture_next()
+    assert not mixed.capture_next()
+    assert decode.begin(*rows(20)) is None
+    assert decode.begin(*rows(4)) is not None
+    assert mixed.begin(prompt(500)) is not None
+    assert device.take() == [(4, 4), (512, 0)]
+    assert len(caplog.records) == 1
+
+
+def test_nothing_is_captured_ahead_with_less_memory_than_a_step_needs(
+    device: Device, state: GraphState, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode, mixed = DecodeGraphs(state), MixedGraphs(state, 10**6, 8192)
+    # What PyTorch keeps for later use counts, what is in tensors does not.
+    device.free, device.reserved, device.allocated = 400, 900, 300
+    assert decode.capture_next()
+    assert mixed.capture_next()
+    assert caplog.records == []
+    device.take()
+    device.allocated = 301
+    for _ in range(2):
+        assert not decode.capture_next()
+        assert not mixed.capture_next()
+    assert device.take() == []
+    (record,) = caplog.records
+    assert "set kv_cache_memory lower to leave more" in record.getMessage()
+    # What is needed is captured.
+    assert decode.begin(*rows(4)) is not None
+    assert mixed.begin(prompt(200)) is not None
+    assert device.take() == [(4, 4), (256, 0)]
+
+
+def test_a_step_takes_twice_its_widest_activation() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = Embedding(1000, 8, torch.bfloat16, None)
+            self.up = nn.Linear(8, 48, dtype=torch.bfloat16)
+            self.down = nn.Linear(48, 8, dtype=torch.bfloat16)
+            self.head = nn.Linear(8, 1000, dtype=torch.bfloat16)
+
+    assert largest_step_bytes(Model(), 100) == 100 * 48 * 2 * 2
+    assert largest_step_bytes(nn.Embedding(10, 4), 100) == 0
 
 
 def test_other_row_state_has_everything_captured_anew(device: Device, state: GraphState) -> None:
@@ -283,11 +369,11 @@ def test_other_row_state_has_everything_captured_anew(device: Device, state: Gra
     graphs.capture_at_start()
     while graphs.capture_next():
         pass
-    assert device.take() == [(64, 0), (256, 0), (128, 0)]
+    assert device.take() == [(64, 0), (256, 0), (192, 0), (128, 0)]
     graphs.set_state({"prompt_len": torch.zeros(ROWS + 1, dtype=torch.int64)}, {})
     while graphs.capture_next():
         pass
-    assert device.take() == [(64, 0), (256, 0), (128, 0)]
+    assert device.take() == [(64, 0), (256, 0), (192, 0), (128, 0)]
     graphs.set_state({"prompt_len": torch.ones(ROWS + 1, dtype=torch.int64)}, {})
     assert not graphs.capture_next()
 
