@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from golden_fixtures import (
 )
 
 from engine_core import LLM, AsyncEngine, EngineConfig, SamplingParams
+from engine_core.errors import EngineDeadError
 from engine_core.runtime import graphs
 from engine_core.runtime.graphs import Choice
 from engine_core.steps import StepPlan
@@ -211,9 +215,12 @@ def test_stopping_late_loses_and_adds_nothing() -> None:
 
 PLAIN = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 AT_START = {(20, Choice.GREEDY), (1, Choice.GREEDY)}
-DECODE = AT_START | {(1, Choice.RANDOM)} | {(rows, Choice.GREEDY) for rows in (2, 4, 8, 16)}
+DECODE = {
+    (rows, choice) for rows in (1, 2, 4, 8, 16, 20) for choice in (Choice.GREEDY, Choice.RANDOM)
+}
 PROMPT_AT_START = {(64, 0, 1)}
-PROMPTS = PROMPT_AT_START | {(tokens, 0, 1) for tokens in (128, 256, 512, 1024, 2048)}
+# Up to the size that holds the longest prompt, which has 160 tokens.
+PROMPTS = PROMPT_AT_START | {(tokens, 0, 1) for tokens in (128, 192)}
 
 
 def captured(llm: LLM) -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -274,6 +281,9 @@ def test_smaller_batches_reuse_the_memory_of_the_largest() -> None:
         return torch.cuda.memory_reserved()
 
     with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
+        # Random choice, for one row and for the largest batch.
+        for _ in range(2):
+            assert llm.engine.core.capture_next()
         before = reserved()
         while len(captured(llm)[0]) < len(DECODE):
             assert llm.engine.core.capture_next()
@@ -384,3 +394,58 @@ def test_without_memory_for_graphs_the_tokens_are_the_same(
         outputs = llm.generate(prompts, params)
         assert [output.outputs[0].token_ids for output in outputs] == expected
         llm.engine.scheduler.check()
+
+
+def test_a_capture_that_fails_ahead_leaves_the_engine_alive_and_one_by_need_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = golden_prompts("llama-gqa")[2]
+    choose = graphs.sample_tokens
+
+    def fail(*args: Any, **more: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("not while a stream is capturing")
+        return choose(*args, **more)
+
+    said = (
+        r"\(random choice\) could not be captured as a CUDA graph: ValueError: not while a stream"
+    )
+    random = SamplingParams(seed=1, max_tokens=4, ignore_eos=True)
+    with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(graphs, "sample_tokens", fail)
+            llm.warmup()
+        assert re.search(said, caplog.text)
+        check_tokens(llm, "llama-gqa")
+        llm.generate(prompt.input_ids, random)
+        with monkeypatch.context() as patch:
+            patch.setattr(graphs, "sample_tokens", fail)
+            with pytest.raises(EngineDeadError, match=said + ".*eager=True"):
+                llm.generate([prompt.input_ids] * 5, random)
+
+
+def test_another_thread_may_use_the_device_beside_captures() -> None:
+    ended = threading.Event()
+
+    def work() -> int:
+        count = 0
+        while not ended.is_set():
+            count += 1
+            # Of another size each time, so that memory is asked of the device.
+            assert torch.ones(count << 20, device="cuda").sum().item() == count << 20
+            count %= 64
+        return count
+
+    with (
+        golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        working = pool.submit(work)
+        try:
+            llm.warmup()
+        finally:
+            ended.set()
+        working.result()
+        decode, mixed = captured(llm)
+        assert (set(decode), set(mixed)) == (DECODE, PROMPTS)
+        check_tokens(llm, "llama-gqa")
