@@ -165,7 +165,7 @@ class EngineCore:
         was not before.
 
         Returns:
-            False if there is none left, or memory has run out.
+            False if there is none left, too little memory for more, or one could not be captured.
 
         Raises:
             EngineDeadError: the model failed; every request is lost.

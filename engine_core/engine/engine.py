@@ -172,15 +172,20 @@ class Engine:
         return outputs
 
     def warmup(self) -> None:
-        """Capture now what would be captured as a CUDA graph when it is first needed.
+        """Capture now the likely ones of what is captured as a CUDA graph when it is first needed.
 
         Without it a request may wait for that, a fraction of a second each time, or seconds where
-        kernels are to be compiled. These are greedy decode steps of every size of batch, random
-        choice for one row, and prompts that come alone; the sizes of other steps with prompts are
-        found out as they come, and random choice in larger batches when it is asked for. With an
-        input processor it does nothing before the first request; on a CPU, with ``eager`` or with
-        several ranks there is nothing to do. An interrupt (SIGINT) that comes meanwhile takes
-        effect at the end of a capture, a second one at once.
+        kernels are to be compiled. Captured at the start is what a greedy request with a prompt of
+        up to 64 tokens needs by itself; here follow decode steps of every size of batch, greedy and
+        random, and prompts that come alone. Still captured when they are needed are steps with
+        several prompts or with prompts beside decodes, and decode steps with penalties, biases or
+        bans.
+
+        It ends, with a warning in the log, where less memory is free than the largest step takes,
+        or if a capture fails. With an input processor it does nothing before the first request. On
+        a CPU, with ``eager``, with several ranks, and for a model without ``support_cuda_graph``
+        there is nothing to do. An interrupt (SIGINT) that comes meanwhile takes effect at the end
+        of a capture, a second one at once.
 
         Raises:
             EngineDeadError: the model failed, or the engine has stopped.

@@ -98,9 +98,11 @@ class LLM:
         return self.engine.default_sampling_params(**given)
 
     def warmup(self) -> None:
-        """Capture now what would be captured as a CUDA graph when it is first needed.
+        """Capture now the likely ones of what is captured as a CUDA graph when it is first needed.
 
-        For when no later call is to wait for it; see :meth:`Engine.warmup`.
+        These are decode steps, greedy or random, and prompts that come alone, which no later call
+        then waits for. Other steps are still captured when they are needed; see
+        :meth:`Engine.warmup`.
 
         Raises:
             EngineDeadError: the model failed, or was closed.

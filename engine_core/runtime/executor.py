@@ -63,7 +63,7 @@ class Executor(Protocol):
         """Capture one more step that is likely to be needed as a CUDA graph.
 
         Returns:
-            False if there is none left, or memory has run out.
+            False if there is none left, too little memory for more, or one could not be captured.
         """
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
