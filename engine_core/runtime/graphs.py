@@ -174,13 +174,15 @@ class _Graphs(ABC, Generic[_Key, _Graph]):
         """Capture what the first greedy request with a short prompt needs.
 
         Raises:
-            OptionError: there is no memory for it, or the model cannot be captured.
+            OptionError: there is no memory for it.
+            RuntimeError: it cannot be captured for another reason.
         """
         for key in self._at_start:
             try:
                 self._graphs[key] = self._make(key)
             except Exception as error:
-                raise OptionError(self._reason(key, error)) from error
+                kind = OptionError if _is_out_of_memory(error) else RuntimeError
+                raise kind(self._reason(key, error)) from error
 
     def capture_next(self) -> bool:
         """Capture one more step that is likely to be needed.
