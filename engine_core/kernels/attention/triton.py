@@ -547,16 +547,15 @@ def _decode_tile(dims: int, float32: bool, num_programs: int, device: torch.devi
     return _DecodeTile(32, 1, 2, 4 if num_programs < 128 else 8)
 
 
-def _num_splits(num_programs: int, max_kv_len: int, tile: _DecodeTile, device: torch.device) -> int:
-    """Splits of a row at most, where so many programs would be without any.
+def _num_splits(num_programs: int, wanted: int, max_kv_len: int, block_n: int) -> int:
+    """Splits of a row at most, where without any there are ``num_programs`` of those ``wanted``.
 
     Half as many again as rows of equal length need to give every multiprocessor its programs: of
     unequal ones the longest have more splits than the others.
     """
-    wanted = tile.programs * num_multiprocessors(device)
     if wanted <= num_programs:
         return 1
-    longest = triton.cdiv(max_kv_len, max(tile.block_n, _MIN_SPLIT))
+    longest = triton.cdiv(max_kv_len, max(block_n, _MIN_SPLIT))
     most = triton.cdiv(3 * wanted, 2 * num_programs)
     return max(1, min(int(most), int(longest), _MAX_SPLITS))
 
@@ -637,9 +636,11 @@ def paged_attention(
         return
     if num_decode_rows:
         block_g = min(64, max(16, triton.next_power_of_2(group_size)))
-        programs = num_decode_rows * num_kv_heads * triton.cdiv(group_size, block_g)
+        head_tiles = num_kv_heads * triton.cdiv(group_size, block_g)
+        programs = num_decode_rows * head_tiles
         tile = _decode_tile(max(block_d, block_dv), float32, programs, q.device)
-        num_splits = _num_splits(programs, max_kv_len, tile, q.device)
+        wanted = tile.programs * num_multiprocessors(q.device)
+        num_splits = _num_splits(programs, wanted, max_kv_len, tile.block_n)
         partial = lse = arrivals = None
         if num_splits > 1:
             shape = (num_decode_rows, num_splits, num_heads)
@@ -651,7 +652,6 @@ def paged_attention(
         merged_heads = max(
             1, min(merged_heads, 2048 * tile.num_warps // (_MERGED_SPLITS * block_dv))
         )
-        head_tiles = num_kv_heads * triton.cdiv(group_size, block_g)
         grid = (head_tiles, num_decode_rows, num_splits)
         _decode_kernel[grid](
             out,
@@ -669,7 +669,7 @@ def paged_attention(
             num_decode_rows,
             window or 0,
             num_splits,
-            max(1, tile.programs * num_multiprocessors(q.device) // head_tiles),
+            max(1, wanted // head_tiles),
             *strides,
             **constants,
             BLOCK_G=block_g,
