@@ -399,11 +399,7 @@ class Frontend:
             request_id = f"request-{serial}"
         if request_id in self._states:
             raise RequestError(f"there is already a request {request_id!r}; choose another id")
-        processed = (
-            ProcessedPrompt(prompt.packed)
-            if self._input_processor is None
-            else self._processed(prompt.token_ids)
-        )
+        processed = self._processed(prompt)
         arrived = time.monotonic() if arrival_time is None else arrival_time
         state = State(
             request_id, prompt.text, prompt.token_ids, arrived, streaming, unfinished=params.n
@@ -425,15 +421,16 @@ class Frontend:
             state.completions.append(completion)
         return state, requests
 
-    def _processed(self, token_ids: Sequence[int]) -> ProcessedPrompt:
-        """What the input processor makes of a prompt.
+    def _processed(self, prompt: TokenizedPrompt) -> ProcessedPrompt:
+        """What the input processor, if there is one, makes of a prompt.
 
         Raises:
             RequestError: the processor refuses it, or its row state does not fit the dtype and
                 shape that the first request's had.
         """
-        assert self._input_processor is not None, "there is no processor"
-        processed = self._input_processor.process(token_ids)
+        if self._input_processor is None:
+            return ProcessedPrompt(prompt.packed)
+        processed = self._input_processor.process(prompt.token_ids)
         if not processed.row_state:
             return processed
         fitted = {
@@ -575,10 +572,9 @@ def _fitted(name: str, value: Any, known: npt.NDArray[Any] | None) -> npt.NDArra
             raise TypeError(f"{given.dtype} are no numbers")
         if known is None:
             return given
-        fitted = np.broadcast_to(given, known.shape).astype(known.dtype, casting="same_kind")
-        if given.dtype.kind in "biu" and not np.array_equal(
-            fitted, np.broadcast_to(given, fitted.shape)
-        ):
+        spread = np.broadcast_to(given, known.shape)
+        fitted = spread.astype(known.dtype, casting="same_kind")
+        if given.dtype.kind in "biu" and not np.array_equal(fitted, spread):
             raise OverflowError(f"it does not fit {known.dtype}")
     except (TypeError, ValueError, OverflowError) as error:
         wanted = "a number or an array of numbers"

@@ -35,6 +35,9 @@ from engine_core.runtime.swap import SwapSpace
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 from engine_core.steps import Admission, RowResult, StepPlan, StepResult, TokenLogprobs
 
+# Signed integers, by their bytes.
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(slots=True)
 class _Row:
@@ -653,10 +656,6 @@ class ModelRunner:
             logits = self._logits(hidden, places).float()
             out[index] = token_logprobs(logits, targets, [count] * len(places))
         return out
-
-
-# By bytes.
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
