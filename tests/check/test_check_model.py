@@ -134,24 +134,23 @@ def test_a_cache_for_no_length_at_all(model: Model) -> None:
     assert problem.message == str(caught.value)
 
 
+def check_refused_option(model: Model, config: EngineConfig) -> None:
+    """An option is all that is wrong, and the engine says the same of it."""
+    [problem] = check_model(str(model), config).errors
+    assert problem.code == "option-invalid"
+    with pytest.raises(OptionError) as caught:
+        LLM(str(model), config)
+    assert problem.message == str(caught.value)
+
+
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_memory": 10**16}])
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
 def test_too_much_at_once_for_the_memory(model: Model, name: str, settings: dict[str, Any]) -> None:
-    config = EngineConfig(**{name: 10**12}, **settings)
-    [problem] = check_model(str(model), config).errors
-    assert problem.code == "option-invalid"
-    with pytest.raises(OptionError) as caught:
-        LLM(str(model), config)
-    assert problem.message == str(caught.value)
+    check_refused_option(model, EngineConfig(**{name: 10**12}, **settings))
 
 
 def test_a_revision_of_a_folder(model: Model) -> None:
-    config = EngineConfig(revision="main")
-    [problem] = check_model(str(model), config).errors
-    assert problem.code == "option-invalid"
-    with pytest.raises(OptionError) as caught:
-        LLM(str(model), config)
-    assert problem.message == str(caught.value)
+    check_refused_option(model, EngineConfig(revision="main"))
 
 
 def test_an_option_that_does_not_fit_is_not_the_configs_fault(model: Model) -> None:

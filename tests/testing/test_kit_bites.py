@@ -7,9 +7,10 @@ import importlib
 import inspect
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -302,8 +303,20 @@ FAULTS = {
 
 
 @contextlib.contextmanager
-def installed(folder: Path) -> Iterator[None]:
-    """As pip leaves a package behind: on the path, with its entry points."""
+def installed(
+    folder: Path, edits: Mapping[str, str] = MappingProxyType({}), file: str = "model.py"
+) -> Iterator[None]:
+    """The sound family as pip leaves a package behind: on the path, with its entry points.
+
+    ``edits`` of one of its files are from what stands there once to what stands there instead.
+    """
+    shutil.copytree(SOURCE, folder / PACKAGE)
+    path = folder / PACKAGE / file
+    text = path.read_text()
+    for old, new in edits.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path.write_text(text)
     metadata = folder / f"{PACKAGE}-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(
@@ -323,10 +336,15 @@ def installed(folder: Path) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
     folder = tmp_path_factory.mktemp("sound")
-    shutil.copytree(SOURCE, folder / PACKAGE)
     with installed(folder):
         cases = find_family(PACKAGE).cases
         return {c.name: prepare(c, tmp_path_factory.mktemp(c.name)) for c in cases}
+
+
+def first_subject(checkpoints: dict[str, TinyCheckpoint]) -> Subject:
+    """The first case of the installed family."""
+    family = find_family(PACKAGE)
+    return Subject(family, family.cases[0], checkpoints[family.cases[0].name])
 
 
 def run_kit(
@@ -355,7 +373,6 @@ def run_kit(
 
 
 def test_a_sound_family_passes(tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]) -> None:
-    shutil.copytree(SOURCE, tmp_path / PACKAGE)
     with installed(tmp_path):
         assert run_kit(checkpoints) == ({}, set())
 
@@ -364,16 +381,10 @@ def test_a_fault_of_two_ranks_is_found(
     tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
 ) -> None:
     """A projection whose partial sums are not added up, because its weight is used by hand."""
-    shutil.copytree(SOURCE, tmp_path / PACKAGE)
-    file = tmp_path / PACKAGE / "model.py"
-    text = file.read_text()
     call = "self.o_proj(out.flatten(1).unsqueeze(0))"
     by_hand = "nn.functional.linear(out.flatten(1)[None], self.o_proj.weight, self.o_proj.bias)"
-    assert text.count(call) == 1
-    file.write_text(text.replace(call, by_hand))
-    with installed(tmp_path):
-        family = find_family(PACKAGE)
-        subject = Subject(family, family.cases[0], checkpoints[family.cases[0].name])
+    with installed(tmp_path, {call: by_hand}):
+        subject = first_subject(checkpoints)
         checks.logits(subject)
         with pytest.raises(ConformanceError, match="with tensor_parallel_size=2: log-prob"):
             checks.tensor_parallel(subject)
@@ -383,17 +394,9 @@ def test_a_model_that_fails_on_two_ranks_is_not_one_that_does_not_split(
     tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
 ) -> None:
     """Its author took a rank's heads for the whole model's."""
-    shutil.copytree(SOURCE, tmp_path / PACKAGE)
-    file = tmp_path / PACKAGE / "model.py"
-    text = file.read_text()
     line = "        self.rotate = ApplyRotaryEmb()\n"
-    assert text.count(line) == 1
-    file.write_text(
-        text.replace(line, f"        assert self.qkv_proj.num_q_heads == heads\n{line}")
-    )
-    with installed(tmp_path):
-        family = find_family(PACKAGE)
-        subject = Subject(family, family.cases[0], checkpoints[family.cases[0].name])
+    with installed(tmp_path, {line: f"        assert self.qkv_proj.num_q_heads == heads\n{line}"}):
+        subject = first_subject(checkpoints)
         with pytest.raises(ConfigError, match="cannot be built from this config: AssertionError"):
             subject.run(checks.tensor_parallel)
 
@@ -401,16 +404,10 @@ def test_a_model_that_fails_on_two_ranks_is_not_one_that_does_not_split(
 def test_a_model_of_torchs_own_linears_is_none_for_deterministic_mode(
     tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
 ) -> None:
-    shutil.copytree(SOURCE, tmp_path / PACKAGE)
-    file = tmp_path / PACKAGE / "model.py"
-    text = file.read_text()
     built = "build_lm_head(config.hidden_size, config.vocab_size)"
-    assert text.count(built) == 1
     own = "nn.Linear(config.hidden_size, config.vocab_size, bias=False)"
-    file.write_text(text.replace(built, own))
-    with installed(tmp_path):
-        family = find_family(PACKAGE)
-        subject = Subject(family, family.cases[0], checkpoints[family.cases[0].name])
+    with installed(tmp_path, {built: own}):
+        subject = first_subject(checkpoints)
         subject.run(checks.logits)
         refused = r"lm_head of TinyForCausalLM is a torch\.nn\.Linear"
         with pytest.raises(NotApplicableError, match=refused):
@@ -423,14 +420,8 @@ def test_tokens_that_depend_on_the_batch_are_found(
     tmp_path: Path, checkpoints: dict[str, TinyCheckpoint], faulty: bool
 ) -> None:
     """As the check of deterministic mode does it, but on a CPU, and by more than rounding."""
-    shutil.copytree(SOURCE, tmp_path / PACKAGE)
-    if faulty:
-        fault = FAULTS["computation that depends on the batch"]
-        file = tmp_path / PACKAGE / fault.file
-        text = file.read_text()
-        assert text.count(fault.old) == 1
-        file.write_text(text.replace(fault.old, fault.new))
-    with installed(tmp_path):
+    fault = FAULTS["computation that depends on the batch"]
+    with installed(tmp_path, {fault.old: fault.new} if faulty else {}, fault.file):
         family = find_family(PACKAGE)
         for case in family.cases:
             subject = Subject(family, case, checkpoints[case.name])
@@ -447,7 +438,6 @@ def test_tokens_that_depend_on_the_batch_are_found(
 def test_a_sound_family_is_deterministic(
     tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
 ) -> None:
-    shutil.copytree(SOURCE, tmp_path / PACKAGE)
     with installed(tmp_path):
         family = find_family(PACKAGE)
         for case in family.cases:
@@ -458,14 +448,7 @@ def test_a_sound_family_is_deterministic(
 def test_a_fault_is_found(
     fault: Fault, tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
 ) -> None:
-    shutil.copytree(SOURCE, tmp_path / PACKAGE)
-    file = tmp_path / PACKAGE / fault.file
-    text = file.read_text()
-    for old, new in {fault.old: fault.new, **fault.more}.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    file.write_text(text)
-    with installed(tmp_path):
+    with installed(tmp_path, {fault.old: fault.new, **fault.more}, fault.file):
         failed, blocked = run_kit(checkpoints)
     cases = [fault.case] if fault.case else list(checkpoints)
     for check, message in fault.fails.items():
