@@ -32,6 +32,7 @@ from engine_core.steps import (
 
 _Blocks = tuple[tuple[int, ...], ...]
 _rank = attrgetter("rank")
+_num_scheduled = attrgetter("num_scheduled")
 
 
 class RequestUpdate(NamedTuple):
@@ -673,8 +674,11 @@ class Scheduler:
             for request_id, tables in draft.new_blocks.items()
         }
         rows = []
-        requests = draft.singles
-        for request in draft.singles:
+        # On a GPU programs begin in the order of the rows: those with the most to read go first, so
+        # that none of them is left alone at the end.
+        singles = sorted(draft.singles, key=_num_scheduled, reverse=True)
+        requests = list(singles)
+        for request in singles:
             start = request.num_scheduled
             sample = start + 1 == len(request.token_ids) + request.num_pending
             blocks = new_blocks.get(request.request_id, none)

@@ -155,7 +155,19 @@ def test_long_prompts_are_chunked_and_share_the_step_with_decodes() -> None:
         [("long", 16, 1, True)],
         [("long", 17, 1, True)],
     ]
-    assert all(step[0][0] == "short" for step in steps)
+    assert all(step[0][0] == "short" for step in steps[:2])
+
+
+def test_rows_of_one_token_come_before_chunks_and_the_longest_first() -> None:
+    sched = scheduler(max_num_batched_tokens=64, max_num_seqs=8, enable_prefix_caching=False)
+    for length in (3, 30, 1, 12):
+        sched.add(request(f"{length}", range(1, length + 1), max_tokens=9))
+    answer(sched, planned(sched))
+    sched.add(request("new", range(1, 41), max_tokens=9))
+    plan = planned(sched)
+    assert [row.request_id for row in plan.rows] == ["30", "12", "3", "1", "new"]
+    answer(sched, plan)
+    assert [row[0] for row in shape(planned(sched))] == ["new", "30", "12", "3", "1"]
 
 
 def test_prompts_of_a_batch_take_no_more_steps_than_their_tokens_fill() -> None:

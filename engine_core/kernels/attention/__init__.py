@@ -65,7 +65,8 @@ def paged_attention(
         out: ``[T, Hq, Dv]`` contiguous, written in place; made if None.
         memo: one dict for all calls with these ``block_tables``, ``query_start``, ``kv_lens``,
             ``num_decode_rows`` and ``prefix_lens``, as in the layers of a step; empty before the
-            first. On a CPU it keeps what was found out of them.
+            first. It keeps what was found out of them. Of a CUDA graph all calls are captured, the
+            first included.
         batch_invariant: whether each query's result must be the same, bit for bit, whatever other
             rows there are and however many queries of its own row. Only on a GPU.
 
@@ -159,6 +160,7 @@ def paged_attention(
             window=window,
             softcap=softcap,
             prefix_lens=prefix_lens,
+            memo=memo,
             batch_invariant=batch_invariant,
         )
     else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
@@ -35,6 +36,8 @@ _LOG2E = 1.4426950408889634
 _MAX_SPLITS = 64
 _MIN_SPLIT = 64
 _MERGED_SPLITS = 16
+# Numbers of an item of a plan, and what fills its 32 bytes.
+_ITEM = 8
 
 
 @triton.jit
@@ -108,36 +111,53 @@ def _num_visible(kv_len, window, CROP: tl.constexpr):
     return tl.minimum(kv_len, window) if CROP else kv_len
 
 
-@triton.jit
-def _split_range(
-    kv_len,
+@triton.jit(do_not_specialize=["num_rows", "window", "wanted", "max_items"])
+def _plan_kernel(
+    items_ptr,
     kv_lens_ptr,
     num_rows,
     window,
-    num_splits,
-    wanted_splits,
+    wanted,
+    max_items,
+    MAX_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_SPLITS: tl.constexpr,
+    ITEM: tl.constexpr,
     CROP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """First visible token of a decode row, and tokens a split: a multiple of BLOCK_N.
+    """Cut decode rows into splits; item ``i`` of ``items [max_items, ITEM]`` says what is split i.
 
-    Splits are about equally long in all rows, so that the long ones do not keep the launch waiting:
-    about as long as ``wanted_splits`` of all rows' tokens, but 64 at least, or merging takes longer
-    than the splits save.
+    Its row, the first token and that behind the last, the row's first item, and how many it has. A
+    row of -1 is none. Splits are about equally long in all rows, so that long rows do not keep the
+    launch waiting: ``wanted`` of them would hold all rows' tokens. Each has MIN_SPLIT tokens at
+    least, or merging takes longer than the splits save.
     """
-    visible = _num_visible(kv_len, window, CROP)
-    used = 1
-    if HAS_SPLITS:
-        rows = tl.arange(0, BLOCK_ROWS)
-        kv_lens = tl.load(kv_lens_ptr + rows, mask=rows < num_rows, other=0)
-        total = tl.sum(_num_visible(kv_lens, window, CROP))
-        length = tl.maximum(tl.cdiv(total, wanted_splits), MIN_SPLIT)
-        used = tl.maximum(tl.minimum(tl.cdiv(visible, length), num_splits), 1)
+    launch_dependents(PDL)
+    wait(PDL)
+    rows = tl.arange(0, BLOCK_ROWS)
+    mask = rows < num_rows
+    kv_lens = tl.load(kv_lens_ptr + rows, mask=mask, other=0)
+    visible = _num_visible(kv_lens, window, CROP)
+    total = tl.sum(visible.to(tl.int64))
+    length = tl.maximum(tl.cdiv(total, wanted), MIN_SPLIT).to(tl.int32)
+    used = tl.maximum(tl.minimum(tl.cdiv(visible, length), MAX_SPLITS), 1)
     per_split = tl.maximum(tl.cdiv(tl.cdiv(visible, used), BLOCK_N), 1) * BLOCK_N
-    return kv_len - visible, per_split
+    # A row without tokens has an item too, which writes its zeros.
+    used = tl.where(mask, tl.maximum(tl.cdiv(visible, per_split), 1), 0)
+    first = tl.cumsum(used) - used
+    for split in range(tl.max(used)):
+        pointers = items_ptr + (first + split) * ITEM
+        low = kv_lens - visible + split * per_split
+        mask = split < used
+        tl.store(pointers, rows, mask=mask)
+        tl.store(pointers + 1, low, mask=mask)
+        tl.store(pointers + 2, tl.minimum(low + per_split, kv_lens), mask=mask)
+        tl.store(pointers + 3, first, mask=mask)
+        tl.store(pointers + 4, used, mask=mask)
+    for start in range(tl.sum(used), max_items, BLOCK_ROWS):
+        tl.store(items_ptr + (start + rows) * ITEM, -1, mask=start + rows < max_items)
 
 
 @triton.jit
@@ -188,12 +208,13 @@ def _merge_splits(
 
 # Without a graph the stride of the tables is the blocks of the longest row. A kernel compiled for
 # multiples of 16 would be another one from step to step.
-@triton.jit(do_not_specialize=["num_rows", "window", "num_splits", "wanted_splits", "table_stride"])
+@triton.jit(do_not_specialize=["window", "planned_now", "table_stride"])
 def _decode_kernel(
     out_ptr,
     partial_ptr,
     lse_ptr,
     arrivals_ptr,
+    items_ptr,
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
@@ -203,10 +224,8 @@ def _decode_kernel(
     slopes_ptr,
     logit_scale,
     cap_scale,
-    num_rows,
     window,
-    num_splits,
-    wanted_splits,
+    planned_now,
     q_token_stride,
     q_head_stride,
     k_block_stride,
@@ -225,13 +244,11 @@ def _decode_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    ITEM: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    HAS_SPLITS: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
     MERGED_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -239,27 +256,27 @@ def _decode_kernel(
 ):
     """Up to BLOCK_G query heads of one KV head of one row over one split of its tokens.
 
-    If more than one split has tokens, ``partial [R, num_splits, Hq, Dv]`` float32 takes the results
-    and ``lse`` their logarithmic denominators; the last program to arrive merges them,
-    MERGED_SPLITS of MERGED_HEADS at a time.
+    Which, the plan's item says. Where a row has more than one, ``partial [max_items, Hq, Dv]``
+    float32 takes the results and ``lse`` their logarithmic denominators; the last program to arrive
+    merges them, MERGED_SPLITS of MERGED_HEADS at a time.
     """
     launch_dependents(PDL)
     G_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_G - 1) // BLOCK_G
     kv_head = (tl.program_id(0) // G_TILES).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
+    item = tl.program_id(1).to(tl.int64)
     # The kernel before stores the newest tokens, and launches this one once it has waited itself:
-    # lengths are older than it and need no wait.
-    kv_len = tl.load(kv_lens_ptr + row)
-    first, per_split = _split_range(
-        kv_len, kv_lens_ptr, num_rows, window, num_splits, wanted_splits, MIN_SPLIT, BLOCK_ROWS,
-        BLOCK_N, HAS_SPLITS, HAS_WINDOW and not HAS_PREFIX,
-    )  # fmt: skip
-    low = first + split * per_split
-    high = tl.minimum(low + per_split, kv_len)
-    # The first split writes the zeros of a row without tokens.
-    if split > 0 and low >= high:
+    # a plan of an earlier layer is older than it, as the lengths are, and needs no wait.
+    if planned_now:
+        wait(PDL)
+    items_ptr += item * ITEM
+    row = tl.load(items_ptr).to(tl.int64)
+    if row < 0:
         return
+    low = tl.load(items_ptr + 1)
+    high = tl.load(items_ptr + 2)
+    first_item = tl.load(items_ptr + 3).to(tl.int64)
+    used = tl.load(items_ptr + 4)
+    kv_len = tl.load(kv_lens_ptr + row)
     k_cache_ptr += kv_head * k_head_stride
     v_cache_ptr += kv_head * v_head_stride
     block_tables_ptr += row * table_stride
@@ -320,32 +337,28 @@ def _decode_kernel(
     dims_v = tl.arange(0, BLOCK_DV)
     mask = head_mask[:, None] & (dims_v < DV)[None, :]
     out_ptrs = out_ptr + (row * NUM_HEADS + heads)[:, None] * DV + dims_v[None, :]
-    if HAS_SPLITS:
-        used = tl.cdiv(kv_len - first, per_split)
-        if used > 1:
-            partial = (row * num_splits + split) * NUM_HEADS + heads
-            tl.store(partial_ptr + partial[:, None] * DV + dims_v[None, :], y, mask=mask)
-            tl.store(lse_ptr + partial, maximum + tl.log2(safe), mask=head_mask)
-            arrivals_ptr += row * tl.num_programs(0) + tl.program_id(0)
-            if arrives_last(arrivals_ptr, used):
-                first_head = tl.program_id(0) % G_TILES * BLOCK_G
-                for in_tile in range(0, min(BLOCK_G, GROUP_SIZE), MERGED_HEADS):
-                    merged = first_head + in_tile + tl.arange(0, MERGED_HEADS)
-                    _merge_splits(
-                        out_ptr + row * NUM_HEADS * DV,
-                        partial_ptr + row * num_splits * NUM_HEADS * DV,
-                        lse_ptr + row * num_splits * NUM_HEADS,
-                        kv_head * GROUP_SIZE + merged,
-                        merged < GROUP_SIZE,
-                        used,
-                        NUM_HEADS,
-                        DV,
-                        BLOCK_DV,
-                        MERGED_SPLITS,
-                        MERGED_HEADS,
-                    )
-        else:
-            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
+    if used > 1:
+        partial = item * NUM_HEADS + heads
+        tl.store(partial_ptr + partial[:, None] * DV + dims_v[None, :], y, mask=mask)
+        tl.store(lse_ptr + partial, maximum + tl.log2(safe), mask=head_mask)
+        arrivals_ptr += row * tl.num_programs(0) + tl.program_id(0)
+        if arrives_last(arrivals_ptr, used):
+            first_head = tl.program_id(0) % G_TILES * BLOCK_G
+            for in_tile in range(0, min(BLOCK_G, GROUP_SIZE), MERGED_HEADS):
+                merged = first_head + in_tile + tl.arange(0, MERGED_HEADS)
+                _merge_splits(
+                    out_ptr + row * NUM_HEADS * DV,
+                    partial_ptr + first_item * NUM_HEADS * DV,
+                    lse_ptr + first_item * NUM_HEADS,
+                    kv_head * GROUP_SIZE + merged,
+                    merged < GROUP_SIZE,
+                    used,
+                    NUM_HEADS,
+                    DV,
+                    BLOCK_DV,
+                    MERGED_SPLITS,
+                    MERGED_HEADS,
+                )
     else:
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -512,12 +525,15 @@ class _DecodeTile:
         num_warps: warps of a program.
         num_stages: tiles in flight, their block numbers counted as one.
         programs: to be reached on each multiprocessor by splitting rows.
+        stretch: where there are as many without, only rows that many times as long as the mean are
+            split.
     """
 
     block_n: int
     num_warps: int
     num_stages: int
     programs: int
+    stretch: float = 2.0
 
 
 def _decode_tile(dims: int, float32: bool, num_programs: int, device: torch.device) -> _DecodeTile:
@@ -547,17 +563,59 @@ def _decode_tile(dims: int, float32: bool, num_programs: int, device: torch.devi
     return _DecodeTile(32, 1, 2, 4 if num_programs < 128 else 8)
 
 
-def _num_splits(num_programs: int, wanted: int, max_kv_len: int, block_n: int) -> int:
-    """Splits of a row at most, where without any there are ``num_programs`` of those ``wanted``.
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How decode rows are cut into splits.
 
-    Half as many again as rows of equal length need to give every multiprocessor its programs: of
-    unequal ones the longest have more splits than the others.
+    Attributes:
+        items: as ``_plan_kernel`` writes them.
+        is_new: whether the launch before this one wrote them.
     """
-    if wanted <= num_programs:
-        return 1
+
+    items: Tensor
+    is_new: bool
+
+
+def _plan(
+    kv_lens: Tensor,
+    num_rows: int,
+    max_kv_len: int,
+    window: int | None,
+    wanted: int,
+    block_n: int,
+    memo: dict[Any, Any],
+) -> _Plan:
+    """The splits of the first rows, made once for all layers of a step that cut them alike.
+
+    ``wanted`` splits would hold all rows' tokens; ``window`` is what a query sees, if that is known
+    beforehand.
+    """
+    key = ("plan", num_rows, window, wanted, block_n)
+    items = memo.get(key)
+    if items is not None:
+        return _Plan(items, is_new=False)
     longest = triton.cdiv(max_kv_len, max(block_n, _MIN_SPLIT))
-    most = triton.cdiv(3 * wanted, 2 * num_programs)
-    return max(1, min(int(most), int(longest), _MAX_SPLITS))
+    # No more than what is wanted and the beginning of a split in each row.
+    most = min(num_rows + wanted, num_rows * max(1, min(longest, _MAX_SPLITS)))
+    items = torch.empty((most, _ITEM), dtype=torch.int32, device=kv_lens.device)
+    _plan_kernel[(1,)](
+        items,
+        kv_lens,
+        num_rows,
+        window or 0,
+        wanted,
+        most,
+        MAX_SPLITS=_MAX_SPLITS,
+        MIN_SPLIT=_MIN_SPLIT,
+        BLOCK_ROWS=max(64, triton.next_power_of_2(num_rows)),
+        BLOCK_N=block_n,
+        ITEM=_ITEM,
+        CROP=window is not None,
+        num_warps=4,
+        **pdl_options(kv_lens.device),
+    )
+    memo[key] = items
+    return _Plan(items, is_new=True)
 
 
 def paged_attention(
@@ -577,6 +635,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     prefix_lens: Tensor | None = None,
+    memo: dict[Any, Any] | None = None,
     batch_invariant: bool = False,
 ) -> None:
     """Write attention into ``out``; arguments as in the public wrapper."""
@@ -639,25 +698,34 @@ def paged_attention(
         head_tiles = num_kv_heads * triton.cdiv(group_size, block_g)
         programs = num_decode_rows * head_tiles
         tile = _decode_tile(max(block_d, block_dv), float32, programs, q.device)
-        wanted = tile.programs * num_multiprocessors(q.device)
-        num_splits = _num_splits(programs, wanted, max_kv_len, tile.block_n)
-        partial = lse = arrivals = None
-        if num_splits > 1:
-            shape = (num_decode_rows, num_splits, num_heads)
-            partial = torch.empty((*shape, v_head_dim), dtype=torch.float32, device=q.device)
-            lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-            arrivals = arrival_counts(q.device, programs)
+        wanted = max(
+            tile.programs * num_multiprocessors(q.device) // head_tiles,
+            int(num_decode_rows / tile.stretch),
+            1,
+        )
+        plan = _plan(
+            kv_lens,
+            num_decode_rows,
+            max_kv_len,
+            window if prefix_lens is None else None,
+            wanted,
+            tile.block_n,
+            {} if memo is None else memo,
+        )
+        shape = (plan.items.shape[0], num_heads)
+        partial = torch.empty((*shape, v_head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         merged_heads = triton.next_power_of_2(min(group_size, block_g))
         # 64 registers of each thread hold partial results.
         merged_heads = max(
             1, min(merged_heads, 2048 * tile.num_warps // (_MERGED_SPLITS * block_dv))
         )
-        grid = (head_tiles, num_decode_rows, num_splits)
-        _decode_kernel[grid](
+        _decode_kernel[(head_tiles, plan.items.shape[0])](
             out,
             partial,
             lse,
-            arrivals,
+            arrival_counts(q.device, programs),
+            plan.items,
             q,
             k_cache,
             v_cache,
@@ -666,17 +734,13 @@ def paged_attention(
             prefix_lens,
             alibi_slopes,
             *scales,
-            num_decode_rows,
             window or 0,
-            num_splits,
-            max(1, wanted // head_tiles),
+            int(plan.is_new),
             *strides,
             **constants,
             BLOCK_G=block_g,
             BLOCK_N=tile.block_n,
-            BLOCK_ROWS=max(64, triton.next_power_of_2(num_decode_rows)) if num_splits > 1 else 1,
-            MIN_SPLIT=_MIN_SPLIT,
-            HAS_SPLITS=num_splits > 1,
+            ITEM=_ITEM,
             MERGED_SPLITS=_MERGED_SPLITS,
             MERGED_HEADS=merged_heads,
             num_warps=tile.num_warps,
