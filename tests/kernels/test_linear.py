@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,7 +11,13 @@ import torch
 from kernel_cases import TOLERANCE, error
 from torch import Tensor
 
-from engine_core.kernels import Undivided, linear, linear_add, takes_undivided
+from engine_core.kernels import (
+    Undivided,
+    linear,
+    linear_add,
+    silu_and_mul,
+    takes_undivided,
+)
 
 SHAPES = [(1, 40, 96), (3, 40, 96), (17, 40, 64), (5, 6, 24), (2, 130, 72), (64, 16, 8)]
 
@@ -220,3 +228,87 @@ def test_rows_do_not_depend_on_how_many_there_are(
     ]:
         some = linear(x[first : first + count], weight, bias, gated=gated, batch_invariant=True)
         assert torch.equal(some, every[first : first + count]), f"{count} rows from {first}"
+
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+
+
+@pytest.fixture
+def hopper() -> ModuleType:
+    """The kernel for many rows."""
+    from engine_core.kernels.launch.triton import runs_gluon
+
+    if not runs_gluon(torch.device("cuda", 0)):
+        pytest.skip("the kernel for Hopper is for Triton 3.6")
+    return importlib.import_module("engine_core.kernels.linear.hopper.triton")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"),
+    [
+        *[(1, 256, 64), (65, 2000, 192), (128, 28672, 4096), (129, 9728, 896)],
+        *[(1000, 48, 4096), (1030, 1040, 320), (4097, 9728, 896), (8200, 28672, 4096)],
+    ],
+)
+def test_gated_linear_on_hopper(
+    rows: int, n: int, k: int, dtype: torch.dtype, with_bias: bool, hopper: ModuleType
+) -> None:
+    x, weight, bias = case(rows, n, k, dtype, "cuda")
+    assert hopper.fits(x, weight)
+    chosen = bias if with_bias else None
+    got = hopper.gated_linear(x, weight, chosen)
+    expected = torch.cat([formula(part, weight, chosen, True) for part in x.split(1024)])
+    assert error(got, expected) < TOLERANCE[dtype]
+    assert torch.equal(hopper.gated_linear(x, weight, chosen), got)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("rows", [128, 256, 1024])
+def test_gated_linear_on_hopper_waits_for_what_it_reads(rows: int, hopper: ModuleType) -> None:
+    """In a graph kernels begin before those ahead of them have ended."""
+    x, up, _ = case(rows, 28672, 4096, torch.bfloat16, "cuda")
+    down = (torch.randn(4096, 14336, device="cuda") / 14336**0.5).to(torch.bfloat16)
+    assert hopper.wins(rows, 28672, 132)
+
+    def chain() -> list[Tensor]:
+        results = [x.contiguous()]
+        for _ in range(6):
+            norm = torch.nn.functional.rms_norm(results[-1], (4096,))
+            results += [norm, linear(norm, up, gated=True)]
+            results.append(linear(results[-1], down))
+            # A small kernel of ours before the next, which launches it early.
+            results.append(silu_and_mul(results[-1].repeat(1, 2)))
+        return results
+
+    expected = []
+    chain()
+    torch.cuda.synchronize()
+    for got in chain():
+        torch.cuda.synchronize()
+        expected.append(got.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(3):
+        graph.replay()
+        for got, wanted in zip(captured, expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_gated_linear_on_hopper_leaves_what_it_does_not_fit(hopper: ModuleType) -> None:
+    x, weight, _ = case(128, 512, 256, torch.bfloat16, "cuda")
+    assert hopper.fits(x, weight)
+    assert not hopper.fits(x.float(), weight.float())
+    assert not hopper.fits(x[:, :200].contiguous(), weight[:, :200].contiguous())
+    assert not hopper.fits(x, weight[:500])
+    assert not hopper.fits(x[:, 1:193], weight[:, 1:193])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from engine_core.kernels.launch.triton import (
     launch_dependents,
     num_multiprocessors,
     pdl_options,
+    runs_gluon,
     wait,
 )
 
@@ -493,22 +493,6 @@ def _prefill_kernel(
 
 
 @functools.cache
-def _hopper(device: torch.device) -> ModuleType | None:
-    """The prefill kernel for Hopper, or None where it cannot run.
-
-    It is written in Gluon, which changes between the releases of Triton: others than the one it
-    was run with take the portable kernel.
-    """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    if torch.cuda.get_device_capability(device) != (9, 0) or triton.__version__[:4] != "3.6.":
-        return None
-    from engine_core.kernels.attention.hopper import triton as hopper
-
-    return hopper
-
-
-@functools.cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory of a multiprocessor."""
     if device.type != "cuda":
@@ -747,24 +731,26 @@ def paged_attention(
             num_stages=tile.num_stages,
         )
     if num_rows > num_decode_rows and max_query_len:
-        hopper = _hopper(q.device)
         plain = alibi_slopes is None and window is None and softcap is None and prefix_lens is None
-        if hopper is not None and plain and scale > 0 and hopper.fits(q, k_cache, v_cache):
-            hopper.prefill(
-                q,
-                k_cache,
-                v_cache,
-                out,
-                block_tables=block_tables,
-                query_start=query_start,
-                kv_lens=kv_lens,
-                max_query_len=max_query_len,
-                num_decode_rows=num_decode_rows,
-                scale=scales[0],
-                num_programs=num_multiprocessors(q.device),
-                pdl=constants["PDL"],
-            )
-            return
+        if plain and scale > 0 and runs_gluon(q.device):
+            from engine_core.kernels.attention.hopper import triton as hopper
+
+            if hopper.fits(q, k_cache, v_cache):
+                hopper.prefill(
+                    q,
+                    k_cache,
+                    v_cache,
+                    out,
+                    block_tables=block_tables,
+                    query_start=query_start,
+                    kv_lens=kv_lens,
+                    max_query_len=max_query_len,
+                    num_decode_rows=num_decode_rows,
+                    scale=scales[0],
+                    num_programs=num_multiprocessors(q.device),
+                    pdl=constants["PDL"],
+                )
+                return
         pairs = max_query_len * group_size
         # 128 x 64 tiles of 256 dimensions take 192 KiB of shared memory, of 128 dimensions 96.
         small = wide and _shared_memory(q.device) < 200 * 1024

@@ -45,7 +45,8 @@ def linear(
     """``x @ weight.T + bias``, or :func:`~engine_core.kernels.silu_and_mul` of it if ``gated``.
 
     Rounded before silu_and_mul too. On a GPU, shapes for which a kernel was seen to beat cuBLAS
-    take that kernel, which accumulates in float32: few rows of bfloat16 or float16.
+    take that kernel, which accumulates in float32: few rows of bfloat16 or float16, and on Hopper
+    many rows if ``gated``.
 
     Args:
         x: ``[..., K]``, or what an RMSNorm gave without its division.
@@ -86,6 +87,11 @@ def linear(
         out = invariant.linear(
             rows if rows.stride(-1) == 1 else rows.contiguous(), weight, bias, gated=gated
         )
+        return out.view(*x.shape[:-1], out.shape[-1])
+    if gated and squares is None and _hopper_wins(x, weight):
+        from engine_core.kernels.linear.hopper import triton as hopper
+
+        out = hopper.gated_linear(x.view(-1, x.shape[-1]), weight, bias)
         return out.view(*x.shape[:-1], out.shape[-1])
     tile = _tile(x, weight, gated)
     if tile is not None:
@@ -170,6 +176,21 @@ def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             f"{None if bias is None else tuple(bias.shape)}; x's last dimension must be "
             f"{in_features} and bias [{out_features}]"
         )
+
+
+def _hopper_wins(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel for Hopper takes this gated linear, and is the fastest."""
+    if not x.is_cuda or not x.is_contiguous():
+        return False
+    from engine_core.kernels.launch.triton import num_multiprocessors, runs_gluon
+
+    if not runs_gluon(x.device):
+        return False
+    from engine_core.kernels.linear.hopper import triton as hopper
+
+    rows = x.view(-1, x.shape[-1])
+    programs = num_multiprocessors(x.device)
+    return hopper.fits(rows, weight) and hopper.wins(len(rows), weight.shape[0], programs)
 
 
 def _tile(x: Tensor, weight: Tensor, gated: bool) -> Tile | None:

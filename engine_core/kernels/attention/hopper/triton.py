@@ -22,28 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from engine_core.kernels.launch.hopper.triton import launch_dependents, wait
+
 # Rows of a warp group, keys of a tile, and columns of a panel: the 128 bytes of the widest swizzle.
 # A tile of more columns lies in shared memory as one panel after another.
 _ROWS = gl.constexpr(64)
 _KEYS = gl.constexpr(128)
 _PANEL = gl.constexpr(64)
-
-
-@gluon.jit
-def _launch_dependents(PDL: gl.constexpr):
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _wait(PDL: gl.constexpr):
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
 
 
 @gluon.jit
@@ -143,7 +128,7 @@ def _load(
     in_chunk = gl.arange(0, 8, gl.SliceLayout(1, chunk_layout))
     q_panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
     q_boxes = q_smem._reinterpret(q_desc.dtype, [4 * PANELS, TOKENS, PACKED, _PANEL], q_panels)
-    _wait(PDL)
+    wait(PDL)
     items = 0
     loaded = 0
     ends = 0
@@ -322,7 +307,7 @@ def _attend(
     # 16 bytes a thread.
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     in_tile = gl.arange(0, _ROWS, gl.SliceLayout(1, LOGITS))
-    _wait(PDL)
+    wait(PDL)
     items = 0
     used = 0
     work = _work(
@@ -439,7 +424,7 @@ def _hopper_prefill_kernel(
     PDL: gl.constexpr,
 ):
     """Tiles of 2 * _ROWS (query, head) pairs; PACKED heads of a query are adjacent rows."""
-    _launch_dependents(PDL)
+    launch_dependents(PDL)
     element: gl.constexpr = k_desc.dtype
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     single: gl.constexpr = mbarrier.MBarrierLayout()

@@ -1,0 +1,1 @@
+"""What kernels in Gluon for Hopper GPUs share about their launch."""

@@ -1,0 +1,1 @@
+"""The gated linear for Hopper GPUs."""

@@ -1,0 +1,295 @@
+"""Gated linears of many rows on Hopper, in Gluon, which is Triton's language below the tile.
+
+One warp brings tiles to shared memory with the tensor memory accelerator, and two warp groups
+multiply, each 64 rows of a tile; half of its columns are the gate's, half those of up. Programs
+stay on their multiprocessor and take tiles in turn: the loads of the next begin while this one's
+results are stored.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from engine_core.kernels.launch.hopper.triton import launch_dependents, wait
+from engine_core.kernels.launch.triton import num_multiprocessors, pdl_options
+
+# Rows of a warp group, columns of the gate in a tile and as many of up, and a step of K, which is
+# the 128 bytes of the widest swizzle. 4 steps in flight take 192 KiB of shared memory.
+_ROWS = gl.constexpr(64)
+_COLS = gl.constexpr(128)
+_STEP = gl.constexpr(64)
+_STAGES = gl.constexpr(4)
+# Tiles of rows that share the tiles of the weight that they meet in the L2 cache.
+_ROW_TILES = gl.constexpr(8)
+
+
+@gluon.jit
+def _place(tile, row_tiles, col_tiles):
+    """Where a tile's rows and columns begin."""
+    of_group = _ROW_TILES * col_tiles
+    first = tile // of_group * _ROW_TILES
+    size = gl.minimum(row_tiles - first, _ROW_TILES)
+    return (first + tile % of_group % size) * (2 * _ROWS), tile % of_group // size * _COLS
+
+
+@gluon.jit
+def _load_weight(desc, boxes, barrier, stage, col, k, N):
+    """Begin to load a tile of the weight: rows of the gate, then those of up."""
+    for part in gl.static_range(2):
+        place = boxes.index(stage * 2 + part)
+        tma.async_copy_global_to_shared(desc, [part * N + col, k], barrier, place)
+
+
+@gluon.jit
+def _load(
+    x_desc,
+    weight_desc,
+    x_smem,
+    weight_smem,
+    full,
+    empty,
+    row_tiles,
+    col_tiles,
+    steps,
+    N,
+    PDL: gl.constexpr,
+):
+    """The warp that loads."""
+    BYTES: gl.constexpr = (2 * _ROWS + 2 * _COLS) * _STEP * 2
+    swizzle: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    boxes = weight_smem._reinterpret(weight_desc.dtype, [_STAGES * 2, _COLS, _STEP], swizzle)
+    # The weight is older than all kernels: its first tiles do not wait for x.
+    _, col = _place(gl.program_id(0), row_tiles, col_tiles)
+    preloaded = gl.minimum(steps, _STAGES)
+    for stage in range(preloaded):
+        mbarrier.expect(full.index(stage), BYTES)
+        _load_weight(weight_desc, boxes, full.index(stage), stage, col, stage * _STEP, N)
+    wait(PDL)
+    loaded = 0
+    for tile in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
+        row, col = _place(tile, row_tiles, col_tiles)
+        for step in range(steps):
+            stage = loaded % _STAGES
+            barrier = full.index(stage)
+            if loaded >= preloaded:
+                mbarrier.wait(empty.index(stage), (loaded // _STAGES & 1) ^ 1)
+                mbarrier.expect(barrier, BYTES)
+                _load_weight(weight_desc, boxes, barrier, stage, col, step * _STEP, N)
+            for group in gl.static_range(2):
+                place = x_smem.index(stage * 2 + group)
+                coordinates = [row + group * _ROWS, step * _STEP]
+                tma.async_copy_global_to_shared(x_desc, coordinates, barrier, place)
+            loaded += 1
+
+
+@gluon.jit
+def _halves(y):
+    """The left and the right half of the columns, both in the registers that they are in."""
+    COLS: gl.constexpr = y.shape[1]
+    return y.reshape([_ROWS, 2, COLS // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _rounded(x, ELEMENT: gl.constexpr):
+    """``x`` rounded to ELEMENT and back, two at a time: one alone takes a slow conversion."""
+    if ELEMENT.is_bf16():
+        x = gl.inline_asm_elementwise(
+            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2;"
+            " shl.b32 $0, t, 16; and.b32 $1, t, 0xFFFF0000; }",
+            "=r,=r,r,r", [x], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        x = gl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 low, high; cvt.rn.f16x2.f32 t, $3, $2;"
+            " mov.b32 {low, high}, t; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+            "=r,=r,r,r", [x], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return x
+
+
+@gluon.jit
+def _sigmoid(x):
+    """Without care for subnormal numbers, of which there are none worth it: the sum is above 1."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; mul.ftz.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;"
+        " add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
+        "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _biased(acc, bias_ptr, col, N, LAYOUT: gl.constexpr):
+    in_tile = gl.arange(0, 2 * _COLS, gl.SliceLayout(0, LAYOUT))
+    cols = col + in_tile % _COLS
+    bias = gl.load(bias_ptr + in_tile // _COLS * N + cols, mask=cols < N, other=0.0)
+    return acc + bias.to(gl.float32)[None, :]
+
+
+@gluon.jit
+def _multiply(
+    GROUP: gl.constexpr,
+    out_desc,
+    bias_ptr,
+    x_smem,
+    weight_smem,
+    out_smem,
+    full,
+    empty,
+    row_tiles,
+    col_tiles,
+    steps,
+    N,
+    HAS_BIAS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """A warp group that multiplies: the first or second half of a tile's rows."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _COLS, 16])
+    wait(PDL)
+    used = 0
+    for tile in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
+        row, col = _place(tile, row_tiles, col_tiles)
+        acc = gl.zeros([_ROWS, 2 * _COLS], gl.float32, ACC)
+        for step in range(steps):
+            stage = used % _STAGES
+            mbarrier.wait(full.index(stage), used // _STAGES & 1)
+            x = x_smem.index(stage * 2 + GROUP)
+            weight = weight_smem.index(stage).permute((1, 0))
+            acc = warpgroup_mma(x, weight, acc, is_async=True)
+            # The next product is begun before this one is complete.
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index((used + _STAGES - 1) % _STAGES), pred=step > 0)
+            used += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((used + _STAGES - 1) % _STAGES))
+        if HAS_BIAS:
+            acc = _biased(acc, bias_ptr, col, N, ACC)
+        # Rounded where a linear followed by silu_and_mul rounds.
+        gate, up = _halves(_rounded(acc, out_smem.dtype))
+        panels = _halves((gate * _sigmoid(gate) * up).to(out_smem.dtype))
+        # Rows and columns that the result does not have are not stored.
+        for panel in gl.static_range(2):
+            buffer = out_smem.index(GROUP * 2 + panel)
+            tma.store_wait(1)
+            buffer.store(panels[panel])
+            fence_async_shared()
+            gl.thread_barrier()
+            coordinates = [row + GROUP * _ROWS, col + panel * _STEP]
+            tma.async_copy_shared_to_global(out_desc, coordinates, buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["row_tiles", "col_tiles", "steps", "N"])
+def _gated_linear_kernel(
+    out_desc,
+    x_desc,
+    weight_desc,
+    bias_ptr,
+    row_tiles,
+    col_tiles,
+    steps,
+    N,
+    HAS_BIAS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Tiles of 2 * _ROWS rows by _COLS of N columns; the weight has rows of the gate, then up."""
+    launch_dependents(PDL)
+    element: gl.constexpr = x_desc.dtype
+    swizzle: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    single: gl.constexpr = mbarrier.MBarrierLayout()
+    x_smem = gl.allocate_shared_memory(element, [_STAGES * 2, _ROWS, _STEP], swizzle)
+    weight_smem = gl.allocate_shared_memory(element, [_STAGES, 2 * _COLS, _STEP], swizzle)
+    out_smem = gl.allocate_shared_memory(element, [4, _ROWS, _STEP], swizzle)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], single)
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], single)
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    # Registers of a thread: 2 * 128 * 232 + 128 * 40 are what a multiprocessor has.
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                0, out_desc, bias_ptr, x_smem, weight_smem, out_smem, full, empty, row_tiles,
+                col_tiles, steps, N, HAS_BIAS, PDL,
+            )),
+            (_multiply, (
+                1, out_desc, bias_ptr, x_smem, weight_smem, out_smem, full, empty, row_tiles,
+                col_tiles, steps, N, HAS_BIAS, PDL,
+            )),
+            (_load, (
+                x_desc, weight_desc, x_smem, weight_smem, full, empty, row_tiles, col_tiles, steps,
+                N, PDL,
+            )),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether :func:`gated_linear` takes tensors of these shapes and places."""
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and weight.dtype == x.dtype
+        and x.shape[1] % _STEP.value == 0
+        and weight.shape[0] % 16 == 0
+        and all(
+            tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 8 == 0 and tensor.stride(1) == 1
+            for tensor in (x, weight)
+        )
+    )
+
+
+def wins(rows: int, n: int, programs: int) -> bool:
+    """Whether it was seen to beat cuBLAS and an activation by itself for a weight of ``n`` rows.
+
+    That is where the tiles make almost whole turns of the ``programs``; up to 256 rows, whose time
+    is half that of reading the weight, less will do.
+    """
+    row_tiles = triton.cdiv(rows, 2 * _ROWS.value)
+    tiles = row_tiles * triton.cdiv(n, 2 * _COLS.value)
+    busy = tiles / (triton.cdiv(tiles, programs) * programs)
+    filled = rows / (row_tiles * 2 * _ROWS.value)
+    if row_tiles > 2:
+        return bool(busy * filled > 0.9)
+    return busy > 0.8 and rows > 64 and (row_tiles == 1 or filled > 0.75)
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """silu_and_mul of ``x [M, K]`` by ``weight [2 N, K]``: ``[M, N]``.
+
+    What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
+    running writes the weight: it is read before the kernels before are waited for.
+    """
+    rows, k = x.shape
+    n = weight.shape[0] // 2
+    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    row_tiles = triton.cdiv(rows, 2 * _ROWS.value)
+    col_tiles = triton.cdiv(n, _COLS.value)
+    swizzle = gl.NVMMASharedLayout(128, 16, rank=2)
+    _gated_linear_kernel[(min(num_multiprocessors(x.device), row_tiles * col_tiles),)](
+        TensorDescriptor.from_tensor(out, [_ROWS.value, _STEP.value], swizzle),
+        TensorDescriptor.from_tensor(x, [_ROWS.value, _STEP.value], swizzle),
+        TensorDescriptor.from_tensor(weight, [_COLS.value, _STEP.value], swizzle),
+        bias,
+        row_tiles,
+        col_tiles,
+        k // _STEP.value,
+        n,
+        HAS_BIAS=bias is not None,
+        num_warps=4,
+        **pdl_options(x.device),
+    )
+    return out
