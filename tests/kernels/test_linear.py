@@ -276,7 +276,7 @@ def test_gated_linear_on_hopper_waits_for_what_it_reads(rows: int, hopper: Modul
     """In a graph kernels begin before those ahead of them have ended."""
     x, up, _ = case(rows, 28672, 4096, torch.bfloat16, "cuda")
     down = (torch.randn(4096, 14336, device="cuda") / 14336**0.5).to(torch.bfloat16)
-    assert hopper.wins(rows, 28672, 132)
+    assert hopper.wins(rows, 28672, 4096, 132)
 
     def chain() -> list[Tensor]:
         results = [x.contiguous()]

@@ -523,10 +523,10 @@ class _DecodeTile:
 def _decode_tile(dims: int, float32: bool, num_programs: int, device: torch.device) -> _DecodeTile:
     """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
 
-    Chosen on an H200 in bfloat16 in whole decode steps at 1024 tokens. ms of a step, with the tile
-    that was best for the op alone in brackets: 32 layers of 8 KV heads of 128, 1 row 4.01 (4.11),
-    8 rows 4.51 (4.63), 32 rows 5.40 (5.89), 128 rows 9.09 (9.19); 24 of 2 KV heads of 64, 1 row
-    0.660 (0.724), 8 rows 0.837 (0.853), 64 rows 1.14 (1.20), 128 rows 1.61 (1.81).
+    Chosen on H200s in bfloat16 in whole decode steps: `benchmarks/decode.py`, with rows of 1030
+    tokens each, and of 200 to 1860 with the longest first. Each row of the comments is of one card:
+    ms with this tile, and with the one that was best otherwise, of 32 layers of 8 KV heads of 128
+    or 24 of 2 of 64.
     """
     if float32:
         return _DecodeTile(16 if dims > 128 else 32, 8, 3, 2)
@@ -535,16 +535,25 @@ def _decode_tile(dims: int, float32: bool, num_programs: int, device: torch.devi
     # 128 tokens of 128 dimensions take 128 KiB of shared memory.
     if num_programs < 16 and (dims <= 64 or _shared_memory(device) >= 200 * 1024):
         return _DecodeTile(128, 4, 2, 8)
-    if num_programs >= 2048 or (dims <= 64 and num_programs >= 512):
-        # Tiles of 16 KiB.
-        return _DecodeTile(8192 // max(dims, 64), 4, 2, 2)
     if dims > 64:
         if num_programs < 512:
             return _DecodeTile(32, 2, 3, 4)
-        return _DecodeTile(32, 2, 3, 8 if num_programs < 896 else 2)
-    if num_programs < 64:
+        if num_programs < 640:  # 64 rows: 6.83 and 7.00; 7.00 and 7.05
+            return _DecodeTile(32, 2, 3, 8)
+        if num_programs < 896:  # 96 rows: 8.28 and 8.35; 8.38 and 8.70
+            return _DecodeTile(64, 4, 3, 2)
+        if num_programs < 1152:  # 128 rows: 9.25 and 9.42; 9.75 and 9.65
+            return _DecodeTile(64, 2, 3, 2)
+        if num_programs < 2048:  # 160 rows: 11.02 and 11.16; 11.40 and 11.21
+            return _DecodeTile(32, 2, 3, 2)
+        # 256 rows: 14.91 and 15.26; 15.28 and 15.42
+        return _DecodeTile(32, 1, 3, 2, stretch=1.5)
+    if num_programs < 128:  # 32 rows: 0.977 and 0.996; 0.997 and 1.011
         return _DecodeTile(64, 2, 2, 4)
-    return _DecodeTile(32, 1, 2, 4 if num_programs < 128 else 8)
+    if num_programs < 512:
+        return _DecodeTile(32, 1, 2, 8)
+    # 256 rows: 2.47 and 2.28; 2.20 and 2.49
+    return _DecodeTile(128, 4, 2, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,8 +189,8 @@ def _hopper_wins(x: Tensor, weight: Tensor) -> bool:
     from engine_core.kernels.linear.hopper import triton as hopper
 
     rows = x.view(-1, x.shape[-1])
-    programs = num_multiprocessors(x.device)
-    return hopper.fits(rows, weight) and hopper.wins(len(rows), weight.shape[0], programs)
+    n, k = weight.shape
+    return hopper.fits(rows, weight) and hopper.wins(len(rows), n, k, num_multiprocessors(x.device))
 
 
 def _tile(x: Tensor, weight: Tensor, gated: bool) -> Tile | None:

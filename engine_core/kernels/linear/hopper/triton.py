@@ -252,19 +252,30 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def wins(rows: int, n: int, programs: int) -> bool:
-    """Whether it was seen to beat cuBLAS and an activation by itself for a weight of ``n`` rows.
+# What an activation by itself takes of the time of cuBLAS, times K: it reads and writes 3 values at
+# 4 TB/s where cuBLAS multiplies and adds 2 K at 700 TFLOP/s.
+_ACTIVATION = 262
 
-    That is where the tiles make almost whole turns of the ``programs``; up to 256 rows, whose time
-    is half that of reading the weight, less will do.
+
+def wins(rows: int, n: int, k: int, programs: int) -> bool:
+    """Whether cuBLAS and an activation by itself are slower for a weight ``[n, k]``, as was seen.
+
+    That depends on how much of the last turn of the programs through the tiles has work, and on the
+    activation's share. Up to 256 rows the time is more that of reading the weight. us on one H200,
+    cuBLAS and this: 28672x4096, 96 rows 68.1 and 64.7, 128 rows 72.8 and 65.9, 192 rows 84.8 and
+    96.8, 256 rows 106.5 and 96.5, 512 rows 186 and 205, 1024 rows 371 and 362, 1536 rows 529 and
+    593, 4096 rows 1499 and 1453, 8192 rows 2951 and 2891; 17920x1536, 128 rows 22.3 and 19.9, 256
+    rows 26.5 and 35.3, 8192 rows 748 and 690; 9728x896, 128 rows 10.0 and 11.2, 256 rows 13.3 and
+    11.8, 512 rows 20.1 and 22.1, 1024 rows 36.5 and 34.0, 4096 rows 159 and 125.
     """
     row_tiles = triton.cdiv(rows, 2 * _ROWS.value)
     tiles = row_tiles * triton.cdiv(n, 2 * _COLS.value)
-    busy = tiles / (triton.cdiv(tiles, programs) * programs)
+    turns = triton.cdiv(tiles, programs)
+    busy = tiles / (turns * programs)
     filled = rows / (row_tiles * 2 * _ROWS.value)
     if row_tiles > 2:
-        return bool(busy * filled > 0.9)
-    return busy > 0.8 and rows > 64 and (row_tiles == 1 or filled > 0.75)
+        return bool(busy * filled * (1 + _ACTIVATION / k) >= 0.99)
+    return filled >= (0.75 if row_tiles == 1 else 0.85) and busy > (0.5 if turns == 1 else 0.8)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
