@@ -275,7 +275,9 @@ def wins(rows: int, n: int, k: int, programs: int) -> bool:
     filled = rows / (row_tiles * 2 * _ROWS.value)
     if row_tiles > 2:
         return bool(busy * filled * (1 + _ACTIVATION / k) >= 0.99)
-    return filled >= (0.75 if row_tiles == 1 else 0.85) and busy > (0.5 if turns == 1 else 0.8)
+    return bool(
+        filled >= (0.75 if row_tiles == 1 else 0.85) and busy > (0.5 if turns == 1 else 0.8)
+    )
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
