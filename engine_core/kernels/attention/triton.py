@@ -36,6 +36,8 @@ _LOG2E = 1.4426950408889634
 _MAX_SPLITS = 64
 _MIN_SPLIT = 64
 _MERGED_SPLITS = 16
+# Where there are programs enough, only rows so many times as long as the mean are split.
+_STRETCH = 1.5
 # Numbers of an item of a plan, and what fills its 32 bytes.
 _ITEM = 8
 
@@ -509,24 +511,22 @@ class _DecodeTile:
         num_warps: warps of a program.
         num_stages: tiles in flight, their block numbers counted as one.
         programs: to be reached on each multiprocessor by splitting rows.
-        stretch: where there are as many without, only rows that many times as long as the mean are
-            split.
     """
 
     block_n: int
     num_warps: int
     num_stages: int
     programs: int
-    stretch: float = 2.0
 
 
 def _decode_tile(dims: int, float32: bool, num_programs: int, device: torch.device) -> _DecodeTile:
     """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
 
-    Chosen on H200s in bfloat16 in whole decode steps: `benchmarks/decode.py`, with rows of 1030
-    tokens each, and of 200 to 1860 with the longest first. Each row of the comments is of one card:
-    ms with this tile, and with the one that was best otherwise, of 32 layers of 8 KV heads of 128
-    or 24 of 2 of 64.
+    Chosen on H200s in bfloat16 in whole decode steps at 1024 tokens. ms of a step, with the tile
+    that was best for the op alone in brackets: 32 layers of 8 KV heads of 128, 1 row 4.01 (4.11),
+    8 rows 4.51 (4.63), 32 rows 5.40 (5.89), 128 rows 9.09 (9.19); 24 of 2 KV heads of 64, 1 row
+    0.660 (0.724), 8 rows 0.837 (0.853), 32 rows 0.977 (0.997), 64 rows 1.14 (1.20), 128 rows 1.61
+    (1.81).
     """
     if float32:
         return _DecodeTile(16 if dims > 128 else 32, 8, 3, 2)
@@ -535,25 +535,16 @@ def _decode_tile(dims: int, float32: bool, num_programs: int, device: torch.devi
     # 128 tokens of 128 dimensions take 128 KiB of shared memory.
     if num_programs < 16 and (dims <= 64 or _shared_memory(device) >= 200 * 1024):
         return _DecodeTile(128, 4, 2, 8)
+    if num_programs >= 2048 or (dims <= 64 and num_programs >= 512):
+        # Tiles of 16 KiB.
+        return _DecodeTile(8192 // max(dims, 64), 4, 2, 2)
     if dims > 64:
         if num_programs < 512:
             return _DecodeTile(32, 2, 3, 4)
-        if num_programs < 640:  # 64 rows: 6.83 and 7.00; 7.00 and 7.05
-            return _DecodeTile(32, 2, 3, 8)
-        if num_programs < 896:  # 96 rows: 8.28 and 8.35; 8.38 and 8.70
-            return _DecodeTile(64, 4, 3, 2)
-        if num_programs < 1152:  # 128 rows: 9.25 and 9.42; 9.75 and 9.65
-            return _DecodeTile(64, 2, 3, 2)
-        if num_programs < 2048:  # 160 rows: 11.02 and 11.16; 11.40 and 11.21
-            return _DecodeTile(32, 2, 3, 2)
-        # 256 rows: 14.91 and 15.26; 15.28 and 15.42
-        return _DecodeTile(32, 1, 3, 2, stretch=1.5)
-    if num_programs < 128:  # 32 rows: 0.977 and 0.996; 0.997 and 1.011
+        return _DecodeTile(32, 2, 3, 8 if num_programs < 896 else 2)
+    if num_programs < 128:
         return _DecodeTile(64, 2, 2, 4)
-    if num_programs < 512:
-        return _DecodeTile(32, 1, 2, 8)
-    # 256 rows: 2.47 and 2.28; 2.20 and 2.49
-    return _DecodeTile(128, 4, 2, 2)
+    return _DecodeTile(32, 1, 2, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -691,11 +682,15 @@ def paged_attention(
         head_tiles = num_kv_heads * triton.cdiv(group_size, block_g)
         programs = num_decode_rows * head_tiles
         tile = _decode_tile(max(block_d, block_dv), float32, programs, q.device)
-        wanted = max(
-            tile.programs * num_multiprocessors(q.device) // head_tiles,
-            int(num_decode_rows / tile.stretch),
-            1,
-        )
+        wanted = max(1, tile.programs * num_multiprocessors(q.device) // head_tiles)
+        merged_splits = _MERGED_SPLITS
+        # 64 registers of each thread hold partial results.
+        merged_heads = 2048 * tile.num_warps // (_MERGED_SPLITS * block_dv)
+        if wanted <= num_decode_rows:
+            # Only rows much longer than the mean are split. What is merged at a time is so little
+            # that as many programs fit on a multiprocessor as if nothing were.
+            wanted = max(1, int(num_decode_rows / _STRETCH))
+            merged_splits, merged_heads = min(4, _MERGED_SPLITS), 1
         plan = _plan(
             kv_lens,
             num_decode_rows,
@@ -708,11 +703,7 @@ def paged_attention(
         shape = (plan.items.shape[0], num_heads)
         partial = torch.empty((*shape, v_head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        merged_heads = triton.next_power_of_2(min(group_size, block_g))
-        # 64 registers of each thread hold partial results.
-        merged_heads = max(
-            1, min(merged_heads, 2048 * tile.num_warps // (_MERGED_SPLITS * block_dv))
-        )
+        merged_heads = max(1, min(triton.next_power_of_2(min(group_size, block_g)), merged_heads))
         _decode_kernel[(head_tiles, plan.items.shape[0])](
             out,
             partial,
@@ -734,7 +725,7 @@ def paged_attention(
             BLOCK_G=block_g,
             BLOCK_N=tile.block_n,
             ITEM=_ITEM,
-            MERGED_SPLITS=_MERGED_SPLITS,
+            MERGED_SPLITS=merged_splits,
             MERGED_HEADS=merged_heads,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
