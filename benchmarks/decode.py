@@ -1,18 +1,25 @@
 """Time replays of decode graphs, with rows of equal and of very different lengths.
 
-    python benchmarks/decode.py [llama3_8b] [qwen2_0_5b] [--batches 8,32,64,128,256]
+    python benchmarks/decode.py [llama3_8b] [qwen2_0_5b] [--batches 8,32,64,128,256] [--seconds 3]
+        [--profile]
 
-Random weights. A replay is timed on the device, between two CUDA events around 20 of them, of
-three times the least: no host, no prompts. The lengths are 1030 for all rows, or drawn from 200 to
-1860, and the rows' blocks lie apart in the cache. It reaches into the engine for the graphs.
+Random weights. Replays are timed on the device, between CUDA events around 20 of them: no prompts,
+and of the host no more than setting the rows. Of each figure there are two: the second 20 replays
+after a second of rest, and the mean of the last half of ``--seconds`` of them without rest, when
+the card has warmed up and its clocks have sunk. The lengths are 1030 for all rows, or drawn from
+200 to 1860 with the longest first, as the scheduler puts them; the rows' blocks lie apart in the
+cache. With ``--profile`` it is said besides how long each kernel takes in steps of equal rows. It
+reaches into the engine for the graphs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +33,57 @@ from benchmarks.workloads import SHAPES
 REPLAYS = 20
 
 
-def replay_ms(graphs: Any, positions: list[int]) -> float:
-    """Milliseconds of a greedy step whose rows compute tokens at these positions."""
-    times = []
-    for _ in range(3):
-        graph = graphs.begin(list(range(len(positions))), positions).graph
-        graph.replay()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+def replay_ms(graphs: Any, positions: list[int], seconds: float) -> tuple[float, float]:
+    """Milliseconds of a greedy step whose rows compute tokens at these positions.
+
+    Rested, and after ``seconds``.
+    """
+    torch.cuda.synchronize()
+    time.sleep(1)
+    times: list[float] = []
+    while sum(times) * REPLAYS < seconds * 1e3 or len(times) < 4:
+        # Four rounds at a time, so that the device never waits for the host.
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
+        events[0].record()
+        for event in events[1:]:
+            graph = graphs.begin(list(range(len(positions))), positions).graph
+            for _ in range(REPLAYS):
+                graph.replay()
+            event.record()
+        events[-1].synchronize()
+        times += [a.elapsed_time(b) / REPLAYS for a, b in itertools.pairwise(events)]
+    last = times[len(times) // 2 :]
+    return times[1], sum(last) / len(last)
+
+
+def profile(graph: torch.cuda.CUDAGraph) -> None:
+    """Print how long each kernel of a step takes, and how often it runs."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    with torch_profile(activities=[ProfilerActivity.CUDA]) as result:
         for _ in range(REPLAYS):
             graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / REPLAYS)
-    return min(times)
+        torch.cuda.synchronize()
+    kernels: dict[str, list[float]] = {}
+    for event in result.events():
+        if event.device_type == DeviceType.CUDA:
+            kernels.setdefault(event.name, []).append(event.device_time)
+    for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1])):
+        print(
+            f"{sum(times) / REPLAYS / 1e3:9.3f} ms a step, {len(times) / REPLAYS:5.1f} times "
+            f"{sum(times) / len(times):8.2f} us  {name[:60]}"
+        )
 
 
 @torch.inference_mode()
-def measure(name: str, batches: list[int], folder: Path) -> None:
+def measure(name: str, batches: list[int], seconds: float, folder: Path, *, profiled: bool) -> None:
     """Print one line a batch size."""
     with build(name, folder, deterministic=False) as llm:
         runner = llm.engine.core.executor._worker._runner
         graphs, (table,) = runner._decode_graphs, runner._tables
-        most = (1860 + 4 * REPLAYS) // table.block_size + 1
+        most = (1860 + REPLAYS) // table.block_size + 1
         num_blocks = runner.kv_cache[0][0].shape[0]
         for row in range(max(batches)):
             blocks = torch.arange(row * most, (row + 1) * most, dtype=torch.int32) % num_blocks
@@ -56,24 +91,30 @@ def measure(name: str, batches: list[int], folder: Path) -> None:
         generator = random.Random(1)
         for batch in batches:
             lengths = [generator.randint(200, 1860) for _ in range(batch)]
-            equal, unequal = replay_ms(graphs, [1030] * batch), replay_ms(graphs, lengths)
+            equal = replay_ms(graphs, [1030] * batch, seconds)
+            unequal = replay_ms(graphs, sorted(lengths, reverse=True), seconds)
             print(
-                f"{name} {batch:4} rows: {equal:7.3f} ms at 1030 tokens a row, {unequal:7.3f} at "
-                f"200 to 1860, {sum(lengths) / batch:.0f} on average",
+                f"{name} {batch:4} rows, ms rested and after {seconds:g} s: {equal[0]:7.3f} "
+                f"{equal[1]:7.3f} at 1030 tokens a row, {unequal[0]:7.3f} {unequal[1]:7.3f} at 200 "
+                f"to 1860, {sum(lengths) / batch:.0f} on average",
                 flush=True,
             )
+            if profiled:
+                profile(graphs.begin(list(range(batch)), [1030] * batch).graph)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help=", ".join(SHAPES))
     parser.add_argument("--batches", default="8,32,64,128,256")
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     batches = [int(part) for part in arguments.batches.split(",")]
     print(torch.cuda.get_device_name(), torch.__version__)
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.models or list(SHAPES):
-            measure(name, batches, Path(folder))
+            measure(name, batches, arguments.seconds, Path(folder), profiled=arguments.profile)
             torch.cuda.empty_cache()
 
 

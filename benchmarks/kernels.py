@@ -124,6 +124,27 @@ def time_elementwise() -> None:
         )
 
 
+def time_gated_linear(rows: int, n: int, k: int) -> None:
+    """Gate, up and SiLU by what is chosen, and by cuBLAS and a kernel for SiLU; in turns, twice.
+
+    Each of eight weights is read in a run, so that none stays in the L2 cache.
+    """
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    weights = [torch.randn(n, k, **options) / k**0.5 for _ in range(8)]
+    x = torch.randn(rows, k, **options)
+    chosen = graphed(lambda: [kernels.linear(x, weight, gated=True) for weight in weights])
+    apart = graphed(
+        lambda: [kernels.silu_and_mul(torch.nn.functional.linear(x, weight)) for weight in weights]
+    )
+    for _ in range(2):
+        for name, run in (("as chosen", chosen), ("cuBLAS and SiLU", apart)):
+            report(
+                f"8 gated linears {rows} by {n}x{k}, {name}",
+                run,
+                teraflop=8 * 2 * rows * n * k / 1e12,
+            )
+
+
 def time_attention(
     rows: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, graph: bool
 ) -> None:
@@ -230,6 +251,9 @@ def main() -> int:
             for num_rows in (1, 32, 256):
                 time_sampling(num_rows, vocab)
         time_elementwise()
+        for num_rows in (64, 96, 128, 192, 256, 512, 1024, 4096, 8192):
+            time_gated_linear(num_rows, 28672, 4096)
+            time_gated_linear(num_rows, 9728, 896)
         for num_rows in (1, 8, 32, 128, 256):
             time_attention([(1, 1024)] * num_rows, 32, 8, 128, graph=True)
         time_attention([(1, 1024)] * 256, 14, 2, 64, graph=True)
