@@ -38,11 +38,12 @@ def replay_ms(graphs: Any, positions: list[int], seconds: float) -> tuple[float,
 
     Rested, and after ``seconds``.
     """
+    graphs.begin(list(range(len(positions))), positions)  # captured now, if it was not
     torch.cuda.synchronize()
     time.sleep(1)
     times: list[float] = []
     while sum(times) * REPLAYS < seconds * 1e3 or len(times) < 4:
-        # Four rounds at a time, so that the device never waits for the host.
+        # Four rounds at a time: the device waits for the host after each fourth alone.
         events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
         events[0].record()
         for event in events[1:]:

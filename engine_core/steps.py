@@ -96,7 +96,8 @@ class StepPlan:
 
     Attributes:
         step_id: counts up by one a plan.
-        rows: decode rows first (``num_tokens == 1``), then prefill chunks.
+        rows: decode rows first (``num_tokens == 1``), the longest before the others, then prefill
+            chunks.
         admitted: requests whose row begins with this step; applied before the rows run.
         repeat: how often the whole step is run; above 1 only if every row decodes and its blocks
             cover all repeats.

@@ -676,9 +676,8 @@ class Scheduler:
         rows = []
         # On a GPU programs begin in the order of the rows: those with the most to read go first, so
         # that none of them is left alone at the end.
-        singles = sorted(draft.singles, key=_num_scheduled, reverse=True)
-        requests = list(singles)
-        for request in singles:
+        requests = sorted(draft.singles, key=_num_scheduled, reverse=True)
+        for request in requests:
             start = request.num_scheduled
             sample = start + 1 == len(request.token_ids) + request.num_pending
             blocks = new_blocks.get(request.request_id, none)

@@ -10,7 +10,7 @@ import torch
 from kernel_cases import TOLERANCE, Paged, error, make_paged
 from torch import Tensor
 
-from engine_core.kernels import paged_attention
+from engine_core.kernels import paged_attention, store_kv
 from engine_core.kernels.attention import reference
 
 ROWS = [(1, 5), (1, 33), (1, 0), (1, 1), (7, 7), (3, 21)]
@@ -375,6 +375,65 @@ def test_hopper_kernel_takes_the_engines_caches_and_is_captured() -> None:
     graph.replay()
     torch.testing.assert_close(captured, out, rtol=0, atol=0)
     assert error(captured, attend_by_reference(paged, 0.1)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("num_rows", [2, 30, 150])
+def test_a_captured_step_finds_out_anew_how_long_its_rows_are(num_rows: int) -> None:
+    """Layers share how rows are cut, some see a window; a replay has other lengths."""
+    lengths = [1 + 37 * row % 300 for row in range(num_rows - 1)]
+    paged = make_paged(
+        [(1, 5000), *[(1, length) for length in lengths]],
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        block_size=64,
+        dtype=torch.bfloat16,
+        device="cuda",
+        own_caches=True,
+    )
+    kv_lens = paged.kv_lens.clone()
+    newest = (kv_lens - 1).long()
+    blocks = paged.block_tables.gather(1, (newest // 64).unsqueeze(1)).squeeze(1).long()
+    slots = blocks * 64 + newest % 64
+    k, v = (cache.flatten(0, 1)[slots].clone() for cache in (paged.k_cache, paged.v_cache))
+    windows = [None, 100, None, 100]
+
+    def layers(memo: dict[Any, Any] | None) -> list[Tensor]:
+        results = []
+        for window in windows:
+            store_kv(k, v, paged.k_cache, paged.v_cache, slots)
+            results.append(
+                paged_attention(
+                    paged.q,
+                    paged.k_cache,
+                    paged.v_cache,
+                    **paged.metadata(),
+                    **paged.sizes(),
+                    scale=0.1,
+                    window=window,
+                    memo=memo,
+                )
+            )
+        return results
+
+    paged.kv_lens.fill_(1)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layers({})
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = layers({})
+    for lens in (kv_lens, kv_lens // 2, kv_lens.flip(0).clamp(max=1), kv_lens):
+        paged.kv_lens.copy_(lens)
+        graph.replay()
+        for got, expected in zip(captured, layers(None), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    for got, window in zip(captured, windows, strict=True):
+        expected = attend_by_reference(paged, 0.1, window=window)
+        assert error(got, expected) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from engine_core.kernels import (
     Undivided,
     linear,
     linear_add,
-    silu_and_mul,
+    rms_norm,
     takes_undivided,
 )
 
@@ -273,19 +273,17 @@ def test_gated_linear_on_hopper(
 @on_hopper
 @pytest.mark.parametrize("rows", [128, 256, 1024])
 def test_gated_linear_on_hopper_waits_for_what_it_reads(rows: int, hopper: ModuleType) -> None:
-    """In a graph kernels begin before those ahead of them have ended."""
+    """In a graph it begins before the norm ahead of it has ended, which lets it at once."""
     x, up, _ = case(rows, 28672, 4096, torch.bfloat16, "cuda")
     down = (torch.randn(4096, 14336, device="cuda") / 14336**0.5).to(torch.bfloat16)
-    assert hopper.wins(rows, 28672, 4096, 132)
+    norm_weight = torch.rand(4096, device="cuda").to(torch.bfloat16) + 0.5
 
     def chain() -> list[Tensor]:
         results = [x.contiguous()]
         for _ in range(6):
-            norm = torch.nn.functional.rms_norm(results[-1], (4096,))
-            results += [norm, linear(norm, up, gated=True)]
-            results.append(linear(results[-1], down))
-            # A small kernel of ours before the next, which launches it early.
-            results.append(silu_and_mul(results[-1].repeat(1, 2)))
+            normed = rms_norm(results[-1], norm_weight, 1e-5)
+            gated = hopper.gated_linear(normed, up, None)
+            results += [normed, gated, linear(gated, down)]
         return results
 
     expected = []
@@ -298,6 +296,8 @@ def test_gated_linear_on_hopper_waits_for_what_it_reads(rows: int, hopper: Modul
     with torch.cuda.graph(graph):
         captured = chain()
     for _ in range(3):
+        for got in captured[1:]:
+            got.fill_(torch.nan)
         graph.replay()
         for got, wanted in zip(captured, expected, strict=True):
             assert torch.equal(got, wanted)
@@ -312,3 +312,20 @@ def test_gated_linear_on_hopper_leaves_what_it_does_not_fit(hopper: ModuleType) 
     assert not hopper.fits(x[:, :200].contiguous(), weight[:, :200].contiguous())
     assert not hopper.fits(x, weight[:500])
     assert not hopper.fits(x[:, 1:193], weight[:, 1:193])
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "rows", "worse"),
+    [
+        (28672, 4096, (96, 128, 256, 1024, 4096, 8192), (0, 1, 64, 192, 512, 1536)),
+        (37888, 3584, (8192,), (128, 256, 512)),
+        (17920, 1536, (128, 8192), (256,)),
+        (9728, 896, (256, 1024, 2048, 4096, 8192), (96, 128, 192, 512)),
+    ],
+)
+def test_the_gated_linear_on_hopper_is_used_where_it_was_seen_to_be_faster(
+    n: int, k: int, rows: tuple[int, ...], worse: tuple[int, ...]
+) -> None:
+    """The measurements are in benchmarks/README.md."""
+    hopper = importlib.import_module("engine_core.kernels.linear.hopper.triton")
+    assert [count for count in sorted(rows + worse) if hopper.wins(count, n, k, 132)] == [*rows]

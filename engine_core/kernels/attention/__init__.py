@@ -65,8 +65,8 @@ def paged_attention(
         out: ``[T, Hq, Dv]`` contiguous, written in place; made if None.
         memo: one dict for all calls with these ``block_tables``, ``query_start``, ``kv_lens``,
             ``num_decode_rows`` and ``prefix_lens``, as in the layers of a step; empty before the
-            first. It keeps what was found out of them. Of a CUDA graph all calls are captured, the
-            first included.
+            first. It keeps what was found out of them. If later calls are captured in a CUDA graph,
+            so is the first: a replay has to find it out anew.
         batch_invariant: whether each query's result must be the same, bit for bit, whatever other
             rows there are and however many queries of its own row. Only on a GPU.
 

@@ -36,7 +36,10 @@ _LOG2E = 1.4426950408889634
 _MAX_SPLITS = 64
 _MIN_SPLIT = 64
 _MERGED_SPLITS = 16
-# Where there are programs enough, only rows so many times as long as the mean are split.
+# Where splits are rare, with one head at a time: the kernel needs 128 registers a thread then and
+# not 164, so that 8 programs of 2 warps fit on a multiprocessor and not 6.
+_RARELY_MERGED_SPLITS = 4
+# Where there are programs enough, only rows about so many times as long as the mean are split.
 _STRETCH = 1.5
 # Numbers of an item of a plan, and what fills its 32 bytes.
 _ITEM = 8
@@ -107,12 +110,6 @@ def _attend_tiles(
     return acc, denominator, maximum
 
 
-@triton.jit
-def _num_visible(kv_len, window, CROP: tl.constexpr):
-    """Tokens of a decode row that its query may see: the last ones."""
-    return tl.minimum(kv_len, window) if CROP else kv_len
-
-
 @triton.jit(do_not_specialize=["num_rows", "window", "wanted", "max_items"])
 def _plan_kernel(
     items_ptr,
@@ -141,7 +138,8 @@ def _plan_kernel(
     rows = tl.arange(0, BLOCK_ROWS)
     mask = rows < num_rows
     kv_lens = tl.load(kv_lens_ptr + rows, mask=mask, other=0)
-    visible = _num_visible(kv_lens, window, CROP)
+    # Where a window crops rows it is the last tokens that their queries see.
+    visible = tl.minimum(kv_lens, window) if CROP else kv_lens
     total = tl.sum(visible.to(tl.int64))
     length = tl.maximum(tl.cdiv(total, wanted), MIN_SPLIT).to(tl.int32)
     used = tl.maximum(tl.minimum(tl.cdiv(visible, length), MAX_SPLITS), 1)
@@ -687,10 +685,9 @@ def paged_attention(
         # 64 registers of each thread hold partial results.
         merged_heads = 2048 * tile.num_warps // (_MERGED_SPLITS * block_dv)
         if wanted <= num_decode_rows:
-            # Only rows much longer than the mean are split. What is merged at a time is so little
-            # that as many programs fit on a multiprocessor as if nothing were.
+            # Only rows much longer than the mean are split.
             wanted = max(1, int(num_decode_rows / _STRETCH))
-            merged_splits, merged_heads = min(4, _MERGED_SPLITS), 1
+            merged_splits, merged_heads = _RARELY_MERGED_SPLITS, 1
         plan = _plan(
             kv_lens,
             num_decode_rows,

@@ -52,7 +52,8 @@ def _store_kv_kernel(
     BLOCK_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # In this order, so that attention, launched next, may read lengths before it waits.
+    # In this order, so that attention, launched next, may read before it waits what is older: the
+    # lengths, and the plan of its splits that an earlier layer made.
     wait(PDL)
     launch_dependents(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

@@ -179,7 +179,7 @@ def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _hopper_wins(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel for Hopper takes this gated linear, and is the fastest."""
+    """Whether the kernel for Hopper takes this gated linear, and was seen to be faster."""
     if not x.is_cuda or not x.is_contiguous():
         return False
     from engine_core.kernels.launch.triton import num_multiprocessors, runs_gluon

@@ -106,7 +106,8 @@ def _rotary_store_kernel(
     PDL: tl.constexpr,
 ):
     """Up to BLOCK_HEADS heads of q, or of k and v, of one token."""
-    # In this order, so that attention, launched next, may read lengths before it waits.
+    # In this order, so that attention, launched next, may read before it waits what is older: the
+    # lengths, and the plan of its splits that an earlier layer made.
     wait(PDL)
     launch_dependents(PDL)
     Q_TILES: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS

@@ -217,7 +217,7 @@ def _gated_linear_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    # Registers of a thread: 2 * 128 * 232 + 128 * 40 are what a multiprocessor has.
+    # Registers of a thread: 2 * 128 * 232 + 128 * 40 fit a multiprocessor's 65536.
     gl.warp_specialize(
         [
             (_multiply, (
@@ -260,14 +260,17 @@ _ACTIVATION = 262
 def wins(rows: int, n: int, k: int, programs: int) -> bool:
     """Whether cuBLAS and an activation by itself are slower for a weight ``[n, k]``, as was seen.
 
-    That depends on how much of the last turn of the programs through the tiles has work, and on the
-    activation's share. Up to 256 rows the time is more that of reading the weight. us on one H200,
-    cuBLAS and this: 28672x4096, 96 rows 68.1 and 64.7, 128 rows 72.8 and 65.9, 192 rows 84.8 and
-    96.8, 256 rows 106.5 and 96.5, 512 rows 186 and 205, 1024 rows 371 and 362, 1536 rows 529 and
-    593, 4096 rows 1499 and 1453, 8192 rows 2951 and 2891; 17920x1536, 128 rows 22.3 and 19.9, 256
-    rows 26.5 and 35.3, 8192 rows 748 and 690; 9728x896, 128 rows 10.0 and 11.2, 256 rows 13.3 and
-    11.8, 512 rows 20.1 and 22.1, 1024 rows 36.5 and 34.0, 4096 rows 159 and 125.
+    It depends on how much of the last turn of the programs through the tiles has work, and on the
+    activation's share. Up to 256 rows the time is more that of reading the weight; 64 and fewer
+    have kernels of their own. us on H200s, cuBLAS and this: 28672x4096, 96 rows 68.1 and 64.7, 128
+    rows 72.8 and 65.9 (70.6 with a tile of :mod:`engine_core.kernels.linear.triton`), 192 rows 84.8
+    and 96.8, 256 rows 106.5 and 96.5, 512 rows 186 and 205, 1024 rows 371 and 362, 1536 rows 529
+    and 593, 4096 rows 1499 and 1453, 8192 rows 2951 and 2891; 17920x1536, 128 rows 22.3 and 19.9
+    (32.0), 256 rows 26.5 and 35.3, 8192 rows 748 and 690; 9728x896, 128 rows 10.0 and 11.2 (10.3),
+    256 rows 13.3 and 11.8, 512 rows 20.1 and 22.1, 1024 rows 36.5 and 34.0, 4096 rows 159 and 125.
     """
+    if rows <= _ROWS.value:
+        return False
     row_tiles = triton.cdiv(rows, 2 * _ROWS.value)
     tiles = row_tiles * triton.cdiv(n, 2 * _COLS.value)
     turns = triton.cdiv(tiles, programs)

@@ -114,6 +114,8 @@ def _few_rows_tile(rows: int, n: int, k: int, gated: bool, x: Tensor) -> Tile:
     tile = choose_tile(max(rows, 2), n, k, gated, x.device)
     if tile is not None and tile.splits == 1:
         return tile
+    if gated and rows > 64:
+        return Tile(128 if k >= 2048 else 64, 64, num_warps=8, prefetch=256)
     if gated:
         # Two weights' tiles are in flight at a time.
         return Tile(64, 64, mode="wx", num_stages=4, prefetch=256)
