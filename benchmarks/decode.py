@@ -1,15 +1,17 @@
 """Time replays of decode graphs, with rows of equal and of very different lengths.
 
     python benchmarks/decode.py [llama3_8b] [qwen2_0_5b] [--batches 8,32,64,128,256] [--seconds 3]
-        [--profile]
+        [--placement apart] [--profile]
 
 Random weights. Replays are timed on the device, between CUDA events around 20 of them: no prompts,
 and of the host no more than setting the rows. Of each figure there are two: the second 20 replays
 after a second of rest, and the mean of the last half of ``--seconds`` of them without rest, when
 the card has warmed up and its clocks have sunk. The lengths are 1030 for all rows, or drawn from
-200 to 1860 with the longest first, as the scheduler puts them; the rows' blocks lie apart in the
-cache. With ``--profile`` it is said besides how long each kernel takes in steps of equal rows. It
-reaches into the engine for the graphs.
+200 to 1860 with the longest first, as the scheduler puts them. The rows' blocks lie in the cache as
+an engine that has just begun deals them out: the full ones row by row, then the last of all rows in
+turn; or with ``--placement apart`` each row has room for the longest, which moves rows of 1024
+tokens off the multiples of 2 MiB. With ``--profile`` it is said besides how long each kernel takes
+in steps of equal rows. It reaches into the engine for the graphs.
 """
 
 from __future__ import annotations
@@ -57,6 +59,24 @@ def replay_ms(graphs: Any, positions: list[int], seconds: float) -> tuple[float,
     return times[1], sum(last) / len(last)
 
 
+def placed(positions: list[int], block_size: int, *, apart: bool) -> torch.Tensor:
+    """Block tables of rows that compute tokens at these positions and the next REPLAYS."""
+    if apart:
+        most = (1860 + REPLAYS) // block_size + 1
+        return torch.arange(len(positions) * most, dtype=torch.int32).view(-1, most) + 1
+    sizes = [(position + REPLAYS) // block_size + 1 for position in positions]
+    full = [position // block_size for position in positions]
+    tables = torch.zeros(len(sizes), max(sizes), dtype=torch.int32)
+    dealt = itertools.count(1)
+    for row, count in enumerate(full):
+        tables[row, :count] = torch.tensor(list(itertools.islice(dealt, count)))
+    for turn in range(REPLAYS // block_size + 2):
+        for row, (size, count) in enumerate(zip(sizes, full, strict=True)):
+            if count + turn < size:
+                tables[row, count + turn] = next(dealt)
+    return tables
+
+
 def profile(graph: torch.cuda.CUDAGraph) -> None:
     """Print how long each kernel of a step takes, and how often it runs."""
     from torch.autograd import DeviceType
@@ -79,21 +99,27 @@ def profile(graph: torch.cuda.CUDAGraph) -> None:
 
 
 @torch.inference_mode()
-def measure(name: str, batches: list[int], seconds: float, folder: Path, *, profiled: bool) -> None:
+def measure(
+    name: str, batches: list[int], seconds: float, folder: Path, *, apart: bool, profiled: bool
+) -> None:
     """Print one line a batch size."""
     with build(name, folder, deterministic=False) as llm:
         runner = llm.engine.core.executor._worker._runner
         graphs, (table,) = runner._decode_graphs, runner._tables
-        most = (1860 + REPLAYS) // table.block_size + 1
         num_blocks = runner.kv_cache[0][0].shape[0]
-        for row in range(max(batches)):
-            blocks = torch.arange(row * most, (row + 1) * most, dtype=torch.int32) % num_blocks
-            table.device_table[row, :most] = blocks.to(table.device_table.device)
+
+        def place(positions: list[int]) -> None:
+            blocks = placed(positions, table.block_size, apart=apart) % num_blocks
+            table.device_table[: len(positions), : blocks.shape[1]] = blocks.cuda()
+
         generator = random.Random(1)
         for batch in batches:
             lengths = [generator.randint(200, 1860) for _ in range(batch)]
+            lengths.sort(reverse=True)
+            place(lengths)
+            unequal = replay_ms(graphs, lengths, seconds)
+            place([1030] * batch)
             equal = replay_ms(graphs, [1030] * batch, seconds)
-            unequal = replay_ms(graphs, sorted(lengths, reverse=True), seconds)
             print(
                 f"{name} {batch:4} rows, ms rested and after {seconds:g} s: {equal[0]:7.3f} "
                 f"{equal[1]:7.3f} at 1030 tokens a row, {unequal[0]:7.3f} {unequal[1]:7.3f} at 200 "
@@ -109,13 +135,21 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help=", ".join(SHAPES))
     parser.add_argument("--batches", default="8,32,64,128,256")
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--placement", choices=["dealt", "apart"], default="dealt")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     batches = [int(part) for part in arguments.batches.split(",")]
     print(torch.cuda.get_device_name(), torch.__version__)
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.models or list(SHAPES):
-            measure(name, batches, arguments.seconds, Path(folder), profiled=arguments.profile)
+            measure(
+                name,
+                batches,
+                arguments.seconds,
+                Path(folder),
+                apart=arguments.placement == "apart",
+                profiled=arguments.profile,
+            )
             torch.cuda.empty_cache()
 
 
