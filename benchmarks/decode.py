@@ -28,8 +28,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
 
-from benchmarks.gpu import build
+from benchmarks.gpu import build, by_kernel
 from benchmarks.workloads import SHAPES
 
 REPLAYS = 20
@@ -78,24 +80,12 @@ def placed(positions: list[int], block_size: int, *, apart: bool) -> torch.Tenso
 
 
 def profile(graph: torch.cuda.CUDAGraph) -> None:
-    """Print how long each kernel of a step takes, and how often it runs."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as torch_profile
-
+    """Print how long each kernel of REPLAYS steps takes, and how often it runs."""
     with torch_profile(activities=[ProfilerActivity.CUDA]) as result:
         for _ in range(REPLAYS):
             graph.replay()
         torch.cuda.synchronize()
-    kernels: dict[str, list[float]] = {}
-    for event in result.events():
-        if event.device_type == DeviceType.CUDA:
-            kernels.setdefault(event.name, []).append(event.device_time)
-    for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1])):
-        print(
-            f"{sum(times) / REPLAYS / 1e3:9.3f} ms a step, {len(times) / REPLAYS:5.1f} times "
-            f"{sum(times) / len(times):8.2f} us  {name[:60]}"
-        )
+    print(f"profile of {REPLAYS} steps\n{by_kernel(result)}", flush=True)
 
 
 @torch.inference_mode()

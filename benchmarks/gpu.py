@@ -20,6 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
 
 from benchmarks.workloads import SHAPES, write_config
 from engine_core import LLM, EngineConfig, SamplingParams
@@ -96,20 +98,22 @@ def show(name: str, figures: dict[str, float]) -> None:
         print(f"{key:22}{value:13.4g}{cells}")
 
 
+def by_kernel(result: torch_profile) -> str:
+    """A table of the kernels that were profiled, the one with the most time first."""
+    table: str = result.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=60
+    )
+    return table
+
+
 def profile(llm: LLM, vocab: int, batch: int) -> None:
     """Where the time of decode steps goes, by kernel."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as torch_profile
-
     run = runner(llm)
     prompts = [list(range(1000, 2024)) for _ in range(batch)]
     run(prompts, [8] * batch)
     with torch_profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as result:
         run(prompts, [33] * batch)
-    table = result.key_averages().table(
-        sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=60
-    )
-    print(f"profile of 32 decode steps and one prefill, batch {batch}\n{table}")
+    print(f"profile of 32 decode steps and one prefill, batch {batch}\n{by_kernel(result)}")
 
 
 def main() -> None:

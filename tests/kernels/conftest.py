@@ -37,6 +37,17 @@ def launch_device() -> str:
     return "cpu"
 
 
+@pytest.fixture
+def on_hopper() -> None:
+    """The kernels in Gluon run here; else the test is skipped."""
+    if torch.cuda.is_available():
+        from engine_core.kernels.launch.triton import runs_gluon
+
+        if runs_gluon(torch.device("cuda", 0)):
+            return
+    pytest.skip("needs a Hopper GPU and Triton 3.6")
+
+
 @pytest.fixture(params=["compiled", "torch"])
 def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What a CPU's operations are: compiled by Numba where they can be, or made of torch's."""

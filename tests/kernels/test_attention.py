@@ -349,21 +349,14 @@ def test_kernel_grid_of_a_larger_context(batch_invariant: bool, launch_device: s
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
-)
+@pytest.mark.usefixtures("on_hopper")
 def test_hopper_kernel_takes_the_engines_caches_and_is_captured() -> None:
-    from engine_core.kernels.launch.triton import runs_gluon
+    from engine_core.kernels.attention.hopper import triton as hopper
 
     shape = {"heads": 14, "kv_heads": 2, "head_dim": 128, "block_size": 64}
     rows = [(300, 300), (65, 1000)]
     options = {"dtype": torch.bfloat16, "device": "cuda", "fused": True}
     paged = make_paged(rows, own_caches=True, **options, **shape)
-    if not runs_gluon(paged.q.device):
-        pytest.skip("the Hopper kernel is for Triton 3.6")
-    from engine_core.kernels.attention.hopper import triton as hopper
-
     assert hopper.fits(paged.q, paged.k_cache, paged.v_cache)
     interleaved = make_paged(rows, **options, **shape)
     assert not hopper.fits(interleaved.q, interleaved.k_cache, interleaved.v_cache)

@@ -11,13 +11,7 @@ import torch
 from kernel_cases import TOLERANCE, error
 from torch import Tensor
 
-from engine_core.kernels import (
-    Undivided,
-    linear,
-    linear_add,
-    rms_norm,
-    takes_undivided,
-)
+from engine_core.kernels import Undivided, linear, linear_add, rms_norm, takes_undivided
 
 SHAPES = [(1, 40, 96), (3, 40, 96), (17, 40, 64), (5, 6, 24), (2, 130, 72), (64, 16, 8)]
 
@@ -230,24 +224,14 @@ def test_rows_do_not_depend_on_how_many_there_are(
         assert torch.equal(some, every[first : first + count]), f"{count} rows from {first}"
 
 
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
-)
-
-
 @pytest.fixture
 def hopper() -> ModuleType:
-    """The kernel for many rows."""
-    from engine_core.kernels.launch.triton import runs_gluon
-
-    if not runs_gluon(torch.device("cuda", 0)):
-        pytest.skip("the kernel for Hopper is for Triton 3.6")
+    """The kernel for many rows; it can be imported anywhere."""
     return importlib.import_module("engine_core.kernels.linear.hopper.triton")
 
 
 @pytest.mark.gpu
-@on_hopper
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -270,7 +254,7 @@ def test_gated_linear_on_hopper(
 
 
 @pytest.mark.gpu
-@on_hopper
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("rows", [128, 256, 1024])
 def test_gated_linear_on_hopper_waits_for_what_it_reads(rows: int, hopper: ModuleType) -> None:
     """In a graph it begins before the norm ahead of it has ended, which lets it at once."""
@@ -304,7 +288,7 @@ def test_gated_linear_on_hopper_waits_for_what_it_reads(rows: int, hopper: Modul
 
 
 @pytest.mark.gpu
-@on_hopper
+@pytest.mark.usefixtures("on_hopper")
 def test_gated_linear_on_hopper_leaves_what_it_does_not_fit(hopper: ModuleType) -> None:
     x, weight, _ = case(128, 512, 256, torch.bfloat16, "cuda")
     assert hopper.fits(x, weight)
@@ -324,8 +308,7 @@ def test_gated_linear_on_hopper_leaves_what_it_does_not_fit(hopper: ModuleType) 
     ],
 )
 def test_the_gated_linear_on_hopper_is_used_where_it_was_seen_to_be_faster(
-    n: int, k: int, rows: tuple[int, ...], worse: tuple[int, ...]
+    n: int, k: int, rows: tuple[int, ...], worse: tuple[int, ...], hopper: ModuleType
 ) -> None:
     """The measurements are in benchmarks/README.md."""
-    hopper = importlib.import_module("engine_core.kernels.linear.hopper.triton")
     assert [count for count in sorted(rows + worse) if hopper.wins(count, n, k, 132)] == [*rows]

@@ -545,19 +545,6 @@ def _decode_tile(dims: int, float32: bool, num_programs: int, device: torch.devi
     return _DecodeTile(32, 1, 2, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How decode rows are cut into splits.
-
-    Attributes:
-        items: as ``_plan_kernel`` writes them.
-        is_new: whether the launch before this one wrote them.
-    """
-
-    items: Tensor
-    is_new: bool
-
-
 def _plan(
     kv_lens: Tensor,
     num_rows: int,
@@ -566,16 +553,15 @@ def _plan(
     wanted: int,
     block_n: int,
     memo: dict[Any, Any],
-) -> _Plan:
+) -> tuple[Tensor, bool]:
     """The splits of the first rows, made once for all layers of a step that cut them alike.
 
     ``wanted`` splits would hold all rows' tokens; ``window`` is what a query sees, if that is known
-    beforehand.
+    beforehand. Returns the items that ``_plan_kernel`` writes, and whether it was launched now.
     """
-    key = ("plan", num_rows, window, wanted, block_n)
-    items = memo.get(key)
-    if items is not None:
-        return _Plan(items, is_new=False)
+    key = (num_rows, window, wanted, block_n)
+    if key in memo:
+        return memo[key], False
     longest = triton.cdiv(max_kv_len, max(block_n, _MIN_SPLIT))
     # No more than what is wanted and the beginning of a split in each row.
     most = min(num_rows + wanted, num_rows * max(1, min(longest, _MAX_SPLITS)))
@@ -597,7 +583,7 @@ def _plan(
         **pdl_options(kv_lens.device),
     )
     memo[key] = items
-    return _Plan(items, is_new=True)
+    return items, True
 
 
 def paged_attention(
@@ -688,7 +674,7 @@ def paged_attention(
             # Only rows much longer than the mean are split.
             wanted = max(1, int(num_decode_rows / _STRETCH))
             merged_splits, merged_heads = _RARELY_MERGED_SPLITS, 1
-        plan = _plan(
+        items, planned_now = _plan(
             kv_lens,
             num_decode_rows,
             max_kv_len,
@@ -697,16 +683,16 @@ def paged_attention(
             tile.block_n,
             {} if memo is None else memo,
         )
-        shape = (plan.items.shape[0], num_heads)
+        shape = (len(items), num_heads)
         partial = torch.empty((*shape, v_head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         merged_heads = max(1, min(triton.next_power_of_2(min(group_size, block_g)), merged_heads))
-        _decode_kernel[(head_tiles, plan.items.shape[0])](
+        _decode_kernel[(head_tiles, len(items))](
             out,
             partial,
             lse,
             arrival_counts(q.device, programs),
-            plan.items,
+            items,
             q,
             k_cache,
             v_cache,
@@ -716,7 +702,7 @@ def paged_attention(
             alibi_slopes,
             *scales,
             window or 0,
-            int(plan.is_new),
+            int(planned_now),
             *strides,
             **constants,
             BLOCK_G=block_g,

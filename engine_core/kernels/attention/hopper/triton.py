@@ -448,7 +448,7 @@ def _hopper_prefill_kernel(
         mbarrier.init(v_empty.index(stage), count=2)
     mbarrier.init(end_full.index(0), count=1)
     fence_async_shared()
-    # Registers of a thread: 2 * 128 * 232 + 128 * 40 are what a multiprocessor has.
+    # Registers of a thread: 2 * 128 * 232 + 128 * 40 fit a multiprocessor's 65536.
     gl.warp_specialize(
         [
             (_attend, (

@@ -115,6 +115,7 @@ def _few_rows_tile(rows: int, n: int, k: int, gated: bool, x: Tensor) -> Tile:
     if tile is not None and tile.splits == 1:
         return tile
     if gated and rows > 64:
+        # choose_tile leaves most of these to cuBLAS, which is not to be had here.
         return Tile(128 if k >= 2048 else 64, 64, num_warps=8, prefetch=256)
     if gated:
         # Two weights' tiles are in flight at a time.
