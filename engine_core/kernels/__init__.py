@@ -12,7 +12,13 @@ from engine_core.kernels.attention import paged_attention
 from engine_core.kernels.decode_inputs import DecodeInputs, decode_inputs
 from engine_core.kernels.greedy import choose_greedy
 from engine_core.kernels.kv_store import store_kv
-from engine_core.kernels.linear import Undivided, linear, linear_add, takes_undivided
+from engine_core.kernels.linear import (
+    Undivided,
+    linear,
+    linear_add,
+    linear_add_norm,
+    takes_undivided,
+)
 from engine_core.kernels.norm import layer_norm, rms_norm
 from engine_core.kernels.rotary import apply_rotary
 from engine_core.kernels.rotary_store import is_fused as rotary_store_is_fused
@@ -29,6 +35,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_add",
+    "linear_add_norm",
     "paged_attention",
     "rms_norm",
     "rotary_store",

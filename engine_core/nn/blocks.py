@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from engine_core.kernels import (
     Undivided,
     linear,
     linear_add,
+    linear_add_norm,
     rotary_store,
     rotary_store_is_fused,
     takes_undivided,
@@ -159,11 +161,22 @@ class GatedMLP(Module):
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class Normalised:
+    """What a :class:`DecoderLayer` gives to the one after it, whose input norm it has applied.
+
+    Attributes:
+        values: ``[1, T, H]``.
+    """
+
+    values: Tensor
+
+
 class DecoderLayer(Module):
     """A pre-norm decoder layer: attention, then feed-forward, each added to the residual.
 
-    Where few tokens are computed on a GPU, the additions and norms are part of the linears before
-    them, and the norms' divisions part of the linears after them: see :class:`Undivided`.
+    On a GPU the additions and norms are fused with the linears before them. Where few tokens are
+    computed, the norms' divisions are part of the linears after them: see :class:`Undivided`.
     """
 
     def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module]) -> None:
@@ -178,47 +191,72 @@ class DecoderLayer(Module):
 
     def forward(
         self,
-        x: Tensor | Undivided,
+        x: Tensor | Undivided | Normalised,
         residual: Tensor | None,
         cos_sin: CosSin | None,
         cache: KVCacheLayer,
         attn_metadata: AttentionMetadata,
-    ) -> tuple[Tensor | Undivided, Tensor]:
-        """``(x, residual)`` to the next layer's; their sum is the residual stream."""
-        if isinstance(x, Undivided):
+    ) -> tuple[Tensor | Undivided | Normalised, Tensor]:
+        """``(x, residual)`` to the next layer's.
+
+        Their sum is the residual stream; where x comes from a linked layer and the input norm has
+        been applied to it, the residual alone is, and it may be overwritten.
+        """
+        # Below, the residual is what came with such an x, or the sum that the input norm makes; but
+        # in the first layer it is the caller's x.
+        owned = residual is not None
+        normed: Tensor | Undivided
+        if isinstance(x, Undivided | Normalised):
             assert residual is not None, "the layer before gives the residual too"
+            normed = x.values if isinstance(x, Normalised) else x
         elif residual is None:
-            residual, x = x, self.input_layernorm(x)
+            residual, normed = x, self.input_layernorm(x)
         else:
-            x, residual = self.input_layernorm(x, residual)
-        attention, mlp = self._fused_parts(residual)
-        if attention is None or mlp is None:
-            x = self.self_attn(x, cos_sin, cache, attn_metadata)
+            normed, residual = self.input_layernorm(x, residual)
+        parts = self._fused_parts(residual)
+        if parts is None:
+            x = self.self_attn(normed, cos_sin, cache, attn_metadata)
             x, residual = self.post_attention_layernorm(x, residual)
             return self.mlp(x), residual
-        heads = attention.heads(x, cos_sin, cache, attn_metadata)
-        x, residual = _add(attention.o_proj, heads, residual, self.post_attention_layernorm)
-        gated = mlp.gate_and_up(x)
+        attention, mlp = parts
+        undivided = _takes_undivided(residual, *parts)
+        heads = attention.heads(normed, cos_sin, cache, attn_metadata)
+        normed, residual = _add(
+            attention.o_proj,
+            heads,
+            residual,
+            self.post_attention_layernorm,
+            undivided=undivided,
+            may_overwrite=owned,
+        )
+        gated = mlp.gate_and_up(normed)
         for layer in self._next:
-            if layer._fused_parts(residual)[0] is not None:
-                return _add(mlp.down_proj, gated, residual, layer.input_layernorm)
+            following = layer._fused_parts(residual)
+            if following is not None:
+                normed, residual = _add(
+                    mlp.down_proj,
+                    gated,
+                    residual,
+                    layer.input_layernorm,
+                    undivided=undivided and _takes_undivided(residual, *following),
+                    may_overwrite=True,
+                )
+                given = normed if isinstance(normed, Undivided) else Normalised(normed)
+                return given, residual
         return mlp.down_proj(gated), residual
 
-    def _fused_parts(self, x: Tensor) -> tuple[SelfAttention, GatedMLP] | tuple[None, None]:
-        """Attention and MLP if they take norms without divisions for ``x [1, T, H]``."""
+    def _fused_parts(self, x: Tensor) -> tuple[SelfAttention, GatedMLP] | None:
+        """Attention and MLP if the layer's norms may be part of other launches than their own."""
         attention, mlp = self.self_attn, self.mlp
-        if not x.is_cuda or x.shape[-2] > _MAX_FUSED_TOKENS:
-            return None, None
-        if type(attention) is not SelfAttention or type(mlp) is not GatedMLP:
-            return None, None
+        if not x.is_cuda or type(attention) is not SelfAttention or type(mlp) is not GatedMLP:
+            return None
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         fits = (
-            isinstance(mlp.act, SiluAndMul)
-            and type(self.input_layernorm) is RMSNorm
+            type(self.input_layernorm) is RMSNorm
             and type(self.post_attention_layernorm) is RMSNorm
             and all(type(layer.method) is UnquantizedLinearMethod for layer in linears)
             and all(layer.context.tp_size == 1 for layer in linears)
-            # Their sums of squares depend on the tile, and so on the number of rows.
+            # How they add up depends on the number of rows.
             and not any(layer.context.deterministic for layer in linears)
             # Who watches a module is shown what it says that it takes and gives.
             and not any(
@@ -228,19 +266,27 @@ class DecoderLayer(Module):
                     *(attention, mlp, mlp.act, *linears),
                 )
             )
-            and takes_undivided(
-                x,
-                attention.qkv_proj.weight,
-                attention.o_proj.weight,
-                mlp.down_proj.weight,
-                gated=mlp.gate_up_proj.weight,
-            )
         )
-        return (attention, mlp) if fits else (None, None)
+        return (attention, mlp) if fits else None
 
 
 # No linear of more rows has a kernel of ours in each place.
-_MAX_FUSED_TOKENS = 64
+_MAX_UNDIVIDED_TOKENS = 64
+
+
+def _takes_undivided(x: Tensor, attention: SelfAttention, mlp: GatedMLP) -> bool:
+    """Whether their linears take norms without divisions for ``x [1, T, H]``."""
+    return (
+        x.shape[-2] <= _MAX_UNDIVIDED_TOKENS
+        and isinstance(mlp.act, SiluAndMul)
+        and takes_undivided(
+            x,
+            attention.qkv_proj.weight,
+            attention.o_proj.weight,
+            mlp.down_proj.weight,
+            gated=mlp.gate_up_proj.weight,
+        )
+    )
 
 
 def link_layers(layers: Sequence[nn.Module]) -> None:
@@ -253,7 +299,18 @@ def link_layers(layers: Sequence[nn.Module]) -> None:
             layer._next = (following,)
 
 
-def _add(layer: Linear, x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Undivided, Tensor]:
-    """The norm of ``residual + layer(x)`` without its division, and that sum."""
+def _add(
+    layer: Linear,
+    x: Tensor,
+    residual: Tensor,
+    norm: nn.Module,
+    *,
+    undivided: bool,
+    may_overwrite: bool,
+) -> tuple[Tensor | Undivided, Tensor]:
+    """The norm of ``residual + layer(x)``, perhaps without its division, and that sum."""
     assert isinstance(norm, RMSNorm), "what the layer's parts are was looked at before"
-    return linear_add(x, layer.weight, layer.bias, residual, norm.weight, norm.eps)
+    given = (x, layer.weight, layer.bias, residual, norm.weight, norm.eps)
+    if undivided:
+        return linear_add(*given)
+    return linear_add_norm(*given, may_overwrite=may_overwrite)

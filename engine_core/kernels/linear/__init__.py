@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine_core.kernels.linear import reference
+from engine_core.kernels.linear import cublas, reference
+from engine_core.kernels.norm import rms_norm
 
 if TYPE_CHECKING:
     from engine_core.kernels.linear.triton import Tile
 
-__all__ = ["Undivided", "linear", "linear_add", "takes_undivided"]
+__all__ = ["Undivided", "linear", "linear_add", "linear_add_norm", "takes_undivided"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +131,8 @@ def linear_add(
     Raises:
         ValueError: shapes or dtypes are not as above.
     """
-    _check("linear_add", x, weight, bias)
-    shape = (*x.shape[:-1], weight.shape[0])
-    if residual.shape != shape or norm_weight.shape != shape[-1:] or residual.dtype != x.dtype:
-        raise ValueError(
-            f"linear_add: residual is {tuple(residual.shape)} {residual.dtype} and norm_weight "
-            f"{tuple(norm_weight.shape)}; they must be {shape} {x.dtype} and {shape[-1:]}"
-        )
+    _check_added("linear_add", x, weight, bias, residual, norm_weight)
+    shape = residual.shape
     tile = _tile(x, weight, gated=False)
     if tile is None:
         values, squares, total = reference.linear_add(x, weight, bias, residual, norm_weight)
@@ -148,6 +144,56 @@ def linear_add(
         rows, weight, bias, tile, residual.reshape(-1, shape[-1]), norm_weight
     )
     return Undivided(values.view(shape), squares, eps), total.view(shape)
+
+
+def linear_add_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    may_overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """A linear, the addition of the residual and the RMSNorm that follow it, divided.
+
+    On a GPU, where that was seen to be faster, the norm adds up partial sums of the linear, or the
+    linear adds the residual: then the sum of both is rounded once. Elsewhere the linear is rounded
+    before, too, as by an op of its own. The norm rounds as :func:`~engine_core.kernels.rms_norm`.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[N, K]``, x's dtype.
+        bias: ``[N]``, or None.
+        residual: ``[..., N]``, x's dtype, the last dimension contiguous.
+        norm_weight: ``[N]``, of the RMSNorm, contiguous.
+        eps: of the RMSNorm.
+        may_overwrite: whether the sum may take the place of ``residual``, which is then returned.
+
+    Returns:
+        The norm of ``residual + linear(x)``, and that sum, both ``[..., N]``.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    _check_added("linear_add_norm", x, weight, bias, residual, norm_weight)
+    n, k = weight.shape
+    dense = all(t is None or t.is_contiguous() for t in (x, weight, bias, norm_weight))
+    if x.is_cuda and dense:
+        rows = x.view(-1, k)
+        parts = _parts(rows, weight)
+        if parts > 1:
+            from engine_core.kernels.norm import triton as norm
+
+            partial = cublas.partial_sums(rows, weight, parts)
+            return norm.sum_add_norm(partial, bias, residual, norm_weight, eps)
+        # Into another tensor cuBLAS would copy the residual first, and it adds no bias besides.
+        in_place = may_overwrite and bias is None and residual.is_contiguous()
+        if in_place and cublas.adds(len(rows)):
+            residual.view(-1, n).addmm_(rows, weight.t())
+            return rms_norm(residual, norm_weight, eps), residual
+    return rms_norm(linear(x, weight, bias), norm_weight, eps, residual=residual)
 
 
 def takes_undivided(x: Tensor, *weights: Tensor, gated: Tensor) -> bool:
@@ -176,6 +222,32 @@ def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             f"{None if bias is None else tuple(bias.shape)}; x's last dimension must be "
             f"{in_features} and bias [{out_features}]"
         )
+
+
+def _check_added(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+) -> None:
+    _check(op, x, weight, bias)
+    shape = (*x.shape[:-1], weight.shape[0])
+    if residual.shape != shape or norm_weight.shape != shape[-1:] or residual.dtype != x.dtype:
+        raise ValueError(
+            f"{op}: residual is {tuple(residual.shape)} {residual.dtype} and norm_weight "
+            f"{tuple(norm_weight.shape)}; they must be {shape} {x.dtype} and {shape[-1:]}"
+        )
+
+
+def _parts(x: Tensor, weight: Tensor) -> int:
+    """Parts of K in which ``x [M, K]``, on a GPU, is multiplied; 1 for a plain linear."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return 1
+    from engine_core.kernels.linear import triton
+
+    return cublas.choose_parts(len(x), *weight.shape) if triton.fits(x.device) else 1
 
 
 def _hopper_wins(x: Tensor, weight: Tensor) -> bool:

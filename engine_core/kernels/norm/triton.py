@@ -13,6 +13,7 @@ from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wa
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x_ptr,
+    x_bias_ptr,
     residual_ptr,
     weight_ptr,
     bias_ptr,
@@ -20,6 +21,7 @@ def _norm_kernel(
     total_ptr,
     num_rows,
     inner_rows,
+    x_part_stride,
     x_outer_stride,
     x_inner_stride,
     residual_outer_stride,
@@ -28,11 +30,14 @@ def _norm_kernel(
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     CENTRED: tl.constexpr,
+    HAS_X_BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """x is the sum of PARTS tensors and perhaps of a bias of its own."""
     launch_dependents(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_H)
@@ -43,7 +48,13 @@ def _norm_kernel(
     weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
     wait(PDL)
     x_rows = outer * x_outer_stride + inner * x_inner_stride
-    x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    x_ptrs = x_ptr + x_rows[:, None] + cols[None, :]
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, PARTS):
+        x_ptrs += x_part_stride
+        x += tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_X_BIAS:
+        x += tl.load(x_bias_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
         residual_rows = outer * residual_outer_stride + inner * residual_inner_stride
         residual = tl.load(
@@ -83,9 +94,47 @@ def norm(
     if x.dim() != 3:
         x = x.reshape(1, num_rows, x.shape[-1])
         residual = None if residual is None else residual.reshape(x.shape)
+    _launch(x[None], None, residual, weight, bias, eps, out, total, centred=centred)
+    return out, total
+
+
+def sum_add_norm(
+    partial: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of ``residual [..., H]``, ``bias [H]`` and ``partial [parts, rows, H]`` added up.
+
+    The sum is float32, the parts in their order first, and rounded once. Returns the result and
+    that sum, both of residual's shape and dtype.
+    """
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    total = torch.empty_like(out)
+    if total.numel() == 0:
+        return out, total
+    residual = residual.reshape(1, *partial.shape[1:])
+    _launch(partial[:, None], bias, residual, weight, None, eps, out, total, centred=False)
+    return out, total
+
+
+def _launch(
+    x: Tensor,
+    x_bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    out: Tensor,
+    total: Tensor | None,
+    *,
+    centred: bool,
+) -> None:
+    """Fill ``out`` and ``total`` from ``x [parts, outer, inner, H]``, not empty.
+
+    ``residual`` is ``[outer, inner, H]``; the other tensors are contiguous.
+    """
     if residual is not None and residual.stride(-1) != 1:
         residual = residual.contiguous()
-    hidden_size = x.shape[-1]
+    parts, outer_rows, inner_rows, hidden_size = x.shape
+    num_rows = outer_rows * inner_rows
     block_h = triton.next_power_of_2(hidden_size)
     # 2048 values a program at least: 16 bytes a thread and load in 4 warps of bfloat16, so that
     # per-head norms (H = 128) do not launch a program for every head. For fewer rows too: a row's
@@ -93,25 +142,28 @@ def norm(
     block_rows = max(1, 2048 // block_h)
     _norm_kernel[(triton.cdiv(num_rows, block_rows),)](
         x,
+        x_bias,
         residual,
         weight,
         bias,
         out,
         total,
         num_rows,
-        x.shape[1],
-        x.stride(0),
+        inner_rows,
+        x.stride(0) if parts > 1 else 0,
         x.stride(1),
+        x.stride(2),
         0 if residual is None else residual.stride(0),
         0 if residual is None else residual.stride(1),
         eps,
         H=hidden_size,
         BLOCK_H=block_h,
         BLOCK_ROWS=block_rows,
+        PARTS=parts,
         CENTRED=centred,
+        HAS_X_BIAS=x_bias is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         num_warps=4 if block_h <= 2048 else 8 if block_h <= 8192 else 16,
         **pdl_options(x.device),
     )
-    return out, total
