@@ -164,6 +164,7 @@ def native_matrix(device: str) -> Iterator[Case]:
         yield from _rotary_store_cases(device, dtype)
         yield from _linear_cases(device, dtype)
         yield from _linear_add_cases(device, dtype)
+        yield from _linear_add_norm_cases(device, dtype)
         yield from _greedy_cases(device, dtype)
         yield from _sampling_cases(device, dtype)
         yield from _attention_cases(device, dtype)
@@ -427,6 +428,40 @@ def _linear_add_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
                 dtype,
                 lambda r=rows, s=sizes, g=gated: run(r, s, g),  # type: ignore[misc]
             )
+
+
+def _linear_add_norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(rows: int, n: int, k: int, with_bias: bool) -> float:
+        generator = torch.Generator(device).manual_seed(rows + n + k)
+
+        def randn(*shape: int) -> Tensor:
+            values = torch.randn(*shape, generator=generator, device=device)
+            return values.to(dtype)
+
+        x, residual, norm_weight = randn(rows, k), randn(rows, n), randn(n)
+        weight, bias = randn(n, k) / k**0.5, randn(n) if with_bias else None
+        expected_total = x.float() @ weight.float().T + residual.float()
+        if bias is not None:
+            expected_total += bias.float()
+        worst = 0.0
+        for may_overwrite in (False, True):
+            normed, total = kernels.linear_add_norm(
+                x, weight, bias, residual, norm_weight, 1e-5, may_overwrite=may_overwrite
+            )
+            # From the rounded sum.
+            expected = norm_reference.rms_norm(total.float(), norm_weight.float(), 1e-5)
+            worst = max(worst, error(total, expected_total), error(normed, expected))
+        return worst
+
+    for rows in (1, 64, 65, 96, 128, 256, 257, 1000):
+        for n, k in [(4096, 4096), (4096, 14336), (896, 896), (896, 4864), (1000, 904)]:
+            for with_bias in (False, True):
+                yield Case(
+                    "linear_add_norm",
+                    f"{rows}x{n}x{k}" + "-bias" * with_bias,
+                    dtype,
+                    lambda r=rows, n=n, k=k, b=with_bias: run(r, n, k, b),  # type: ignore[misc]
+                )
 
 
 def _greedy_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

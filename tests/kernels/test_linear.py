@@ -11,7 +11,15 @@ import torch
 from kernel_cases import TOLERANCE, error
 from torch import Tensor
 
-from engine_core.kernels import Undivided, linear, linear_add, rms_norm, takes_undivided
+from engine_core.kernels import (
+    Undivided,
+    linear,
+    linear_add,
+    linear_add_norm,
+    rms_norm,
+    takes_undivided,
+)
+from engine_core.kernels.linear import cublas
 
 SHAPES = [(1, 40, 96), (3, 40, 96), (17, 40, 64), (5, 6, 24), (2, 130, 72), (64, 16, 8)]
 
@@ -61,10 +69,11 @@ def test_preconditions() -> None:
         linear(x, weight, torch.zeros(4))
     with pytest.raises(ValueError, match="even N"):
         linear(x, weight, gated=True)
-    with pytest.raises(ValueError, match=r"\(2, 4\)"):
-        linear_add(x, weight, None, torch.zeros(2, 4), torch.ones(5), 1e-5)
-    with pytest.raises(ValueError, match=r"norm_weight \(4,\)"):
-        linear_add(x, weight, None, torch.zeros(2, 5), torch.ones(4), 1e-5)
+    for op in (linear_add, linear_add_norm):
+        with pytest.raises(ValueError, match=rf"{op.__name__}: .*\(2, 4\)"):
+            op(x, weight, None, torch.zeros(2, 4), torch.ones(5), 1e-5)
+        with pytest.raises(ValueError, match=r"norm_weight \(4,\)"):
+            op(x, weight, None, torch.zeros(2, 5), torch.ones(4), 1e-5)
 
 
 TILES: list[dict[str, Any]] = [
@@ -146,6 +155,85 @@ def test_kernel_of_a_norm_between_two_linears(tile: dict[str, Any], launch_devic
     for dtype in (torch.float32, torch.float16):
         rows = 1 if tile.get("mode") == "vector" else 5
         check_norm_between(add, gated, rows, launch_device, dtype)
+
+
+def check_linear_add_norm(
+    shape: tuple[int, int, int], dtype: torch.dtype, with_bias: bool, device: str
+) -> None:
+    """Against the formula in float32; the residual is overwritten only by leave."""
+    rows, hidden, k = shape
+    x, weight, bias = case(rows, hidden, k, dtype, device)
+    x = x.contiguous()
+    chosen = bias if with_bias else None
+    residual = torch.randn(1, rows, hidden, device=device).to(dtype)
+    norm_weight = (1 + 0.3 * torch.randn(hidden, device=device)).to(dtype)
+    before = residual.clone()
+    expected = formula(x, weight, chosen, False) + before.double()
+    for may_overwrite in (False, True):
+        normed, total = linear_add_norm(
+            x[None], weight, chosen, residual, norm_weight, 1e-5, may_overwrite=may_overwrite
+        )
+        assert total is residual or torch.equal(residual, before)
+        assert may_overwrite or total is not residual
+        assert normed.shape == total.shape == residual.shape
+        assert normed.dtype == total.dtype == dtype
+        assert error(total[0], expected) < TOLERANCE[dtype]
+        mean = total.double().square().mean(-1, keepdim=True)
+        divided = total.double() / (mean + 1e-5).sqrt() * norm_weight.double()
+        assert error(normed, divided) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_and_the_norm_after_it(dtype: torch.dtype, with_bias: bool) -> None:
+    for rows in (0, 3, 96, 300):
+        check_linear_add_norm((rows, 48, 64), dtype, with_bias, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("hidden", "k"), [(4096, 4096), (896, 4864), (1000, 904), (99, 70)])
+def test_a_linear_and_the_norm_after_it_on_a_gpu(
+    hidden: int, k: int, dtype: torch.dtype, with_bias: bool
+) -> None:
+    for rows in (0, 1, 64, 65, 96, 256, 257, 1030):
+        check_linear_add_norm((rows, hidden, k), dtype, with_bias, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_residual_is_overwritten_where_cublas_adds_it() -> None:
+    x, weight, bias = case(300, 896, 896, torch.bfloat16, "cuda")
+    x = x.contiguous()
+    residual = torch.randn(300, 896, device="cuda").to(torch.bfloat16)
+    for given, may_overwrite, overwritten in [
+        (None, True, True),
+        (None, False, False),
+        (bias, True, False),
+    ]:
+        options = {"may_overwrite": may_overwrite}
+        _, total = linear_add_norm(x, weight, given, residual, bias, 1e-5, **options)
+        assert (total is residual) == overwritten
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "parts"),
+    [
+        *[(4096, 4096, 2), (4096, 14336, 2), (3584, 3584, 2), (3584, 18944, 2)],
+        *[(896, 896, 2), (896, 4864, 4), (1536, 8960, 4)],
+        # Wider than any that was seen, and parts whose rows would not begin at 16 bytes.
+        *[(5120, 5120, 1), (896, 904, 1), (896, 4872, 1)],
+    ],
+)
+def test_parts_of_a_linear_are_chosen_as_they_were_seen_to_be_faster(
+    n: int, k: int, parts: int
+) -> None:
+    assert [cublas.choose_parts(rows, n, k) for rows in (65, 96, 256)] == [parts] * 3
+    for rows in (0, 1, 64, 257, 8192):
+        assert cublas.choose_parts(rows, n, k) == 1
+    assert [cublas.adds(rows) for rows in (0, 64, 65, 256, 257, 8192)] == [False] * 4 + [True] * 2
 
 
 @pytest.mark.parametrize(

@@ -140,3 +140,33 @@ def test_kernel_per_head(launch_device: str) -> None:
     weight = torch.randn(64, device=launch_device)
     normed, _ = triton.norm(heads, weight, None, 1e-6, residual=None, centred=False)
     assert error(normed, llama_rms_norm(heads, weight, 1e-6)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 63), (1, 3, 128), (2, 3000), (0, 16)])
+def test_kernel_of_partial_sums(
+    shape: tuple[int, ...], parts: int, with_bias: bool, dtype: torch.dtype, launch_device: str
+) -> None:
+    from engine_core.kernels.norm import triton
+
+    size = shape[-1]
+    partial = torch.randn(parts, *shape, device=launch_device).view(parts, -1, size)
+    residual = torch.randn(*shape[:-1], size + 8, device=launch_device).to(dtype)[..., :size]
+    weight, bias = torch.randn(2, size, device=launch_device).to(dtype)
+    expected = partial[0].clone()
+    for part in partial[1:]:
+        expected += part
+    if with_bias:
+        expected += bias.float()
+    expected = (expected.view(shape) + residual.float()).to(dtype)
+    normed, total = triton.sum_add_norm(
+        partial, bias if with_bias else None, residual, weight, 1e-5
+    )
+    assert total.dtype == normed.dtype == dtype
+    assert total.shape == normed.shape == shape
+    # The interpreter cuts bfloat16 off where a GPU rounds: one unit in the last place.
+    exact = dtype != torch.bfloat16 or launch_device == "cuda"
+    assert error(total, expected) <= (0 if exact else 2**-7)
+    assert error(normed, llama_rms_norm(total, weight, 1e-5)) < TOLERANCE[dtype]

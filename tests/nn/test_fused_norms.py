@@ -1,6 +1,8 @@
-"""Decoder layers whose norms are part of the linears around them, on a GPU."""
+"""Decoder layers whose norms are fused with the linears around them, on a GPU."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from engine_core.kernels import Undivided
 from engine_core.nn import DecoderLayer, GatedMLP, RMSNorm, SelfAttention
-from engine_core.nn.blocks import link_layers
+from engine_core.nn.blocks import Normalised, link_layers
 from engine_core.step_context import (
     AttentionMetadata,
     BuildContext,
@@ -19,16 +21,18 @@ from engine_core.step_context import (
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 896, 14, 2, 64, 4864
 
 
-def layers(device: str, dtype: torch.dtype) -> list[DecoderLayer]:
-    """Two layers with the same random numbers on every device."""
+def layers(
+    device: str, dtype: torch.dtype, activations: tuple[str, ...] = ("silu", "silu")
+) -> list[DecoderLayer]:
+    """A layer for each activation, with the same random numbers on every device."""
     with building(BuildContext(dtype=dtype, device=torch.device(device))):
         made = [
             DecoderLayer(
                 SelfAttention(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, qkv_bias=True),
-                GatedMLP(HIDDEN, INTERMEDIATE),
+                GatedMLP(HIDDEN, INTERMEDIATE, activation),
                 lambda: RMSNorm(HIDDEN, 1e-5),
             )
-            for _ in range(2)
+            for activation in activations
         ]
     generator = torch.Generator().manual_seed(0)
     for layer in made:
@@ -42,17 +46,24 @@ def layers(device: str, dtype: torch.dtype) -> list[DecoderLayer]:
 def run(made: list[DecoderLayer], rows: int, device: str, dtype: torch.dtype) -> list[Tensor]:
     """The residual stream after each layer, in float32 on the CPU; every row's first token."""
     return [
-        (residual if isinstance(x, Undivided) else x + residual).float().cpu()
-        for x, residual in forward(made, rows, device, dtype)
+        (x + residual if isinstance(x, Tensor) else residual).float().cpu()
+        for x, residual in forward(made, embedded(rows, device, dtype))
     ]
 
 
-def forward(
-    made: list[DecoderLayer], rows: int, device: str, dtype: torch.dtype
-) -> list[tuple[Tensor | Undivided, Tensor]]:
-    """What each layer gives."""
+def embedded(rows: int, device: str, dtype: torch.dtype) -> Tensor:
+    """What the first layer is given, ``[1, rows, HIDDEN]``."""
     generator = torch.Generator().manual_seed(rows)
-    x = torch.randn(1, rows, HIDDEN, generator=generator).to(torch.bfloat16).to(device, dtype)
+    x = torch.randn(1, rows, HIDDEN, generator=generator)
+    return x.to(torch.bfloat16).to(device, dtype)
+
+
+def forward(
+    made: list[DecoderLayer], x: Tensor
+) -> Iterator[tuple[Tensor | Undivided | Normalised, Tensor]]:
+    """What each layer gives, before the next is run: it may overwrite it."""
+    rows, device, dtype = x.shape[1], x.device, x.dtype
+    generator = torch.Generator().manual_seed(rows + 1)
     angles = torch.rand(rows, HEAD_DIM // 2, generator=generator).to(device)
     tables = torch.arange(rows, dtype=torch.int32, device=device)[:, None]
     metadata = AttentionMetadata(
@@ -63,28 +74,35 @@ def forward(
         num_decode_rows=rows,
         groups=(GroupMetadata(tables, 16 * torch.arange(rows, device=device)),),
     )
-    given, residual = [], None
+    given: Tensor | Undivided | Normalised = x
+    residual = None
     for layer in made:
         cache = torch.zeros(2, rows, 16, KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
         inputs = (angles.cos(), angles.sin()), (cache[0], cache[1]), metadata
-        x, residual = layer(x, residual, *inputs)
-        given.append((x, residual))
-    return given
+        given, residual = layer(given, residual, *inputs)
+        yield given, residual
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("rows", [1, 5, 32, 64])
-def test_is_as_close_to_float32_as_without(rows: int) -> None:
-    exact = run(layers("cpu", torch.float32), rows, "cpu", torch.float32)
-    apart = layers("cuda", torch.bfloat16)
-    fused = layers("cuda", torch.bfloat16)
-    link_layers(fused)
+@pytest.mark.parametrize(
+    ("rows", "activations"),
+    [
+        *((rows, ("silu", "silu")) for rows in (1, 5, 32, 64, 65, 96, 128, 256, 300, 1024)),
+        # Only the first, or only the second, takes norms without their divisions.
+        *((rows, ("silu", "gelu")) for rows in (32, 96, 300)),
+        *((rows, ("gelu", "silu")) for rows in (32, 96, 300)),
+    ],
+)
+def test_is_as_close_to_float32_as_without(rows: int, activations: tuple[str, ...]) -> None:
+    exact = run(layers("cpu", torch.float32, activations), rows, "cpu", torch.float32)
+    apart, unlinked, linked = (layers("cuda", torch.bfloat16, activations) for _ in range(3))
+    link_layers(linked)
     for layer in apart:
         # A watched layer gives what it says that it gives.
         layer.register_forward_hook(lambda module, args, output: None)
     errors = []
-    for made in (apart, fused):
+    for made in (apart, unlinked, linked):
         streams = run(made, rows, "cuda", torch.bfloat16)
         errors.append(
             [
@@ -92,23 +110,52 @@ def test_is_as_close_to_float32_as_without(rows: int) -> None:
                 for stream, expected in zip(streams, exact, strict=True)
             ]
         )
-    for unfused_error, fused_error in zip(*errors, strict=True):
-        assert fused_error < 1.1 * unfused_error < 0.02
+    for unfused_error, *fused_errors in zip(*errors, strict=True):
+        assert max(fused_errors) < 1.1 * unfused_error < 0.02
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_only_a_layer_that_is_followed_leaves_the_division_to_the_next() -> None:
-    first, second = layers("cuda", torch.bfloat16)
+@pytest.mark.parametrize(
+    ("rows", "activations", "kind"),
+    [
+        (3, ("silu", "silu"), Undivided),
+        *[(rows, ("silu", "silu"), Normalised) for rows in (65, 256, 300)],
+        (3, ("silu", "gelu"), Normalised),
+        (3, ("gelu", "silu"), Normalised),
+    ],
+)
+def test_only_a_layer_that_is_followed_takes_in_the_next_ones_norm(
+    rows: int, activations: tuple[str, ...], kind: type
+) -> None:
+    first, second = layers("cuda", torch.bfloat16, activations)
     link_layers([first, second])
     assert [name for name, _ in first.named_parameters() if name.startswith("_next")] == []
-    given = forward([first, second], 3, "cuda", torch.bfloat16)
-    assert [type(x) for x, _ in given] == [Undivided, Tensor]
+    x = embedded(rows, "cuda", torch.bfloat16)
+    assert [type(given) for given, _ in forward([first, second], x)] == [kind, Tensor]
     # Who watches a layer is shown what it says that it takes.
     seen = []
     second.register_forward_pre_hook(lambda module, args: seen.append(type(args[0])))
-    run([first, second], 3, "cuda", torch.bfloat16)
+    run([first, second], rows, "cuda", torch.bfloat16)
     assert seen == [Tensor]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("rows", [3, 96, 300])
+def test_what_a_caller_may_keep_is_not_overwritten(rows: int, linked: bool) -> None:
+    made = layers("cuda", torch.bfloat16, ("silu",) * 3)
+    if linked:
+        link_layers(made)
+    x = embedded(rows, "cuda", torch.bfloat16)
+    kept = [(x, x.clone())]
+    for given, residual in forward(made, x):
+        if not linked:
+            assert isinstance(given, Tensor)
+            kept += [(given, given.clone()), (residual, residual.clone())]
+    for tensor, before in kept:
+        assert torch.equal(tensor, before)
 
 
 def test_linked_layers_are_the_same_on_a_cpu() -> None:
