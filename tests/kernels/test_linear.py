@@ -218,6 +218,38 @@ def test_a_residual_is_overwritten_where_cublas_adds_it() -> None:
         assert (total is residual) == overwritten
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("rows", [96, 256, 300])
+def test_linears_and_norms_after_them_in_a_graph(rows: int) -> None:
+    """As without one: each launch waits for what it reads, and none is asked for by the host."""
+    x, up, _ = case(rows, 9728, 896, torch.bfloat16, "cuda")
+    down = (torch.randn(896, 4864, device="cuda") / 4864**0.5).to(torch.bfloat16)
+    norm_weight = torch.rand(896, device="cuda").to(torch.bfloat16) + 0.5
+
+    def chain() -> tuple[Tensor, Tensor]:
+        total = x.clone(memory_format=torch.contiguous_format)
+        normed = rms_norm(total, norm_weight, 1e-5)
+        for _ in range(6):
+            gated = linear(normed, up, gated=True)
+            normed, total = linear_add_norm(
+                gated, down, None, total, norm_weight, 1e-5, may_overwrite=True
+            )
+        return normed, total
+
+    expected = chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(3):
+        for got in captured:
+            got.fill_(torch.nan)
+        graph.replay()
+        for got, wanted in zip(captured, expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize(
     ("n", "k", "parts"),
     [

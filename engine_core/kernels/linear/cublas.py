@@ -38,9 +38,9 @@ def adds(rows: int) -> bool:
 
 
 def partial_sums(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    """``x [M, K]`` by ``weight [N, K]`` to float32 ``[parts, M, N]``, to be added up."""
+    """Contiguous ``x [M, K]`` by ``weight [N, K]``: float32 ``[parts, M, N]``, to be added up."""
     return torch.bmm(
-        x.unflatten(1, (parts, -1)).transpose(0, 1),
-        weight.unflatten(1, (parts, -1)).permute(1, 2, 0),
+        x.view(len(x), parts, -1).transpose(0, 1),
+        weight.view(len(weight), parts, -1).permute(1, 2, 0),
         out_dtype=torch.float32,
     )
