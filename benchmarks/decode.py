@@ -1,17 +1,17 @@
 """Time replays of decode graphs, with rows of equal and of very different lengths.
 
     python benchmarks/decode.py [llama3_8b] [qwen2_0_5b] [--batches 8,32,64,128,256] [--seconds 3]
-        [--placement apart] [--profile]
+        [--profile]
 
-Random weights. Replays are timed on the device, between CUDA events around 20 of them: no prompts,
+Random weights, and random values in the cache: with zeros a card takes less power, and so keeps a
+higher clock. Replays are timed on the device, between CUDA events around 20 of them: no prompts,
 and of the host no more than setting the rows. Of each figure there are two: the second 20 replays
 after a second of rest, and the mean of the last half of ``--seconds`` of them without rest, when
-the card has warmed up and its clocks have sunk. The lengths are 1030 for all rows, or drawn from
-200 to 1860 with the longest first, as the scheduler puts them. The rows' blocks lie in the cache as
-an engine that has just begun deals them out: the full ones row by row, then the last of all rows in
-turn; or with ``--placement apart`` each row has room for the longest, which moves rows of 1024
-tokens off the multiples of 2 MiB. With ``--profile`` it is said besides how long each kernel takes
-in steps of equal rows. It reaches into the engine for the graphs.
+the card has warmed up and its clocks have sunk; nvidia-smi says to what, and the power. The lengths
+are 1030 for all rows, or drawn from 200 to 1860 with the longest first, as the scheduler puts them.
+The rows' blocks lie in the cache as an engine that has just begun deals them out: the full ones row
+by row, then the last of all rows in turn. With ``--profile`` it is said besides how long each
+kernel takes in steps of equal rows, without rest. It reaches into the engine for the graphs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,17 +36,19 @@ from benchmarks.gpu import build, by_kernel
 from benchmarks.workloads import SHAPES
 
 REPLAYS = 20
+CLOCK_AND_POWER = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
 
 
-def replay_ms(graphs: Any, positions: list[int], seconds: float) -> tuple[float, float]:
+def replay_ms(graphs: Any, positions: list[int], seconds: float) -> tuple[float, float, str]:
     """Milliseconds of a greedy step whose rows compute tokens at these positions.
 
-    Rested, and after ``seconds``.
+    Rested, and after ``seconds``; and nvidia-smi's clock and power then.
     """
     graphs.begin(list(range(len(positions))), positions)  # captured now, if it was not
     torch.cuda.synchronize()
     time.sleep(1)
     times: list[float] = []
+    reading = None
     while sum(times) * REPLAYS < seconds * 1e3 or len(times) < 4:
         # Four rounds at a time: the device waits for the host after each fourth alone.
         events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
@@ -57,15 +60,15 @@ def replay_ms(graphs: Any, positions: list[int], seconds: float) -> tuple[float,
             event.record()
         events[-1].synchronize()
         times += [a.elapsed_time(b) / REPLAYS for a, b in itertools.pairwise(events)]
+        if reading is None and sum(times) * REPLAYS > seconds * 500:
+            reading = subprocess.Popen(CLOCK_AND_POWER, stdout=subprocess.PIPE, text=True)
     last = times[len(times) // 2 :]
-    return times[1], sum(last) / len(last)
+    said = "" if reading is None else reading.communicate()[0].strip()
+    return times[1], sum(last) / len(last), said
 
 
-def placed(positions: list[int], block_size: int, *, apart: bool) -> torch.Tensor:
+def placed(positions: list[int], block_size: int) -> torch.Tensor:
     """Block tables of rows that compute tokens at these positions and the next REPLAYS."""
-    if apart:
-        most = (1860 + REPLAYS) // block_size + 1
-        return torch.arange(len(positions) * most, dtype=torch.int32).view(-1, most) + 1
     sizes = [(position + REPLAYS) // block_size + 1 for position in positions]
     full = [position // block_size for position in positions]
     tables = torch.zeros(len(sizes), max(sizes), dtype=torch.int32)
@@ -89,17 +92,18 @@ def profile(graph: torch.cuda.CUDAGraph) -> None:
 
 
 @torch.inference_mode()
-def measure(
-    name: str, batches: list[int], seconds: float, folder: Path, *, apart: bool, profiled: bool
-) -> None:
+def measure(name: str, batches: list[int], seconds: float, folder: Path, *, profiled: bool) -> None:
     """Print one line a batch size."""
     with build(name, folder, deterministic=False) as llm:
         runner = llm.engine.core.executor._worker._runner
         graphs, (table,) = runner._decode_graphs, runner._tables
         num_blocks = runner.kv_cache[0][0].shape[0]
+        for cache in itertools.chain.from_iterable(runner.kv_cache):
+            for some in cache.split(256):
+                some.normal_()
 
         def place(positions: list[int]) -> None:
-            blocks = placed(positions, table.block_size, apart=apart) % num_blocks
+            blocks = placed(positions, table.block_size) % num_blocks
             table.device_table[: len(positions), : blocks.shape[1]] = blocks.cuda()
 
         generator = random.Random(1)
@@ -112,8 +116,9 @@ def measure(
             equal = replay_ms(graphs, [1030] * batch, seconds)
             print(
                 f"{name} {batch:4} rows, ms rested and after {seconds:g} s: {equal[0]:7.3f} "
-                f"{equal[1]:7.3f} at 1030 tokens a row, {unequal[0]:7.3f} {unequal[1]:7.3f} at 200 "
-                f"to 1860, {sum(lengths) / batch:.0f} on average",
+                f"{equal[1]:7.3f} ({equal[2]}) at 1030 tokens a row, {unequal[0]:7.3f} "
+                f"{unequal[1]:7.3f} ({unequal[2]}) at 200 to 1860, {sum(lengths) / batch:.0f} on "
+                "average",
                 flush=True,
             )
             if profiled:
@@ -125,7 +130,6 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help=", ".join(SHAPES))
     parser.add_argument("--batches", default="8,32,64,128,256")
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--placement", choices=["dealt", "apart"], default="dealt")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     batches = [int(part) for part in arguments.batches.split(",")]
@@ -137,7 +141,6 @@ def main() -> None:
                 batches,
                 arguments.seconds,
                 Path(folder),
-                apart=arguments.placement == "apart",
                 profiled=arguments.profile,
             )
             torch.cuda.empty_cache()
