@@ -99,8 +99,7 @@ def measure(name: str, batches: list[int], seconds: float, folder: Path, *, prof
         graphs, (table,) = runner._decode_graphs, runner._tables
         num_blocks = runner.kv_cache[0][0].shape[0]
         for cache in itertools.chain.from_iterable(runner.kv_cache):
-            for some in cache.split(256):
-                some.normal_()
+            cache.normal_()
 
         def place(positions: list[int]) -> None:
             blocks = placed(positions, table.block_size) % num_blocks

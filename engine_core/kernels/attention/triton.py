@@ -42,7 +42,7 @@ _RARELY_MERGED_SPLITS = 4
 # Where there are programs enough, only rows about so many times as long as the mean are split, with
 # heads of up to 64 dimensions and with larger ones. ms of a step with 1.2 and 1.5, 256 rows of 200
 # to 1860 tokens: 24 layers of 2 KV heads of 64, 2.19 and 2.27; 32 of 8 of 128, 16.2 and 16.0.
-_STRETCH = (1.2, 1.5)
+_NARROW_STRETCH, _STRETCH = 1.2, 1.5
 # Numbers of an item of a plan, and what fills its 32 bytes.
 _ITEM = 8
 
@@ -615,7 +615,8 @@ def paged_attention(
     group_size = num_heads // num_kv_heads
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_dv = max(16, triton.next_power_of_2(v_head_dim))
-    wide = max(block_d, block_dv) > 128
+    dims = max(block_d, block_dv)
+    wide = dims > 128
     float32 = q.dtype == torch.float32
     scales = (scale * _LOG2E, 0.0)
     if softcap is not None:
@@ -667,15 +668,14 @@ def paged_attention(
         block_g = min(64, max(16, triton.next_power_of_2(group_size)))
         head_tiles = num_kv_heads * triton.cdiv(group_size, block_g)
         programs = num_decode_rows * head_tiles
-        tile = _decode_tile(max(block_d, block_dv), float32, programs, q.device)
+        tile = _decode_tile(dims, float32, programs, q.device)
         wanted = max(1, tile.programs * num_multiprocessors(q.device) // head_tiles)
         merged_splits = _MERGED_SPLITS
         # 64 registers of each thread hold partial results.
         merged_heads = 2048 * tile.num_warps // (_MERGED_SPLITS * block_dv)
         if wanted <= num_decode_rows:
             # Only rows much longer than the mean are split.
-            stretch = _STRETCH[0 if max(block_d, block_dv) <= 64 else 1]
-            wanted = max(1, int(num_decode_rows / stretch))
+            wanted = max(1, int(num_decode_rows / (_NARROW_STRETCH if dims <= 64 else _STRETCH)))
             merged_splits, merged_heads = _RARELY_MERGED_SPLITS, 1
         items, planned_now = _plan(
             kv_lens,
