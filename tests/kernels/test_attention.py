@@ -294,6 +294,18 @@ def test_kernel_shapes(shape: dict[str, Any], batch_invariant: bool, launch_devi
     assert error(got, expected) < TOLERANCE[paged.q.dtype]
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 50}, {"window": 131}], ids=str)
+@pytest.mark.parametrize("block_size", [32, 64, 128, 256])
+def test_kernel_tiles_within_blocks(
+    block_size: int, options: dict[str, Any], batch_invariant: bool, launch_device: str
+) -> None:
+    rows = [(1, 1), (1, 64), (1, 200), (1, 0), (1, 129), (1, 500), (70, 300)]
+    paged = make_paged(rows, block_size=block_size, device=launch_device)
+    expected = attend_by_reference(paged, 0.125, **options)
+    got = launch(paged, 0.125, batch_invariant=batch_invariant, **options)
+    assert error(got, expected) < 1e-5
+
+
 def test_kernel_without_splits(batch_invariant: bool, launch_device: str) -> None:
     paged = make_paged([(1, 30), (1, 0), (1, 7)], device=launch_device)
     got = launch(paged, 0.125, batch_invariant=batch_invariant)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine_core.kernels.attention.tiles.triton import load_tokens, tile_logits
+from engine_core.kernels.attention.tiles.triton import block_at, load_tokens, tile_logits
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -83,15 +83,18 @@ def _attend_tiles(
 ):
     """Fold the tokens in ``[low, high)`` into the running softmax of every query row.
 
-    Without MASKED the range is a multiple of BLOCK_N and visible to every query.
+    ``low`` is a multiple of BLOCK_N. Without MASKED ``high`` is one too, and all see every token.
     """
+    block = block_at(table_ptr, low, high, BLOCK_SIZE)
     for start in range(low, high, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         in_range = positions < high
+        # Asked for a tile ahead, so that no key waits for it.
+        next_block = block_at(table_ptr, start + BLOCK_N, high, BLOCK_SIZE)
         logits = tile_logits(
-            q, query_pos, slopes, positions, in_range, k_cache_ptr, table_ptr, k_block_stride,
-            k_slot_stride, logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, BLOCK_D,
-            HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, MASKED, PRECISION,
+            q, query_pos, slopes, block, start, positions, in_range, k_cache_ptr, table_ptr,
+            k_block_stride, k_slot_stride, logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE,
+            D, BLOCK_D, BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, MASKED, PRECISION,
         )  # fmt: skip
         new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
         if MASKED:
@@ -103,12 +106,13 @@ def _attend_tiles(
         rescale = tl.exp2(maximum - subtrahend)
         denominator = denominator * rescale + tl.sum(weights, axis=1)
         v = load_tokens(
-            v_cache_ptr, table_ptr, positions, in_range, v_block_stride, v_slot_stride,
-            BLOCK_SIZE, DV, BLOCK_DV, MASKED,
+            v_cache_ptr, table_ptr, block, start, in_range, v_block_stride, v_slot_stride,
+            BLOCK_SIZE, DV, BLOCK_DV, BLOCK_N, MASKED,
         )  # fmt: skip
         acc = acc * rescale[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         maximum = new_maximum
+        block = next_block
     return acc, denominator, maximum
 
 
@@ -140,8 +144,10 @@ def _plan_kernel(
     rows = tl.arange(0, BLOCK_ROWS)
     mask = rows < num_rows
     kv_lens = tl.load(kv_lens_ptr + rows, mask=mask, other=0)
-    # Where a window crops rows it is the last tokens that their queries see.
-    visible = tl.minimum(kv_lens, window) if CROP else kv_lens
+    # Where a window crops rows it is the last tokens that their queries see, and what precedes them
+    # in their first tile.
+    cropped = tl.maximum(kv_lens - window, 0) // BLOCK_N * BLOCK_N if CROP else 0
+    visible = kv_lens - cropped
     total = tl.sum(visible.to(tl.int64))
     length = tl.maximum(tl.cdiv(total, wanted), MIN_SPLIT).to(tl.int32)
     used = tl.maximum(tl.minimum(tl.cdiv(visible, length), MAX_SPLITS), 1)
@@ -151,7 +157,7 @@ def _plan_kernel(
     first = tl.cumsum(used) - used
     for split in range(tl.max(used)):
         pointers = items_ptr + (first + split) * ITEM
-        low = kv_lens - visible + split * per_split
+        low = cropped + split * per_split
         mask = split < used
         tl.store(pointers, rows, mask=mask)
         tl.store(pointers + 1, low, mask=mask)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine_core.kernels.attention.tiles.triton import load_tokens, tile_logits
+from engine_core.kernels.attention.tiles.triton import block_at, load_tokens, tile_logits
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -245,13 +245,17 @@ def _tiles_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
     denominator = tl.zeros([BLOCK_M], dtype=tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    kv_block = block_at(table_ptr, begin * BLOCK_N, high, BLOCK_SIZE)
     for tile in range(begin, stop):
-        positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        start = tile * BLOCK_N
+        positions = start + tl.arange(0, BLOCK_N)
         in_range = positions < high
+        next_kv_block = block_at(table_ptr, start + BLOCK_N, high, BLOCK_SIZE)
         logits = tile_logits(
-            q, start_pos + queries, slopes, positions, in_range, k_cache_ptr, table_ptr,
-            k_block_stride, k_slot_stride, logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE,
-            D, BLOCK_D, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
+            q, start_pos + queries, slopes, kv_block, start, positions, in_range, k_cache_ptr,
+            table_ptr, k_block_stride, k_slot_stride, logit_scale, cap_scale, window, prefix_len,
+            BLOCK_SIZE, D, BLOCK_D, BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True,
+            PRECISION,
         )  # fmt: skip
         tile_maximum = tl.max(logits, axis=1)
         subtrahend = tl.where(tile_maximum == float("-inf"), 0.0, tile_maximum)
@@ -259,8 +263,8 @@ def _tiles_kernel(
         ones = tl.full([BLOCK_N, 16], 1.0, q.dtype)
         tile_denominator = tl.max(tl.dot(weights, ones, input_precision=PRECISION), axis=1)
         v = load_tokens(
-            v_cache_ptr, table_ptr, positions, in_range, v_block_stride, v_slot_stride,
-            BLOCK_SIZE, DV, BLOCK_DV, True,
+            v_cache_ptr, table_ptr, kv_block, start, in_range, v_block_stride, v_slot_stride,
+            BLOCK_SIZE, DV, BLOCK_DV, BLOCK_N, True,
         )  # fmt: skip
         tile_acc = tl.dot(weights, v, input_precision=PRECISION)
         if HAS_SPLITS:
@@ -278,6 +282,7 @@ def _tiles_kernel(
             acc, denominator, maximum = _fold(
                 acc, denominator, maximum, tile_acc, tile_denominator, tile_maximum
             )
+        kv_block = next_kv_block
     if HAS_SPLITS:  # noqa: SIM102
         if used > 1:
             blocks = tl.num_programs(1) // num_splits
