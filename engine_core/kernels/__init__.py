@@ -17,6 +17,7 @@ from engine_core.kernels.linear import (
     linear,
     linear_add,
     linear_add_norm,
+    linear_rotary_store,
     takes_undivided,
 )
 from engine_core.kernels.norm import layer_norm, rms_norm
@@ -36,6 +37,7 @@ __all__ = [
     "linear",
     "linear_add",
     "linear_add_norm",
+    "linear_rotary_store",
     "paged_attention",
     "rms_norm",
     "rotary_store",

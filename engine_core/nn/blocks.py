@@ -13,6 +13,7 @@ from engine_core.kernels import (
     linear,
     linear_add,
     linear_add_norm,
+    linear_rotary_store,
     rotary_store,
     rotary_store_is_fused,
     takes_undivided,
@@ -90,6 +91,19 @@ class SelfAttention(Module):
         attn_metadata: AttentionMetadata,
     ) -> Tensor:
         """What is projected back, ``[1, T, heads * head_dim]``."""
+        if isinstance(x, Undivided) and cos_sin is not None and self.q_norm is None:
+            # Such an x comes to a plain projection alone.
+            q = linear_rotary_store(
+                x,
+                self.qkv_proj.weight,
+                self.qkv_proj.bias,
+                *cos_sin,
+                *cache[:2],
+                attn_metadata.groups[self.attend.group_id].slot_mapping,
+                interleaved=self.rotate.interleaved,
+            )
+            out = self.attend.attend(q, *cache[:2], attn_metadata)
+            return out.flatten(1).unsqueeze(0)
         q, k, v = self.qkv_proj.split_qkv(self.qkv_proj(x))
         if cos_sin is not None and rotary_store_is_fused(q):
             self._normalise_rotate_store(q, k, v, cos_sin, cache, attn_metadata)

@@ -10,11 +10,19 @@ from torch import Tensor
 
 from engine_core.kernels.linear import cublas, reference
 from engine_core.kernels.norm import rms_norm
+from engine_core.kernels.rotary_store import rotary_store
 
 if TYPE_CHECKING:
     from engine_core.kernels.linear.triton import Tile
 
-__all__ = ["Undivided", "linear", "linear_add", "linear_add_norm", "takes_undivided"]
+__all__ = [
+    "Undivided",
+    "linear",
+    "linear_add",
+    "linear_add_norm",
+    "linear_rotary_store",
+    "takes_undivided",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +204,80 @@ def linear_add_norm(
     return rms_norm(linear(x, weight, bias), norm_weight, eps, residual=residual)
 
 
+def linear_rotary_store(
+    x: Tensor | Undivided,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    interleaved: bool = False,
+) -> Tensor:
+    """A linear to queries, keys and values, their rotation, and the storing of keys and values.
+
+    The same as :func:`linear` and :func:`~engine_core.kernels.rotary_store`, each rounding its
+    results; one launch where a kernel is used for so few rows.
+
+    Args:
+        x: ``[..., K]`` of T rows, or what an RMSNorm gave without its division.
+        weight: ``[(Hq + 2 Hk) * D, K]``, x's dtype: the rows of all queries, keys, then values.
+        bias: ``[(Hq + 2 Hk) * D]``, or None.
+        cos: ``[T, half]``, or ``[S, T, half]`` for S sections; float32.
+        sin: cos' shape; float32.
+        k_cache: ``[num_blocks, block_size, Hk, D]``, written; last dimension contiguous.
+        v_cache: likewise.
+        slot_mapping: ``[T]`` int64; a token whose slot is negative is not stored.
+        interleaved: how dimensions pair in the rotation.
+
+    Returns:
+        The rotated queries ``[T, Hq, D]``.
+
+    Raises:
+        ValueError: shapes, dtypes or strides are not as above.
+    """
+    values = x.values if isinstance(x, Undivided) else x
+    _check("linear_rotary_store", values, weight, bias)
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_heads = weight.shape[0] // head_dim - 2 * num_kv_heads
+    if num_heads < 1 or weight.shape[0] % head_dim:
+        raise ValueError(
+            f"linear_rotary_store: weight {tuple(weight.shape)} does not have the rows of queries, "
+            f"keys and values of {num_kv_heads} key heads of {head_dim}"
+        )
+    rows = values.reshape(-1, values.shape[-1])
+    tile = _tile(rows, weight, gated=False)
+    # Heads that rotate as a whole, by angles of one section.
+    if tile is not None and cos.shape == sin.shape == (len(rows), head_dim / 2):
+        _check_stored(rows, k_cache, v_cache, cos, sin, slot_mapping)
+        from engine_core.kernels.linear import triton
+
+        q = triton.linear(
+            rows,
+            weight,
+            bias,
+            tile,
+            gated=False,
+            squares=x.squares if isinstance(x, Undivided) else None,
+            eps=x.eps if isinstance(x, Undivided) else 0.0,
+            stored=triton.Stored(
+                cos.contiguous(),
+                sin.contiguous(),
+                k_cache,
+                v_cache,
+                slot_mapping.contiguous(),
+                interleaved,
+            ),
+        )
+        return q.view(-1, num_heads, head_dim)
+    qkv = linear(x, weight, bias).view(-1, num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    rotary_store(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved=interleaved)
+    return q
+
+
 def takes_undivided(x: Tensor, *weights: Tensor, gated: Tensor) -> bool:
     """Whether linears of ``x``'s rows run as kernels that fuse the norms between them.
 
@@ -238,6 +320,27 @@ def _check_added(
         raise ValueError(
             f"{op}: residual is {tuple(residual.shape)} {residual.dtype} and norm_weight "
             f"{tuple(norm_weight.shape)}; they must be {shape} {x.dtype} and {shape[-1:]}"
+        )
+
+
+def _check_stored(
+    x: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, slot_mapping: Tensor
+) -> None:
+    dtypes = [str(t.dtype) for t in (k_cache, v_cache, cos, sin, slot_mapping)]
+    fits = (
+        slot_mapping.shape == x.shape[:1]
+        and v_cache.shape == k_cache.shape
+        and k_cache.stride(-1) == v_cache.stride(-1) == 1
+        and dtypes == [str(x.dtype)] * 2 + ["torch.float32"] * 2 + ["torch.int64"]
+    )
+    if not fits:
+        raise ValueError(
+            f"linear_rotary_store: x is {tuple(x.shape)} {x.dtype}, the caches "
+            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)} with strides {k_cache.stride()} "
+            f"and {v_cache.stride()}, slot_mapping {tuple(slot_mapping.shape)}, and the dtypes of "
+            f"the caches, cos, sin and slot_mapping {', '.join(dtypes)}; the caches must be alike, "
+            "of x's dtype, their last dimension contiguous; cos and sin float32, slot_mapping [T] "
+            "int64"
         )
 
 

@@ -111,6 +111,97 @@ def _add_and_weigh(
     return total * tl.load(norm_weight_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
 
 
+@triton.jit
+def _rotated_columns(j, D: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The outputs ``j`` of a qkv in an order in which those that rotate together are neighbours."""
+    return j if INTERLEAVED else j // D * D + j % 2 * (D // 2) + j % D // 2
+
+
+@triton.jit
+def _load_angles(
+    angles_ptr,
+    first,
+    rows,
+    row_mask,
+    OTHER: tl.constexpr,
+    ROTATED_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Cosines or sines ``[BLOCK_M, BLOCK_N / 2]`` of the pairs from output ``first`` on.
+
+    OTHER for those of values, which do not rotate.
+    """
+    pairs = first // 2 + tl.arange(0, BLOCK_N // 2)
+    return tl.load(
+        angles_ptr + rows[:, None] * (D // 2) + (pairs % (D // 2))[None, :],
+        mask=row_mask[:, None] & (pairs < ROTATED_HEADS * (D // 2))[None, :],
+        other=OTHER,
+    )
+
+
+@triton.jit
+def _rotate_and_store(
+    acc,
+    cos,
+    sin,
+    slots,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_block_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_block_stride,
+    v_slot_stride,
+    v_head_stride,
+    first,
+    rows,
+    row_mask,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Outputs of a qkv from ``first`` on, neighbours rotating together: q, or k and v, rotated.
+
+    Rounded before the rotation too, where a linear followed by rotary_store rounds.
+    """
+    ELEMENT: tl.constexpr = q_ptr.dtype.element_ty
+    a, b = tl.split(tl.reshape(acc.to(ELEMENT).to(tl.float32), [BLOCK_M, BLOCK_N // 2, 2]))
+    pairs = first // 2 + tl.arange(0, BLOCK_N // 2)
+    heads = pairs // (D // 2)
+    in_head = pairs % (D // 2)
+    a_dims = 2 * in_head if INTERLEAVED else in_head
+    b_dims = a_dims + 1 if INTERLEAVED else in_head + D // 2
+    # Not by a sine of 0 alone: 0 times infinity would be NaN.
+    rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[None, :]
+    turned_a = tl.where(rotates, a * cos - b * sin, a).to(ELEMENT)
+    turned_b = tl.where(rotates, b * cos + a * sin, b).to(ELEMENT)
+    q_ptrs = q_ptr + (rows * NUM_HEADS)[:, None] * D + (heads * D)[None, :]
+    mask = row_mask[:, None] & (heads < NUM_HEADS)[None, :]
+    tl.store(q_ptrs + a_dims[None, :], turned_a, mask=mask)
+    tl.store(q_ptrs + b_dims[None, :], turned_b, mask=mask)
+    blocks = slots // BLOCK_SIZE
+    offsets = slots % BLOCK_SIZE
+    stored = (row_mask & (slots >= 0))[:, None]
+    kv_heads = heads - NUM_HEADS
+    k_rows = k_cache_ptr + (blocks * k_block_stride + offsets * k_slot_stride)[:, None]
+    k_ptrs = k_rows + (kv_heads * k_head_stride)[None, :]
+    mask = stored & ((kv_heads >= 0) & (kv_heads < NUM_KV_HEADS))[None, :]
+    tl.store(k_ptrs + a_dims[None, :], turned_a, mask=mask)
+    tl.store(k_ptrs + b_dims[None, :], turned_b, mask=mask)
+    kv_heads -= NUM_KV_HEADS
+    v_rows = v_cache_ptr + (blocks * v_block_stride + offsets * v_slot_stride)[:, None]
+    v_ptrs = v_rows + (kv_heads * v_head_stride)[None, :]
+    mask = stored & ((kv_heads >= 0) & (kv_heads < NUM_KV_HEADS))[None, :]
+    tl.store(v_ptrs + a_dims[None, :], turned_a, mask=mask)
+    tl.store(v_ptrs + b_dims[None, :], turned_b, mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows", "prefetch_programs", "prefetch_part"])
 def _linear_kernel(
     out_ptr,
@@ -124,6 +215,17 @@ def _linear_kernel(
     norm_weight_ptr,
     total_ptr,
     squares_out_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_block_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_block_stride,
+    v_slot_stride,
+    v_head_stride,
     eps,
     num_rows,
     x_stride,
@@ -141,6 +243,11 @@ def _linear_kernel(
     SQUARES: tl.constexpr,
     BLOCK_SQUARES: tl.constexpr,
     ADDS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
     PRELOAD: tl.constexpr,
@@ -154,9 +261,11 @@ def _linear_kernel(
     ``[SPLITS, 1 or 2, num_rows, N]`` float32; the last program of a tile to arrive adds it up.
 
     With SQUARES, x still lacks RMSNorm's division, which is made up for at the end; with ADDS the
-    results lack it: they are the sum with the residual times the norm's weight.
+    results lack it: they are the sum with the residual times the norm's weight. With NUM_HEADS the
+    results are queries, keys and values: q is rotated into ``out``, k into its cache, v stored.
     """
-    launch_dependents(PDL)
+    if NUM_HEADS == 0:
+        launch_dependents(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     # More than one block of rows is neither split nor added to.
@@ -166,6 +275,8 @@ def _linear_kernel(
     num_rows -= first_row.to(tl.int32)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n < N
+    if NUM_HEADS:
+        n = _rotated_columns(n, HEAD_DIM, INTERLEAVED)
     # Rows beyond the last one read it once more: loads of the weight need no mask.
     w_rows = tl.minimum(n, N - 1)
     per_split = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
@@ -184,6 +295,10 @@ def _linear_kernel(
         if GATED:
             up_first = _load_tile(up_ptrs, cols < high, EVEN_K)
     wait(PDL)
+    if NUM_HEADS:
+        # In this order, so that attention, launched next, may read before it waits what is older:
+        # the lengths, and the plan of its splits that an earlier layer made.
+        launch_dependents(PDL)
 
     rows = tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
@@ -200,6 +315,15 @@ def _linear_kernel(
         )
     if ADDS:
         residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
+    if NUM_HEADS:
+        first = tile * BLOCK_N
+        slots = tl.load(slots_ptr + rows, mask=row_mask, other=-1)
+        cos = _load_angles(
+            cos_ptr, first, rows, row_mask, 1.0, NUM_HEADS + NUM_KV_HEADS, HEAD_DIM, BLOCK_N
+        )
+        sin = _load_angles(
+            sin_ptr, first, rows, row_mask, 0.0, NUM_HEADS + NUM_KV_HEADS, HEAD_DIM, BLOCK_N
+        )
     acc = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
     up = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
     if PRELOAD:
@@ -258,7 +382,15 @@ def _linear_kernel(
             up = _biased(up, bias_ptr, N + n, n_mask, HAS_BIAS)
             gate = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
             acc = gate * tl.sigmoid(gate) * up.to(out_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        if NUM_HEADS:
+            _rotate_and_store(
+                acc, cos, sin, slots, out_ptr, k_cache_ptr, v_cache_ptr, k_block_stride,
+                k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride, first,
+                rows, row_mask, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+                INTERLEAVED,
+            )  # fmt: skip
+        else:
+            tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 # Rows of a program at most.
@@ -398,6 +530,27 @@ class Added:
     squares: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a linear to queries, keys and values does besides: it rotates, and stores k and v.
+
+    Attributes:
+        cos: ``[M, D / 2]`` float32, contiguous.
+        sin: likewise.
+        k_cache: ``[num_blocks, block_size, Hk, D]``, written; last dimension contiguous.
+        v_cache: likewise.
+        slot_mapping: ``[M]`` int64, contiguous; a token whose slot is negative is not stored.
+        interleaved: how dimensions pair in the rotation.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+    interleaved: bool
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -408,16 +561,25 @@ def linear(
     squares: Tensor | None = None,
     eps: float = 0.0,
     added: Added | None = None,
+    stored: Stored | None = None,
 ) -> Tensor:
     """``x [M, K]`` by ``weight [N, K]`` to ``[M, N]``, or ``[M, N / 2]`` if ``gated``.
 
     K is a multiple of 8, x's rows are contiguous, the weight is, and starts at a multiple of 16
     bytes. With ``squares [M, parts]`` x is divided by the root of their mean plus ``eps``; with
-    ``added`` the result is the sum's product with the norm's weight.
+    ``added`` the result is the sum's product with the norm's weight; with ``stored`` it is the
+    rotated queries ``[M, Hq * D]``.
     """
     num_rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
+    width, heads = n, (0, 0, 0, 0)
+    strides: tuple[int, ...] = (0,) * 6
+    if stored is not None:
+        block_size, kv_heads, head_dim = stored.k_cache.shape[1:]
+        heads = (n // head_dim - 2 * kv_heads, kv_heads, head_dim, block_size)
+        width = heads[0] * head_dim
+        strides = (*stored.k_cache.stride()[:3], *stored.v_cache.stride()[:3])
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     partial = arrivals = None
     tiles = triton.cdiv(n, tile.block_n)
     if tile.splits > 1:
@@ -428,7 +590,8 @@ def linear(
     if tile.mode != "vector":
         block_m = min(_MAX_ROWS, max(tile.least_rows, triton.next_power_of_2(num_rows)))
     blocks = triton.cdiv(num_rows, block_m)
-    assert blocks == 1 or (tile.splits == 1 and squares is None and added is None), (
+    plain = squares is None and added is None and stored is None
+    assert blocks == 1 or (tile.splits == 1 and plain), (
         f"{num_rows} rows in blocks of {block_m} are neither split nor added to"
     )
     # One request a thread.
@@ -445,6 +608,12 @@ def linear(
         None if added is None else added.norm_weight,
         None if added is None else added.total,
         None if added is None else added.squares,
+        None if stored is None else stored.cos,
+        None if stored is None else stored.sin,
+        None if stored is None else stored.slot_mapping,
+        None if stored is None else stored.k_cache,
+        None if stored is None else stored.v_cache,
+        *strides,
         eps,
         num_rows,
         x.stride(0),
@@ -462,6 +631,11 @@ def linear(
         SQUARES=0 if squares is None else squares.shape[1],
         BLOCK_SQUARES=1 if squares is None else triton.next_power_of_2(squares.shape[1]),
         ADDS=added is not None,
+        NUM_HEADS=heads[0],
+        NUM_KV_HEADS=heads[1],
+        HEAD_DIM=heads[2],
+        BLOCK_SIZE=heads[3],
+        INTERLEAVED=stored is not None and stored.interleaved,
         EVEN_K=k % (tile.block_k * tile.splits) == 0,
         STAGES=tile.num_stages,
         # Its tiles are small enough to be kept in registers.

@@ -1,0 +1,168 @@
+"""A linear to queries, keys and values that rotates and stores, against the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import TOLERANCE, error
+from torch import Tensor
+
+from engine_core.kernels import Undivided, linear_rotary_store
+
+ROWS = 5
+SHAPES: list[dict[str, int]] = [
+    {"heads": 4, "kv_heads": 2, "head_dim": 16},
+    {"heads": 3, "kv_heads": 1, "head_dim": 64},
+    {"heads": 7, "kv_heads": 1, "head_dim": 24},
+]
+TILES: list[dict[str, Any]] = [
+    {"block_n": 16, "block_k": 32},
+    {"block_n": 32, "block_k": 16, "splits": 2},
+    {"block_n": 64, "block_k": 64, "mode": "wx"},
+    {"block_n": 4, "block_k": 32, "mode": "vector"},
+    {"block_n": 8, "block_k": 16, "splits": 3, "mode": "vector"},
+]
+
+
+class Case:
+    """Inputs, every third token without a slot, caches full of NaN, and what must come out."""
+
+    def __init__(
+        self,
+        rows: int,
+        dtype: torch.dtype,
+        interleaved: bool,
+        device: str = "cpu",
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        sections: int = 1,
+        hidden: int = 48,
+    ) -> None:
+        n, k, half = (heads + 2 * kv_heads) * head_dim, hidden, head_dim // 2 // sections
+        self.x = torch.randn(rows, k, device=device).to(dtype)
+        self.weight = (torch.randn(n, k, device=device) / k**0.5).to(dtype)
+        self.bias = torch.randn(n, device=device).to(dtype)
+        angles = 6 * torch.rand(sections, rows, half, device=device)
+        if sections == 1:
+            angles = angles[0]
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.slots = torch.randperm(4 * rows, device=device)[:rows]
+        self.slots[1::3] = -1
+        shape = (rows, 4, kv_heads, head_dim)
+        self.caches = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]
+        self.interleaved = interleaved
+        qkv = (self.x.double() @ self.weight.double().T + self.bias.double()).to(dtype)
+        q, keys, values = qkv.view(rows, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+        self.q, self.keys, self.values = self._turned(q), self._turned(keys), values
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """As complex numbers, a section at a time."""
+        cos, sin = (t.view(-1, len(x), t.shape[-1]).double() for t in (self.cos, self.sin))
+        turns = torch.complex(cos, sin)[:, :, None]
+        sections = x.double().unflatten(-1, (len(turns), -1))
+        pairs = (-1, 2) if self.interleaved else (2, -1)
+        ends = sections.unflatten(-1, pairs)
+        a, b = ends.unbind(-1 if self.interleaved else -2)
+        turned = torch.complex(a, b) * turns.movedim(0, -2)
+        return torch.stack([turned.real, turned.imag], -1 if self.interleaved else -2).reshape(
+            x.shape
+        )
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        return self.cos, self.sin, *self.caches, self.slots
+
+    def check(self, q: Tensor, scale: float = 1.0) -> None:
+        tolerance = 2 * scale * TOLERANCE[self.x.dtype]
+        assert error(q.reshape(self.q.shape), self.q) < tolerance
+        stored = self.slots >= 0
+        for cache, expected in zip(self.caches, (self.keys, self.values), strict=True):
+            flat = cache.flatten(0, 1)
+            assert error(flat[self.slots[stored]], expected[stored]) < tolerance
+            untouched = torch.ones(len(flat), dtype=torch.bool, device=q.device)
+            untouched[self.slots[stored]] = False
+            assert flat[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sections", [1, 2])
+def test_is_the_formula(sections: int, dtype: torch.dtype, interleaved: bool) -> None:
+    case = Case(ROWS, dtype, interleaved, sections=sections, **SHAPES[0])
+    got = linear_rotary_store(
+        case.x[None], case.weight, case.bias, *case.arguments(), interleaved=interleaved
+    )
+    assert got.shape == (ROWS, 4, 16)
+    case.check(got)
+
+
+def test_makes_up_for_the_division_of_a_norm() -> None:
+    case = Case(ROWS, torch.float32, False, **SHAPES[0])
+    scale = torch.rand(ROWS, 1) + 0.5
+    squares = (48 / scale**2 - 48 * 0.25).expand(ROWS, 2) / 2
+    x = Undivided(case.x / scale, squares, 0.25)
+    case.check(linear_rotary_store(x, case.weight, case.bias, *case.arguments()))
+
+
+def test_preconditions() -> None:
+    case = Case(ROWS, torch.float32, False, **SHAPES[0])
+    with pytest.raises(ValueError, match=r"weight \(120, 48\) does not have the rows"):
+        linear_rotary_store(case.x, case.weight[:120], None, *case.arguments())
+    with pytest.raises(ValueError, match=r"slot_mapping \[T\] int64"):
+        linear_rotary_store(
+            case.x, case.weight, None, case.cos, case.sin, *case.caches, case.slots.int()
+        )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel(
+    shape: dict[str, int], tile: dict[str, Any], interleaved: bool, launch_device: str
+) -> None:
+    from engine_core.kernels.linear import triton
+
+    rows = 1 if tile.get("mode") == "vector" else ROWS
+    # Not bfloat16: the interpreter's products of it are wrong.
+    for dtype in (torch.float32, torch.float16):
+        case = Case(rows, dtype, interleaved, launch_device, **shape)
+        for _ in range(2):  # the second launch finds the counts that the first one left
+            got = triton.linear(
+                case.x,
+                case.weight,
+                case.bias,
+                triton.Tile(**tile),
+                gated=False,
+                stored=triton.Stored(*case.arguments(), interleaved),
+            )
+            case.check(got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 64, 65, 200])
+@pytest.mark.parametrize(
+    "shape",
+    [{"heads": 14, "kv_heads": 2, "head_dim": 64}, {"heads": 32, "kv_heads": 8, "head_dim": 128}],
+    ids=str,
+)
+def test_chosen_tiles(rows: int, shape: dict[str, int]) -> None:
+    """With and without a norm's division, in shapes for which kernels are chosen."""
+    hidden = shape["heads"] * shape["head_dim"]
+    for interleaved in (False, True):
+        case = Case(rows, torch.bfloat16, interleaved, "cuda", **shape, hidden=hidden)
+        got = linear_rotary_store(
+            case.x, case.weight, case.bias, *case.arguments(), interleaved=interleaved
+        )
+        case.check(got)
+        scale = torch.rand(rows, 1, device="cuda") + 0.5
+        squares = (hidden / scale**2 - hidden * 0.25) / 2
+        x = Undivided((case.x / scale).bfloat16(), squares.expand(rows, 2).contiguous(), 0.25)
+        case.check(
+            linear_rotary_store(
+                x, case.weight, case.bias, *case.arguments(), interleaved=interleaved
+            ),
+            2.0,
+        )
