@@ -35,9 +35,10 @@ _LOG2E = 1.4426950408889634
 # Each has 64 tokens at least, or merging them costs more than they save.
 _MAX_SPLITS = 64
 _MIN_SPLIT = 64
-_MERGED_SPLITS = 16
-# Where splits are rare, with one head at a time: the kernel needs 128 registers a thread then and
-# not 164, so that 8 programs of 2 warps fit on a multiprocessor and not 6.
+# Splits merged at a time: as many as a row has, within these bounds.
+_MERGED_SPLITS = (4, 16)
+# Where splits are rare, these with one head at a time: the kernel needs 128 registers a thread then
+# and not 164, so that 8 programs of 2 warps fit on a multiprocessor and not 6.
 _RARELY_MERGED_SPLITS = 4
 # Where there are programs enough, only rows about so many times as long as the mean are split, with
 # heads of up to 64 dimensions and with larger ones. ms of a step with 1.2 and 1.5, 256 rows of 200
@@ -268,7 +269,6 @@ def _decode_kernel(
     float32 takes the results and ``lse`` their logarithmic denominators; the last program to arrive
     merges them, MERGED_SPLITS of MERGED_HEADS at a time.
     """
-    launch_dependents(PDL)
     G_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_G - 1) // BLOCK_G
     kv_head = (tl.program_id(0) // G_TILES).to(tl.int64)
     item = tl.program_id(1).to(tl.int64)
@@ -339,6 +339,8 @@ def _decode_kernel(
         True,
         PRECISION,
     )
+    # Not before: programs of the linear that follows would take the place of these.
+    launch_dependents(PDL)
     # No tokens (padding), or with a prefix and a window none that is visible in this split.
     safe = tl.where(denominator > 0.0, denominator, 1.0)
     y = acc / safe[:, None]
@@ -517,39 +519,46 @@ class _DecodeTile:
         num_warps: warps of a program.
         num_stages: tiles in flight, their block numbers counted as one.
         programs: to be reached on each multiprocessor by splitting rows.
+        merged: registers of each thread that hold splits' results while they are merged.
     """
 
     block_n: int
     num_warps: int
     num_stages: int
     programs: int
+    merged: int = 64
 
 
-def _decode_tile(dims: int, float32: bool, num_programs: int, device: torch.device) -> _DecodeTile:
+def _decode_tile(dims: int, float32: bool, num_programs: int) -> _DecodeTile:
     """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
 
-    Chosen on H200s in bfloat16 in whole decode steps at 1024 tokens. ms of a step, with the tile
-    that was best for the op alone in brackets: 32 layers of 8 KV heads of 128, 1 row 4.01 (4.11),
-    8 rows 4.51 (4.63), 32 rows 5.40 (5.89), 128 rows 9.09 (9.19); 24 of 2 KV heads of 64, 1 row
-    0.660 (0.724), 8 rows 0.837 (0.853), 32 rows 0.977 (0.997), 64 rows 1.14 (1.20), 128 rows 1.61
-    (1.81).
+    Chosen on H200s in bfloat16 in whole decode steps at 1030 tokens, or at 200 to 1860 (in
+    brackets), least ms with these tiles and with those before: 32 layers of 8 KV heads of 128, 1
+    row 3.92 and 3.95, 8 rows 4.40 and 4.43 (4.39, 4.41), 32 rows 5.29 and 5.35 (5.42, 5.46); 24 of
+    2 KV heads of 64, 8 rows 0.743 and 0.795 (0.742, 0.822), 32 rows 0.879 and 0.918 (0.892, 0.926),
+    64 rows 1.05 and 1.08 (1.06, 1.08), 128 rows 1.50 and 1.54 (1.54, 1.57).
     """
     if float32:
         return _DecodeTile(16 if dims > 128 else 32, 8, 3, 2)
     if dims > 128:
         return _DecodeTile(32, 4, 2, 8) if num_programs < 256 else _DecodeTile(32, 4, 2, 2)
-    # 128 tokens of 128 dimensions take 128 KiB of shared memory.
-    if num_programs < 16 and (dims <= 64 or _shared_memory(device) >= 200 * 1024):
-        return _DecodeTile(128, 4, 2, 8)
     if num_programs >= 2048 or (dims <= 64 and num_programs >= 512):
         # Tiles of 16 KiB.
         return _DecodeTile(8192 // max(dims, 64), 4, 2, 2)
     if dims > 64:
+        if num_programs < 16:
+            return _DecodeTile(64, 2, 3, 1, merged=128)
+        if num_programs < 128:
+            return _DecodeTile(32, 2, 4, 2)
         if num_programs < 512:
-            return _DecodeTile(32, 2, 3, 4)
+            return _DecodeTile(32, 2, 3, 3)
         return _DecodeTile(32, 2, 3, 8 if num_programs < 896 else 2)
-    if num_programs < 128:
-        return _DecodeTile(64, 2, 2, 4)
+    if num_programs < 16:
+        return _DecodeTile(128, 4, 2, 8)
+    if num_programs < 48:
+        return _DecodeTile(64, 2, 4, 1, merged=128)
+    if num_programs < 256:
+        return _DecodeTile(64, 2, 3, 2)
     return _DecodeTile(32, 1, 2, 8)
 
 
@@ -674,11 +683,12 @@ def paged_attention(
         block_g = min(64, max(16, triton.next_power_of_2(group_size)))
         head_tiles = num_kv_heads * triton.cdiv(group_size, block_g)
         programs = num_decode_rows * head_tiles
-        tile = _decode_tile(dims, float32, programs, q.device)
+        tile = _decode_tile(dims, float32, programs)
         wanted = max(1, tile.programs * num_multiprocessors(q.device) // head_tiles)
-        merged_splits = _MERGED_SPLITS
-        # 64 registers of each thread hold partial results.
-        merged_heads = 2048 * tile.num_warps // (_MERGED_SPLITS * block_dv)
+        least, most = _MERGED_SPLITS
+        splits = wanted // num_decode_rows + 1
+        merged_splits = max(least, min(triton.next_power_of_2(splits), most))
+        merged_heads = 32 * tile.num_warps * tile.merged // (merged_splits * block_dv)
         if wanted <= num_decode_rows:
             # Only rows much longer than the mean are split.
             wanted = max(1, int(num_decode_rows / (_NARROW_STRETCH if dims <= 64 else _STRETCH)))

@@ -295,10 +295,6 @@ def _linear_kernel(
         if GATED:
             up_first = _load_tile(up_ptrs, cols < high, EVEN_K)
     wait(PDL)
-    if NUM_HEADS:
-        # In this order, so that attention, launched next, may read before it waits what is older:
-        # the lengths, and the plan of its splits that an earlier layer made.
-        launch_dependents(PDL)
 
     rows = tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
@@ -350,6 +346,11 @@ def _linear_kernel(
             up_ptrs += BLOCK_K
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
+    if NUM_HEADS:
+        # Attention is launched next. Having waited, it may read before it waits itself what is
+        # older: the lengths, and the plan of its splits that an earlier layer made. And not before
+        # the products: its programs would crowd on the multiprocessors that have none of these.
+        launch_dependents(PDL)
     acc = _rows_by_cols(acc, MODE)
     if GATED:
         up = _rows_by_cols(up, MODE)
@@ -481,11 +482,9 @@ _TILES = (
     # and more, cuBLAS is as fast, but fuses no norm: with it 64 rows take 1223, without 1121.
     _Shapes(False, (1, 1), (1024, 2047), (512, 2047), Tile(4, 1024, 1, "vector", 4, 3)),
     _Shapes(False, (1, 1), (512, 1023), (512, 2047), Tile(8, 512, 1, "vector", 4, 3)),
-    _Shapes(False, (2, 16), (1024, 2047), (512, 2047), Tile(32, 128, 1, "xw", 4, 4, 256)),
+    _Shapes(False, (2, 64), (1024, 2047), (512, 2047), Tile(64, 128, 1, "wx", 4, 4, 256)),
     _Shapes(False, (2, 16), (512, 1023), (512, 2047), Tile(64, 256, 2, "wx", 4, 3, 512)),
-    _Shapes(False, (17, 32), (1024, 2047), (512, 2047), Tile(16, 128, 1, "xw", 4, 4, 256)),
     _Shapes(False, (17, 32), (512, 1023), (512, 2047), Tile(32, 128, 1, "xw", 4, 4, 256)),
-    _Shapes(False, (33, 64), (1024, 2047), (512, 2047), Tile(64, 64, 1, "wx", 4, 6, 256)),
     _Shapes(False, (33, 64), (512, 1023), (512, 2047), Tile(16, 128, 1, "xw", 4, 4, 256)),
 )
 
