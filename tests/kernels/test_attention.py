@@ -318,7 +318,7 @@ def test_kernel_merges_splits_in_rounds(
 ) -> None:
     from engine_core.kernels.attention import triton
 
-    monkeypatch.setattr(triton, "_MERGED_SPLITS", 2)
+    monkeypatch.setattr(triton, "_MERGED_SPLITS", (2, 2))
     monkeypatch.setattr(triton, "_MIN_SPLIT", 32)
     paged = make_paged([(1, 200), (1, 97)], heads=6, device=launch_device)
     expected = attend_by_reference(paged, 0.125, **options)
