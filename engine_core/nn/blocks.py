@@ -92,29 +92,49 @@ class SelfAttention(Module):
     ) -> Tensor:
         """What is projected back, ``[1, T, heads * head_dim]``."""
         if isinstance(x, Undivided) and cos_sin is not None and self.q_norm is None:
-            # Such an x comes to a plain projection alone.
-            q = linear_rotary_store(
-                x,
-                self.qkv_proj.weight,
-                self.qkv_proj.bias,
-                *cos_sin,
-                *cache[:2],
-                attn_metadata.groups[self.attend.group_id].slot_mapping,
-                interleaved=self.rotate.interleaved,
-            )
-            out = self.attend.attend(q, *cache[:2], attn_metadata)
-            return out.flatten(1).unsqueeze(0)
-        q, k, v = self.qkv_proj.split_qkv(self.qkv_proj(x))
-        if cos_sin is not None and rotary_store_is_fused(q):
-            self._normalise_rotate_store(q, k, v, cos_sin, cache, attn_metadata)
-            out = self.attend.attend(q, *cache[:2], attn_metadata)
+            q = self._project_rotate_store(x, cos_sin, cache, attn_metadata)
         else:
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
-            if cos_sin is not None:
-                q, k = self.rotate(q, k, *cos_sin)
-            out = self.attend(q, k, v, *cache[:2], attn_metadata)
+            q, k, v = self.qkv_proj.split_qkv(self.qkv_proj(x))
+            if cos_sin is None or not rotary_store_is_fused(q):
+                return self._one_by_one(q, k, v, cos_sin, cache, attn_metadata)
+            self._normalise_rotate_store(q, k, v, cos_sin, cache, attn_metadata)
+        out = self.attend.attend(q, *cache[:2], attn_metadata)
         return out.flatten(1).unsqueeze(0)
+
+    def _one_by_one(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: CosSin | None,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+    ) -> Tensor:
+        """The heads of queries, keys and values by the modules that this one has."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cos_sin is not None:
+            q, k = self.rotate(q, k, *cos_sin)
+        out: Tensor = self.attend(q, k, v, *cache[:2], attn_metadata)
+        return out.flatten(1).unsqueeze(0)
+
+    def _project_rotate_store(
+        self,
+        x: Undivided,
+        cos_sin: CosSin,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+    ) -> Tensor:
+        """In one launch what a plain projection, ``rotate`` and the first half of ``attend`` do."""
+        return linear_rotary_store(
+            x,
+            self.qkv_proj.weight,
+            self.qkv_proj.bias,
+            *cos_sin,
+            *cache[:2],
+            attn_metadata.groups[self.attend.group_id].slot_mapping,
+            interleaved=self.rotate.interleaved,
+        )
 
     def _normalise_rotate_store(
         self,

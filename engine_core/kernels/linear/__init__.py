@@ -273,7 +273,7 @@ def linear_rotary_store(
         )
         return q.view(-1, num_heads, head_dim)
     qkv = linear(x, weight, bias).view(-1, num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = qkv.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
     rotary_store(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved=interleaved)
     return q
 
