@@ -165,6 +165,7 @@ def native_matrix(device: str) -> Iterator[Case]:
         yield from _linear_cases(device, dtype)
         yield from _linear_add_cases(device, dtype)
         yield from _linear_add_norm_cases(device, dtype)
+        yield from _linear_rotary_store_cases(device, dtype)
         yield from _greedy_cases(device, dtype)
         yield from _sampling_cases(device, dtype)
         yield from _attention_cases(device, dtype)
@@ -461,6 +462,73 @@ def _linear_add_norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
                     f"{rows}x{n}x{k}" + "-bias" * with_bias,
                     dtype,
                     lambda r=rows, n=n, k=k, b=with_bias: run(r, n, k, b),  # type: ignore[misc]
+                )
+
+
+def _linear_rotary_store_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(tokens: int, heads: int, kv_heads: int, head_dim: int, interleaved: bool) -> float:
+        n, k = (heads + 2 * kv_heads) * head_dim, heads * head_dim
+        generator = torch.Generator(device).manual_seed(tokens + n)
+
+        def randn(*shape: int) -> Tensor:
+            values = torch.randn(*shape, generator=generator, device=device)
+            return values.to(dtype)
+
+        x, bias = randn(tokens, k), randn(n)
+        weight = randn(n, k) / k**0.5
+        angles = 6 * randn(tokens, head_dim // 2).float()
+        slots = torch.randperm(2 * tokens, generator=generator, device=device)[:tokens]
+        slots[1::3] = -1
+        norm = 0.5 + torch.rand(tokens, 1, generator=generator, device=device)
+        undivided = (x / norm).to(dtype)
+        # Whose mean and 0.25 make up for the division by norm.
+        squares = (k * (1 / norm**2 - 0.25) / 3).expand(tokens, 3).contiguous()
+        worst = 0.0
+        for given, rows in (
+            (x, x.float()),
+            (kernels.Undivided(undivided, squares, 0.25), undivided.float() * norm),
+        ):
+            shape = (tokens // 8 + 1, 16, kv_heads, head_dim)
+            caches = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]
+            expected_caches = [cache.float() for cache in caches]
+            where = (angles.cos(), angles.sin())
+            got = kernels.linear_rotary_store(
+                given, weight, bias, *where, *caches, slots, interleaved=interleaved
+            )
+            qkv = linear_reference.linear(rows, weight.float(), bias.float(), gated=False)
+            qkv = qkv.to(dtype).float()
+            q, keys, values = qkv.view(tokens, -1, head_dim).split([heads, kv_heads, kv_heads], 1)
+            rotary_store_reference.rotary_store(
+                q,
+                keys,
+                values,
+                *where,
+                *expected_caches,
+                slots,
+                q_weight=None,
+                k_weight=None,
+                eps=0.0,
+                interleaved=interleaved,
+            )
+            worst = max(worst, error(got, q))
+            for cache, expected in zip(caches, expected_caches, strict=True):
+                if not torch.equal(cache.isnan(), expected.isnan()):
+                    return torch.inf
+                worst = max(worst, error(cache.nan_to_num(), expected.nan_to_num()))
+        # Of two roundings, one after the other.
+        return worst / 2
+
+    for tokens in (1, 2, 16, 17, 33, 64, 65):
+        for heads, kv_heads, head_dim in [(14, 2, 64), (32, 8, 128), (9, 3, 64)]:
+            for interleaved in (False, True):
+                name = f"{tokens}x{heads}x{kv_heads}x{head_dim}" + "-interleaved" * interleaved
+                yield Case(
+                    "linear_rotary_store",
+                    name,
+                    dtype,
+                    lambda t=tokens, h=heads, v=kv_heads, d=head_dim, i=interleaved: run(  # type: ignore[misc]
+                        t, h, v, d, i
+                    ),
                 )
 
 

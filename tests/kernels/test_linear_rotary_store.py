@@ -40,9 +40,8 @@ class Case:
         kv_heads: int,
         head_dim: int,
         sections: int = 1,
-        hidden: int = 48,
     ) -> None:
-        n, k, half = (heads + 2 * kv_heads) * head_dim, hidden, head_dim // 2 // sections
+        n, k, half = (heads + 2 * kv_heads) * head_dim, 48, head_dim // 2 // sections
         self.x = torch.randn(rows, k, device=device).to(dtype)
         self.weight = (torch.randn(n, k, device=device) / k**0.5).to(dtype)
         self.bias = torch.randn(n, device=device).to(dtype)
@@ -75,8 +74,9 @@ class Case:
     def arguments(self) -> tuple[Tensor, ...]:
         return self.cos, self.sin, *self.caches, self.slots
 
-    def check(self, q: Tensor, scale: float = 1.0) -> None:
-        tolerance = 2 * scale * TOLERANCE[self.x.dtype]
+    def check(self, q: Tensor) -> None:
+        # Of two roundings, one after the other.
+        tolerance = 2 * TOLERANCE[self.x.dtype]
         assert error(q.reshape(self.q.shape), self.q) < tolerance
         stored = self.slots >= 0
         for cache, expected in zip(self.caches, (self.keys, self.values), strict=True):
@@ -139,30 +139,3 @@ def test_kernel(
                 stored=triton.Stored(*case.arguments(), interleaved),
             )
             case.check(got)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 64, 65, 200])
-@pytest.mark.parametrize(
-    "shape",
-    [{"heads": 14, "kv_heads": 2, "head_dim": 64}, {"heads": 32, "kv_heads": 8, "head_dim": 128}],
-    ids=str,
-)
-def test_chosen_tiles(rows: int, shape: dict[str, int]) -> None:
-    """With and without a norm's division, in shapes for which kernels are chosen."""
-    hidden = shape["heads"] * shape["head_dim"]
-    for interleaved in (False, True):
-        case = Case(rows, torch.bfloat16, interleaved, "cuda", **shape, hidden=hidden)
-        got = linear_rotary_store(
-            case.x, case.weight, case.bias, *case.arguments(), interleaved=interleaved
-        )
-        case.check(got)
-        scale = torch.rand(rows, 1, device="cuda") + 0.5
-        squares = (hidden / scale**2 - hidden * 0.25) / 2
-        x = Undivided((case.x / scale).bfloat16(), squares.expand(rows, 2).contiguous(), 0.25)
-        case.check(
-            linear_rotary_store(
-                x, case.weight, case.bias, *case.arguments(), interleaved=interleaved
-            ),
-            2.0,
-        )
