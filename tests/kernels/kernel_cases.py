@@ -35,6 +35,31 @@ def error(got: Tensor, expected: Tensor) -> float:
     return difference.nan_to_num(torch.inf, torch.inf).max().item() if got.numel() else 0.0
 
 
+def by_complex_numbers(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Turn pair ``p`` of section ``s`` of ``x [T, H, D]`` by ``angles[s, t, p]``, in float64."""
+    x = x.double().clone()
+    for section, turn in enumerate(torch.polar(torch.ones_like(angles), angles)):
+        half = angles.shape[-1]
+        for pair in range(half):
+            start = 2 * half * section
+            i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half)
+            turned = torch.complex(x[..., start + i], x[..., start + j]) * turn[:, None, pair]
+            x[..., start + i], x[..., start + j] = turned.real, turned.imag
+    return x
+
+
+def stored(cache: Tensor, slots: Tensor) -> Tensor:
+    """What a cache that was full of NaN holds at the slots that are not negative, and nowhere else.
+
+    ``[stored tokens, heads, D]`` of ``cache [num_blocks, block_size, heads, D]``.
+    """
+    flat, places = cache.flatten(0, 1), slots[slots >= 0]
+    untouched = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
+    untouched[places] = False
+    assert flat[untouched].isnan().all()
+    return flat[places]
+
+
 @dataclass(frozen=True)
 class Paged:
     """A batch for paged attention whose every unused slot and table entry is poisoned."""
@@ -98,12 +123,7 @@ def make_paged(
     Blocks are dealt in random order.
     """
     generator = torch.Generator(device).manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(
-            dtype
-        )
-
+    randn = _normal(generator, dtype)
     v_head_dim = v_head_dim or head_dim
     counts = [-(-kv_len // block_size) for _, kv_len in rows]
     num_blocks = sum(counts) + 2
@@ -169,6 +189,16 @@ def native_matrix(device: str) -> Iterator[Case]:
         yield from _greedy_cases(device, dtype)
         yield from _sampling_cases(device, dtype)
         yield from _attention_cases(device, dtype)
+
+
+def _normal(generator: torch.Generator, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """What draws standard normal numbers of a shape, and rounds them."""
+
+    def randn(*shape: int) -> Tensor:
+        values = torch.randn(*shape, generator=generator, device=generator.device)
+        return values.to(dtype)
+
+    return randn
 
 
 def _randn(*shape: int, device: str, dtype: torch.dtype) -> Tensor:
@@ -352,11 +382,7 @@ def _rotary_store_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def _linear_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     def run(rows: int, n: int, k: int, gated: bool) -> float:
         generator = torch.Generator(device).manual_seed(rows + n + k)
-
-        def randn(*shape: int) -> Tensor:
-            values = torch.randn(*shape, generator=generator, device=device)
-            return values.to(dtype)
-
+        randn = _normal(generator, dtype)
         x, bias = randn(rows, k), randn(n)
         weight = randn(n, k) / k**0.5
         expected = linear_reference.linear(x.float(), weight.float(), bias.float(), gated=gated)
@@ -390,11 +416,7 @@ def _linear_add_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     def run(rows: int, sizes: tuple[int, int, int], gated: bool) -> float:
         k, hidden, n = sizes
         generator = torch.Generator(device).manual_seed(rows + n + k)
-
-        def randn(*shape: int) -> Tensor:
-            values = torch.randn(*shape, generator=generator, device=device)
-            return values.to(dtype)
-
+        randn = _normal(generator, dtype)
         x, residual, norm_weight = randn(rows, k), randn(rows, hidden), randn(hidden)
         first, second = randn(hidden, k) / k**0.5, randn(n, hidden) / hidden**0.5
         results = []
@@ -434,11 +456,7 @@ def _linear_add_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def _linear_add_norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     def run(rows: int, n: int, k: int, with_bias: bool) -> float:
         generator = torch.Generator(device).manual_seed(rows + n + k)
-
-        def randn(*shape: int) -> Tensor:
-            values = torch.randn(*shape, generator=generator, device=device)
-            return values.to(dtype)
-
+        randn = _normal(generator, dtype)
         x, residual, norm_weight = randn(rows, k), randn(rows, n), randn(n)
         weight, bias = randn(n, k) / k**0.5, randn(n) if with_bias else None
         expected_total = x.float() @ weight.float().T + residual.float()
@@ -469,11 +487,7 @@ def _linear_rotary_store_cases(device: str, dtype: torch.dtype) -> Iterator[Case
     def run(tokens: int, heads: int, kv_heads: int, head_dim: int, interleaved: bool) -> float:
         n, k = (heads + 2 * kv_heads) * head_dim, heads * head_dim
         generator = torch.Generator(device).manual_seed(tokens + n)
-
-        def randn(*shape: int) -> Tensor:
-            values = torch.randn(*shape, generator=generator, device=device)
-            return values.to(dtype)
-
+        randn = _normal(generator, dtype)
         x, bias = randn(tokens, k), randn(n)
         weight = randn(n, k) / k**0.5
         angles = 6 * randn(tokens, head_dim // 2).float()

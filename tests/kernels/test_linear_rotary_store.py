@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import TOLERANCE, error
+from kernel_cases import TOLERANCE, by_complex_numbers, error, stored
 from torch import Tensor
 
 from engine_core.kernels import Undivided, linear_rotary_store
@@ -45,31 +45,18 @@ class Case:
         self.x = torch.randn(rows, k, device=device).to(dtype)
         self.weight = (torch.randn(n, k, device=device) / k**0.5).to(dtype)
         self.bias = torch.randn(n, device=device).to(dtype)
-        angles = 6 * torch.rand(sections, rows, half, device=device)
-        if sections == 1:
-            angles = angles[0]
-        self.cos, self.sin = angles.cos(), angles.sin()
+        angles = 6 * torch.rand(sections, rows, half, dtype=torch.float64, device=device)
+        self.cos, self.sin = (
+            (t if sections > 1 else t[0]).float() for t in (angles.cos(), angles.sin())
+        )
         self.slots = torch.randperm(4 * rows, device=device)[:rows]
         self.slots[1::3] = -1
         shape = (rows, 4, kv_heads, head_dim)
         self.caches = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]
-        self.interleaved = interleaved
         qkv = (self.x.double() @ self.weight.double().T + self.bias.double()).to(dtype)
         q, keys, values = qkv.view(rows, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
-        self.q, self.keys, self.values = self._turned(q), self._turned(keys), values
-
-    def _turned(self, x: Tensor) -> Tensor:
-        """As complex numbers, a section at a time."""
-        cos, sin = (t.view(-1, len(x), t.shape[-1]).double() for t in (self.cos, self.sin))
-        turns = torch.complex(cos, sin)[:, :, None]
-        sections = x.double().unflatten(-1, (len(turns), -1))
-        pairs = (-1, 2) if self.interleaved else (2, -1)
-        ends = sections.unflatten(-1, pairs)
-        a, b = ends.unbind(-1 if self.interleaved else -2)
-        turned = torch.complex(a, b) * turns.movedim(0, -2)
-        return torch.stack([turned.real, turned.imag], -1 if self.interleaved else -2).reshape(
-            x.shape
-        )
+        self.q, self.keys = (by_complex_numbers(x, angles, interleaved) for x in (q, keys))
+        self.values = values
 
     def arguments(self) -> tuple[Tensor, ...]:
         return self.cos, self.sin, *self.caches, self.slots
@@ -78,13 +65,8 @@ class Case:
         # Of two roundings, one after the other.
         tolerance = 2 * TOLERANCE[self.x.dtype]
         assert error(q.reshape(self.q.shape), self.q) < tolerance
-        stored = self.slots >= 0
         for cache, expected in zip(self.caches, (self.keys, self.values), strict=True):
-            flat = cache.flatten(0, 1)
-            assert error(flat[self.slots[stored]], expected[stored]) < tolerance
-            untouched = torch.ones(len(flat), dtype=torch.bool, device=q.device)
-            untouched[self.slots[stored]] = False
-            assert flat[untouched].isnan().all()
+            assert error(stored(cache, self.slots), expected[self.slots >= 0]) < tolerance
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -6,24 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import TOLERANCE, error
+from kernel_cases import TOLERANCE, by_complex_numbers, error
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
 from engine_core.kernels import apply_rotary
-
-
-def by_complex_numbers(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """Turn pair ``p`` of section ``s`` of ``x [T, H, D]`` by ``angles[s, t, p]``, in float64."""
-    x = x.double().clone()
-    for section, turn in enumerate(torch.polar(torch.ones_like(angles), angles)):
-        half = angles.shape[-1]
-        for pair in range(half):
-            start = 2 * half * section
-            i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half)
-            turned = torch.complex(x[..., start + i], x[..., start + j]) * turn[:, None, pair]
-            x[..., start + i], x[..., start + j] = turned.real, turned.imag
-    return x
 
 
 def case(shape: dict[str, Any], device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:

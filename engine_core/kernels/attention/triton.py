@@ -88,14 +88,13 @@ def _attend_tiles(
     """
     block = block_at(table_ptr, low, high, BLOCK_SIZE)
     for start in range(low, high, BLOCK_N):
-        positions = start + tl.arange(0, BLOCK_N)
-        in_range = positions < high
+        in_range = start + tl.arange(0, BLOCK_N) < high
         # Asked for a tile ahead, so that no key waits for it.
         next_block = block_at(table_ptr, start + BLOCK_N, high, BLOCK_SIZE)
         logits = tile_logits(
-            q, query_pos, slopes, block, start, positions, in_range, k_cache_ptr, table_ptr,
-            k_block_stride, k_slot_stride, logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE,
-            D, BLOCK_D, BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, MASKED, PRECISION,
+            q, query_pos, slopes, block, start, in_range, k_cache_ptr, table_ptr, k_block_stride,
+            k_slot_stride, logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, BLOCK_D,
+            BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, MASKED, PRECISION,
         )  # fmt: skip
         new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
         if MASKED:
@@ -685,14 +684,15 @@ def paged_attention(
         programs = num_decode_rows * head_tiles
         tile = _decode_tile(dims, float32, programs)
         wanted = max(1, tile.programs * num_multiprocessors(q.device) // head_tiles)
-        least, most = _MERGED_SPLITS
-        splits = wanted // num_decode_rows + 1
-        merged_splits = max(least, min(triton.next_power_of_2(splits), most))
-        merged_heads = 32 * tile.num_warps * tile.merged // (merged_splits * block_dv)
         if wanted <= num_decode_rows:
             # Only rows much longer than the mean are split.
             wanted = max(1, int(num_decode_rows / (_NARROW_STRETCH if dims <= 64 else _STRETCH)))
             merged_splits, merged_heads = _RARELY_MERGED_SPLITS, 1
+        else:
+            least, most = _MERGED_SPLITS
+            splits = wanted // num_decode_rows + 1
+            merged_splits = max(least, min(triton.next_power_of_2(splits), most))
+            merged_heads = 32 * tile.num_warps * tile.merged // (merged_splits * block_dv)
         items, planned_now = _plan(
             kv_lens,
             num_decode_rows,

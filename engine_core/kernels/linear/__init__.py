@@ -72,10 +72,7 @@ def linear(
         ValueError: weight or bias does not fit x, or batch invariance is asked for where there is
             none.
     """
-    squares, eps = None, 0.0
-    if isinstance(x, Undivided):
-        squares, eps = x.squares, x.eps
-        x = x.values
+    x, squares, eps = _taken_apart(x)
     _check("linear", x, weight, bias)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"linear: a gated weight must have an even N, got {tuple(weight.shape)}")
@@ -238,7 +235,7 @@ def linear_rotary_store(
     Raises:
         ValueError: shapes, dtypes or strides are not as above.
     """
-    values = x.values if isinstance(x, Undivided) else x
+    values, squares, eps = _taken_apart(x)
     _check("linear_rotary_store", values, weight, bias)
     num_kv_heads, head_dim = k_cache.shape[2:]
     num_heads = weight.shape[0] // head_dim - 2 * num_kv_heads
@@ -249,9 +246,7 @@ def linear_rotary_store(
         )
     rows = values.reshape(-1, values.shape[-1])
     tile = _tile(rows, weight, gated=False)
-    # Heads that rotate as a whole, by angles of one section.
-    if tile is not None and cos.shape == sin.shape == (len(rows), head_dim / 2):
-        _check_stored(rows, k_cache, v_cache, cos, sin, slot_mapping)
+    if tile is not None and _rotates_and_stores(rows, cos, sin, k_cache, v_cache, slot_mapping):
         from engine_core.kernels.linear import triton
 
         q = triton.linear(
@@ -260,8 +255,8 @@ def linear_rotary_store(
             bias,
             tile,
             gated=False,
-            squares=x.squares if isinstance(x, Undivided) else None,
-            eps=x.eps if isinstance(x, Undivided) else 0.0,
+            squares=squares,
+            eps=eps,
             stored=triton.Stored(
                 cos.contiguous(),
                 sin.contiguous(),
@@ -296,6 +291,11 @@ def takes_undivided(x: Tensor, *weights: Tensor, gated: Tensor) -> bool:
     )
 
 
+def _taken_apart(x: Tensor | Undivided) -> tuple[Tensor, Tensor | None, float]:
+    """Its values, and what they lack: squares, None if there is nothing to divide by, and eps."""
+    return (x.values, x.squares, x.eps) if isinstance(x, Undivided) else (x, None, 0.0)
+
+
 def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features or (bias is not None and bias.shape != (out_features,)):
@@ -323,25 +323,23 @@ def _check_added(
         )
 
 
-def _check_stored(
-    x: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, slot_mapping: Tensor
-) -> None:
-    dtypes = [str(t.dtype) for t in (k_cache, v_cache, cos, sin, slot_mapping)]
-    fits = (
-        slot_mapping.shape == x.shape[:1]
-        and v_cache.shape == k_cache.shape
+def _rotates_and_stores(
+    x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> bool:
+    """Whether a linear's kernel can: whole heads, by angles of one section, into like caches.
+
+    What nothing takes is not among them, and is left to :func:`rotary_store` to refuse.
+    """
+    tokens, head_dim = len(x), k_cache.shape[-1]
+    return (
+        cos.shape == sin.shape == (tokens, head_dim / 2)
+        and cos.dtype == sin.dtype == torch.float32
+        and slot_mapping.shape == (tokens,)
+        and slot_mapping.dtype == torch.int64
+        and k_cache.shape == v_cache.shape
+        and k_cache.dtype == v_cache.dtype == x.dtype
         and k_cache.stride(-1) == v_cache.stride(-1) == 1
-        and dtypes == [str(x.dtype)] * 2 + ["torch.float32"] * 2 + ["torch.int64"]
     )
-    if not fits:
-        raise ValueError(
-            f"linear_rotary_store: x is {tuple(x.shape)} {x.dtype}, the caches "
-            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)} with strides {k_cache.stride()} "
-            f"and {v_cache.stride()}, slot_mapping {tuple(slot_mapping.shape)}, and the dtypes of "
-            f"the caches, cos, sin and slot_mapping {', '.join(dtypes)}; the caches must be alike, "
-            "of x's dtype, their last dimension contiguous; cos and sin float32, slot_mapping [T] "
-            "int64"
-        )
 
 
 def _parts(x: Tensor, weight: Tensor) -> int:

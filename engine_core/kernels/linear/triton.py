@@ -123,20 +123,19 @@ def _load_angles(
     first,
     rows,
     row_mask,
-    OTHER: tl.constexpr,
     ROTATED_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Cosines or sines ``[BLOCK_M, BLOCK_N / 2]`` of the pairs from output ``first`` on.
 
-    OTHER for those of values, which do not rotate.
+    0 for those of values, which do not rotate.
     """
     pairs = first // 2 + tl.arange(0, BLOCK_N // 2)
     return tl.load(
         angles_ptr + rows[:, None] * (D // 2) + (pairs % (D // 2))[None, :],
         mask=row_mask[:, None] & (pairs < ROTATED_HEADS * (D // 2))[None, :],
-        other=OTHER,
+        other=0.0,
     )
 
 
@@ -177,7 +176,6 @@ def _rotate_and_store(
     in_head = pairs % (D // 2)
     a_dims = 2 * in_head if INTERLEAVED else in_head
     b_dims = a_dims + 1 if INTERLEAVED else in_head + D // 2
-    # Not by a sine of 0 alone: 0 times infinity would be NaN.
     rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[None, :]
     turned_a = tl.where(rotates, a * cos - b * sin, a).to(ELEMENT)
     turned_b = tl.where(rotates, b * cos + a * sin, b).to(ELEMENT)
@@ -314,12 +312,9 @@ def _linear_kernel(
     if NUM_HEADS:
         first = tile * BLOCK_N
         slots = tl.load(slots_ptr + rows, mask=row_mask, other=-1)
-        cos = _load_angles(
-            cos_ptr, first, rows, row_mask, 1.0, NUM_HEADS + NUM_KV_HEADS, HEAD_DIM, BLOCK_N
-        )
-        sin = _load_angles(
-            sin_ptr, first, rows, row_mask, 0.0, NUM_HEADS + NUM_KV_HEADS, HEAD_DIM, BLOCK_N
-        )
+        ROTATED_HEADS: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
+        cos = _load_angles(cos_ptr, first, rows, row_mask, ROTATED_HEADS, HEAD_DIM, BLOCK_N)
+        sin = _load_angles(sin_ptr, first, rows, row_mask, ROTATED_HEADS, HEAD_DIM, BLOCK_N)
     acc = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
     up = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
     if PRELOAD:
@@ -571,13 +566,22 @@ def linear(
     """
     num_rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    width, heads = n, (0, 0, 0, 0)
-    strides: tuple[int, ...] = (0,) * 6
+    width = n
+    summed: tuple[Tensor | None, ...] = (None,) * 4
+    if added is not None:
+        summed = (added.residual, added.norm_weight, added.total, added.squares)
+    # Cosines, sines, slots, the caches and their strides.
+    places: tuple[Tensor | int | None, ...] = (None,) * 5 + (0,) * 6
+    num_heads = kv_heads = head_dim = block_size = 0
     if stored is not None:
-        block_size, kv_heads, head_dim = stored.k_cache.shape[1:]
-        heads = (n // head_dim - 2 * kv_heads, kv_heads, head_dim, block_size)
-        width = heads[0] * head_dim
-        strides = (*stored.k_cache.stride()[:3], *stored.v_cache.stride()[:3])
+        k_cache, v_cache = stored.k_cache, stored.v_cache
+        block_size, kv_heads, head_dim = k_cache.shape[1:]
+        num_heads = n // head_dim - 2 * kv_heads
+        width = num_heads * head_dim
+        places = (
+            *(stored.cos, stored.sin, stored.slot_mapping, k_cache, v_cache),
+            *(*k_cache.stride()[:3], *v_cache.stride()[:3]),
+        )
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     partial = arrivals = None
     tiles = triton.cdiv(n, tile.block_n)
@@ -603,16 +607,8 @@ def linear(
         partial,
         arrivals,
         squares,
-        None if added is None else added.residual,
-        None if added is None else added.norm_weight,
-        None if added is None else added.total,
-        None if added is None else added.squares,
-        None if stored is None else stored.cos,
-        None if stored is None else stored.sin,
-        None if stored is None else stored.slot_mapping,
-        None if stored is None else stored.k_cache,
-        None if stored is None else stored.v_cache,
-        *strides,
+        *summed,
+        *places,
         eps,
         num_rows,
         x.stride(0),
@@ -630,10 +626,10 @@ def linear(
         SQUARES=0 if squares is None else squares.shape[1],
         BLOCK_SQUARES=1 if squares is None else triton.next_power_of_2(squares.shape[1]),
         ADDS=added is not None,
-        NUM_HEADS=heads[0],
-        NUM_KV_HEADS=heads[1],
-        HEAD_DIM=heads[2],
-        BLOCK_SIZE=heads[3],
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
         INTERLEAVED=stored is not None and stored.interleaved,
         EVEN_K=k % (tile.block_k * tile.splits) == 0,
         STAGES=tile.num_stages,

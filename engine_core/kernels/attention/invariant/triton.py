@@ -248,14 +248,12 @@ def _tiles_kernel(
     kv_block = block_at(table_ptr, begin * BLOCK_N, high, BLOCK_SIZE)
     for tile in range(begin, stop):
         start = tile * BLOCK_N
-        positions = start + tl.arange(0, BLOCK_N)
-        in_range = positions < high
+        in_range = start + tl.arange(0, BLOCK_N) < high
         next_kv_block = block_at(table_ptr, start + BLOCK_N, high, BLOCK_SIZE)
         logits = tile_logits(
-            q, start_pos + queries, slopes, kv_block, start, positions, in_range, k_cache_ptr,
-            table_ptr, k_block_stride, k_slot_stride, logit_scale, cap_scale, window, prefix_len,
-            BLOCK_SIZE, D, BLOCK_D, BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True,
-            PRECISION,
+            q, start_pos + queries, slopes, kv_block, start, in_range, k_cache_ptr, table_ptr,
+            k_block_stride, k_slot_stride, logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE,
+            D, BLOCK_D, BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
         )  # fmt: skip
         tile_maximum = tl.max(logits, axis=1)
         subtrahend = tl.where(tile_maximum == float("-inf"), 0.0, tile_maximum)

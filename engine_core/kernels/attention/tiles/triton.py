@@ -64,7 +64,6 @@ def tile_logits(
     slopes,
     block,
     start,
-    positions,
     in_range,
     k_cache_ptr,
     table_ptr,
@@ -85,13 +84,13 @@ def tile_logits(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Logits of every query row for the tokens at ``positions``, -inf where they are not visible.
+    """Logits of every query row for the tokens from ``start`` on, -inf where they are not visible.
 
-    They are those from ``start`` on; :func:`load_tokens` says what ``block`` is. Without MASKED
-    they are all visible. A dot product becomes a logit by ``scale * log2(e)`` in ``logit_scale``;
-    or with a softcap by ``softcap * log2(e)`` there, around the tanh of half of it times
-    ``cap_scale``.
+    :func:`load_tokens` says what ``block`` is. Without MASKED they are all visible. A dot product
+    becomes a logit by ``scale * log2(e)`` in ``logit_scale``; or with a softcap by ``softcap *
+    log2(e)`` there, around the tanh of half of it times ``cap_scale``.
     """
+    positions = start + tl.arange(0, BLOCK_N)
     # Without a mask: what is stored beyond the row may be anything, since its logits become -inf.
     k = load_tokens(
         k_cache_ptr, table_ptr, block, start, in_range, k_block_stride, k_slot_stride,
