@@ -21,7 +21,7 @@ from engine_core.kernels.linear import (
     takes_undivided,
 )
 from engine_core.kernels.norm import layer_norm, rms_norm
-from engine_core.kernels.rotary import apply_rotary
+from engine_core.kernels.rotary import apply_rotary, rotary_angles
 from engine_core.kernels.rotary_store import is_fused as rotary_store_is_fused
 from engine_core.kernels.rotary_store import rotary_store
 from engine_core.kernels.sampling import sample_tokens
@@ -40,6 +40,7 @@ __all__ = [
     "linear_rotary_store",
     "paged_attention",
     "rms_norm",
+    "rotary_angles",
     "rotary_store",
     "rotary_store_is_fused",
     "sample_tokens",

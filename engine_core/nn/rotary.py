@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine_core.kernels import apply_rotary
+from engine_core.kernels import apply_rotary, rotary_angles
 from engine_core.nn.module import Module
 
 
@@ -39,7 +39,7 @@ class RotaryEmbedding(nn.Module):
         del rope_lengths
         if position_ids.dim() > 1 and position_ids.shape[0] == 1:
             position_ids = position_ids[0]
-        return self._cos_sin(position_ids.unsqueeze(-1).float() * self.inv_freq)
+        return rotary_angles(position_ids, self.inv_freq, self.attention_factor)
 
     def _cos_sin(self, angles: Tensor) -> tuple[Tensor, Tensor]:
         if self.attention_factor == 1.0:

@@ -10,7 +10,7 @@ from kernel_cases import TOLERANCE, by_complex_numbers, error
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
-from engine_core.kernels import apply_rotary
+from engine_core.kernels import apply_rotary, rotary_angles
 
 
 def case(shape: dict[str, Any], device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -90,3 +90,25 @@ def test_kernel(shape: dict[str, Any], interleaved: bool, launch_device: str) ->
     q, k = qkv[:, :heads], qkv[:, heads : heads + 2]
     triton.apply_rotary(q, k, cos, sin, interleaved=interleaved)
     assert error(qkv, expected) < TOLERANCE[qkv.dtype]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (0,), (1,), (300,)], ids=str)
+def test_angles(shape: tuple[int, ...], factor: float, launch_device: str) -> None:
+    from engine_core.kernels.rotary import triton
+
+    positions = torch.randint(0, 131072, shape)
+    inv_freq = 10000.0 ** -(torch.arange(0, 40, 2) / 40)
+    # The product is rounded to float32, as models do; only what follows is exact here.
+    angles = (positions.unsqueeze(-1).float() * inv_freq).double()
+    given = positions.to(launch_device), inv_freq.to(launch_device), factor
+    for op in (rotary_angles, triton.rotary_angles):
+        for got, expected in zip(op(*given), (angles.cos(), angles.sin()), strict=True):
+            assert got.dtype == torch.float32
+            assert got.shape == (*shape, 20)
+            assert error(got.cpu(), factor * expected) < 1e-6
+
+
+def test_angles_preconditions() -> None:
+    with pytest.raises(ValueError, match=r"inv_freq must be \[half\] float32.*float64"):
+        rotary_angles(torch.arange(3), torch.ones(4, dtype=torch.float64))

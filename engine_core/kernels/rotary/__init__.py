@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from engine_core.kernels.rotary import cpu
 
-__all__ = ["apply_rotary"]
+__all__ = ["apply_rotary", "rotary_angles"]
 
 
 def apply_rotary(
@@ -61,3 +62,34 @@ def apply_rotary(
     else:
         cpu.apply_rotary(q, k, cos, sin, interleaved=interleaved)
     return q, k
+
+
+def rotary_angles(
+    positions: Tensor, inv_freq: Tensor, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of ``positions * inv_freq``, times ``factor``; one launch on a GPU.
+
+    Args:
+        positions: ``[...]``, any numbers; multiplied in float32.
+        inv_freq: ``[half]`` float32, contiguous.
+        factor: 1, but for YaRN.
+
+    Returns:
+        cos and sin ``[..., half]``, float32.
+
+    Raises:
+        ValueError: ``inv_freq`` is not as above.
+    """
+    if inv_freq.dim() != 1 or inv_freq.dtype != torch.float32 or not inv_freq.is_contiguous():
+        raise ValueError(
+            "rotary_angles: inv_freq must be [half] float32, contiguous, got "
+            f"{tuple(inv_freq.shape)} {inv_freq.dtype} with strides {inv_freq.stride()}"
+        )
+    if positions.is_cuda and inv_freq.is_cuda:
+        from engine_core.kernels.rotary import triton
+
+        return triton.rotary_angles(positions, inv_freq, factor)
+    angles = positions.unsqueeze(-1).float() * inv_freq
+    if factor == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * factor, angles.sin() * factor

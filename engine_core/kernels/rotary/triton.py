@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -114,3 +115,52 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
         num_warps=4,
         **pdl_options(q.device),
     )
+
+
+# Angles of a program.
+_ANGLES = 256
+
+
+@triton.jit(do_not_specialize=["count", "factor"])
+def _angles_kernel(
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    inv_freq_ptr,
+    factor,
+    count,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch_dependents(PDL)
+    wait(PDL)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < count
+    positions = tl.load(positions_ptr + index // HALF, mask=mask, other=0).to(tl.float32)
+    angles = positions * tl.load(inv_freq_ptr + index % HALF, mask=mask, other=0.0)
+    tl.store(cos_ptr + index, tl.cos(angles) * factor, mask=mask)
+    tl.store(sin_ptr + index, tl.sin(angles) * factor, mask=mask)
+
+
+def rotary_angles(positions: Tensor, inv_freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Arguments as in the public wrapper."""
+    half = inv_freq.shape[0]
+    shape = (*positions.shape, half)
+    cos = torch.empty(shape, dtype=torch.float32, device=positions.device)
+    sin = torch.empty_like(cos)
+    count = cos.numel()
+    if count:
+        _angles_kernel[(triton.cdiv(count, _ANGLES),)](
+            cos,
+            sin,
+            positions.contiguous(),
+            inv_freq,
+            factor,
+            count,
+            HALF=half,
+            BLOCK=_ANGLES,
+            num_warps=4,
+            **pdl_options(positions.device),
+        )
+    return cos, sin
