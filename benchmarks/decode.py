@@ -82,6 +82,13 @@ def placed(positions: list[int], block_size: int) -> torch.Tensor:
     return tables
 
 
+def place_rows(runner: Any, positions: list[int]) -> None:
+    """Give the first rows of an engine's runner these blocks."""
+    (table,) = runner._tables
+    blocks = placed(positions, table.block_size) % runner.kv_cache[0][0].shape[0]
+    table.device_table[: len(positions), : blocks.shape[1]] = blocks.cuda()
+
+
 def profile(graph: torch.cuda.CUDAGraph) -> None:
     """Print how long each kernel of REPLAYS steps takes, and how often it runs."""
     with torch_profile(activities=[ProfilerActivity.CUDA]) as result:
@@ -96,22 +103,17 @@ def measure(name: str, batches: list[int], seconds: float, folder: Path, *, prof
     """Print one line a batch size."""
     with build(name, folder, deterministic=False) as llm:
         runner = llm.engine.core.executor._worker._runner
-        graphs, (table,) = runner._decode_graphs, runner._tables
-        num_blocks = runner.kv_cache[0][0].shape[0]
+        graphs = runner._decode_graphs
         for cache in itertools.chain.from_iterable(runner.kv_cache):
             cache.normal_()
-
-        def place(positions: list[int]) -> None:
-            blocks = placed(positions, table.block_size) % num_blocks
-            table.device_table[: len(positions), : blocks.shape[1]] = blocks.cuda()
 
         generator = random.Random(1)
         for batch in batches:
             lengths = [generator.randint(200, 1860) for _ in range(batch)]
             lengths.sort(reverse=True)
-            place(lengths)
+            place_rows(runner, lengths)
             unequal = replay_ms(graphs, lengths, seconds)
-            place([1030] * batch)
+            place_rows(runner, [1030] * batch)
             equal = replay_ms(graphs, [1030] * batch, seconds)
             print(
                 f"{name} {batch:4} rows, ms rested and after {seconds:g} s: {equal[0]:7.3f} "

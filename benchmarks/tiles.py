@@ -1,0 +1,152 @@
+"""Compare tiles, and other choices of kernels, in whole decode steps, in turn on one card.
+
+    python benchmarks/tiles.py MODEL [--batches 8,32] [--rounds 4] [--try "KEY=VALUES ..."] ...
+
+Each ``--try`` is one or more settings, separated by spaces, measured against what is:
+
+- ``4096x14336=128,128,4,wx,8,4,256``: the tile of linears with a weight ``[N, K]`` as it is stored
+  (a gate and up's has both), the fields of ``kernels.linear.triton.Tile`` in their order.
+- ``attention=64,2,3,2``: the fields of ``kernels.attention.triton._DecodeTile`` in their order.
+- ``stretch=1.1``: how many times the mean a row is as long that is split where splits are rare.
+- ``undivided=128``: up to how many tokens layers fuse their norms with linears, given tiles.
+
+Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
+random, the longest first. Of each there are the least and the median of ``--rounds`` rounds of 16
+replays between CUDA events; the variations take turns. It reaches into the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.decode import place_rows
+from benchmarks.gpu import build
+from benchmarks.workloads import SHAPES
+
+REPLAYS = 16
+NUMBERS = {
+    "stretch": ("engine_core.kernels.attention.triton", ("_STRETCH", "_NARROW_STRETCH"), float),
+    "undivided": ("engine_core.nn.blocks", ("_MAX_UNDIVIDED_TOKENS",), int),
+}
+
+
+def fields(values: str) -> list[int | str]:
+    """What stands between commas, numbers as such."""
+    return [int(part) if part.isdigit() else part for part in values.split(",")]
+
+
+@contextlib.contextmanager
+def settings(text: str) -> Iterator[None]:
+    """The settings of one ``--try`` while it lasts.
+
+    Raises:
+        SystemExit: one is not of the forms above.
+    """
+    attention = importlib.import_module("engine_core.kernels.attention.triton")
+    linear = importlib.import_module("engine_core.kernels.linear.triton")
+    tiles: dict[tuple[int, int], Any] = {}
+    choose: Callable[..., Any] = linear.choose_tile
+
+    def chosen(rows: int, n: int, k: int, gated: bool, device: torch.device) -> Any:
+        return tiles.get((n, k)) or choose(rows, n, k, gated, device)
+
+    with contextlib.ExitStack() as stack:
+        for setting in text.split():
+            key, _, values = setting.partition("=")
+            n, _, k = key.partition("x")
+            if key in NUMBERS:
+                module, names, number = NUMBERS[key]
+                for name in names:
+                    stack.enter_context(
+                        patch.object(importlib.import_module(module), name, number(values))
+                    )
+            elif key == "attention":
+                tile = attention._DecodeTile(*fields(values))
+                stack.enter_context(patch.object(attention, "_decode_tile", lambda *_, t=tile: t))
+            elif n.isdigit() and k.isdigit():
+                tiles[int(n), int(k)] = linear.Tile(*fields(values))
+            else:
+                raise SystemExit(f"{setting!r} is none of those that {Path(__file__).name} knows")
+        stack.enter_context(patch.object(linear, "choose_tile", chosen))
+        yield
+
+
+@torch.inference_mode()
+def compare(name: str, batches: list[int], tries: list[str], rounds: int, folder: Path) -> None:
+    """Print a line for each batch size and variation."""
+    with build(name, folder, deterministic=False) as llm:
+        runner = llm.engine.core.executor._worker._runner
+        graphs = runner._decode_graphs
+        for caches in runner.kv_cache:
+            for cache in caches:
+                cache.normal_()
+        for batch in batches:
+            generator = random.Random(1)
+            unequal = sorted((generator.randint(200, 1860) for _ in range(batch)), reverse=True)
+            rows = list(range(batch))
+            captured = {}
+            for text in ["", *tries]:
+                graphs._graphs.clear()
+                with settings(text):
+                    captured[text] = graphs.begin(rows, unequal)
+            for label, positions in (("1030 tokens", [1030] * batch), ("200 to 1860", unequal)):
+                place_rows(runner, positions)
+                times: dict[str, list[float]] = {text: [] for text in captured}
+                for _ in range(rounds):
+                    for text, step in captured.items():
+                        graphs.begin(rows, positions)
+                        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                        step.graph.replay()
+                        begin.record()
+                        for _ in range(REPLAYS):
+                            step.graph.replay()
+                        end.record()
+                        end.synchronize()
+                        times[text].append(begin.elapsed_time(end) / REPLAYS)
+                for text, ms in times.items():
+                    figures = f"{min(ms):7.3f} {statistics.median(ms):7.3f}"
+                    print(
+                        f"{name} {batch:4} rows {label}: {figures}  {text or 'as it is'}",
+                        flush=True,
+                    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", choices=list(SHAPES))
+    parser.add_argument("--batches", default="8,32,64,128,256")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--try", dest="tries", action="append", default=[], metavar="SETTINGS")
+    arguments = parser.parse_args()
+    for text in arguments.tries:
+        with settings(text):
+            pass
+    print(torch.cuda.get_device_name(), torch.__version__)
+    with tempfile.TemporaryDirectory() as folder:
+        compare(
+            arguments.model,
+            [int(part) for part in arguments.batches.split(",")],
+            arguments.tries,
+            arguments.rounds,
+            Path(folder),
+        )
+
+
+if __name__ == "__main__":
+    main()
