@@ -91,13 +91,35 @@ class SelfAttention(Module):
         attn_metadata: AttentionMetadata,
     ) -> Tensor:
         """What is projected back, ``[1, T, heads * head_dim]``."""
-        if isinstance(x, Undivided) and cos_sin is not None and self.q_norm is None:
-            q = self._project_rotate_store(x, cos_sin, cache, attn_metadata)
-        else:
-            q, k, v = self.qkv_proj.split_qkv(self.qkv_proj(x))
-            if cos_sin is None or not rotary_store_is_fused(q):
-                return self._one_by_one(q, k, v, cos_sin, cache, attn_metadata)
-            self._normalise_rotate_store(q, k, v, cos_sin, cache, attn_metadata)
+        q, k, v = self.qkv_proj.split_qkv(self.qkv_proj(x))
+        if cos_sin is None or not rotary_store_is_fused(q):
+            return self._one_by_one(q, k, v, cos_sin, cache, attn_metadata)
+        self._normalise_rotate_store(q, k, v, cos_sin, cache, attn_metadata)
+        out = self.attend.attend(q, *cache[:2], attn_metadata)
+        return out.flatten(1).unsqueeze(0)
+
+    def fused_heads(
+        self,
+        x: Tensor | Undivided,
+        cos_sin: CosSin | None,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+    ) -> Tensor:
+        """What :meth:`heads` gives, if ``qkv_proj`` is an unquantised linear of this rank alone.
+
+        One launch may project, rotate and store.
+        """
+        if cos_sin is None or self.q_norm is not None:
+            return self.heads(x, cos_sin, cache, attn_metadata)
+        q = linear_rotary_store(
+            x,
+            self.qkv_proj.weight,
+            self.qkv_proj.bias,
+            *cos_sin,
+            *cache[:2],
+            attn_metadata.groups[self.attend.group_id].slot_mapping,
+            interleaved=self.rotate.interleaved,
+        )
         out = self.attend.attend(q, *cache[:2], attn_metadata)
         return out.flatten(1).unsqueeze(0)
 
@@ -117,24 +139,6 @@ class SelfAttention(Module):
             q, k = self.rotate(q, k, *cos_sin)
         out: Tensor = self.attend(q, k, v, *cache[:2], attn_metadata)
         return out.flatten(1).unsqueeze(0)
-
-    def _project_rotate_store(
-        self,
-        x: Undivided,
-        cos_sin: CosSin,
-        cache: KVCacheLayer,
-        attn_metadata: AttentionMetadata,
-    ) -> Tensor:
-        """In one launch what a plain projection, ``rotate`` and the first half of ``attend`` do."""
-        return linear_rotary_store(
-            x,
-            self.qkv_proj.weight,
-            self.qkv_proj.bias,
-            *cos_sin,
-            *cache[:2],
-            attn_metadata.groups[self.attend.group_id].slot_mapping,
-            interleaved=self.rotate.interleaved,
-        )
 
     def _normalise_rotate_store(
         self,
@@ -254,7 +258,7 @@ class DecoderLayer(Module):
             return self.mlp(x), residual
         attention, mlp = parts
         undivided = _takes_undivided(residual, *parts)
-        heads = attention.heads(normed, cos_sin, cache, attn_metadata)
+        heads = attention.fused_heads(normed, cos_sin, cache, attn_metadata)
         normed, residual = _add(
             attention.o_proj,
             heads,

@@ -532,7 +532,7 @@ def _linear_rotary_store_cases(device: str, dtype: torch.dtype) -> Iterator[Case
         # Of two roundings, one after the other.
         return worst / 2
 
-    for tokens in (1, 2, 16, 17, 33, 64, 65):
+    for tokens in (1, 2, 16, 17, 33, 64, 65, 96, 97, 256):
         for heads, kv_heads, head_dim in [(14, 2, 64), (32, 8, 128), (9, 3, 64)]:
             for interleaved in (False, True):
                 name = f"{tokens}x{heads}x{kv_heads}x{head_dim}" + "-interleaved" * interleaved

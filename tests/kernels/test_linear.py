@@ -137,23 +137,27 @@ def test_a_norm_between_two_linears(dtype: torch.dtype) -> None:
     assert not takes_undivided(torch.zeros(1, 8), gated=torch.zeros(4, 8))
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_kernel_of_a_norm_between_two_linears(tile: dict[str, Any], launch_device: str) -> None:
+@pytest.mark.parametrize("most_rows", [16, 128])
+@pytest.mark.parametrize("options", TILES, ids=str)
+def test_kernel_of_a_norm_between_two_linears(
+    options: dict[str, Any], most_rows: int, launch_device: str
+) -> None:
     from engine_core.kernels.linear import triton
+
+    tile = triton.Tile(**options, most_rows=most_rows)
 
     def add(
         x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Undivided, Tensor]:
-        given = (x, weight, bias, triton.Tile(**tile), residual, norm_weight)
+        given = (x, weight, bias, tile, residual, norm_weight)
         values, squares, total = triton.linear_add(*given)
         return Undivided(values, squares, eps), total
 
     def gated(x: Undivided, weight: Tensor, bias: Tensor) -> Tensor:
-        options = {"gated": True, "squares": x.squares, "eps": x.eps}
-        return triton.linear(x.values, weight, bias, triton.Tile(**tile), **options)
+        return triton.linear(x.values, weight, bias, tile, gated=True, squares=x.squares, eps=x.eps)
 
     for dtype in (torch.float32, torch.float16):
-        rows = 1 if tile.get("mode") == "vector" else 5
+        rows = 1 if tile.mode == "vector" else 21
         check_norm_between(add, gated, rows, launch_device, dtype)
 
 
@@ -194,7 +198,9 @@ def test_a_linear_and_the_norm_after_it(dtype: torch.dtype, with_bias: bool) -> 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("hidden", "k"), [(4096, 4096), (896, 4864), (1000, 904), (99, 70)])
+@pytest.mark.parametrize(
+    ("hidden", "k"), [(4096, 4096), (896, 896), (896, 4864), (1000, 904), (99, 70)]
+)
 def test_a_linear_and_the_norm_after_it_on_a_gpu(
     hidden: int, k: int, dtype: torch.dtype, with_bias: bool
 ) -> None:

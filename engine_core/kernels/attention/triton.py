@@ -535,13 +535,14 @@ def _decode_tile(dims: int, float32: bool, num_programs: int) -> _DecodeTile:
     brackets), least ms with these tiles and with those before: 32 layers of 8 KV heads of 128, 1
     row 3.92 and 3.95, 8 rows 4.40 and 4.43 (4.39, 4.41), 32 rows 5.29 and 5.35 (5.42, 5.46); 24 of
     2 KV heads of 64, 8 rows 0.743 and 0.795 (0.742, 0.822), 32 rows 0.879 and 0.918 (0.892, 0.926),
-    64 rows 1.05 and 1.08 (1.06, 1.08), 128 rows 1.50 and 1.54 (1.54, 1.57).
+    64 rows 1.05 and 1.08 (1.06, 1.08), 128 rows 1.50 and 1.54 (1.54, 1.57), 256 rows 2.06 and 2.11
+    (2.08, 2.18).
     """
     if float32:
         return _DecodeTile(16 if dims > 128 else 32, 8, 3, 2)
     if dims > 128:
         return _DecodeTile(32, 4, 2, 8) if num_programs < 256 else _DecodeTile(32, 4, 2, 2)
-    if num_programs >= 2048 or (dims <= 64 and num_programs >= 512):
+    if num_programs >= (2048 if dims > 64 else 1024):
         # Tiles of 16 KiB.
         return _DecodeTile(8192 // max(dims, 64), 4, 2, 2)
     if dims > 64:
@@ -558,7 +559,7 @@ def _decode_tile(dims: int, float32: bool, num_programs: int) -> _DecodeTile:
         return _DecodeTile(64, 2, 4, 1, merged=128)
     if num_programs < 256:
         return _DecodeTile(64, 2, 3, 2)
-    return _DecodeTile(32, 1, 2, 8)
+    return _DecodeTile(32, 1, 2, 8 if num_programs < 384 else 10)
 
 
 def _plan(

@@ -185,7 +185,7 @@ def linear_add_norm(
     _check_added("linear_add_norm", x, weight, bias, residual, norm_weight)
     n, k = weight.shape
     dense = all(t is None or t.is_contiguous() for t in (x, weight, bias, norm_weight))
-    if x.is_cuda and dense:
+    if x.is_cuda and dense and _tile(x, weight, gated=False) is None:
         rows = x.view(-1, k)
         parts = _parts(rows, weight)
         if parts > 1:
