@@ -95,8 +95,7 @@ class SelfAttention(Module):
         if cos_sin is None or not rotary_store_is_fused(q):
             return self._one_by_one(q, k, v, cos_sin, cache, attn_metadata)
         self._normalise_rotate_store(q, k, v, cos_sin, cache, attn_metadata)
-        out = self.attend.attend(q, *cache[:2], attn_metadata)
-        return out.flatten(1).unsqueeze(0)
+        return self._attended(q, cache, attn_metadata)
 
     def fused_heads(
         self,
@@ -120,8 +119,11 @@ class SelfAttention(Module):
             attn_metadata.groups[self.attend.group_id].slot_mapping,
             interleaved=self.rotate.interleaved,
         )
-        out = self.attend.attend(q, *cache[:2], attn_metadata)
-        return out.flatten(1).unsqueeze(0)
+        return self._attended(q, cache, attn_metadata)
+
+    def _attended(self, q: Tensor, cache: KVCacheLayer, attn_metadata: AttentionMetadata) -> Tensor:
+        """The heads of rotated queries, whose keys and values are stored."""
+        return self.attend.attend(q, *cache[:2], attn_metadata).flatten(1).unsqueeze(0)
 
     def _one_by_one(
         self,
