@@ -501,11 +501,13 @@ _TILES = (
         False, (65, 256), (512, 1023), (512, 1023), Tile(32, 128, 1, "xw", 4, 4, 256, most_rows=64)
     ),
 )
+# With more there is nothing to look for: prompts ask several times a layer.
+_MOST_ROWS = max(shapes.rows[1] for shapes in _TILES)
 
 
 def choose_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> Tile | None:
     """The tile for ``rows`` of 16-bit values by a weight ``[n, k]``, or None where cuBLAS wins."""
-    if k % 8 or not fits(device):
+    if rows > _MOST_ROWS or k % 8 or not fits(device):
         return None
     for shapes in _TILES:
         if shapes.gated == gated and all(
