@@ -11,7 +11,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against wh
 - ``undivided=128``: up to how many tokens layers fuse their norms with linears, given tiles.
 
 Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
-random, the longest first. Of each there are the least and the median of ``--rounds`` rounds of 16
+random, the longest first. Of each there are the least and the median of ``--rounds`` rounds of 20
 replays between CUDA events; the variations take turns. It reaches into the engine.
 """
 
@@ -33,11 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.decode import place_rows
+from benchmarks.decode import REPLAYS, place_rows
 from benchmarks.gpu import build
 from benchmarks.workloads import SHAPES
 
-REPLAYS = 16
 NUMBERS = {
     "stretch": ("engine_core.kernels.attention.triton", ("_STRETCH", "_NARROW_STRETCH"), float),
     "undivided": ("engine_core.nn.blocks", ("_MAX_UNDIVIDED_TOKENS",), int),

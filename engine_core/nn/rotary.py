@@ -41,11 +41,6 @@ class RotaryEmbedding(nn.Module):
             position_ids = position_ids[0]
         return rotary_angles(position_ids, self.inv_freq, self.attention_factor)
 
-    def _cos_sin(self, angles: Tensor) -> tuple[Tensor, Tensor]:
-        if self.attention_factor == 1.0:
-            return angles.cos(), angles.sin()
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
-
 
 class DynamicNTKRotaryEmbedding(RotaryEmbedding):
     """A base that grows with the length of the sequence.
@@ -84,7 +79,8 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
         stretch = self.factor * length / self.max_position - (self.factor - 1)
         base = self.base * stretch ** (self.rotary_dim / (self.rotary_dim - 2))
         inv_freq = 1.0 / base**self.exponents
-        return self._cos_sin(position_ids.reshape(-1, 1).float() * inv_freq)
+        angles = position_ids.reshape(-1, 1).float() * inv_freq
+        return angles.cos(), angles.sin()
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
@@ -126,7 +122,8 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
         """Positions ``[3, T]``, or ``[1, T]`` of text, to cos and sin ``[T, half]``, float32."""
         if position_ids.shape[0] == 1:
             return super().forward(position_ids, rope_lengths)
-        return self._cos_sin(position_ids[self.axes].T.float() * self.inv_freq)
+        angles = position_ids[self.axes].T.float() * self.inv_freq
+        return angles.cos(), angles.sin()
 
 
 def rope_lengths(context: Any) -> Tensor:
