@@ -177,9 +177,9 @@ class Engine:
         Without it a request may wait for that, a fraction of a second each time, or seconds where
         kernels are to be compiled. Captured at the start is what a greedy request with a prompt of
         up to 64 tokens needs by itself; here follow decode steps of every size of batch, greedy and
-        random, and prompts that come alone. Still captured when they are needed are steps with
-        several prompts or with prompts beside decodes, and decode steps with penalties, biases or
-        bans.
+        random, prompts that come alone, and steps as full of prompts as they may be, with any
+        number of rows that decode. Still captured when they are needed are other steps with several
+        prompts or with prompts beside decodes, and decode steps with penalties, biases or bans.
 
         It ends, with a warning in the log, where less memory is free than the largest step takes,
         or if a capture fails. With an input processor it does nothing before the first request. On

@@ -100,9 +100,9 @@ class LLM:
     def warmup(self) -> None:
         """Capture now the likely ones of what is captured as a CUDA graph when it is first needed.
 
-        These are decode steps, greedy or random, and prompts that come alone, which no later call
-        then waits for. Other steps are still captured when they are needed; see
-        :meth:`Engine.warmup`.
+        These are decode steps, greedy or random, prompts that come alone, and steps full of
+        prompts, which no later call then waits for. Other steps are still captured when they are
+        needed; see :meth:`Engine.warmup`.
 
         Raises:
             EngineDeadError: the model failed, or was closed.

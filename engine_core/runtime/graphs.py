@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -446,9 +447,9 @@ class MixedStep:
     token_state: Mapping[str, IntArray]
 
 
-# Decode rows and prefill rows that a mixed step is captured for, few: in steps so small that they
-# are captured the device has time for padding.
-_DECODE_ROWS = (0, 32, 256, 512)
+# Decode rows and prefill rows that a mixed step is captured for. Each decode row that there is not
+# is a token of padding; prompts that there are not take next to nothing.
+_DECODE_ROWS = (0, 32, 64, 128, 192, 256, 384, 512)
 _PREFILL_ROWS = (1, 8, 32)
 
 
@@ -458,6 +459,20 @@ def _chunk_bucket(tokens: int) -> int:
     return -(-tokens // grain) * grain
 
 
+def _full_steps(
+    max_num_batched_tokens: int, max_chunk: int, max_rows: int
+) -> Iterator[tuple[int, int, int]]:
+    """Tokens, decode rows and prefill rows of steps full of tokens, with prompts in company."""
+    tokens = _chunk_bucket(max_num_batched_tokens)
+    for fewer, decode in pairwise((-1, *_DECODE_ROWS)):
+        for less, prefill in pairwise((0, *_PREFILL_ROWS)):
+            # At most so many rows prefill beside the fewest that decode.
+            rows = min(prefill, max_rows - fewer - 1)
+            full = rows > less and rows * max_chunk >= max_num_batched_tokens
+            if full and decode + prefill > 1:
+                yield decode + tokens, decode, prefill
+
+
 class MixedGraphs(_Graphs[tuple[int, int, int], tuple[Captured, Tensor]]):
     """Steps with prefill chunks, one graph for each (tokens, decode rows, prefill rows) bucket.
 
@@ -465,22 +480,29 @@ class MixedGraphs(_Graphs[tuple[int, int, int], tuple[Captured, Tensor]]):
     and rows of padding have no tokens.
     """
 
-    def __init__(self, state: GraphState, max_tokens: int, max_chunk: int) -> None:
+    def __init__(self, state: GraphState, max_tokens: int, max_num_batched_tokens: int) -> None:
         """Nothing is captured yet.
 
         Args:
             state: what is shared with the runner.
             max_tokens: in a step of more the device is the slower one, and a graph's padding would
                 only add to its work.
-            max_chunk: tokens of a prompt that are computed in one step. Prompts that come alone are
-                captured before they are needed, for the sake of the first of each size.
+            max_num_batched_tokens: tokens of a step at most. Full steps, which are what comes under
+                load, and prompts that come alone are captured before they are needed, for the sake
+                of the first of each size.
         """
+        max_chunk = min(max_num_batched_tokens, state.max_model_len)
         sizes = [0]
         while sizes[-1] < max_chunk:
             sizes.append(_chunk_bucket(sizes[-1] + 1))
-        prompts = [(tokens, 0, 1) for tokens in sizes[1:] if tokens <= max_tokens]
+        alone = [(tokens, 0, 1) for tokens in sizes[1:]]
+        expected = [
+            key
+            for key in (*alone, *_full_steps(max_num_batched_tokens, max_chunk, state.max_rows))
+            if key[0] <= max_tokens
+        ]
         # The largest of the others first: what comes after reuses its memory.
-        super().__init__(state, at_start=prompts[:1], later=prompts[:0:-1])
+        super().__init__(state, at_start=expected[:1], later=sorted(expected[1:], reverse=True))
         self._max_tokens = max_tokens
         self._ring: list[Tensor | None] = [None] * _RING
         self._turn = 0

@@ -168,7 +168,7 @@ class ModelRunner:
             self._mixed_graphs = MixedGraphs(
                 state,
                 _launch_bound_tokens(model, len(layers)),
-                min(scheduler_config.max_num_batched_tokens, scheduler_config.max_model_len),
+                scheduler_config.max_num_batched_tokens,
             )
             self._name_state()
             if capture_at_start:

@@ -221,6 +221,8 @@ DECODE = {
 PROMPT_AT_START = {(64, 0, 1)}
 # Up to the size that holds the longest prompt, which has 160 tokens.
 PROMPTS = PROMPT_AT_START | {(tokens, 0, 1) for tokens in (128, 192)}
+# And steps full of prompts, which takes more than 8 of them, without and with rows that decode.
+PROMPTS |= {(2048, 0, 32), (2080, 32, 32)}
 
 
 def captured(llm: LLM) -> tuple[dict[Any, Any], dict[Any, Any]]:

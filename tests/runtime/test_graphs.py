@@ -115,28 +115,42 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-@pytest.fixture
-def state(device: Device) -> GraphState:
+def state_of(device: Device, max_rows: int) -> GraphState:
     cpu = torch.device("cpu")
-    sampler = Sampler(ROWS + 1, cpu)
-    tables = [BlockTables(ROWS, MAX_MODEL_LEN // 16, 16, cpu)]
+    sampler = Sampler(max_rows + 1, cpu)
+    tables = [BlockTables(max_rows, MAX_MODEL_LEN // 16, 16, cpu)]
     return GraphState(
-        device.logits, lambda: sampler.state, tables, sampler.last_tokens, ROWS, MAX_MODEL_LEN, 1000
+        device.logits,
+        lambda: sampler.state,
+        tables,
+        sampler.last_tokens,
+        max_rows,
+        MAX_MODEL_LEN,
+        1000,
     )
 
 
-def prompt(tokens: int) -> MixedStep:
-    """A step of one prompt and nothing else."""
-    numbers = np.arange(tokens)
+@pytest.fixture
+def state(device: Device) -> GraphState:
+    return state_of(device, ROWS)
+
+
+def step(tokens: int, prompts: int = 1, decodes: int = 0) -> MixedStep:
+    """A step of so many tokens of prompts, and rows that decode before them."""
+    count = decodes + prompts
+    lengths = np.full(prompts, tokens // prompts)
+    lengths[: tokens % prompts] += 1
+    starts = np.concatenate([np.arange(decodes), decodes + np.cumsum([0, *lengths])])
+    numbers = np.arange(decodes + tokens)
     return MixedStep(
-        rows=np.zeros(1, np.int64),
-        starts=np.array([0, tokens]),
-        num_decode_rows=0,
-        token_ids=np.ones(tokens, np.int64),
+        rows=np.arange(count),
+        starts=starts,
+        num_decode_rows=decodes,
+        token_ids=np.ones(decodes + tokens, np.int64),
         positions=numbers,
-        row_ids=np.zeros(tokens, np.int64),
+        row_ids=np.repeat(np.arange(count), np.diff(starts)),
         slots=[numbers],
-        samples=np.ones(1, np.int64),
+        samples=np.ones(count, np.int64),
         token_state={},
     )
 
@@ -195,7 +209,7 @@ def test_one_row_at_a_time_has_few_graphs(device: Device, state: GraphState) -> 
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "max_chunk", "start", "later"),
+    ("max_tokens", "max_batched", "start", "later"),
     [
         (10**6, 2048, [64], [2048, 1536, 1024, 768, 512, 384, 256, 192, 128]),
         # The size that holds the longest chunk.
@@ -210,21 +224,57 @@ def test_one_row_at_a_time_has_few_graphs(device: Device, state: GraphState) -> 
 )
 def test_a_short_prompt_comes_first_and_longer_ones_after_it(
     device: Device,
-    state: GraphState,
     max_tokens: int,
-    max_chunk: int,
+    max_batched: int,
     start: list[int],
     later: list[int],
 ) -> None:
-    graphs = MixedGraphs(state, max_tokens, max_chunk)
+    graphs = MixedGraphs(state_of(device, 1), max_tokens, max_batched)
     graphs.capture_at_start()
     assert device.take() == [(tokens, 0) for tokens in start]
     while graphs.capture_next():
         pass
     assert device.take() == [(tokens, 0) for tokens in later]
-    for tokens in range(1, min(max_chunk, max([0, *start, *later])) + 1):
-        assert graphs.begin(prompt(tokens)) is not None
+    for tokens in range(1, min(max_batched, max([0, *start, *later])) + 1):
+        assert graphs.begin(step(tokens)) is not None
     assert device.take() == []
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "max_batched", "full"),
+    [
+        (20, 1024, [(1024, 0)] * 2 + [(1056, 32)] * 3),
+        # 2 rows are one that decodes and one prompt at least, or two prompts.
+        (2, 1024, [(1024, 0), (1056, 32)]),
+        (40, 1024, [(1024, 0)] * 2 + [(1056, 32)] * 3 + [(1088, 64)] * 2),
+        # One prompt has 4096 tokens at most.
+        (20, 8192, [(8192, 0)] * 2 + [(8224, 32)] * 2),
+        (1, 8192, []),
+    ],
+)
+def test_full_steps_are_captured_before_they_come(
+    device: Device,
+    max_rows: int,
+    max_batched: int,
+    full: list[tuple[int, int]],
+) -> None:
+    graphs = MixedGraphs(state_of(device, max_rows), 10**6, max_batched)
+    while graphs.capture_next():
+        pass
+    largest = min(max_batched, MAX_MODEL_LEN)
+    captured = device.take()
+    assert captured[0] == (64, 0)
+    assert captured[1 : 2 + len(full)] == sorted([*full, (largest, 0)], reverse=True)
+    for decodes in (0, 1, max_rows // 2, max_rows - 1):
+        # As few prompts as a full step can have, and as many as a captured one.
+        for prompts in {-(-max_batched // MAX_MODEL_LEN), min(32, max_rows - decodes)}:
+            if prompts * MAX_MODEL_LEN >= max_batched and decodes + prompts <= max_rows:
+                assert graphs.begin(step(max_batched, prompts, decodes)) is not None
+    assert device.take() == []
+    # A step that is not full is captured when it comes.
+    if max_rows > 1:
+        assert graphs.begin(step(64, 1, 1)) is not None
+        assert device.take() == [(96, 32)]
 
 
 OUT_OF_MEMORY = {
@@ -249,7 +299,7 @@ def test_without_memory_a_step_runs_without_a_graph(
     setattr(device, when, error)
     with caplog.at_level(logging.WARNING):
         assert decode.begin(*rows(4)) is None
-        assert mixed.begin(prompt(500)) is None
+        assert mixed.begin(step(500)) is None
     said = [record.getMessage() for record in caplog.records]
     assert ["a decode step of up to 4 rows" in said[0], "of up to 512 tokens" in said[1]] == [
         True
@@ -261,11 +311,11 @@ def test_without_memory_a_step_runs_without_a_graph(
     assert not decode.capture_next()
     assert not mixed.capture_next()
     assert decode.begin(*rows(4)) is None
-    assert mixed.begin(prompt(500)) is None
+    assert mixed.begin(step(500)) is None
     assert device.take() == []
     for count in (1, 2, 20):
         assert decode.begin(*rows(count)) is not None
-    assert mixed.begin(prompt(64)) is not None
+    assert mixed.begin(step(64)) is not None
     assert device.take() == [(2, 2)]
     assert len(caplog.records) == 2
 
@@ -312,7 +362,7 @@ def test_another_failure_is_not_taken_for_a_lack_of_memory(
     with pytest.raises(RuntimeError, match=re.escape(f"4 rows (random choice) {said}")):
         decode.begin(*rows(4), Choice.RANDOM)
     with pytest.raises(RuntimeError, match=re.escape(f"512 tokens with prompts among them {said}")):
-        mixed.begin(prompt(500))
+        mixed.begin(step(500))
     # What nobody has asked for yet is left alone, and with it the rest.
     assert caplog.records == []
     assert not decode.capture_next()
@@ -323,7 +373,7 @@ def test_another_failure_is_not_taken_for_a_lack_of_memory(
     assert not mixed.capture_next()
     assert decode.begin(*rows(20)) is None
     assert decode.begin(*rows(4)) is not None
-    assert mixed.begin(prompt(500)) is not None
+    assert mixed.begin(step(500)) is not None
     assert device.take() == [(4, 4), (512, 0)]
     assert len(caplog.records) == 1
 
@@ -347,7 +397,7 @@ def test_nothing_is_captured_ahead_with_less_memory_than_a_step_needs(
     assert "set kv_cache_memory lower to leave more" in record.getMessage()
     # What is needed is captured.
     assert decode.begin(*rows(4)) is not None
-    assert mixed.begin(prompt(200)) is not None
+    assert mixed.begin(step(200)) is not None
     assert device.take() == [(4, 4), (256, 0)]
 
 
@@ -364,17 +414,17 @@ def test_a_step_takes_twice_its_widest_activation() -> None:
     assert largest_step_bytes(nn.Embedding(10, 4), 100) == 0
 
 
-def test_other_row_state_has_everything_captured_anew(device: Device, state: GraphState) -> None:
-    graphs = MixedGraphs(state, 10**6, 256)
+def test_other_row_state_has_everything_captured_anew(device: Device) -> None:
+    graphs = MixedGraphs(state_of(device, 1), 10**6, 256)
     graphs.capture_at_start()
     while graphs.capture_next():
         pass
     assert device.take() == [(64, 0), (256, 0), (192, 0), (128, 0)]
-    graphs.set_state({"prompt_len": torch.zeros(ROWS + 1, dtype=torch.int64)}, {})
+    graphs.set_state({"prompt_len": torch.zeros(2, dtype=torch.int64)}, {})
     while graphs.capture_next():
         pass
     assert device.take() == [(64, 0), (256, 0), (192, 0), (128, 0)]
-    graphs.set_state({"prompt_len": torch.ones(ROWS + 1, dtype=torch.int64)}, {})
+    graphs.set_state({"prompt_len": torch.ones(2, dtype=torch.int64)}, {})
     assert not graphs.capture_next()
 
 
