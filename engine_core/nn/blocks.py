@@ -259,14 +259,16 @@ class DecoderLayer(Module):
             x, residual = self.post_attention_layernorm(x, residual)
             return self.mlp(x), residual
         attention, mlp = parts
-        undivided = _takes_undivided(residual, *parts)
         heads = attention.fused_heads(normed, cos_sin, cache, attn_metadata)
         normed, residual = _add(
             attention.o_proj,
             heads,
             residual,
             self.post_attention_layernorm,
-            undivided=undivided,
+            undivided=isinstance(mlp.act, SiluAndMul)
+            and takes_undivided(
+                residual, attention.o_proj.weight, mlp.gate_up_proj.weight, gated=True
+            ),
             may_overwrite=owned,
         )
         gated = mlp.gate_and_up(normed)
@@ -278,7 +280,9 @@ class DecoderLayer(Module):
                     gated,
                     residual,
                     layer.input_layernorm,
-                    undivided=undivided and _takes_undivided(residual, *following),
+                    undivided=takes_undivided(
+                        residual, mlp.down_proj.weight, following[0].qkv_proj.weight
+                    ),
                     may_overwrite=True,
                 )
                 given = normed if isinstance(normed, Undivided) else Normalised(normed)
@@ -308,25 +312,6 @@ class DecoderLayer(Module):
             )
         )
         return (attention, mlp) if fits else None
-
-
-# No linear of more rows has a kernel of ours in each place.
-_MAX_UNDIVIDED_TOKENS = 64
-
-
-def _takes_undivided(x: Tensor, attention: SelfAttention, mlp: GatedMLP) -> bool:
-    """Whether their linears take norms without divisions for ``x [1, T, H]``."""
-    return (
-        x.shape[-2] <= _MAX_UNDIVIDED_TOKENS
-        and isinstance(mlp.act, SiluAndMul)
-        and takes_undivided(
-            x,
-            attention.qkv_proj.weight,
-            attention.o_proj.weight,
-            mlp.down_proj.weight,
-            gated=mlp.gate_up_proj.weight,
-        )
-    )
 
 
 def link_layers(layers: Sequence[nn.Module]) -> None:

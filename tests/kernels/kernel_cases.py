@@ -437,7 +437,7 @@ def _linear_add_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             error(results[0], expected),
         )
 
-    for rows in (1, 2, 16, 17, 33, 64):
+    for rows in (1, 2, 16, 17, 33, 64, 65, 128, 200, 225, 256):
         for sizes, gated in [
             ((4096, 4096, 28672), True),
             ((14336, 4096, 6144), False),

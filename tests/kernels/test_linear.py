@@ -134,7 +134,7 @@ def test_a_norm_between_two_linears(dtype: torch.dtype) -> None:
         return linear(x, weight, bias, gated=True)
 
     check_norm_between(linear_add, gated, 3, "cpu", dtype)
-    assert not takes_undivided(torch.zeros(1, 8), gated=torch.zeros(4, 8))
+    assert not takes_undivided(torch.zeros(1, 8), torch.zeros(8, 4), torch.zeros(4, 8))
 
 
 @pytest.mark.parametrize("most_rows", [16, 128])

@@ -273,21 +273,23 @@ def linear_rotary_store(
     return q
 
 
-def takes_undivided(x: Tensor, *weights: Tensor, gated: Tensor) -> bool:
-    """Whether linears of ``x``'s rows run as kernels that fuse the norms between them.
+def takes_undivided(x: Tensor, before: Tensor, after: Tensor, *, gated: bool = False) -> bool:
+    """Whether the linears around a norm of ``x`` run as kernels that fuse it.
 
     That is so for few rows of bfloat16 on a GPU; float16 could overflow without the division.
 
     Args:
-        x: ``[..., K]``; only its rows, dtype and device matter.
-        weights: ``[N, K]`` of plain linears.
-        gated: ``[N, K]`` of a gated one.
+        x: ``[..., H]``, the residual that the norm's input is added to.
+        before: ``[H, K]``, the weight of the linear whose result is normalised.
+        after: ``[N, H]``, that of the linear which takes what is normalised.
+        gated: whether that one is.
     """
     if not x.is_cuda or x.dtype != torch.bfloat16:
         return False
     rows = x.numel() // x.shape[-1]
-    return _tile_of(rows, x, gated, gated=True) is not None and all(
-        _tile_of(rows, x, weight, gated=False) is not None for weight in weights
+    return (
+        _tile_of(rows, x, before, gated=False) is not None
+        and _tile_of(rows, x, after, gated) is not None
     )
 
 

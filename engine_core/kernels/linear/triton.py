@@ -453,10 +453,13 @@ _TILES = (
     # One turn of 132 multiprocessors, where Hopper's kernel does not take them: 37888x3584 takes
     # more, and 117 us where cuBLAS with an activation takes 79.
     _Shapes(True, (65, 128), (16384, 33792), (2048, 1 << 15), Tile(128, 64, 1, "xw", 8, 4, 256)),
-    # 9728x896: 1 row 1002, 914; 16 rows 1119, 1020; 32 rows 1246, 1144; 64 rows 1357, 1273. For
-    # more cuBLAS is as fast: 128 rows us alone 10.0, and 10.3 with tiles of 64; 17920x1536 22, 32.
+    # 9728x896: 1 row 1002, 914; 16 rows 1119, 1020; 32 rows 1246, 1144; 64 rows 1357, 1273.
     _Shapes(True, (1, 16), (4096, 1 << 20), (512, 2047), Tile(64, 128, 1, "wx", 4, 4)),
     _Shapes(True, (17, 64), (4096, 1 << 20), (512, 2047), Tile(64, 64, 1, "wx", 4, 6, 256)),
+    # Alone cuBLAS is as fast, but with it the norm before needs a launch. ms of a decode step with
+    # cuBLAS and with this: 80 rows 1.207, 1.185; 96 rows 1.268, 1.241; 128 rows 1.378, 1.347; in
+    # two blocks of rows 160 rows 1.520, 1.680. 17920x1536 alone took twice cuBLAS's time.
+    _Shapes(True, (65, 128), (4096, 12288), (512, 1023), Tile(64, 64, 1, "wx", 8, 4, 256)),
     # 128256x4096: 1 row 1237, 1224; 16 rows 1413, 1403; 32 rows 1646, 1631; 64 rows 1843, 1819.
     _Shapes(False, (1, 1), (65536, 1 << 20), (2048, 8192), Tile(16, 256, 1, "vector", 4, 4, 512)),
     _Shapes(False, (2, 32), (65536, 1 << 20), (2048, 8192), Tile(64, 128, 1, "wx", 4, 4, 256)),
@@ -485,7 +488,7 @@ _TILES = (
     _Shapes(False, (1, 1), (512, 1023), (512, 2047), Tile(8, 512, 1, "vector", 4, 3)),
     _Shapes(False, (2, 64), (1024, 2047), (512, 2047), Tile(64, 128, 1, "wx", 4, 4, 256)),
     _Shapes(False, (2, 16), (512, 1023), (512, 2047), Tile(64, 256, 2, "wx", 4, 3, 512)),
-    _Shapes(False, (17, 32), (512, 1023), (512, 2047), Tile(32, 128, 1, "xw", 4, 4, 256)),
+    _Shapes(False, (17, 32), (512, 1023), (512, 2047), Tile(32, 128, 1, "xw", 8, 4, 256)),
     _Shapes(False, (33, 64), (512, 1023), (512, 2047), Tile(16, 128, 1, "xw", 4, 4, 256)),
     # Alone cuBLAS is as fast, but it is launched late and fuses nothing. ms of a decode step with
     # it, with the first for 1152x896, which rotates and stores, and with both: 80 rows 1.355,
