@@ -8,11 +8,12 @@ Each ``--try`` is one or more settings, separated by spaces, measured against wh
   (a gate and up's has both), the fields of ``kernels.linear.triton.Tile`` in their order.
 - ``attention=64,2,3,2``: the fields of ``kernels.attention.triton._DecodeTile`` in their order.
 - ``stretch=1.1``: how many times the mean a row is as long that is split where splits are rare.
-- ``undivided=128``: up to how many tokens layers fuse their norms with linears, given tiles.
+- ``undivided=64``: the norms of more tokens divide, whatever the linears around them.
 
 Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
 random, the longest first. Of each there are the least and the median of ``--rounds`` rounds of 20
-replays between CUDA events; the variations take turns. It reaches into the engine.
+replays between CUDA events; the variations take turns. What does not run, such as a tile that is
+too large for a multiprocessor, is said and left out. It reaches into the engine.
 """
 
 from __future__ import annotations
@@ -37,11 +38,6 @@ from benchmarks.decode import REPLAYS, place_rows
 from benchmarks.gpu import build
 from benchmarks.workloads import SHAPES
 
-NUMBERS = {
-    "stretch": ("engine_core.kernels.attention.triton", ("_STRETCH", "_NARROW_STRETCH"), float),
-    "undivided": ("engine_core.nn.blocks", ("_MAX_UNDIVIDED_TOKENS",), int),
-}
-
 
 def fields(values: str) -> list[int | str]:
     """What stands between commas, numbers as such."""
@@ -57,6 +53,8 @@ def settings(text: str) -> Iterator[None]:
     """
     attention = importlib.import_module("engine_core.kernels.attention.triton")
     linear = importlib.import_module("engine_core.kernels.linear.triton")
+    blocks = importlib.import_module("engine_core.nn.blocks")
+    takes_undivided: Callable[..., bool] = blocks.takes_undivided
     tiles: dict[tuple[int, int], Any] = {}
     choose: Callable[..., Any] = linear.choose_tile
 
@@ -67,12 +65,20 @@ def settings(text: str) -> Iterator[None]:
         for setting in text.split():
             key, _, values = setting.partition("=")
             n, _, k = key.partition("x")
-            if key in NUMBERS:
-                module, names, number = NUMBERS[key]
-                for name in names:
-                    stack.enter_context(
-                        patch.object(importlib.import_module(module), name, number(values))
+            if key == "stretch":
+                for name in ("_STRETCH", "_NARROW_STRETCH"):
+                    stack.enter_context(patch.object(attention, name, float(values)))
+            elif key == "undivided":
+                most = int(values)
+                stack.enter_context(
+                    patch.object(
+                        blocks,
+                        "takes_undivided",
+                        lambda x, *weights, most=most, **of: (
+                            x.shape[-2] <= most and takes_undivided(x, *weights, **of)
+                        ),
                     )
+                )
             elif key == "attention":
                 tile = attention._DecodeTile(*fields(values))
                 stack.enter_context(patch.object(attention, "_decode_tile", lambda *_, t=tile: t))
@@ -101,7 +107,10 @@ def compare(name: str, batches: list[int], tries: list[str], rounds: int, folder
             for text in ["", *tries]:
                 graphs._graphs.clear()
                 with settings(text):
-                    captured[text] = graphs.begin(rows, unequal)
+                    try:
+                        captured[text] = graphs.begin(rows, unequal)
+                    except RuntimeError as error:
+                        print(f"{name} {batch:4} rows: {error}  {text}", flush=True)
             for label, positions in (("1030 tokens", [1030] * batch), ("200 to 1860", unequal)):
                 place_rows(runner, positions)
                 times: dict[str, list[float]] = {text: [] for text in captured}
