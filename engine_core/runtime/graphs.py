@@ -462,7 +462,7 @@ def _chunk_bucket(tokens: int) -> int:
 def _full_steps(
     max_num_batched_tokens: int, max_chunk: int, max_rows: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Tokens, decode rows and prefill rows of steps full of tokens, with prompts in company."""
+    """Tokens, decode rows and prefill rows of full steps in which no prompt is alone."""
     tokens = _chunk_bucket(max_num_batched_tokens)
     for fewer, decode in pairwise((-1, *_DECODE_ROWS)):
         for less, prefill in pairwise((0, *_PREFILL_ROWS)):
@@ -487,9 +487,9 @@ class MixedGraphs(_Graphs[tuple[int, int, int], tuple[Captured, Tensor]]):
             state: what is shared with the runner.
             max_tokens: in a step of more the device is the slower one, and a graph's padding would
                 only add to its work.
-            max_num_batched_tokens: tokens of a step at most. Full steps, which are what comes under
-                load, and prompts that come alone are captured before they are needed, for the sake
-                of the first of each size.
+            max_num_batched_tokens: tokens of prompts in a step at most. Steps full of them, which
+                are what comes under load, and prompts that come alone are captured before they are
+                needed, for the sake of the first of each size.
         """
         max_chunk = min(max_num_batched_tokens, state.max_model_len)
         sizes = [0]
