@@ -326,7 +326,12 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             if param is None:
                 continue
             if id(param) not in made:
-                data = torch.empty_like(param, device=device) if param.is_meta else param.to(device)
+                if param.is_meta:
+                    # Of a tensor there, empty_like is torch's Python, which imports sympy first.
+                    shape, strides = param.shape, param.stride()
+                    data = torch.empty_strided(shape, strides, dtype=param.dtype, device=device)
+                else:
+                    data = param.to(device)
                 new = nn.Parameter(data, requires_grad=False)
                 new.__dict__.update(param.__dict__)
                 made[id(param)] = new
