@@ -62,10 +62,14 @@ def test_kernel(launch_device: str) -> None:
     assert triton.choose_greedy(torch.empty(0, 5, device=launch_device))[0].shape == (0,)
 
 
-def test_kernel_of_thousands_of_rows(launch_device: str) -> None:
+def test_kernel_of_more_rows_than_are_counted_at_first(
+    launch_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from engine_core.kernels.greedy import triton
+    from engine_core.kernels.launch import triton as launch
 
-    expected = torch.arange(4100) % 3
+    monkeypatch.setattr(launch, "_LEAST_ARRIVALS", 32)
+    expected = torch.arange(70) % 3
     logits = torch.nn.functional.one_hot(expected, 3).float().to(launch_device)
     assert triton.choose_greedy(logits)[0].tolist() == expected.tolist()
 
