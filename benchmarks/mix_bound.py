@@ -12,25 +12,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import random
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads import SHAPES
-from engine_core.bench.workloads import MIX, random_ids
+from engine_core.bench.workloads import mix_requests
 
 BYTES_A_SECOND = 4.28e12
 TOKENS_A_STEP = 8192
 REPLAYED_TOKENS = 1030
-
-
-def lengths(vocab: int) -> tuple[list[int], list[int]]:
-    """Tokens of the mix's prompts and of their outputs."""
-    generator = random.Random(0)
-    prompts = [len(random_ids(generator.randint(100, 1024), vocab, generator)) for _ in range(MIX)]
-    return prompts, [generator.randint(100, 1024) for _ in range(MIX)]
 
 
 def replay_seconds(rows: int, replays: dict[int, float]) -> float:
@@ -59,7 +51,8 @@ def main() -> None:
     values = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim
     per_token = 2 * values / BYTES_A_SECOND
 
-    prompts, outputs = lengths(shape["vocab_size"])
+    requests, outputs = mix_requests(shape["vocab_size"])
+    prompts = [len(prompt) for prompt in requests]
     # The step in which each prompt ends, and with it its first token comes.
     ends = [(total - 1) // TOKENS_A_STEP for total in itertools.accumulate(prompts)]
     prompt_steps = ends[-1] + 1

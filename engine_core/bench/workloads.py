@@ -28,6 +28,13 @@ def random_ids(count: int, vocab: int, generator: random.Random) -> list[int]:
     return [generator.randrange(low, high) for _ in range(count)]
 
 
+def mix_requests(vocab: int, count: int = MIX) -> tuple[list[list[int]], list[int]]:
+    """The mix's prompts, and how many tokens each is completed with."""
+    generator = random.Random(0)
+    prompts = [random_ids(generator.randint(100, 1024), vocab, generator) for _ in range(count)]
+    return prompts, [generator.randint(100, 1024) for _ in range(count)]
+
+
 def measure(
     run: Run, vocab: int, *, batches: Sequence[int] = BATCHES, mix: int = MIX
 ) -> dict[str, float]:
@@ -61,9 +68,7 @@ def measure(
         out[f"prefill_tok_s_b{batch}"] = batch * 1024 / once
     out["ttft_ms_4k"] = min(run(fresh(1, 4096), [1]) for _ in range(3)) * 1e3
     if mix:
-        generator = random.Random(0)
-        prompts = [random_ids(generator.randint(100, 1024), vocab, generator) for _ in range(mix)]
-        lengths = [generator.randint(100, 1024) for _ in range(mix)]
+        prompts, lengths = mix_requests(vocab, mix)
         seconds = run(prompts, lengths)
         out["mix_out_tok_s"] = sum(lengths) / seconds
         out["mix_s"] = seconds
