@@ -47,13 +47,9 @@ def device(way: str, launch_device: str) -> str:
     return "cpu" if way == "reference" else launch_device
 
 
-@pytest.mark.parametrize(
-    ("way", "dtype"),
-    # A program that goes through the whole row reads the numbers as the others do.
-    [*((way, dtype) for way in WAYS[:2] for dtype in DTYPES), (WAYS[2], torch.bfloat16)],
-    ids=str,
-)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_tokens_are_those_of_the_definition(
     op: Any, device: str, dtype: torch.dtype, adjusted: bool
 ) -> None:
@@ -91,12 +87,16 @@ def of_equal_logits(rows: int, vocab: int, **numbers: float) -> Sampling:
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
-def test_the_random_numbers_are_those_of_philox(op: Any, device: str) -> None:
-    """Of equal logits the token's id tells 14 bits of the random number."""
-    batch = of_equal_logits(4, 2**14)
+def test_the_random_numbers_are_those_of_philox(
+    op: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of equal logits the token's id tells 17 bits of the random number."""
+    # So many are a long row for the interpreter in small blocks.
+    monkeypatch.setattr("engine_core.kernels.sampling.triton._BLOCK", 4096)
+    batch = of_equal_logits(2, 2**17)
     drawn = uniform(batch.state.seeds, batch.positions + 1)
     tokens, _ = batch.on(device).run(op)
-    assert tokens.tolist() == (drawn * 2**14).to(torch.int64).tolist()
+    assert tokens.tolist() == (drawn * 2**17).to(torch.int64).tolist()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -28,6 +28,12 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def onednn_matrix(weight: torch.Tensor) -> OneDNNMatrix:
+    if not onednn_packs(weight):
+        pytest.skip(f"oneDNN does not multiply {weight.dtype} on this CPU")
+    return OneDNNMatrix(weight)
+
+
 def assert_product(matrix, x: torch.Tensor, bias: torch.Tensor | None) -> None:
     """``matrix`` multiplies as its numbers do in float64."""
     out = matrix.multiply(x, bias)
@@ -45,13 +51,10 @@ def numbers_of_int4(codes, scales, zeros) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [Int8Matrix, Int4Matrix.quantized, OneDNNMatrix])
+@pytest.mark.parametrize("kind", [Int8Matrix, Int4Matrix.quantized, onednn_matrix])
 @pytest.mark.parametrize("shape", [(64, 32), (192, 96), (48, 64)])
 def test_products_are_those_of_the_numbers(kind, shape, dtype) -> None:
-    weight = random(*shape, dtype=dtype)
-    if kind is OneDNNMatrix and not onednn_packs(weight):
-        pytest.skip(f"oneDNN does not multiply {dtype} on this CPU")
-    matrix = kind(weight)
+    matrix = kind(random(*shape, dtype=dtype))
     for rows in ROWS:
         x = random(rows, shape[1], seed=rows, dtype=dtype)
         assert_product(matrix, x, None)
@@ -61,9 +64,7 @@ def test_products_are_those_of_the_numbers(kind, shape, dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_onednn_keeps_the_numbers(dtype) -> None:
     weight = random(50, 70, dtype=dtype)
-    if not onednn_packs(weight):
-        pytest.skip(f"oneDNN does not multiply {dtype} on this CPU")
-    assert torch.equal(OneDNNMatrix(weight).dense(), weight)
+    assert torch.equal(onednn_matrix(weight).dense(), weight)
 
 
 def test_int8_is_off_by_half_a_step_at_most() -> None:
