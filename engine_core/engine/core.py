@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
+from engine_core.engine.pacing import Pacing
 from engine_core.engine.startup import Loaded
 from engine_core.engine.step_stats import StepStats
 from engine_core.errors import EngineDeadError
@@ -14,10 +15,6 @@ from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.runner import PendingStep
 from engine_core.scheduler import Request, RequestUpdate
 from engine_core.steps import CoreRequest, EngineStats, StepPlan, TokenUpdate
-
-# How many steps in a row must be done early, or be waited for, before repeats change.
-_EARLY_STEPS = 4
-_WAITING_STEPS = 64
 
 
 class EngineCore:
@@ -27,26 +24,25 @@ class EngineCore:
 
     Args:
         loaded: what it is made of.
+        serving: whether requests arrive while others run, so that little may be in flight; see
+            :class:`Pacing`.
 
     Attributes:
         scheduler: decides what each step computes.
         executor: runs the steps.
-        depth: steps submitted before the first result is read.
+        pacing: decides how far the host runs ahead of the device.
         step_stats: where the time of its steps went; put a new one here to begin anew.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, *, serving: bool = False) -> None:
         self.scheduler = loaded.scheduler
         self.executor = loaded.executor
-        self.depth = loaded.depth
+        self.pacing = Pacing(loaded.scheduler, loaded.depth, serving=serving)
         self.step_stats = StepStats()
         self._eos_token_ids = loaded.eos_token_ids
         self._max_model_len = loaded.cache_plan.max_model_len
         self._requests: dict[str, Request] = {}
         self._flight: deque[tuple[StepPlan, PendingStep]] = deque()
-        self.scheduler.repeat_limit = 1
-        self._early = 0
-        self._waits = 0
         self._dead: BaseException | None = None
         self._aborted = 0
         self._added = 0
@@ -108,6 +104,7 @@ class EngineCore:
             priority=request.priority,
         )
         self.scheduler.add(queued)
+        self.pacing.arrived()
         self._requests[request.request_id] = queued
 
     def abort(self, request_id: str) -> None:
@@ -142,10 +139,10 @@ class EngineCore:
                 self._steps += plan.repeat
                 if plan.admitted:
                     self._count_admitted(plan)
-            if not self._flight or (plan is not None and len(self._flight) <= self.depth):
+            if not self._flight or (plan is not None and len(self._flight) <= self.pacing.depth):
                 return []
             done, pending = self._flight.popleft()
-            self._adapt_repeats(done, pending)
+            self.pacing.finished(done, early=pending.done)
             result = pending.result()
             stats.waited(done)
             updates = self._token_updates(self.scheduler.update(result))
@@ -237,28 +234,6 @@ class EngineCore:
                 del self._requests[request.request_id]
         self._generated_tokens += generated
         return made
-
-    def _adapt_repeats(self, plan: StepPlan, pending: PendingStep) -> None:
-        """Have decode steps repeated on the device if it waits for the host, and only then.
-
-        A step that is done before its result is asked for was shorter than the host's work for
-        one; with more tokens a plan there is less of that.
-        """
-        scheduler = self.scheduler
-        if plan.rows[-1].num_tokens > 1 or plan.repeat < scheduler.repeat_limit:
-            return
-        if pending.done:
-            self._waits = 0
-            self._early += 1
-            if self._early >= _EARLY_STEPS:
-                self._early = 0
-                scheduler.repeat_limit = min(2 * plan.repeat, scheduler.config.max_repeat)
-        else:
-            self._early = 0
-            self._waits += 1
-            if self._waits >= _WAITING_STEPS:
-                self._waits = 0
-                scheduler.repeat_limit = max(1, plan.repeat // 2)
 
 
 __all__ = ["EngineCore"]

@@ -284,7 +284,7 @@ def _serve(channel: _Channel, model: str, config: EngineConfig) -> None:
         )
     )
     loaded = load(opened)
-    core = EngineCore(loaded)
+    core = EngineCore(loaded, serving=True)
     try:
         channel.send(Ready(loaded.cache_plan, loaded.scheduler_config, dict(opened.phases)))
         _run(channel, core)

@@ -187,7 +187,7 @@ def test_preemption_and_steps_in_flight_do_not_show(depth: int, alone: list[list
     )
     with LLM(MODEL, config) as llm:
         # On a CPU no step is left in flight by itself.
-        llm.engine.core.depth = depth
+        llm.engine.core.pacing.depth = depth
         outputs = llm.generate(*crossed())
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert [output.outputs[0].token_ids for output in outputs] == alone

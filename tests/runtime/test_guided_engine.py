@@ -275,7 +275,7 @@ def test_preemption_chunks_and_steps_in_flight_do_not_show(
     )
     with LLM(MODEL, config) as llm:
         # On a CPU no step is left in flight by itself.
-        llm.engine.core.depth = depth
+        llm.engine.core.pacing.depth = depth
         outputs = llm.generate([f"{index} {PROMPT}" for index in range(10)], everything())
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert [[(c.token_ids, c.text) for c in o.outputs] for o in outputs] == alone

@@ -30,7 +30,7 @@ def run(name: str, config: EngineConfig, depth: int) -> None:
     prompts = golden_prompts(name) * 3
     with LLM(str(GOLDEN / name), config) as llm:
         # On a CPU no step is left in flight by itself.
-        llm.engine.core.depth = depth
+        llm.engine.core.pacing.depth = depth
         outputs = llm.generate([p.input_ids for p in prompts], GREEDY)
         scheduler = llm.engine.scheduler
         assert scheduler.num_preemptions > 0
@@ -54,7 +54,7 @@ def test_priorities_do_not_show_in_the_tokens(swap_space: str) -> None:
     priorities = [(7 * number) % 3 for number in range(len(prompts))]
     config = small_cache(name, swap_space=swap_space)
     with LLM(str(GOLDEN / name), config) as llm:
-        llm.engine.core.depth = 2
+        llm.engine.core.pacing.depth = 2
         outputs = llm.generate([p.input_ids for p in prompts], GREEDY, priority=priorities)
         assert llm.engine.scheduler.num_preemptions > 0
         assert (llm.engine.scheduler.num_swaps > 0) == (swap_space != "0")
@@ -66,7 +66,7 @@ def test_host_memory_that_is_short_leaves_the_rest_to_recomputation() -> None:
     block = config.kv_cache_memory // 41
     prompts = golden_prompts("llama-gqa") * 3
     with LLM(str(GOLDEN / "llama-gqa"), config.replace(swap_space=4 * block)) as llm:
-        llm.engine.core.depth = 2
+        llm.engine.core.pacing.depth = 2
         outputs = llm.generate([p.input_ids for p in prompts], GREEDY)
         assert 0 < llm.engine.scheduler.num_swaps < llm.engine.scheduler.num_preemptions
     assert [o.outputs[0].token_ids for o in outputs] == [p.new_tokens for p in prompts]
@@ -82,7 +82,7 @@ def test_sampling_goes_on_where_it_was() -> None:
     results = []
     for config in (small.replace(kv_cache_memory=None, swap_space=0), small):
         with LLM(str(GOLDEN / "llama-gqa"), config) as llm:
-            llm.engine.core.depth = 2
+            llm.engine.core.pacing.depth = 2
             outputs = llm.generate(prompts, params)
             results.append([output.outputs[0].token_ids for output in outputs])
             assert (llm.engine.scheduler.num_swaps > 0) == (config is small)
