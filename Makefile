@@ -12,10 +12,12 @@ TRITON ?= triton==3.9.0
 
 BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
+COMPAT := $(patsubst %/pyproject.toml,%,$(wildcard compat/*/pyproject.toml))
 EXAMPLES := $(patsubst %/pyproject.toml,%,$(wildcard examples/plugins/*/pyproject.toml))
-FAMILIES := $(patsubst %/__init__.py,%,$(wildcard $(addsuffix /engine_core_*/__init__.py,$(PLUGINS) $(EXAMPLES))))
-PROJECTS := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
-EDITABLE := -e '.[cpu]' $(PLUGINS:%=-e %)
+BESIDE := $(PLUGINS) $(COMPAT)
+PACKAGES := $(patsubst %/__init__.py,%,$(wildcard $(addsuffix /engine_core_*/__init__.py,$(BESIDE) $(EXAMPLES))))
+PROJECTS := pyproject.toml $(BESIDE:%=%/pyproject.toml)
+EDITABLE := -e '.[cpu]' $(BESIDE:%=-e %)
 empty :=
 space := $(empty) $(empty)
 
@@ -43,7 +45,7 @@ lint: $(VENV)/.test ## Check style and formatting.
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.test ## Check types.
-	MYPYPATH=$(subst $(space),:,$(PLUGINS) $(EXAMPLES)) $(BIN)/mypy -p engine_core $(patsubst %,-p %,$(notdir $(FAMILIES)))
+	MYPYPATH=$(subst $(space),:,$(BESIDE) $(EXAMPLES)) $(BIN)/mypy -p engine_core $(patsubst %,-p %,$(notdir $(PACKAGES)))
 
 imports: $(VENV)/.test ## Check which package may import which.
 	$(BIN)/lint-imports
@@ -93,7 +95,7 @@ $(VENV)/.runtime: $(VENV)/.created $(PROJECTS)
 
 $(VENV)/.test: $(VENV)/.runtime $(EXAMPLES:%=%/pyproject.toml)
 	triton=$$($(BIN)/python -c 'from importlib.util import find_spec; print("" if find_spec("triton") else "$(TRITON)")'); \
-	$(BIN)/pip install --quiet $(TORCH) $$triton -e '.[test]' $(PLUGINS:%=-e %) $(EXAMPLES:%=-e %)
+	$(BIN)/pip install --quiet $(TORCH) $$triton -e '.[test]' $(BESIDE:%=-e %) $(EXAMPLES:%=-e %)
 	@touch $@
 
 $(SMOLLM2): | $(VENV)/.created

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "plugins" / "llama"
+COMPAT = ROOT / "compat" / "lmdeploy"
 GOLDEN = ROOT / "tests" / "golden" / "llama-gqa"
 
 
@@ -45,7 +46,7 @@ def _build_wheel(project: Path, folder: Path) -> Path:
         project,
         source,
         ignore=shutil.ignore_patterns(
-            ".*", "build", "*.egg-info", "__pycache__", "plugins", "tests", "docs"
+            ".*", "build", "*.egg-info", "__pycache__", "plugins", "compat", "tests", "docs"
         ),
     )
     wheels = folder / f"wheels-{project.name}"
@@ -62,12 +63,13 @@ def _build_wheel(project: Path, folder: Path) -> Path:
 class Wheels:
     core: Path
     plugin: Path
+    compat: Path
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
     folder = tmp_path_factory.mktemp("build")
-    return Wheels(_build_wheel(ROOT, folder), _build_wheel(PLUGIN, folder))
+    return Wheels(*(_build_wheel(project, folder) for project in (ROOT, PLUGIN, COMPAT)))
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,11 @@ def _metadata(wheel: Path) -> Message:
 
 
 def test_wheels_carry_licence_and_types(wheels: Wheels) -> None:
-    for wheel, package in ((wheels.core, "engine_core"), (wheels.plugin, "engine_core_llama")):
+    for wheel, package in (
+        (wheels.core, "engine_core"),
+        (wheels.plugin, "engine_core_llama"),
+        (wheels.compat, "engine_core_lmdeploy"),
+    ):
         names = zipfile.ZipFile(wheel).namelist()
         assert f"{package}/py.typed" in names
         assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
@@ -124,8 +130,11 @@ def test_wheels_carry_licence_and_types(wheels: Wheels) -> None:
 
 
 def test_wheels_carry_every_module(wheels: Wheels) -> None:
-    for wheel, folder in ((wheels.core, ROOT), (wheels.plugin, PLUGIN)):
-        package = "engine_core" if folder == ROOT else "engine_core_llama"
+    for wheel, folder, package in (
+        (wheels.core, ROOT, "engine_core"),
+        (wheels.plugin, PLUGIN, "engine_core_llama"),
+        (wheels.compat, COMPAT, "engine_core_lmdeploy"),
+    ):
         sources = {str(path.relative_to(folder)) for path in (folder / package).rglob("*.py")}
         assert sources <= set(zipfile.ZipFile(wheel).namelist())
 
@@ -135,6 +144,9 @@ def test_nothing_requires_the_strangers_package(wheels: Wheels) -> None:
     assert core["Name"] == "engine-core-llm"
     assert plugin["Name"] == "engine-core-llama"
     assert plugin.get_all("Requires-Dist") == ["engine-core-llm<0.2,>=0.1"]
+    compat = _metadata(wheels.compat)
+    assert compat["Name"] == "engine-core-lmdeploy"
+    assert compat.get_all("Requires-Dist") == ["engine-core-llm<0.2,>=0.1"]
     names = [re.split(r"[^\w.-]", item)[0] for item in core.get_all("Requires-Dist", [])]
     # An extra may name another one of its own distribution.
     assert "engine-core" not in names

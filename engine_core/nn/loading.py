@@ -164,6 +164,16 @@ def load_account(model: nn.Module) -> Iterator[LoadAccount]:
         _ACCOUNT.reset(token)
 
 
+def note_filled(param: nn.Parameter, tensor: Tensor) -> None:
+    """Tell an open account that all of ``param`` was filled from ``tensor``.
+
+    For code that copies a tensor itself; :func:`load_weight` does both.
+    """
+    account = _ACCOUNT.get()
+    if account is not None:
+        account.note(param, tensor, None, param.numel())
+
+
 def copy_checked(target: Tensor, tensor: Tensor) -> None:
     """Copy ``tensor`` into ``target``; on the meta device only compare their shapes.
 

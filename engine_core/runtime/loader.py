@@ -80,9 +80,9 @@ def _check_deterministic(model: nn.Module) -> None:
 
 
 def _update_weights(model: nn.Module) -> None:
-    """What lmdeploy calls after loading, and ported models share or derive weights in.
+    """Call each module's ``update_weights``, where models share or derive weights.
 
-    Also called after construction, so that shared weights need no tensor of their own.
+    Called after construction too, so that shared weights need no tensor of their own.
     """
     for module in model.modules():
         update = getattr(module, "update_weights", None)

@@ -1,6 +1,6 @@
 """The names of lmdeploy.pytorch's model interface, for porting a model file by its imports.
 
-``docs/porting-from-lmdeploy.md`` says which import becomes which. Signatures and results are
+``README.md`` of this distribution says which import becomes which. Signatures and results are
 lmdeploy's where they differ from :mod:`engine_core.nn`: head counts are the whole model's, cos and
 sin are as wide as the rotated part of a head, ``is_tp=False`` keeps a linear whole on every rank.
 An argument whose effect is not here is refused with a ``ValueError``, unless lmdeploy, too, does
@@ -24,12 +24,10 @@ from torch import Tensor, nn
 
 from engine_core import nn as core
 from engine_core.configs import HFConfig
-from engine_core.nn.attention import Attention as _Attention
+from engine_core.nn import Linear, QKVLinear, load_weight
 from engine_core.nn.distributed import divide
-from engine_core.nn.linear import Linear, QKVLinear
-from engine_core.nn.loading import _ACCOUNT, copy_checked, load_weight
+from engine_core.nn.loading import copy_checked, note_filled
 from engine_core.nn.rotary import DynamicNTKRotaryEmbedding
-from engine_core.nn.rotary import RotaryEmbedding as _RotaryEmbedding
 from engine_core.step_context import (
     AttentionMetadata,
     StepContextManager,
@@ -402,7 +400,7 @@ class ParallelLMHead(core.LMHead):
         self.context, self.rows, self.first = embedding.context, embedding.rows, embedding.first
 
 
-class Attention(_Attention):
+class Attention(core.Attention):
     """Attention over the paged cache; head counts are the whole model's."""
 
     def __init__(
@@ -528,7 +526,7 @@ class LongRoPEScalingParameters:
 class RotaryEmbedding(nn.Module):
     """Cosines and sines in lmdeploy's layout."""
 
-    def __init__(self, rotary: _RotaryEmbedding) -> None:
+    def __init__(self, rotary: core.RotaryEmbedding) -> None:
         """Raises ValueError if ``rotary`` is dynamic: its angles depend on the prompt's length."""
         super().__init__()
         if isinstance(rotary, DynamicNTKRotaryEmbedding):
@@ -662,9 +660,7 @@ def default_weight_loader(param: nn.Parameter, loaded_weight: Tensor) -> None:
         loaded_weight = loaded_weight.view(param.shape)
     with torch.no_grad():
         copy_checked(param, loaded_weight)
-    account = _ACCOUNT.get()
-    if account is not None:
-        account.note(param, loaded_weight, None, param.numel())
+    note_filled(param, loaded_weight)
 
 
 class StepContext:

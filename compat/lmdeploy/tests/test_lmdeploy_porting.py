@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+import engine_core_lmdeploy as lmdeploy
 from engine_core import LLM
 from engine_core.configs import HFConfig, ModelConfig
 from engine_core.errors import WeightsMismatchError
-from engine_core.nn import lmdeploy
 from engine_core.runtime.loader import build_on_meta, check_weights, load_weights
 from engine_core.step_context import BuildContext, building
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parents[1] / "docs" / "porting-from-lmdeploy.md"
+DOCUMENT = HERE.parent / "README.md"
 LLAMA = HERE / "lmdeploy_style_llama.txt"
 QWEN = HERE / "lmdeploy_style_qwen.txt"
 SETTINGS = {
@@ -62,7 +62,7 @@ def ported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         changed = [(line, other) for line, other in zip(ours, theirs, strict=True) if line != other]
         assert len(changed) >= 5
         for line, other in changed:
-            assert line.startswith("from engine_core.nn.lmdeploy import ")
+            assert line.startswith("from engine_core_lmdeploy import ")
             assert other.startswith(("from lmdeploy.", "from ."))
         with file.open("a") as lines:
             lines.write(f"MODULE_MAP = {dict.fromkeys(architectures, name)}\n")
