@@ -19,7 +19,11 @@ from textwrap import indent
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = sorted(
+    file
+    for pattern in ("*.md", "docs/*.md", "benchmarks/**/*.md", "plugins/*/*.md", "compat/*/*.md")
+    for file in ROOT.glob(pattern)
+)
 DOCUMENT = ROOT / "docs" / "write-a-plugin.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
@@ -51,7 +55,7 @@ def test_every_block_is_the_files_own_lines(file: Path, code: str) -> None:
     assert f"\n{code}" in source, f"{file} has not these lines:\n{indent(code, '    ')}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_leads_somewhere(document: Path) -> None:
     links = LINK.findall(document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []

@@ -436,5 +436,5 @@ def test_gated_linear_on_hopper_leaves_what_it_does_not_fit(hopper: ModuleType) 
 def test_the_gated_linear_on_hopper_is_used_where_it_was_seen_to_be_faster(
     n: int, k: int, rows: tuple[int, ...], worse: tuple[int, ...], hopper: ModuleType
 ) -> None:
-    """The measurements are in benchmarks/README.md."""
+    """The measurements are in benchmarks/notes/linears.md."""
     assert [count for count in sorted(rows + worse) if hopper.wins(count, n, k, 132)] == [*rows]
