@@ -1,4 +1,4 @@
-"""What every test folder shares.
+"""Settings that every test folder shares.
 
 Tests marked ``gpu`` are skipped on a machine without one. There Triton is to interpret its kernels,
 and it decides at its import, which any test may cause.

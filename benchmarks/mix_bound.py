@@ -1,4 +1,4 @@
-"""What the mix of ``benchmarks/gpu.py`` would take if its steps took what such steps take alone.
+"""A bound for the mix of ``benchmarks/gpu.py``: the sum of its steps' times measured alone.
 
     python benchmarks/mix_bound.py llama3_8b --prefill 46000 --replays 1:3.9,8:4.34,256:14.6
 

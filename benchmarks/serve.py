@@ -34,7 +34,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(slots=True)
 class Observation:
-    """What the client of one request saw. Times are seconds from the start of the run.
+    """The client's view of one request. Times are seconds from the start of the run.
 
     Attributes:
         arrival: when the request was sent.

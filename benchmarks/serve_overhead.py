@@ -1,4 +1,4 @@
-"""What the HTTP service costs: the same requests offline and through a server, side by side.
+"""The cost of the HTTP service: the same requests offline and through a server, side by side.
 
     python benchmarks/serve_overhead.py [--rounds 3] [--model .cache/models/SmolLM2-...gguf]
 

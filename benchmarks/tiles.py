@@ -40,7 +40,7 @@ from benchmarks.workloads import SHAPES
 
 
 def fields(values: str) -> list[int | str]:
-    """What stands between commas, numbers as such."""
+    """Split at commas; numbers become int."""
     return [int(part) if part.isdigit() else part for part in values.split(",")]
 
 

@@ -1,4 +1,4 @@
-"""What a family tells the engine about a prompt, beyond its tokens.
+"""A prompt's family-specific inputs beyond its tokens.
 
 A plugin whose model needs more than token ids and linear positions returns an
 :class:`InputProcessor` from its ``input_processors`` hook. The values are plain sequences or numpy

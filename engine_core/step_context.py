@@ -1,4 +1,4 @@
-"""What one forward pass knows, and what one construction knows.
+"""Contexts of a forward pass and of a model's construction.
 
 Forward metadata are arguments, so that a layer can be run alone. Construction has a context,
 because the ``build_*`` functions of :mod:`engine_core.nn` take neither rank nor quantisation: the
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What the layers of a model are built for.
+    """Settings that the layers of a model are built for.
 
     Attributes:
         dtype: element type of parameters, or None for torch's default.
@@ -77,7 +77,7 @@ class GroupMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What attention needs to know of a step. R rows, T tokens.
+    """Attention's inputs that are common to all layers of a step. R rows, T tokens.
 
     Attributes:
         query_start: ``[R + 1]`` int32, where each row's tokens begin among the T.
@@ -138,7 +138,7 @@ class StepContext:
 
 
 class StepContextManager:
-    """What a model keeps from its construction.
+    """Build context kept by a model.
 
     Attributes:
         build_ctx: the context that the model was built in.

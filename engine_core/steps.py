@@ -61,7 +61,7 @@ class Admission:
 
 
 class PlanRow(NamedTuple):
-    """What one request does in one step. Written by the scheduler.
+    """One sequence's part of a step. Written by the scheduler.
 
     A named tuple, as there is one for each row of each step: making a frozen dataclass takes twice
     as long.
@@ -140,7 +140,7 @@ TokenLogprobs = Mapping[int, Logprob]
 
 
 class RowResult(NamedTuple):
-    """What one row of a step gave. Written by the runner. A named tuple as :class:`PlanRow` is.
+    """One row's result of a step. Written by the runner. A named tuple as :class:`PlanRow` is.
 
     Attributes:
         request_id: whose tokens they are.
@@ -160,14 +160,14 @@ class RowResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, in the order of the plan's rows. Written by the runner."""
+    """Results of a step, in the order of the plan's rows. Written by the runner."""
 
     step_id: int
     rows: tuple[RowResult, ...]
 
 
 class TokenUpdate(NamedTuple):
-    """What a step brought for one sequence, in tokens. Written by the core of the engine.
+    """One sequence's new tokens from a step. Written by the core of the engine.
 
     A named tuple, as it goes from process to process.
 
@@ -196,7 +196,7 @@ class TokenUpdate(NamedTuple):
 
 
 class EngineStats(NamedTuple):
-    """What an engine holds now, and what it did since its start. Written by its core.
+    """Current load of an engine, and counts since its start. Written by its core.
 
     Attributes:
         running: sequences with a row of the batch.
@@ -272,7 +272,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What a user gets for a request; the last one has ``finished`` true.
+    """A request's output so far; the last one has ``finished`` true.
 
     Attributes:
         request_id: the id given, or one made by the engine.

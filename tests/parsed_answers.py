@@ -1,4 +1,4 @@
-"""What a client makes of an answer that comes in pieces."""
+"""A client's view of an answer that comes in pieces."""
 
 from __future__ import annotations
 

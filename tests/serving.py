@@ -101,7 +101,7 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
+        """The log written so far."""
         return "".join(self._lines[-200:])
 
     def wait_ready(self, seconds: float = 60) -> Self:

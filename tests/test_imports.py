@@ -1,4 +1,4 @@
-"""What the import contract cannot see: a package's ``__init__``, and names inside the source."""
+"""Import rules that the contract cannot check: each ``__init__``, and names in the source."""
 
 import ast
 import re

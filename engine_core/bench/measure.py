@@ -131,7 +131,7 @@ def make_report(
     shared: SharedMeasurement | None = None,
     seconds: float,
 ) -> BenchReport:
-    """What was measured, with what it was measured on.
+    """Join measurements with the machine and settings they were taken on.
 
     Args:
         llm: the engine that was measured.

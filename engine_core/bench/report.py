@@ -1,4 +1,4 @@
-"""What was measured, as frozen models whose JSON Schema is part of the interface."""
+"""Reports of measurements: frozen models whose JSON Schema is part of the interface."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class SharedMeasurement(_Model):
 
 
 class BenchReport(_Model):
-    """What ``engine-core bench`` found."""
+    """The report of ``engine-core bench``."""
 
     schema_version: Literal[1] = 1
     engine_version: str

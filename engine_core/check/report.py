@@ -1,4 +1,4 @@
-"""What a check found, as frozen models whose JSON Schema is part of the interface."""
+"""Reports of a check: frozen models whose JSON Schema is part of the interface."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ModelInfo(_Model):
 
 
 class WeightsInfo(_Model):
-    """What the headers of the weight files say."""
+    """Sizes and dtypes, read from the headers of the weight files."""
 
     num_tensors: int
     num_files: int
@@ -164,7 +164,7 @@ class CacheGroupInfo(_Model):
 
 
 class MemoryInfo(_Model):
-    """What fits, for each of the processes that share the model."""
+    """Memory per rank: the weights, the KV cache and how many sequences fit."""
 
     source: Literal["memory", "gpu", "machine"] = Field(
         description="Where the budget is from: the option memory, a named GPU or this machine."

@@ -1,4 +1,4 @@
-"""What was converted once and need not be again."""
+"""The disk cache of converted checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every kind of weight file shares: its tensors' headers, and the first look at the file."""
+"""Parts shared by all kinds of weight files: tensor headers, and checks of a file's beginning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a checkpoint says of one tensor, known without reading its data.
+    """Name, dtype and shape of one tensor, known without reading its data.
 
     Attributes:
         name: its name in the checkpoint.

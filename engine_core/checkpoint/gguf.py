@@ -126,7 +126,7 @@ class GGUFFile:
 
 
 class GGUFAdapter(Protocol):
-    """What a family knows about its GGUF files; a plugin offers one class for an architecture.
+    """A family's translation of its GGUF files; a plugin offers one class per architecture.
 
     The constructor may refuse the file: what it cannot translate exactly must not be loaded.
 

@@ -212,7 +212,7 @@ def _with_leaf(name: str, leaf: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TranslatedGGUF:
-    """What a GGUF file is as an ordinary checkpoint; nothing is converted yet.
+    """A GGUF file described as an ordinary checkpoint; no tensor is converted yet.
 
     Attributes:
         config: the content of ``config.json``.

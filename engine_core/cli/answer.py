@@ -1,4 +1,4 @@
-"""What a chat gets for a message, wherever the model runs."""
+"""The answer to a chat message, whether the model runs here or on a server."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def _print_report(report: BenchReport) -> None:
 
 
 def _run(llm: LLM, workload: _Workload, values: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """What goes into the report of this workload."""
+    """Run a workload and return its part of the report."""
     from engine_core.bench import measure_latency, measure_shared, measure_throughput
 
     if workload is _Workload.SHARED:

@@ -55,7 +55,7 @@ def _say(text: str) -> None:
 
 @dataclass(slots=True)
 class _Conversation:
-    """What was said: pairs of a message and its answer, the last answer perhaps to come."""
+    """Pairs of a message and its answer; the last answer may still be missing."""
 
     system: str | None
     turns: list[tuple[str, str]] = field(default_factory=list)
@@ -313,7 +313,7 @@ def _written(value: Any) -> str:
 
 
 def _parsed(name: str, text: str = "") -> Any:
-    """What was written after a setting's name; the config model checks it."""
+    """Parse the text after a setting's name; the config model checks the value."""
     if text == "none":
         return None
     if name == "logit_bias":

@@ -35,7 +35,7 @@ def _bytes(value: int) -> str:
 
 
 def _rows(report: CheckReport) -> dict[str, str]:
-    """What is known of the model, title -> text."""
+    """The known facts about the model, title -> text."""
     rows = {"model": report.path or report.model}
     if report.model_info is not None:
         model = report.model_info

@@ -149,7 +149,7 @@ class OptionGroup(Generic[Config]):
         )
 
     def given(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What of this group was written on the command line, field -> value.
+        """The options of this group that the command line gives, field -> value.
 
         Raises:
             typer.BadParameter: a value of a JSON option is not JSON.

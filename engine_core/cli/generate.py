@@ -33,7 +33,7 @@ Prompt = str | list[int]
 
 
 def _read_text(path: Path, argument: str) -> str:
-    """What is in a file, or in standard input if it is "-"."""
+    """The content of a file, or of standard input for "-"."""
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return data.decode("utf-8-sig")  # editors may write a byte order mark

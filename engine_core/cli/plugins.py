@@ -18,7 +18,7 @@ PLUGIN_OPTIONS = OptionGroup(EngineConfig, only=("custom_module_map", "plugin_er
 
 
 def plugin_reports(options: dict[str, Any]) -> tuple[PluginReport, ...]:
-    """What discovery finds with the options of :data:`PLUGIN_OPTIONS`, and who fails at a model.
+    """Report each plugin that discovery finds with the options of :data:`PLUGIN_OPTIONS`.
 
     Raises:
         PluginLoadError: a module-map file is broken, or a plugin is and strictness was asked for.

@@ -1,4 +1,4 @@
-"""What the KV cache holds and how much of it there is."""
+"""The KV cache's contents and size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine_core.configs.dtypes import DType, itemsize
 
 
 class KVCacheSpec(FrozenConfig):
-    """What one attention layer keeps of each token; layers with equal specs form a group.
+    """One attention layer's cache per token; layers with equal specs form a group.
 
     Attributes:
         num_kv_heads: key and value heads on this rank.

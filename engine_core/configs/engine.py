@@ -1,4 +1,4 @@
-"""What a user may set about an engine."""
+"""The engine's settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
 
 
 class EngineConfig(FrozenConfig):
-    """What a user may set about an engine; the command line's options are made from it.
+    """The engine's settings; the command line's options are made from these fields.
 
     The first line of each field's description is its help text.
     """

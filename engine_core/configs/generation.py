@@ -1,4 +1,4 @@
-"""What a checkpoint's ``generation_config.json`` recommends, as sampling parameters.
+"""Sampling parameters recommended by a checkpoint's ``generation_config.json``.
 
 Reference: ``GenerationConfig`` and ``generation/logits_process.py`` of transformers.
 """
@@ -65,7 +65,7 @@ _UNREAD_IF_SAMPLED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What a checkpoint recommends; see :func:`read_recommendation`.
+    """A checkpoint's recommended sampling; see :func:`read_recommendation`.
 
     Attributes:
         values: fields of :class:`SamplingParams`.
@@ -96,7 +96,7 @@ class Recommendation:
 def read_recommendation(
     generation_config: Mapping[str, Any], model_config: ModelConfig
 ) -> Recommendation:
-    """What ``generation_config.json`` recommends.
+    """Read the sampling that ``generation_config.json`` recommends.
 
     ``suppress_tokens`` and ``bad_words_ids`` become bad words; those with tokens outside the
     vocabulary are left out, as the model cannot generate them. For what is not read see

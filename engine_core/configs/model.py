@@ -1,4 +1,4 @@
-"""What the engine knows about a model, whatever its family."""
+"""The family-independent description of a model."""
 
 from __future__ import annotations
 

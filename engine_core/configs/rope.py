@@ -46,7 +46,7 @@ def rope_keys(values: Mapping[str, Any], rope_types: Collection[str]) -> dict[st
 
 
 def override_rope(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``overrides`` of a config make of its rope keys, under every name that it has for them.
+    """Apply ``overrides`` to a config's rope keys, under every name that it has for them.
 
     An override takes effect whichever of the names it uses and wherever the config holds the base.
 

@@ -52,7 +52,7 @@ _TokenSequence = Annotated[tuple[_Token, ...], Field(min_length=1)]
 
 
 class GuidedParams(FrozenConfig):
-    """What a generated text must be; exactly one of the fields is given.
+    """The constraint on a generated text; exactly one field is given.
 
     The text is held to it from its first token on, and may end exactly where it is complete. How
     each is written, and which parts of JSON schema are known, is llguidance's documentation.

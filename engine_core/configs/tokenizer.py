@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentencePieceFormat:
-    """What a SentencePiece file does not say, because it stands in a family's Python code.
+    """Facts that a SentencePiece file lacks because a family keeps them in Python code.
 
     A config builder puts it into ``ModelConfig.sentencepiece``; it is used for a tokenizer folder
     that has ``file`` and no tokenizer.json. Keys of tokenizer_config.json go before it:

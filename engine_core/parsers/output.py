@@ -34,10 +34,10 @@ class OutputParser(Protocol):
     skip_special_tokens: bool
 
     def feed(self, text: str) -> ParsedDelta:
-        """What the next piece of the text added."""
+        """Take the next piece of text; return what it added."""
 
     def finish(self) -> ParsedDelta:
-        """What was held back; called once, when the text has ended."""
+        """Return the text held back; called once, at the end of the text."""
 
 
 class ParserSource(Protocol):

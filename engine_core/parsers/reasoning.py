@@ -30,7 +30,7 @@ class ReasoningParser(ABC):
 
     @abstractmethod
     def finish(self) -> tuple[str, str]:
-        """What was held back; the text has ended."""
+        """Return the text held back; called once, at the end of the text."""
 
 
 class ThinkParser(ReasoningParser):

@@ -1,4 +1,4 @@
-"""What OpenAI's ``tools`` and ``tool_choice`` ask of the text."""
+"""Constraints on the text from OpenAI's ``tools`` and ``tool_choice``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parser of tool calls gives, and the reader of one call that they share."""
+"""Interface of tool-call parsers, and the reader of a single call that they share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ParsedDelta:
-    """What some text of a model added to its answer.
+    """Additions to an answer by one piece of generated text.
 
     Attributes:
         content: for the reader.
@@ -67,7 +67,7 @@ class ToolParser(ABC):
 
     @classmethod
     def call_tags(cls) -> tuple[str, str] | None:
-        """What stands before and after each call, ``{"name": ..., "arguments": {...}}``.
+        """The tags before and after each call, ``{"name": ..., "arguments": {...}}``.
 
         None if calls are written in another way. No JSON text begins with the first one: a text
         that is guided can then be either calls or JSON.
@@ -352,7 +352,7 @@ class BufferedToolParser(ToolParser):
         """Read on in the buffer; whether more of it can be read."""
 
     def _begin_call(self) -> None:
-        """What is in the buffer begins a call."""
+        """Begin a call with the content of the buffer."""
         self._reader = CallReader(self._functions, self._num_calls)
 
     def _read_call(self, calls: list[ToolCallDelta]) -> CallReader | None:

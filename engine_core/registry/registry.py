@@ -37,7 +37,7 @@ _FAULTS = (Exception, SystemExit)
 
 @dataclass(frozen=True, slots=True)
 class PluginReport:
-    """What discovery found of one plugin or module-map file.
+    """The result of discovery for one plugin or module-map file.
 
     Attributes:
         name: the entry point's name, or the path of a module-map file.
@@ -58,7 +58,7 @@ class PluginReport:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What one plugin or module-map file offers, already checked."""
+    """The checked contents of one plugin or module-map file."""
 
     name: str
     module_map: Mapping[str, str | type]
@@ -70,7 +70,7 @@ class _Source:
 
 
 class Registry:
-    """What the installed plugins and the given module maps know. Made by :func:`build_registry`.
+    """All that installed plugins and given module maps offer. Made by :func:`build_registry`.
 
     A plugin whose ``condition`` fails on a model is broken from then on: it is reported, and the
     others go on as if it were not installed. With ``strict`` its error is raised.

@@ -108,7 +108,7 @@ async def create_chat_completion(request: Request) -> Response:
 def _understood(
     service: Service, context: RequestContext, body: ChatBody
 ) -> tuple[_Chat, SamplingParams, list[int]]:
-    """What the body asks for, and its prompt."""
+    """Validate the body; return its request and prompt."""
     chat = _Chat(service, context, body)
     params = chat.sampling_params()
     prompt = service.render_chat(
@@ -148,7 +148,7 @@ class _Chat:
             context.details["messages"] = self.messages
 
     def sampling_params(self) -> SamplingParams:
-        """What the body asks of the sampler."""
+        """The sampling parameters of the body."""
         body = self._body
         if body.top_logprobs and not body.logprobs:
             raise conflict("top_logprobs needs logprobs", "top_logprobs")
@@ -181,7 +181,7 @@ class _Chat:
         )
 
     def _guided(self, parallel: bool) -> dict[str, GuidedParams]:
-        """What the text must be, by the name of each field that says so."""
+        """The constraint of each field that guides the text, by field name."""
         ways = guided_fields(self._body)
         forced = tool_choice_params(self._offered, self._tool_choice, parallel_tool_calls=parallel)
         if forced is not None:

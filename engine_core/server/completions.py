@@ -201,7 +201,7 @@ class _Completion:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def logprobs(self, index: int) -> CompletionLogprobs | None:
-        """What makes the ``logprobs`` objects of a completion of a prompt, if they are wanted."""
+        """The builder of a completion's ``logprobs`` objects, or None if they are not asked for."""
         if self._body.logprobs is None:
             return None
         return CompletionLogprobs(

@@ -1,4 +1,4 @@
-"""What is known of one HTTP request, for its log line."""
+"""The facts about one HTTP request that its log line reports."""
 
 from __future__ import annotations
 

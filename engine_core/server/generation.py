@@ -103,7 +103,7 @@ def sampling_params(
 
 
 def guided_fields(body: GenerationBody) -> dict[str, GuidedParams]:
-    """What the text must be, by the name of each field that says so."""
+    """The constraint of each field that guides the text, by field name."""
     ways: dict[str, GuidedParams] = {}
     if isinstance(body.response_format, JsonObjectResponseFormat):
         ways["response_format"] = GuidedParams(json_object=True)
@@ -171,7 +171,7 @@ def _tool_field(body: ChatBody, inner: str) -> tuple[str, str]:
 
 
 def check_common(body: GenerationBody, service: Service) -> None:
-    """What no schema can say about fields that both kinds of generation have.
+    """Check the common fields of both kinds of generation beyond what a schema can state.
 
     Raises:
         ApiError: 400 or 404.
@@ -208,7 +208,7 @@ def _check_count(service: Service, num_prompts: int, n: int) -> None:
 
 
 class Generation:
-    """What one HTTP request asks of the engine: a request for each of its prompts.
+    """One HTTP request as engine requests, one per prompt.
 
     Args:
         service: the server.
@@ -295,7 +295,7 @@ class Generation:
         return cls(service, context, streams, completes=completes, guided_by=guided_by)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """What comes of the prompts: a prompt's index and what is new of it.
+        """Yield each new output with the index of its prompt.
 
         Raises:
             ApiError: a sequence failed, or was ended because the server shuts down.

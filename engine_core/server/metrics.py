@@ -1,4 +1,4 @@
-"""What Prometheus is told."""
+"""Prometheus metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, its log line, its key, and the last resort."""
+"""Middleware of every request: its id, log line, API key and last-resort error answer."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RequestMiddleware:
 
 
 def _route_path(scope: Scope) -> str:
-    """What the metrics call the place that a request came to, answered there or refused before."""
+    """The route label in the metrics, also for requests refused before they reach it."""
     for route in scope["app"].router.routes:
         match, _ = route.matches(scope)
         if match is not Match.NONE:

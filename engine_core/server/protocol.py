@@ -146,7 +146,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream has besides the text."""
+    """Options of a stream."""
 
     include_usage: bool | None = Field(
         default=None, description="End with a chunk that has the usage and no choices."
@@ -193,7 +193,7 @@ ResponseFormat = Annotated[
 
 
 class GenerationBody(Body):
-    """What both kinds of generation take."""
+    """Fields of both kinds of generation."""
 
     model: str = Field(description="One of the names under which the model is served.")
     stream: bool | None = Field(default=None, description="Send the output as it comes.")
@@ -301,7 +301,7 @@ Content = str | Annotated[list[TextPart], Items(1, MAX_PARTS)]
 
 
 class InstructionMessage(Body):
-    """What the model is told to be; "developer" is OpenAI's newer word for "system"."""
+    """Instructions to the model; "developer" is OpenAI's newer word for "system"."""
 
     role: Literal["system", "developer"]
     content: Content
@@ -309,7 +309,7 @@ class InstructionMessage(Body):
 
 
 class UserMessage(Body):
-    """What the user says."""
+    """A message of the user."""
 
     role: Literal["user"]
     content: Content
@@ -340,7 +340,7 @@ class ToolCall(Body):
 
 
 class AssistantMessage(Body):
-    """What the model said before."""
+    """An earlier answer of the model."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -359,7 +359,7 @@ class AssistantMessage(Body):
 
 
 class ToolMessage(Body):
-    """What a function returned."""
+    """The result of a function call."""
 
     role: Literal["tool"]
     content: Content

@@ -17,7 +17,7 @@ class Answer(BaseModel):
 
 
 class ErrorDetail(Answer):
-    """What is wrong."""
+    """Description of an error."""
 
     message: str
     type: Literal[
@@ -91,7 +91,7 @@ class ToolCallAnswer(Answer):
 
 
 class ChatMessageAnswer(Answer):
-    """What the model said."""
+    """The model's answer."""
 
     role: Literal["assistant"]
     content: str | None
@@ -140,7 +140,7 @@ class ToolCallPiece(Answer):
 
 
 class ChatDelta(Answer):
-    """What an answer has more."""
+    """An addition to an answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
@@ -274,6 +274,6 @@ class HealthAnswer(Answer):
 
 
 class VersionAnswer(Answer):
-    """What is running."""
+    """The running version."""
 
     version: str

@@ -1,4 +1,4 @@
-"""What the handlers share: the engine, what state the server is in, and its limits."""
+"""State shared by the handlers: the engine, the server's phase, and its limits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Service:
 
     @property
     def phase(self) -> Literal["loading", "ready", "draining", "dead"]:
-        """What the server can do now."""
+        """The server's current phase."""
         if self._engine is None:
             return "draining" if self._draining else "loading"
         if self._engine.dead is not None:
@@ -249,6 +249,6 @@ class Service:
 
 
 def default_name(model: str) -> str:
-    """What a model is called by if nobody says: a path's last part, or the hub id."""
+    """The default served name: the last part of a path, or the hub id."""
     path = Path(model)
     return path.resolve().name if path.exists() else model

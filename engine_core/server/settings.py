@@ -1,4 +1,4 @@
-"""What a user may set about the HTTP service."""
+"""The HTTP service's settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN_PORTS = (("http://", ":80"), ("https://", ":443"))
 
 
 class ServerSettings(FrozenConfig):
-    """What a user may set about the HTTP service; the options of ``serve`` are made from it.
+    """The HTTP service's settings; the options of ``serve`` are made from these fields.
 
     The first line of each field's description is its help text.
     """

@@ -1,4 +1,4 @@
-"""What a family's author gives the kit. Imports no torch."""
+"""Conformance cases, which a family's author writes. Imports no torch."""
 
 from __future__ import annotations
 

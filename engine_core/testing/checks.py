@@ -267,7 +267,7 @@ def recomputation(subject: Subject) -> None:
 
 
 def batching(subject: Subject) -> None:
-    """What else is in a step does not matter."""
+    """Compare a sequence alone with the same one beside others."""
     model = subject.model
     sequences = subject.sequences(model)
     together = model.run(sequences, _together(sequences))
@@ -377,7 +377,7 @@ def gpu_logits(subject: Subject) -> None:
 
 
 def state_dict_round_trip(subject: Subject) -> None:
-    """What a model needs is in its state dict."""
+    """Load one model's state dict into a second and compare them."""
     alone = subject.alone
     state = {name: tensor.clone() for name, tensor in subject.model.network.state_dict().items()}
     network = subject.on_meta()

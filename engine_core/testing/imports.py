@@ -1,4 +1,4 @@
-"""What a family's package may import, and when."""
+"""Checks of the imports of a family's package."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _other_families(package: str) -> set[str]:
 
 
 def _wrong(module: str, allowed: tuple[str, ...], others: set[str]) -> str | None:
-    """What is wrong about importing ``module``, or None."""
+    """The fault in importing ``module``, or None."""
     top, *rest = module.split(".")
     if top in others:
         return "which is another family's package"

@@ -24,7 +24,7 @@ def snapshot(model: nn.Module) -> State:
 
 
 def changes(model: nn.Module, before: State, after: State) -> list[str]:
-    """What differs, such as ``"model.layers.0.self_attn.mask (set)"``."""
+    """The differences, such as ``"model.layers.0.self_attn.mask (set)"``."""
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     found = []
     for key in dict.fromkeys((*before, *after)):

@@ -1,4 +1,4 @@
-"""What the checks look at: an installed family, and one of its tiny models."""
+"""The subject of the checks: an installed family, and one of its tiny models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class BlockedError(Exception):
-    """What a check needs fails, and that is another check's to say.
+    """A prerequisite of a check fails; another check reports it.
 
     Attributes:
         check: the other one's name. A check is skipped only if this one has failed.
@@ -45,7 +45,7 @@ class NotApplicableError(Exception):
 
 
 def blocked_by(check: str) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
-    """What fails in the decorated function is the business of ``check``; others are blocked."""
+    """Raise failures of the decorated function as :class:`BlockedError` of ``check``."""
 
     def decorate(function: Callable[[Any], T]) -> Callable[[Any], T]:
         @wraps(function)

@@ -1,4 +1,4 @@
-"""What ``pytest --pyargs engine_core.testing --model-package PACKAGE`` collects."""
+"""Tests that ``pytest --pyargs engine_core.testing --model-package PACKAGE`` collects."""
 
 from engine_core.testing.suite import ConformanceTests
 

@@ -61,7 +61,7 @@ class TokenSequence:
 
 @dataclass
 class Run:
-    """What a model made of some sequences.
+    """A model's outputs for some sequences.
 
     Attributes:
         logits: ``[length, vocab]`` float32 on the CPU, for each sequence.
@@ -144,7 +144,7 @@ class TinyModel:
         return tokens, torch.stack(rows)
 
     def prepare(self, cache: PagedCache, context: StepContext) -> dict[str, Any]:
-        """What the model's ``forward`` gets for a step."""
+        """The arguments of the model's ``forward`` for a step."""
         prepare = getattr(self.network, "prepare_inputs_for_generation", None)
         if prepare is None:
             return context.model_inputs(cache.layers)

@@ -1,4 +1,4 @@
-"""What every module of a model put out, and where two models part."""
+"""Traces of every module's outputs, and the first place where two models differ."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Recorder:
         return hook
 
     def trace(self, sequence: int, length: int) -> Trace:
-        """What was recorded of one sequence, of the modules that put out a row for each token."""
+        """One sequence's recorded outputs, of the modules that return one row per token."""
         trace = Trace(self._layers)
         for name, passes in self._passes.items():
             found: dict[int, Tensor] = {}

@@ -70,7 +70,7 @@ class IncrementalDetokenizer:
         return self._give_out("".join([push(token_id) for token_id in token_ids]))
 
     def finish(self) -> str:
-        """What was held back; an incomplete character becomes U+FFFD. Call it once, at the end."""
+        """Return the text held back; an incomplete character becomes U+FFFD. Call it once."""
         return self._give_out(self._pieces.flush())
 
     def _give_out(self, text: str) -> str:

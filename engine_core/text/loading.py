@@ -389,7 +389,7 @@ def _load_with_transformers(folder: Path, chat_templates: Mapping[str, str]) -> 
 def _read_declared_tokens(
     folder: Path, config: Mapping[str, Any], present: Collection[int]
 ) -> _DeclaredTokens:
-    """What the files name; ``present`` are the added ids that the tokenizer has without them."""
+    """Tokens that the files declare; ``present`` are added ids the tokenizer has already."""
     settings = _with_origin(folder / _CONFIG_FILE, config)
     if "added_tokens_decoder" not in config:
         # Before transformers 4.34 special and added tokens stood in two files of their own.

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """What one piece of text gave.
+    """The result of feeding one piece of text.
 
     Attributes:
         text: text that is now certain not to be part of a stop string.
@@ -89,7 +89,7 @@ class StopStringMatcher:
         return StopMatch(buffer[: len(buffer) - node.hold])
 
     def finish(self) -> str:
-        """What was held back: no stop string can be completed any more."""
+        """Return the text held back: no stop string can be completed any more."""
         held, self._held = self._held, ""
         self._node = self._root
         return held

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TextUpdate(NamedTuple):
-    """What some tokens added to the text. A named tuple, as there is one a token.
+    """Text added by some tokens. A named tuple, as there is one per token.
 
     Attributes:
         delta: the new text; never part of a stop string.

@@ -40,7 +40,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
 
 class TokenNames:
-    """What single tokens are called; worked out when one is asked for, and kept.
+    """Names of single tokens, computed on first use and cached.
 
     Args:
         tokenizer: whose tokens they are.
@@ -54,7 +54,7 @@ class TokenNames:
         self._names: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
-        """What the token adds to a text that has begun; empty for an id without a token.
+        """The text that the token adds after other text; empty for an id without a token.
 
         A special token's text is its name, and bytes that are no whole characters are U+FFFD.
         """
@@ -92,7 +92,7 @@ class TokenNames:
 
 
 def _converter(tokenizer: Tokenizer) -> Callable[[int, str], bytes]:
-    """What gives the bytes of a token from its id and its spelling."""
+    """Choose the function from a token's id and spelling to its bytes."""
     config = tokenizer.decoder_config
     if config is not None and config["type"] == "ByteLevel":
         return lambda token_id, token: byte_level_bytes(token)

@@ -1,4 +1,4 @@
-"""What check-model says of models that are whole, and how it says it."""
+"""Reports of check-model for valid models, as text and JSON."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ runner = CliRunner(env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"})
 
 
 def _parse(model: type, *arguments: str, **kwargs: Any) -> Any:
-    """What ``model`` becomes on a command line of ``arguments``."""
+    """Parse ``arguments`` as a command line and return its ``model``."""
     group = OptionGroup(model, **kwargs)
     built: list[Any] = []
 

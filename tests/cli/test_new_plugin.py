@@ -144,7 +144,7 @@ def test_nothing_of_the_pattern_is_left_but_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "qwen2", "gpt2"])
 def test_any_family_with_cases_can_be_the_pattern(tmp_path: Path, family: str) -> None:
-    """What is written is formatted, and every name in it is defined."""
+    """The written package is formatted, and every name in it is defined."""
     make("marigold", "--like", family, "--out", tmp_path)
     for file in (tmp_path / "engine-core-marigold").rglob("*.py"):
         assert f"engine_core_{family}" not in file.read_text()

@@ -602,7 +602,7 @@ def test_an_idle_engine_takes_no_time(run: Run, engine: AsyncEngine) -> None:
 
 
 class Captures:
-    """What an engine with ``idle_captures`` does, and when it may go on."""
+    """Records the captures of an engine with ``idle_captures`` and lets it continue."""
 
     config = IDS_ONLY.replace(custom_module_map=(str(CAPTURES),))
 

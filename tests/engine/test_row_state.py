@@ -1,4 +1,4 @@
-"""What an input processor keeps of a request, from its prompt to the model."""
+"""Row and token state of an input processor, from the prompt to the model."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def everything() -> list[SamplingParams]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """What each of :func:`everything` gives by itself for each short prompt."""
+    """The result of each of :func:`everything` by itself for each short prompt."""
     with LLM(MODEL, skip_tokenizer_init=True, max_num_seqs=1, enable_prefix_caching=False) as llm:
         prompts, params = crossed()
         return [generated(llm, [p], q)[0] for p, q in zip(prompts, params, strict=True)]
@@ -495,7 +495,7 @@ def test_keys_that_are_not_read_are_named_once(
 def test_keys_that_are_off_give_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What transformers 4 wrote of a GenerationConfig in which nothing was set."""
+    """The file that transformers 4 wrote for a GenerationConfig in which nothing was set."""
     off = {
         "bad_words_ids": None,
         "begin_suppress_tokens": None,

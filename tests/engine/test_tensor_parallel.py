@@ -56,7 +56,7 @@ def test_a_rank_that_dies_ends_the_request_with_the_cause() -> None:
 
 
 def test_ranks_end_quietly(capfd: pytest.CaptureFixture[str]) -> None:
-    """What gloo's threads hold back at the end is a matter of luck, so it is tried again."""
+    """Try several times: whether gloo's threads hold up the end is a matter of luck."""
     prompt = golden_prompts("llama-gqa")[2].input_ids
     for _ in range(5):
         with LLM(str(GOLDEN / "llama-gqa"), config()) as llm:

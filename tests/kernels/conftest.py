@@ -50,7 +50,7 @@ def on_hopper() -> None:
 
 @pytest.fixture(params=["compiled", "torch"])
 def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a CPU's operations are: compiled by Numba where they can be, or made of torch's."""
+    """The kind of CPU operations: compiled by Numba where possible, or made of torch's."""
     path: str = request.param
     if path == "compiled":
         pytest.importorskip("numba", reason="numba is not installed")

@@ -49,7 +49,7 @@ def by_complex_numbers(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 
 
 def stored(cache: Tensor, slots: Tensor) -> Tensor:
-    """What a cache that was full of NaN holds at the slots that are not negative, and nowhere else.
+    """Read a cache that was full of NaN at the non-negative slots; elsewhere it must be NaN.
 
     ``[stored tokens, heads, D]`` of ``cache [num_blocks, block_size, heads, D]``.
     """
@@ -82,7 +82,7 @@ class Paged:
         return count
 
     def metadata(self) -> dict[str, Tensor]:
-        """What says where rows and tokens lie."""
+        """Attention metadata that place rows and tokens."""
         return {
             "block_tables": self.block_tables,
             "query_start": self.query_start,
@@ -192,7 +192,7 @@ def native_matrix(device: str) -> Iterator[Case]:
 
 
 def _normal(generator: torch.Generator, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """What draws standard normal numbers of a shape, and rounds them."""
+    """A function that draws standard normal numbers of a shape and rounds them."""
 
     def randn(*shape: int) -> Tensor:
         values = torch.randn(*shape, generator=generator, device=generator.device)

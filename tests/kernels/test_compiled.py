@@ -61,7 +61,7 @@ ALL_NUMBERS = Kernel(_make_all_numbers, "6q")
 
 
 def all_numbers(x: Tensor, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """What narrow and exp make of a float32 tensor, and widen of its high bits as bfloat16."""
+    """Apply narrow and exp to a float32 tensor, and widen to its high bits as bfloat16."""
     stored = (x.view(torch.int32) >> 16).to(torch.int16)
     narrowed, grown, widened = torch.zeros_like(stored), torch.zeros_like(x), torch.zeros_like(x)
     tensors = (x, narrowed, grown, stored, widened)
@@ -453,7 +453,7 @@ assert "numba" in sys.modules
 
 
 def _python(program: str, *arguments: str, **environment: str) -> str:
-    """What a Python of its own prints; warnings are errors in it."""
+    """Run a new Python in which warnings are errors and return what it prints."""
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", program, *arguments],
         check=True,

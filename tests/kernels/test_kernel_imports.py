@@ -1,4 +1,4 @@
-"""What importing the kernels brings along."""
+"""The modules that importing the kernels imports."""
 
 import subprocess
 import sys

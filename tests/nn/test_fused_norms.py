@@ -52,7 +52,7 @@ def run(made: list[DecoderLayer], rows: int, device: str, dtype: torch.dtype) ->
 
 
 def embedded(rows: int, device: str, dtype: torch.dtype) -> Tensor:
-    """What the first layer is given, ``[1, rows, HIDDEN]``."""
+    """The input of the first layer, ``[1, rows, HIDDEN]``."""
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(1, rows, HIDDEN, generator=generator)
     return x.to(torch.bfloat16).to(device, dtype)
@@ -61,7 +61,7 @@ def embedded(rows: int, device: str, dtype: torch.dtype) -> Tensor:
 def forward(
     made: list[DecoderLayer], x: Tensor
 ) -> Iterator[tuple[Tensor | Undivided | Normalised, Tensor]]:
-    """What each layer gives, before the next is run: it may overwrite it."""
+    """Yield the output of each layer before the next one runs, which may overwrite it."""
     rows, device, dtype = x.shape[1], x.device, x.dtype
     generator = torch.Generator().manual_seed(rows + 1)
     angles = torch.rand(rows, HEAD_DIM // 2, generator=generator).to(device)

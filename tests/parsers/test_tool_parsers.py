@@ -227,7 +227,7 @@ CONVERSATION: list[dict[str, Any]] = [
 
 
 def test_a_real_chat_template_and_the_parser_agree() -> None:
-    """What Qwen2.5's template writes for an answer with calls is read back as those calls, also
+    """The text that Qwen2.5's template writes for an answer with calls parses to those calls, also
     through its tokenizer, with the special tokens left in as the parser asks for."""
     tokenizer = load_tokenizer(TOKENIZERS / "qwen2_5")
     prompt = tokenizer.apply_chat_template(CONVERSATION[:1], tools=TOOLS)

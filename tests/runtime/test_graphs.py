@@ -82,7 +82,7 @@ class Device:
             self.capturing = False
 
     def take(self) -> list[tuple[int, int]]:
-        """What was captured since the last call."""
+        """The captures since the last call."""
         captured, self.captured = self.captured, []
         return captured
 

@@ -1,4 +1,4 @@
-"""What the loader makes of a checkpoint's files, and how it reads them onto a GPU."""
+"""Loading a checkpoint's files, on a CPU and onto a GPU."""
 
 from __future__ import annotations
 

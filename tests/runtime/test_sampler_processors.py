@@ -1,4 +1,4 @@
-"""What changes the logits, against transformers' processors and the published formulas."""
+"""Logits processors against those of transformers and the published formulas."""
 
 from __future__ import annotations
 

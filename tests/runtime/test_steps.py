@@ -1,4 +1,4 @@
-"""What a model is given of a step, and how the numbers get to the device."""
+"""The inputs that a model gets for a step, and their way to the device."""
 
 from __future__ import annotations
 

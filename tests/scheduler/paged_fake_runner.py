@@ -41,7 +41,7 @@ def value_at(
     position: int,
     seen: Sequence[Sequence[int]],
 ) -> int:
-    """What a model would keep at a position, given what each group sees before it."""
+    """The value a model would keep at a position, given what each group sees before it."""
     span = next(((s, e) for s, e in prompt.atomic_spans if s <= position < e), None)
     around = None if span is None else (span, *tokens[span[0] : span[1]])
     salts = sum(ord(char) for salt in prompt.cache_salts for char in str(salt))
@@ -262,7 +262,7 @@ class FakeRunner:
         self.claims[plan.step_id].append((group, block, row))
 
     def _copy_and_claim(self, plan: StepPlan) -> None:
-        """What a plan does to the memory before its rows run."""
+        """Apply a plan's changes of memory before its rows run."""
         offsets = range(self.block_size)
         for group, pairs in enumerate(plan.swap_out):
             for block, slot in pairs:
@@ -341,7 +341,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a job got, as its user sees it."""
+    """A job's result, as its user sees it."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What schemathesis is told beside the OpenAPI document; loaded by its ``SCHEMATHESIS_HOOKS``."""
+"""Hooks for schemathesis beside the OpenAPI document; loaded by its ``SCHEMATHESIS_HOOKS``."""
 
 from __future__ import annotations
 

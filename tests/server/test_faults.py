@@ -1,4 +1,4 @@
-"""What goes wrong around a server, and what the others notice of it: nothing.
+"""Faults around a server, which other requests must not notice.
 
 Every answer that is not ended by its own fault has the tokens of an engine that nobody disturbs.
 """

@@ -33,7 +33,7 @@ def _stream(server: ServerProcess, **changes: Any) -> list[Any]:
 
 
 def _wait_until_not_ready(server: ServerProcess) -> httpx.Response:
-    """What it says of being ready when it no longer is."""
+    """Wait until the server is no longer ready, and return its answer."""
     deadline = time.monotonic() + 20
     while (ready := httpx.get(f"{server.url}/health/ready", timeout=60)).status_code == 200:
         assert time.monotonic() < deadline, "it is still ready"

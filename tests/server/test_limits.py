@@ -1,4 +1,4 @@
-"""What is refused, and how: limits, keys, hostile bodies, deadlines, and clients that leave."""
+"""Refusals: limits, keys, hostile bodies, deadlines, and clients that leave."""
 
 from __future__ import annotations
 

@@ -350,7 +350,7 @@ def first_subject(checkpoints: dict[str, TinyCheckpoint]) -> Subject:
 def run_kit(
     checkpoints: dict[str, TinyCheckpoint],
 ) -> tuple[dict[tuple[str, str], str], set[tuple[str, str]]]:
-    """What each failing check says, and which are blocked; keys are check and case."""
+    """Messages of the failing checks, and the blocked ones; keys are check and case."""
     family = find_family(PACKAGE)
     failed: dict[tuple[str, str], str] = {}
     blocked: set[tuple[str, str]] = set()

@@ -1,4 +1,4 @@
-"""What a case is compared with: transformers, a function of the author's, golden files."""
+"""References of a case: transformers, a function of the author's, golden files."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def browser() -> Iterator[Browser]:
 
 @dataclass
 class Watch:
-    """What a page did that none may do, and console errors that a test expects."""
+    """Forbidden actions of a page, and console errors that a test expects."""
 
     origin: str
     problems: list[str] = field(default_factory=list)

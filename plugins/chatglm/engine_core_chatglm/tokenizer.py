@@ -1,4 +1,4 @@
-"""What each version's tokenization_chatglm.py adds to its SentencePiece file.
+"""Additions of each version's tokenization_chatglm.py to its SentencePiece file.
 
 That code is never run here. The file itself is read by the core, in the format given here for each
 version. Where it is not to be had, for versions 2 and 3 there are conversions to tokenizer.json:

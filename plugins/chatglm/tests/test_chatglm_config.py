@@ -1,4 +1,4 @@
-"""What published configs become, and which are refused."""
+"""Published ChatGLM configs as model configs, and the ones refused."""
 
 from __future__ import annotations
 

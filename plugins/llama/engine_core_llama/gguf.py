@@ -1,4 +1,4 @@
-"""What llama.cpp's ``llama`` architecture means in an ordinary Llama checkpoint. Imports no torch.
+"""Translate llama.cpp's ``llama`` files to an ordinary Llama checkpoint. Imports no torch.
 
 The way there is llama.cpp's ``conversion/llama.py``; this is the way back. A key or tensor that is
 not known is refused, because leaving it out could change the results unseen.

@@ -1,4 +1,4 @@
-"""What a prompt's cached blocks depend on under dynamic rope scaling. Imports no torch."""
+"""Cache salts of prompts under dynamic rope scaling. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What llama.cpp's ``qwen2`` and ``qwen3`` mean in an ordinary checkpoint. Imports no torch.
+"""Translate llama.cpp's ``qwen2`` and ``qwen3`` to ordinary checkpoints. Imports no torch.
 
 The way there is llama.cpp's ``conversion/qwen.py``; this is the way back. A key or tensor that is
 not known is refused, because leaving it out could change the results unseen. These files say

@@ -9,7 +9,7 @@ from engine_core.nn import DecoderLayer, GatedMLP, RMSNorm, RotaryCausalLM, Self
 
 
 class _QwenForCausalLM(RotaryCausalLM):
-    """What both generations share: all of a layer but its attention."""
+    """Parts that both generations share: all of a layer but its attention."""
 
     def build_layer(self, config: HFConfig, index: int) -> DecoderLayer:
         """A layer, whose entry in ``layer_types`` says whether it has the sliding window."""

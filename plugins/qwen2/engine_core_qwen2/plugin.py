@@ -1,4 +1,4 @@
-"""What this package offers to engine-core. Imports no torch."""
+"""The hooks of this package. Imports no torch."""
 
 from engine_core import hookimpl
 from engine_core_qwen2.config import Qwen2ConfigBuilder, Qwen3ConfigBuilder

@@ -1,4 +1,4 @@
-"""What this package offers to engine-core. Imports no torch."""
+"""The hooks of this package. Imports no torch."""
 
 from engine_core import hookimpl
 from engine_core_gpt2.config import GPT2ConfigBuilder
