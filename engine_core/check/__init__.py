@@ -1,4 +1,4 @@
-"""Whether a checkpoint will run, found out in seconds and without loading it."""
+"""The pre-flight check: whether a checkpoint will run, without loading it."""
 
 from engine_core.check.preflight import check_model
 from engine_core.check.report import CheckReport, Problem

@@ -43,7 +43,7 @@ class GoldenPrompt:
         name: for messages.
         input_ids: the prompt.
         prefill_logits: ``[T, columns]`` float32.
-        new_tokens: what greedy decoding gave.
+        new_tokens: the greedy continuation.
         columns: the tokens whose logits are given; None for all.
     """
 

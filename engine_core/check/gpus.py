@@ -1,4 +1,4 @@
-"""How much memory common GPUs have, and what they can compute."""
+"""Memory and compute capability of common GPUs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class NamedGPU:
-    """A GPU that need not be here.
+    """A kind of GPU, which need not be in this machine.
 
     Attributes:
         name: its full name.

@@ -88,7 +88,7 @@ _CODES: tuple[tuple[type[EngineError], Code], ...] = (
     (OptionError, "option-invalid"),
     (ConfigError, "config-invalid"),
 )
-# Errors that keep nobody from loading the model and giving it token ids.
+# Errors that do not prevent loading the model and running it on token ids.
 _ABOUT_TEXT: frozenset[Code] = frozenset({"chat-template-invalid", "tokenizer-unusable"})
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
@@ -157,7 +157,7 @@ class _Check:
     comparison_asked: bool = False
 
     def run(self) -> None:
-        """Go through start-up; a step is left out where what it needs is not there."""
+        """Go through start-up; a step whose inputs are missing is left out."""
         config = self.config
         with self._collecting():
             self.registry = build_registry(
@@ -442,7 +442,7 @@ class _Check:
 
     def _check_batch(self, plan: CachePlan, source: str, total: int) -> None:
         if source == "memory" or any(p.code == "memory-cache-too-small" for p in self.problems):
-            # What is given is for weights and cache alone.
+            # The memory given is for weights and cache alone.
             return
         if source == "machine" and self.device is not None:
             total = platform.rank_memory(self.device, self.config.tensor_parallel_size)
@@ -461,7 +461,7 @@ class _Check:
     def compare(self, golden: Golden | None) -> None:
         """Load the model and compare it with ``golden``, or with transformers if it is None.
 
-        It is left alone if something speaks against loading it.
+        Skipped if an error found so far would prevent loading.
         """
         self.comparison_asked = True
         errors = {problem.code for problem in self.problems if problem.severity == "error"}

@@ -112,7 +112,7 @@ class PluginInfo(_Model):
 
 
 class ModelInfo(_Model):
-    """Who runs the model, and what was read from its config."""
+    """The plugin and class that run the model, and its config."""
 
     architecture: str = Field(description="Key into the module map.")
     plugin: str | None = Field(description="Name of the plugin or file that claims it.")
@@ -147,7 +147,7 @@ class TokenizerInfo(_Model):
 
 
 class CacheGroupInfo(_Model):
-    """Layers that keep the same of each token."""
+    """Layers with the same KV cache spec."""
 
     num_layers: int
     num_kv_heads: int

@@ -1,4 +1,4 @@
-"""A checkpoint, opened: its config, what tensors it has, and the tensors."""
+"""An open checkpoint: its config, its tensors' headers, and the tensors."""
 
 from __future__ import annotations
 

@@ -129,5 +129,5 @@ def read_index(path: Path) -> dict[Path, set[str]]:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is anything at ``path``, be it a broken link (the reader says what it is)."""
+    """Whether ``path`` exists, even as a broken link, which the reader then reports."""
     return path.exists() or path.is_symlink()

@@ -1,8 +1,8 @@
 """GGUF files: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 The header is parsed here and not by ``gguf.GGUFReader``, which takes 1.9 seconds for a vocabulary
-of 49 152 tokens (0.1 here) and does not check a length before it follows it. What the quantised
-types mean, and turning them back into numbers, is left to the ``gguf`` package.
+of 49 152 tokens (0.1 here) and does not check a length before it follows it. Dequantisation is left
+to the ``gguf`` package.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
-# Elements turned back by one call of gguf.dequantize. A whole tensor it takes 16 rows at a time, so
-# that the short rows of a small model cost 2.1 s against 0.2 s (135 million elements).
+# Elements per call of gguf.dequantize. It processes a whole tensor 16 rows at a time, so that the
+# short rows of a small model cost 2.1 s instead of 0.2 s (135 million elements).
 _CHUNK_ELEMENTS = 65536
 
 
@@ -128,7 +128,7 @@ class GGUFFile:
 class GGUFAdapter(Protocol):
     """A family's translation of its GGUF files; a plugin offers one class per architecture.
 
-    The constructor may refuse the file: what it cannot translate exactly must not be loaded.
+    The constructor refuses a file that it cannot translate exactly.
 
     Attributes:
         version: raised by the plugin whenever it translates differently, so that what was
@@ -280,7 +280,8 @@ class _Reader:
         if type_ not in _SCALARS:
             raise CorruptCheckpointError(f"{self.path}: {key} is of the unknown type {type_}")
         value = self._unpack(_SCALARS[type_], key)
-        # The shortest decimal of a float32 is what the writer was given: 1e-05, not 9.9999997e-06.
+        # Use the shortest decimal of a float32, as the writer was given it: 1e-05, not
+        # 9.9999997e-06.
         return _shortest(value) if type_ == 6 else value
 
     def _array(self, key: str) -> Any:

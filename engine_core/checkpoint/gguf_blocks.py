@@ -1,4 +1,4 @@
-"""The 4-bit types of GGUF files whose groups of 32 have one scale and one least number.
+"""The 4-bit GGUF types whose groups of 32 have a scale and a minimum.
 
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has their layouts.
 """

@@ -140,10 +140,10 @@ class GGUFWeights:
         return kept
 
     def _row_order(self, name: str) -> NDArray[np.int64] | None:
-        """Which row the adapter puts where, None if it leaves the matrix as it is.
+        """The adapter's order of the matrix's rows, or None if it keeps them as they are.
 
         Raises:
-            _NoRowOrderError: it does something else than to reorder rows.
+            _NoRowOrderError: it does more than reorder rows.
         """
         import numpy as np
 
@@ -230,7 +230,7 @@ def translate_gguf(
 ) -> TranslatedGGUF:
     """Read the header of the GGUF file at ``path``; its numbers are left alone.
 
-    Takes and raises what :func:`convert_gguf` does.
+    Arguments and errors are those of :func:`convert_gguf`.
     """
     _check_dtype(dtype)
     return _translate(path, _adapter(path, adapters), dtype)

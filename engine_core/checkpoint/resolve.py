@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder or file on this machine."""
+"""Resolution of a model's name to a folder or file on this machine."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 The reader keeps its own mapping of the file. Compared with ``safetensors.safe_open`` it hands out
 271 tensors in 0.9 ms instead of 3.3 (copying out of them takes the same time), needs no torch to
 check a file, and goes on working when the file is deleted meanwhile. It also reads parts of tensors
-into memory that it is given, for several threads at once: that is faster than to copy out of a
-mapping, whose pages are found one by one.
+into memory that it is given, for several threads at once: that is faster than copying out of a
+mapping, which faults its pages in one by one.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from engine_core.cli.new_plugin import new_plugin
 from engine_core.cli.plugins import plugins
 from engine_core.cli.serve import serve
 
-# How writing fails for no fault of the program: no room, no such reader or terminal any more.
+# Errors of writing that are not the program's fault: no space, no reader or terminal any more.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 app = typer.Typer(
@@ -64,7 +64,7 @@ def main() -> None:
         try:
             app()
         finally:
-            # What is still held is written while a failure can be told of.
+            # Flush while a failure can still be reported.
             if sys.stdout is not None:
                 sys.stdout.flush()
     except OSError as error:
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _drop_output() -> None:
-    """Send what standard output still holds nowhere: the interpreter flushes it when it ends."""
+    """Discard what standard output still buffers: the interpreter flushes it when it ends."""
     if sys.stdout is not None:
         with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())

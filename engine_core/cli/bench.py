@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ENGINE_OPTIONS = OptionGroup(
     EngineConfig,
-    # As peers are measured: token ids in and out, and nothing is computed only once.
+    # As peers are measured: token ids in and out, and no prefix caching.
     defaults={"skip_tokenizer_init": True, "enable_prefix_caching": False},
 )
 
@@ -34,7 +34,7 @@ class _Workload(StrEnum):
     SHARED = "shared"
 
 
-# What an option is if it is not given; an option that is not here is refused.
+# Defaults of each workload's options; any other option is refused.
 _DEFAULTS: Mapping[_Workload, Mapping[str, Any]] = {
     _Workload.LATENCY: {
         "prompt_len": "512",
@@ -175,7 +175,7 @@ def _kind_row(name: str, kind: Steps, seconds: float) -> tuple[str, ...]:
 def _print_report(report: BenchReport) -> None:
     from rich.console import Console
 
-    # A CPU of this process has computed a step when it is submitted.
+    # On a CPU in this process, submitting a step computes it.
     computes = report.device.startswith("cpu") and report.settings["tensor_parallel_size"] == 1
     console = Console(highlight=False, soft_wrap=True)
     phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report.startup.items())

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine_core import LLM, RequestOutput
 
 ENGINE_OPTIONS = OptionGroup(EngineConfig)
-# What makes no sense for one answer that is read as it comes; --seed is the engine's.
+# Fields that make no sense for a single streamed answer; --seed is the engine's.
 _NOT_FOR_CHAT = ("n", "logprobs", "prompt_logprobs", "logits_processors", "guided")
 SAMPLING_OPTIONS = OptionGroup(SamplingParams, skip=("seed", *_NOT_FOR_CHAT))
 _SETTINGS = [name for name in SamplingParams.model_fields if name not in _NOT_FOR_CHAT]
@@ -125,8 +125,8 @@ class _Chat:
         model: answers.
         sampling: how.
         system: the system message, or None.
-        given: the settings that someone asked for. A server is told of no others, so that it takes
-            what it recommends.
+        given: the settings that the user gave. A server gets no others, so that its own
+            recommendations apply.
     """
 
     def __init__(

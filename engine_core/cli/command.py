@@ -40,7 +40,7 @@ def _metavar(annotation: Any) -> str:
     if origin is dict:
         return "JSON"
     members = [item for item in _members(annotation) if item is not types.NoneType]
-    # Of text or something else it is the text that is written on a command line.
+    # In a union of text and another type the command line gives text.
     return "TEXT" if str in members else "|".join(map(_metavar, members))
 
 
@@ -52,7 +52,7 @@ def repeats(field: FieldInfo) -> bool:
 def parsed(field: FieldInfo, value: Any) -> Any:
     """``value`` of an option, or each of a list of them, as a number where the field holds numbers.
 
-    What is no number stays as it is, for the config model to say so.
+    Other text stays as it is; the config model refuses it.
     """
     if isinstance(value, list):
         return [parsed(field, item) for item in value]
@@ -71,7 +71,7 @@ def _items(annotation: Any) -> tuple[Any, ...]:
 
 
 def _takes_none(field: FieldInfo) -> bool:
-    """Whether None is a value that someone must be able to ask for."""
+    """Whether None must be available as a value on the command line."""
     return field.default is not None and types.NoneType in _members(field.annotation)
 
 

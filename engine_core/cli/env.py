@@ -1,4 +1,4 @@
-"""``engine-core env``: what a bug report needs to say of a machine."""
+"""``engine-core env``: versions and devices of a machine, for bug reports."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _print_all(results: Sequence[RequestOutput], as_ids: bool) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with what JSON has no number for as null."""
+    """``value`` with null for numbers that JSON cannot express (NaN, infinity)."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from engine_core.registry import PluginReport, Registry
 
 _STEM = re.compile(r"(.+?)(For[A-Z]\w*|LMHeadModel|Model)")
-# Keys of a checkpoint's config that a tiny one must not have: ids beyond its vocabulary, and what
-# is said of weights or code that it does not come with.
+# Keys of a checkpoint's config that a tiny one must not have: ids beyond its vocabulary, and
+# references to weights or code that it lacks.
 _DROPPED = re.compile(r".*_token_id|auto_map|(torch_)?dtype|quantization_config|_name_or_path")
 
 

@@ -18,8 +18,8 @@ class SourceExcerpt:
     """The definitions that are wanted of a package, by module.
 
     Attributes:
-        modules: dotted name to the source of what is taken of it: future import, the imports that
-            are used, and the definitions in their order. The module's docstring is left out.
+        modules: dotted name to the excerpt of its source: future import, the imports that are used,
+            and the definitions in their order. The module's docstring is left out.
     """
 
     def __init__(self, package: str, wanted: Iterable[tuple[str, str]]) -> None:

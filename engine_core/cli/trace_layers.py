@@ -1,4 +1,4 @@
-"""``--trace-layers``: what each layer gives, as text."""
+"""``--trace-layers``: each layer's outputs, summarised as text."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TITLES = {"prefill": "first prefill step", "decode": "first decode step"}
 
 @contextlib.contextmanager
 def traced_layers(llm: LLM) -> Iterator[None]:
-    """Print to stderr, when the block ends, what layers gave in its first prefill and decode steps.
+    """Print the layers' outputs of the first prefill and decode steps to stderr at the end.
 
-    What there is of a step that failed is printed too.
+    Outputs of a step that failed half-way are printed too.
     """
     with llm.engine.trace_layers() as trace:
         try:

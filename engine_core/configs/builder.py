@@ -1,4 +1,4 @@
-"""From a checkpoint's config to a :class:`ModelConfig`."""
+"""Builders that turn a checkpoint's config into a :class:`ModelConfig`."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def checkpoint_dtype(hf_config: HFConfig) -> str | None:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a finite number above zero, and no truth value."""
+    """Whether it is a finite number above zero, and not a boolean."""
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
 def check_kinds(values: Mapping[str, Any], examples: Mapping[str, Any]) -> None:
-    """Refuse values of a config that are of another kind than the examples under their keys.
+    """Refuse config values of another type than the examples under their keys.
 
-    A truth value stands for truth values, a string for strings, an integer for positive integers
-    and a float for positive numbers.
+    A boolean stands for booleans, a string for strings, an integer for positive integers and a
+    float for positive numbers.
 
     Raises:
         ConfigError: names the first key whose value is missing or does not fit.

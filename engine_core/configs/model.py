@@ -26,8 +26,8 @@ class ModelConfig(FrozenConfig):
         max_position_embeddings: longest sequence that the model is made for.
         may_exceed_length: whether a user may ask for longer ones (dynamic rope scaling: there is
             no length at which it ends).
-        reads_rope_scaling: whether a linear or YaRN ``rope_scaling`` in the config makes the model
-            one for longer sequences.
+        reads_rope_scaling: whether a linear or YaRN ``rope_scaling`` in the config extends the
+            longest sequence.
         dtype: element type of the weights in the checkpoint, or None if the config does not say.
         bos_token_id: begin-of-sequence token, or None.
         eos_token_ids: tokens that end a sequence.
@@ -35,9 +35,10 @@ class ModelConfig(FrozenConfig):
             none; None if the family has no format of its own.
         sentencepiece: how the family's SentencePiece file is used, for checkpoints without a
             tokenizer.json; None leaves such a folder to transformers.
-        tool_parser: the name, among those of the hook ``tool_parsers``, of what reads this model's
-            calls of tools; None if the config does not tell.
-        reasoning_parser: the same for its reasoning and the hook ``reasoning_parsers``.
+        tool_parser: name of the parser of this model's tool calls, one of the hook
+            ``tool_parsers``; None if the config does not tell.
+        reasoning_parser: name of the parser of its reasoning, one of the hook
+            ``reasoning_parsers``; or None.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

@@ -20,7 +20,7 @@ logits``: lists of ints and a float32 tensor ``[vocab_size]``, which it may chan
 
 
 def takes_prompt(processor: LogitsProcessor) -> bool:
-    """Whether a logits processor has the form with the prompt.
+    """Whether a logits processor also takes the prompt's token ids.
 
     Raises:
         ValueError: it takes neither two nor three arguments.
@@ -40,7 +40,7 @@ def takes_prompt(processor: LogitsProcessor) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """Text and truth values, which pydantic would convert, are mistakes in a number's place."""
+    """Refuse strings and booleans where a number belongs; pydantic would convert them."""
     if isinstance(value, str | bytes | bool):
         raise ValueError("a number is expected")
     return value
@@ -54,8 +54,8 @@ _TokenSequence = Annotated[tuple[_Token, ...], Field(min_length=1)]
 class GuidedParams(FrozenConfig):
     """The constraint on a generated text; exactly one field is given.
 
-    The text is held to it from its first token on, and may end exactly where it is complete. How
-    each is written, and which parts of JSON schema are known, is llguidance's documentation.
+    The text is held to it from its first token on, and may end exactly where it is complete.
+    llguidance documents the syntax of each, and the parts of JSON schema that it knows.
     """
 
     json_object: bool = Field(default=False, description="Any JSON object.")
@@ -344,7 +344,7 @@ class SamplingParams(FrozenConfig):
 
     @property
     def changes_logits(self) -> bool:
-        """Whether a token is not simply chosen by the model's own logits."""
+        """Whether anything but the model's own logits has a part in the choice of a token."""
         return bool(
             self.has_penalties
             or self.logit_bias

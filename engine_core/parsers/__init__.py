@@ -1,4 +1,4 @@
-"""From a model's text to an answer's parts: content, reasoning and calls of tools. No torch."""
+"""Parsers that split a model's text into content, reasoning and tool calls. No torch."""
 
 from engine_core.parsers.holding import held_back
 from engine_core.parsers.output import (

@@ -38,13 +38,13 @@ class CallListParser(ToolParser):
         return ParsedDelta(tool_calls=tuple(calls))
 
     def finish(self) -> ParsedDelta:
-        """A call that was cut off before its arguments began is none, and no content either."""
+        """A call that was cut off before its arguments began is neither a call nor content."""
         return ParsedDelta()
 
 
 class CallsOrAnswerParser(ToolParser):
-    """Calls in the model's own way or JSON for the reader, as :func:`calls_or_answer_params` asks
-    for them; the first character tells which.
+    """Calls in the model's own format or a JSON answer, as :func:`calls_or_answer_params` asks for
+    them; the first character tells which.
 
     Args:
         calls: reads the calls.

@@ -1,4 +1,4 @@
-"""How much of a text's end may still become a tag."""
+"""Length of a text's end that may still become a tag."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ def held_back(text: str, tag: str, leading: str = "") -> int:
 
     Args:
         text: does not contain ``tag``.
-        tag: what is waited for.
+        tag: the tag to look for.
         leading: characters that are dropped before the tag.
     """
     length = next(n for n in range(len(tag) - 1, -1, -1) if text.endswith(tag[:n]))

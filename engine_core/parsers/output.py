@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class OutputParser(Protocol):
-    """From the text of one answer, in pieces, to its parts.
+    """Splits the text of one answer, fed in pieces, into its parts.
 
     Attributes:
-        skip_special_tokens: what ``SamplingParams.skip_special_tokens`` must be for the text to
-            have what the parser looks for.
+        skip_special_tokens: the value of ``SamplingParams.skip_special_tokens`` that keeps the
+            parser's tags in the text.
     """
 
     skip_special_tokens: bool
@@ -59,7 +59,7 @@ def find_parser_names(
 ) -> tuple[str | None, str | None]:
     """The names of the tool parser and the reasoning parser: those given, or else the model's.
 
-    What a server calls when it starts, so that a wrong name is found then.
+    A server calls it when it starts, so that a wrong name is found then.
 
     Raises:
         ConfigError: no installed plugin brings one of the names.
@@ -86,7 +86,7 @@ def build_output_parser(
     guided: bool = False,
     calls_or_answer: bool = False,
 ) -> OutputParser:
-    """The parser of one answer; it gives plain content if nothing is to be looked for.
+    """Build the parser of one answer; without tools or reasoning all text is content.
 
     Args:
         model_config: names the family's parsers.
@@ -102,7 +102,7 @@ def build_output_parser(
         calls_or_answer: whether it is guided by :func:`calls_or_answer_params`.
 
     Raises:
-        RequestError: tools are malformed, or are offered and nobody knows how the model calls them.
+        RequestError: tools are malformed, or are offered to a model without a tool parser.
         ConfigError: no installed plugin brings the parser named.
     """
     offered = offered_functions(tools)

@@ -11,7 +11,7 @@ from engine_core.parsers.holding import held_back
 class ReasoningParser(ABC):
     """Tells a model's reasoning from its answer; made anew for each answer.
 
-    How the text is cut into pieces never shows in the parts put together.
+    The parts put together do not depend on how the text was cut into pieces.
 
     Args:
         prompt_end: the last text of the prompt, with its special tokens: a chat template may open

@@ -23,7 +23,7 @@ _DATA = frozenset({"const", "enum", "default", "examples"})
 def tool_choice_params(
     tools: Tools, tool_choice: ToolChoice, *, parallel_tool_calls: bool = True
 ) -> GuidedParams | None:
-    """How the text must be guided so that it is the call that ``tool_choice`` asks for.
+    """The constraint that makes the text the call that ``tool_choice`` asks for.
 
     Args:
         tools: ``{"type": "function", "function": {"name": ..., "parameters": schema}}`` each.
@@ -57,12 +57,12 @@ def calls_or_answer_params(
     tags: tuple[str, str],
     special_tokens: Mapping[str, int],
 ) -> GuidedParams:
-    """How the text must be guided so that it is either calls in the model's own way or an answer.
+    """The constraint that makes the text either calls in the model's own format or an answer.
 
     Args:
         tools: as in :func:`tool_choice_params`; the model may call any of them, and several.
-        answer: what the text is otherwise; a JSON object or what a JSON schema allows.
-        tags: what stands around the object of a call; see :meth:`ToolParser.call_tags`.
+        answer: the constraint on a text without calls: a JSON object or a JSON schema.
+        tags: the tags around the object of a call; see :meth:`ToolParser.call_tags`.
         special_tokens: those of the tags that are special tokens of the vocabulary, with their ids.
 
     Returns:

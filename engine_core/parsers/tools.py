@@ -49,10 +49,10 @@ class ParsedDelta:
 
 
 class ToolParser(ABC):
-    """Tells the calls of tools in a model's text from its content; made anew for each answer.
+    """Separates tool calls from content in a model's text; made anew for each answer.
 
-    How the text is cut into pieces never shows in the parts put together. What looks like a call
-    and is none, such as one of a function that was not offered, is content.
+    The parts put together do not depend on how the text was cut into pieces. Text that only looks
+    like a call, such as one of a function that was not offered, is content.
 
     Args:
         functions: names of the functions offered.
@@ -69,8 +69,8 @@ class ToolParser(ABC):
     def call_tags(cls) -> tuple[str, str] | None:
         """The tags before and after each call, ``{"name": ..., "arguments": {...}}``.
 
-        None if calls are written in another way. No JSON text begins with the first one: a text
-        that is guided can then be either calls or JSON.
+        None if calls are written in another way. No JSON text begins with the first tag, so that a
+        guided text can be either calls or JSON.
         """
         return None
 
@@ -131,8 +131,8 @@ class _Value:
 class CallReader:
     """Reads one call, ``{"name": ..., "arguments": {...}}``, from pieces of its text.
 
-    It is a call as soon as its name is one of ``functions`` and its arguments begin; from then on
-    they are given out as they are written, even if they turn out to be no JSON. "parameters" is
+    It is a call as soon as its name is one of ``functions`` and its arguments begin. From then on
+    they are given out as they are written, even if they turn out not to be JSON. "parameters" is
     another name of "arguments", other keys are ignored. Arguments may also be a string with the
     object in it, null or left out; the last two mean none.
 
@@ -196,7 +196,7 @@ class CallReader:
         return used, _joined_first(deltas)
 
     def _read(self, char: str) -> tuple[bool, str]:
-        """Read one character: whether it was taken, and what of it is arguments."""
+        """Read one character; return whether it was consumed, and its part of the arguments."""
         if self._place is _Place.VALUE:
             return self._read_value(char)
         if self._place is _Place.KEY:
@@ -263,7 +263,7 @@ class CallReader:
         return True, self._end_value("".join(self._token))
 
     def _end_value(self, text: str) -> str:
-        """Take in a value that was read as a whole; what of it is arguments."""
+        """Take in a value that was read as a whole; return its part of the arguments."""
         self._value = None
         self._place = _Place.NEXT_OR_END
         if self._key not in ("name", "arguments"):
@@ -330,7 +330,7 @@ def _loads(text: str) -> object:
 
 
 class BufferedToolParser(ToolParser):
-    """A parser that keeps what it cannot give out yet; a subclass says how to read on in it."""
+    """A parser with a buffer of text that it cannot give out yet; a subclass reads it."""
 
     def __init__(self, functions: Collection[str]) -> None:
         super().__init__(functions)
@@ -349,7 +349,7 @@ class BufferedToolParser(ToolParser):
 
     @abstractmethod
     def _advance(self, content: list[str], calls: list[ToolCallDelta]) -> bool:
-        """Read on in the buffer; whether more of it can be read."""
+        """Read on in the buffer; return whether more of it can be read."""
 
     def _begin_call(self) -> None:
         """Begin a call with the content of the buffer."""

@@ -1,4 +1,4 @@
-"""Discovery of plugins and module maps, and what is looked up in them."""
+"""Discovery of plugins and module maps, and look-ups in them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a plugin's code may raise without ending the process: other families are to be served.
+# Errors of a plugin's code that do not end the process: other families still work.
 _FAULTS = (Exception, SystemExit)
 
 
@@ -183,10 +183,10 @@ class Registry:
         return made
 
     def probe(self) -> None:
-        """Ask each plugin whether a model of nobody's is its own, which none may fail at.
+        """Ask each plugin's ``condition`` about a model that no family has; none may fail.
 
         Raises:
-            PluginLoadError: a module-map file does, or a plugin in strict mode.
+            PluginLoadError: a module-map file fails, or a plugin does in strict mode.
         """
         from engine_core.configs.hf_config import HFConfig
         from engine_core.configs.model import ModelConfig
@@ -305,7 +305,7 @@ class Registry:
         return _load_class(parsers[name], name)
 
     def _named(self, hook: str, what: str) -> dict[str, str]:
-        """All plugins' answers to a hook that maps names, which must be different names."""
+        """The merged answers of all plugins to a hook that maps names, each name once."""
         found: dict[str, tuple[str, str]] = {}
         for source in self._plugins:
             for name, path in (getattr(source, hook) or {}).items():
@@ -322,7 +322,7 @@ class Registry:
         return f" Plugins that could not be used: {'; '.join(broken)}." if broken else ""
 
     def _unknown(self, architecture: str, model_type: str | None = None) -> str:
-        import difflib  # not for a discovery that finds what it looks for
+        import difflib  # needed only for this message
 
         known = self.architectures
         near = difflib.get_close_matches(architecture, known, n=3, cutoff=0.5)

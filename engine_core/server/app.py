@@ -1,4 +1,4 @@
-"""The application: endpoints, and what surrounds them."""
+"""The ASGI application: endpoints and middleware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies in: read within limits, and parsed as strictly as JSON is defined (RFC 8259).
+"""Request bodies, read within limits and parsed as strictly as JSON is defined (RFC 8259).
 
 Python's own parser takes NaN and Infinity, lets the last of several equal keys win, and makes lone
 surrogates into strings that nothing downstream can encode; others read large integers as
@@ -25,11 +25,11 @@ from engine_core.server.errors import ApiError, ClientGone
 Model = TypeVar("Model")
 
 MAX_DEPTH = 64
-# Millions of them stop the interpreter for a second while they are made, and again whenever they
-# are looked through for garbage.
+# Creating millions of them takes the interpreter a second, and so does each garbage collection that
+# visits them.
 MAX_CONTAINERS = 2**18
 _READ_TIMEOUT = 30.0
-# What is still read of a body that is refused, so that its sender gets to see why.
+# Bytes still read of a refused body, so that its sender gets to see the reason.
 _DISCARD_TIMEOUT = 2.0
 # A body of this many bytes is parsed in a thread.
 _LARGE = 64 * 1024
@@ -212,7 +212,7 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def _has_many_containers(text: str) -> bool:
-    """Whether there are more than may be, outside strings."""
+    """Whether there are more than allowed, outside strings."""
     containers = 0
     for found in _STRING_OR_CONTAINER.finditer(text):
         containers += found[0] in ("[", "{")
@@ -300,7 +300,7 @@ def _path(location: tuple[int | str, ...], value: Any, kind: str) -> tuple[str, 
 
 
 def _explained(error: ValidationError, value: Any) -> ApiError:
-    """One message for everything wrong; where a field has several forms, each one's complaint."""
+    """One message for all errors; for a field with several forms, the complaint of each."""
     complaints: dict[tuple[str, ...], list[str]] = {}
     code = "invalid_value"
     kinds = set()

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from engine_core.steps import CompletionOutput, RequestOutput
     from engine_core.text import Tokenizer
 
-# As much of the prompt's end as can open the reasoning.
+# Characters of the prompt's end in which a template may open the reasoning.
 _PROMPT_END = 32
 
 
@@ -71,7 +71,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _arguments(text: str, param: str) -> Any:
-    """The object that ``text`` is; what a model wrote wrongly stays text."""
+    """The object in ``text``; text that is no valid object stays text."""
     try:
         value = json.loads(text or "{}")
         deep = is_too_deep(value)
@@ -142,7 +142,7 @@ class _Chat:
         # For each completion that calls functions, the arguments of its last call.
         self._last_call: dict[int, list[str]] = {}
         self._token_bytes: Sequence[bytes] = ()
-        # What a text may be that is guided and still may call tools: the answer, or calls.
+        # The constraints of a guided text that may still call tools: the answer's, and the calls'.
         self._alternatives: tuple[GuidedParams, ...] = ()
         if service.settings.log_prompts:
             context.details["messages"] = self.messages
@@ -268,7 +268,7 @@ class _Chat:
         return parsed
 
     def _note(self, completion: CompletionOutput) -> None:
-        """Keep the text of a stream for the log, if it is to be there."""
+        """Keep the text of a stream if the log is to have it."""
         if self._service.settings.log_prompts:
             outputs = self._context.details.setdefault("outputs", [""] * len(self._parsers))
             outputs[completion.index] += completion.text
@@ -277,7 +277,8 @@ class _Chat:
         arguments = self._last_call.get(completion.index)
         if completion.finish_reason != "stop" or arguments is None:
             return completion.finish_reason
-        # Clients run what ended so: not a call that a stop string or a stop token cut off.
+        # Clients run calls that ended so, which must exclude a call that a stop string or token cut
+        # off.
         cut = completion.stop_reason is not None and not _is_json("".join(arguments))
         return "stop" if cut else "tool_calls"
 

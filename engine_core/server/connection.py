@@ -16,10 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def connection_class(send_timeout: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, with an end to the patience that it has with clients that do not read.
+    """uvicorn's protocol with a timeout for clients that do not read.
 
-    While a client does not read, uvicorn keeps 64 KiB for it, and whoever answers waits before
-    writing more; a connection that is broken off here is to them as one that the client closed.
+    While a client does not read, uvicorn buffers 64 KiB for it, and the handler waits before
+    writing more. To the handler, a connection that is broken off here looks like one that the
+    client closed.
 
     Args:
         send_timeout: seconds in which a client that has something to take must take a part of it.
@@ -31,29 +32,29 @@ def connection_class(send_timeout: float) -> type[asyncio.Protocol]:
         _watcher: asyncio.TimerHandle | None = None
 
         def pause_writing(self) -> None:
-            """The client leaves too much untaken."""
+            """The client leaves too much unread: the transport's buffer is full."""
             super().pause_writing()
             self._watch()
 
         def resume_writing(self) -> None:
-            """It has taken the most of it."""
+            """The client has read most of it."""
             super().resume_writing()
             self._watch()
 
         def on_response_complete(self) -> None:
-            """The response is written, to the transport at least."""
+            """The response is complete, at least in the transport's buffer."""
             super().on_response_complete()
             self._watch()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """It is over."""
+            """The connection is closed."""
             if self._watcher is not None:
                 self._watcher.cancel()
             super().connection_lost(exc)
 
         @property
         def _only_sends(self) -> bool:
-            """Whether nothing is written meanwhile, so that what is left can only become less."""
+            """Whether nothing is written meanwhile, so that the unread bytes only decrease."""
             return self.flow.write_paused or self.cycle is None or self.cycle.response_complete
 
         def _watch(self) -> None:
@@ -84,7 +85,7 @@ def connection_class(send_timeout: float) -> type[asyncio.Protocol]:
 
 
 def _bytes_left(transport: asyncio.Transport) -> int:
-    """Bytes that the client has not taken, in our buffer and the kernel's.
+    """Bytes that the client has not read, in our buffer and the kernel's.
 
     The kernel asks for more only when a third of its megabytes is free, which takes a slow reader
     minutes.

@@ -13,14 +13,14 @@ from fastapi import Request
 from engine_core.server.errors import ApiError
 
 _KEY = "engine_core.context"
-# Statuses whose messages say what was wrong with what the client sent.
+# Statuses whose messages may quote the client's body.
 _MAY_QUOTE = (400, 404, 415)
 _ACCEPTED = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """Filled in by whoever learns it; written to the log when the request ends.
+    """Facts about one request, filled in as they become known and logged when it ends.
 
     Attributes:
         request_id: the client's X-Request-Id if it is one that a log can hold, or a new one.

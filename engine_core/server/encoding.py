@@ -1,4 +1,4 @@
-"""JSON out."""
+"""Encoding of answers as JSON and server-sent events."""
 
 from __future__ import annotations
 

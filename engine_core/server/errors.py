@@ -93,8 +93,8 @@ def busy(message: str) -> ApiError:
 def as_api_error(error: BaseException, request_id: str) -> ApiError:
     """The answer to an exception that a handler raised.
 
-    What nobody foresaw is named by the request's id alone: its text may show what is none of the
-    client's business, and the log has it.
+    An unforeseen exception is named by the request's id alone. Its text may hold internals; the log
+    has it.
     """
     if isinstance(error, ApiError):
         return error

@@ -1,4 +1,4 @@
-"""From a body to requests of the engine, and from their outputs to answers."""
+"""Conversion of bodies to engine requests, and of their outputs to answers."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# What no check can foresee: parameters that forbid every token, grammars that are too large or do
-# not end.
+# Failures that no check can foresee: parameters that forbid every token, grammars that are too
+# large or do not end.
 _NO_TOKEN = "leave no token to choose"
 _OF_GRAMMARS = (GRAMMAR_TOO_COMPLEX, GRAMMAR_WITHOUT_END)
 _SAME_NAME = (
@@ -82,9 +82,9 @@ def sampling_params(
     """The parameters that ``body`` asks for, over ``defaults``.
 
     Args:
-        defaults: lays fields over what the checkpoint recommends.
+        defaults: a function that lays fields over the checkpoint's recommendations.
         body: the request's.
-        guided: what the text must be, by the name of each field that says so.
+        guided: the constraint of each field that guides the text, by field name.
         **own: further fields of :class:`SamplingParams`.
 
     Raises:
@@ -190,7 +190,7 @@ def check_common(body: GenerationBody, service: Service) -> None:
 
 
 def _check_count(service: Service, num_prompts: int, n: int) -> None:
-    """Refuse what this server can never queue, however little it has to do.
+    """Refuse a request that this server can never queue, even when it is idle.
 
     Raises:
         ApiError: 400.
@@ -214,9 +214,9 @@ class Generation:
         service: the server.
         context: the HTTP request's.
         streams: what comes of the prompts.
-        completes: whether their tokens are for the answer; else the prompts are only scored, and a
-            token comes of that too.
-        guided_by: the field that says what the text must be, if one does.
+        completes: whether their tokens are for the answer; else the prompts are only scored, which
+            also generates one token.
+        guided_by: the field that constrains the text, if one does.
     """
 
     def __init__(
@@ -252,7 +252,8 @@ class Generation:
     ) -> Generation:
         """Queue the requests, or none of them if one is refused.
 
-        ``alternatives`` are what a guided text may be: the answer, and calls.
+        ``alternatives`` are the constraints of which a guided text keeps one: the answer's, and the
+        calls'.
 
         Raises:
             EngineError: one is refused, or the engine is dead.
@@ -363,7 +364,7 @@ class Generation:
         }
 
     async def close(self) -> None:
-        """End what still runs, and note in the log what was done."""
+        """End the sequences that still run, and add the counts to the log line."""
         for stream in self._streams:
             with contextlib.suppress(EngineError):
                 await stream.abort()
@@ -410,7 +411,7 @@ class EventStream(Response):
 
     Args:
         events: pieces of the stream, each one event or several.
-        close: called at the end, whatever it was.
+        close: called at the end, also after an error.
     """
 
     media_type = "text/event-stream"

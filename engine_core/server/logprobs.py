@@ -63,8 +63,8 @@ def chat_logprobs(
 class CompletionLogprobs:
     """The ``logprobs`` objects of one text completion; its tokens' places count on.
 
-    A token's place is how long the text was before it: the same for the parts of one character, and
-    for a token that is not in the text and the one after it.
+    A token's place is the length of the text before it. Parts of one character share a place, and
+    so do a token that is not in the text and the one after it.
 
     Args:
         tokenizer: None if there is no text.

@@ -104,7 +104,7 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format 0.0.4."""
+        """All metrics in Prometheus' text format 0.0.4."""
         return generate_latest(self._registry)
 
 

@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 # The status of nginx for a client that closed the connection; it is only written down.
 _CLIENT_GONE = 499
-# Asked for again and again by those who watch the server.
+# Polled by monitoring; not worth a log line each.
 _QUIET = ("/health", "/health/live", "/health/ready", "/metrics")
 _GENERATION = ("/v1/chat/completions", "/v1/completions")
 _PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 
 
 class RequestMiddleware:
-    """Gives each request its id, answers what nobody caught, and writes the log and the metrics."""
+    """Adds the request id, answers uncaught exceptions, and writes the log and the metrics."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -67,7 +67,7 @@ class RequestMiddleware:
             logger.exception("request %s failed", context.request_id)
             context.note(failure)
             if status:
-                # The response has begun: that it breaks off is all that can still be told.
+                # The response has begun: breaking it off is the only signal left.
                 raise
             await failure.response()(scope, receive, send_with_headers)
         finally:
@@ -107,7 +107,7 @@ def _route_path(scope: Scope) -> str:
 
 
 class ApiKeyMiddleware:
-    """Lets only those in who have a key; pages, health and metrics are open to all."""
+    """Requires an API key; pages, health and metrics are open to all."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app

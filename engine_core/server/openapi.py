@@ -73,10 +73,10 @@ class Operation:
         method: of HTTP.
         path: as FastAPI writes it.
         endpoint: the handler; its docstring is the summary.
-        answer: what status 200 brings as JSON; None for plain text.
+        answer: the JSON body of status 200; None for plain text.
         errors: the other statuses.
-        body: what it takes, or None.
-        chunk: what each server-sent event brings, if it can stream.
+        body: the request body's model, or None.
+        chunk: the model of each server-sent event, if it can stream.
         protected: whether a key is asked for if the server has keys.
         tag: which part of the API it is.
     """
@@ -192,7 +192,7 @@ def build_document(
 
     Args:
         settings: the limits that it has.
-        names: what the model is called by.
+        names: the served names of the model.
         with_keys: whether it asks for API keys.
     """
     inputs: list[tuple[str, Mode, TypeAdapter[Any]]] = [("error", "serialization", _ERROR)]
@@ -226,7 +226,7 @@ def build_document(
 def _state_limits(
     name: str, schema: dict[str, Any], settings: ServerSettings, names: Sequence[str]
 ) -> None:
-    """Write into a body's schema what this one server takes."""
+    """Write this server's limits into a body's schema."""
     fields = schema.get("properties", {})
     if "model" in fields and name.endswith("Body"):
         fields["model"]["enum"] = list(names)

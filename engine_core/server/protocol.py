@@ -4,9 +4,9 @@ The models are as strict as the OpenAPI document made from them: a number in quo
 or a value of an enumeration written otherwise is refused. None counts as not given, as OpenAI has
 it. Fields of OpenAI's that have no effect here are taken with the value that means so.
 
-A body of the largest size may hold millions of mistakes, and to write each of them down takes
-minutes in which nobody else is served. So a list ends at its first mistake, no list is looked into
-that is too long, and a union knows its branch by one look.
+A body of the largest size may hold millions of mistakes. Writing each of them down would take
+minutes in which nobody else is served. So validation of a list ends at its first mistake, lists
+that are too long are not validated, and one look tells the branch of a union.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _integral(value: Any) -> Any:
 
 
 def _only_false(value: Any) -> Any:
-    """0 equals False, and is none."""
+    """0 equals False, but is not a boolean."""
     if value is not False:
         raise ValueError("only false is supported")
     return value
@@ -137,7 +137,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_unknown(cls, value: Any) -> Any:
-        """Leave only the first unknown keys, which are refused then, each with an error."""
+        """Keep only the first unknown keys; each is then refused with an error."""
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + _MAX_UNKNOWN:
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}

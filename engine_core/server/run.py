@@ -28,16 +28,16 @@ from engine_core.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-# How long answers that are complete have to reach their readers when the server ends.
+# Seconds that complete answers have to reach their readers when the server ends.
 _FLUSH_SECONDS = 5
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: how this server ends is decided here."""
+    """uvicorn without its signal handlers; this module handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signals."""
         yield
 
 
@@ -211,8 +211,8 @@ def _stop_on_signals() -> asyncio.Event:
 def _listen(settings: ServerSettings, backlog: int) -> socket.socket:
     """The listening socket, made before the model is loaded.
 
-    It listens from here on: who connects between the line that names the address and the server's
-    first ``accept`` waits in the backlog, and a second server cannot take the same address.
+    It listens from here on. A client that connects before the server's first ``accept`` waits in
+    the backlog, and a second server cannot take the same address.
 
     Raises:
         ConfigError: the address is taken or is none of this machine's.

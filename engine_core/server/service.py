@@ -28,8 +28,8 @@ Result = TypeVar("Result")
 
 DRAINING = "the server is shutting down and takes no more requests"
 
-# Below so many bytes or characters a thread costs more than it saves, and so does a look at the
-# vocabulary.
+# Below this many bytes or characters a thread, or a look at the vocabulary, costs more than it
+# saves.
 _LONG_TEXT = 8192
 
 
@@ -38,8 +38,8 @@ class Service:
 
     Attributes:
         settings: the user's.
-        names: what the model is called by; the first one is written into answers.
-        metrics: what Prometheus is told.
+        names: the served names of the model; the first one is written into answers.
+        metrics: the Prometheus metrics.
         created: when the server began, in seconds since 1970.
         in_flight: generation requests between their arrival and their end.
     """
@@ -103,7 +103,7 @@ class Service:
 
     @property
     def parsers(self) -> ParserSource:
-        """Where the parsers of tool calls and reasoning are found."""
+        """The registry that has the parsers of tool calls and reasoning."""
         assert self._parsers is not None, "it comes with the engine"
         return self._parsers
 
@@ -158,7 +158,7 @@ class Service:
             )
 
     def check_text(self, text: str, param: str) -> None:
-        """Refuse a text that cannot be short enough as tokens, which takes seconds to find out.
+        """Refuse a text that is too long in any tokenisation, without tokenising it for seconds.
 
         Raises:
             ApiError: 400.
@@ -221,13 +221,13 @@ class Service:
         return tokenizer.encode(text, add_special_tokens=False)
 
     async def run_text(self, size: int, work: Callable[[], Result]) -> Result:
-        """``work`` on what came in a body of ``size`` bytes, where it stops nobody else."""
+        """Run ``work`` on a body of ``size`` bytes, in a thread if it is long."""
         if size < _LONG_TEXT:
             return work()
         return await asyncio.to_thread(work)
 
     async def token_bytes(self) -> Sequence[bytes]:
-        """Each token's bytes; worked out when first asked for."""
+        """Each token's bytes, computed on first use."""
         if self._token_bytes is None:
             return await asyncio.to_thread(self._all_token_bytes)
         return self._token_bytes

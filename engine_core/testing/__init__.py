@@ -1,4 +1,4 @@
-"""The conformance kit: what the author of a model family proves it with.
+"""The conformance kit, with which an author proves a model family.
 
 In the family's own tests::
 

@@ -27,11 +27,11 @@ class ConformanceError(AssertionError):
 
 @dataclass(frozen=True, kw_only=True)
 class ConformanceCase:
-    """One tiny model of a family, and what its results are compared with.
+    """One tiny model of a family, and the reference for its results.
 
     Attributes:
         name: for the report; unique in a package.
-        architecture: what the family's config builder makes of the config: a key of its module
+        architecture: the architecture that the family's config builder chooses: a key of its module
             map.
         config: content of the tiny model's ``config.json``: a few layers, a small vocabulary,
             heads that split over two ranks, a window shorter than the prompts. None for golden

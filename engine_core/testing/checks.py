@@ -56,7 +56,7 @@ def every_architecture_has_a_case(family: Family) -> None:
 
 
 def config_builder(subject: Subject) -> None:
-    """One builder matches, leaves its input alone, and says what the model turns out to be."""
+    """One builder matches, leaves its input alone, and describes the model as it is built."""
     family, case = subject.family, subject.case
     given = HFConfig.from_folder(subject.folder)
     _claims_no_other(family)
@@ -105,7 +105,7 @@ def _item(config: HFConfig, key: str) -> tuple[bool, Any]:
 
 
 def _claims_no_other(family: Family) -> None:
-    """A config of nobody's is nobody's."""
+    """No builder claims a config that no family has."""
     stranger = HFConfig(architectures=["NobodysForCausalLM"], model_type="nobodys")
     plugin = importlib.import_module(family.report.module)
     for builder in getattr(plugin, "config_builders", list)():
@@ -172,7 +172,7 @@ def weights(subject: Subject) -> None:
             "does not use it. If it has no meaning for the results, name it in the case's "
             "unused_weights"
         )
-    # What fails only with data is this check's to say, too.
+    # Failures that need real data are reported by this check, too.
     subject.load()
 
 
@@ -238,7 +238,7 @@ def _position(position: int, prompt_len: int) -> str:
 
 
 def _check_same(subject: Subject, number: int, run: Run, place: int, how: str) -> None:
-    """Sequence ``number`` came out of ``run``, as its number ``place``, as it does alone."""
+    """Compare sequence ``number``, at ``place`` in ``run``, with the same sequence alone."""
     prompt = subject.checkpoint.prompts[number]
     alone = subject.alone[number]
     apart, position = difference(run.logits[place], alone.logits[0])
@@ -350,7 +350,7 @@ def no_host_synchronisation(subject: Subject) -> None:
 
 @torch.inference_mode()
 def no_host_synchronisation_on_a_gpu(subject: Subject) -> None:
-    """On a GPU, CUDA itself says that a decode step waits for nothing."""
+    """On a GPU, CUDA's own check finds no wait in a decode step."""
     model = subject.load(device=torch.device("cuda"))
     sequences = subject.sequences(model)
     cache = PagedCache(model, sequences, 16)
@@ -458,7 +458,7 @@ def _check_output(
 
 
 def engine(subject: Subject) -> None:
-    """The whole engine gives what the model gives by itself, whatever its settings."""
+    """The whole engine gives the tokens of the model alone, whatever its settings."""
     subject.require_run()
     prompts = [prompt.token_ids for prompt in subject.checkpoint.prompts]
     expected = []
@@ -518,7 +518,7 @@ def quantised(subject: Subject) -> None:
 
 
 def prefix_caching(subject: Subject) -> None:
-    """Blocks taken from the prefix cache are those that would be computed."""
+    """Blocks from the prefix cache equal those that would be computed."""
     subject.require_run()
     expected = subject.checkpoint.prompts
     prompts = [prompt.token_ids for prompt in expected]
@@ -542,7 +542,7 @@ def prefix_caching(subject: Subject) -> None:
 
 
 def tensor_parallel(subject: Subject) -> None:
-    """Two ranks give what one gives."""
+    """Two ranks give the results of one."""
     subject.require_run()
     try:
         subject.on_meta(tp_size=2)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, and what the reference makes of their prompts."""
+"""Tiny checkpoints, and the reference's results for their prompts."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class TinyCheckpoint:
         folder: ``config.json`` and ``model.safetensors``.
         prompts: with what is expected of them.
         source: what they were computed by, for messages.
-        prefix: what the reference's module names begin with and those of a model under test may
-            not, such as "transformer".
+        prefix: beginning of the reference's module names that a model under test may lack, such as
+            "transformer".
     """
 
     folder: Path

@@ -1,4 +1,4 @@
-"""Finds what a model keeps on itself from one step to the next."""
+"""Detection of state that a model keeps from one step to the next."""
 
 from __future__ import annotations
 

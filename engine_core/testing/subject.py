@@ -118,9 +118,9 @@ class Subject:
         """Run ``check``, a function of :mod:`engine_core.testing.checks`.
 
         Raises:
-            BlockedError: it cannot run, because of what another check has failed for.
+            BlockedError: it cannot run, because a prerequisite fails that another check reports.
             NotApplicableError: there is nothing to check.
-            Exception: it fails; also with what it needs, unless another check has failed for that.
+            Exception: it fails, or a prerequisite does that no failed check has reported.
         """
         try:
             check(self)

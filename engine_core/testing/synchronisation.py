@@ -1,4 +1,4 @@
-"""Finds, on a CPU, what a model would make a GPU's host wait for."""
+"""Detection, on a CPU, of calls that would make a GPU's host wait."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from engine_core.testing.trace import Recorder, Trace
 Step = Sequence[tuple[int, int, int]]
 """What one pass computes: (sequence, first position, number of tokens) for each row."""
 
-# Finite, as what lies behind an attention mask must be, and far from every real key or value.
+# Finite, as masked keys and values must be, and far from every real one.
 _UNWRITTEN = 100.0
 
 

@@ -85,7 +85,7 @@ class Recorder:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> tuple[float, int]:
-    """How far ``[length, ...]`` are apart at most, and the first position beyond the tolerance.
+    """The largest difference of two ``[length, ...]``, and the first position beyond the tolerance.
 
     NaN counts as infinitely far.
     """
@@ -94,7 +94,7 @@ def difference(ours: Tensor, theirs: Tensor) -> tuple[float, int]:
 
 
 def explain(ours: Trace, theirs: Trace, prefix: str = "") -> str:
-    """Which decoder layer, and which module inside it, differs first, and by how much.
+    """The first decoder layer, and the first module in it, that differ, and by how much.
 
     Args:
         ours: of the model under test.

@@ -26,7 +26,7 @@ from engine_core.errors import RequestError
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
 
-# What a template is given by the arguments of these names; "self" is jinja's own.
+# Names that a template always gets, from the arguments of those names; "self" is jinja's own.
 _NOT_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template", "self")
 
 # A message's reasoning goes by several names; templates read the first, gpt-oss's the second.
@@ -44,7 +44,7 @@ def choose_chat_template(
         with_tools: whether the request brings tools; then "tool_use" goes before "default".
 
     Raises:
-        RequestError: nothing was requested and there is no default, or what was is no text.
+        RequestError: nothing was requested and there is no default, or the request is not a string.
     """
     if requested is not None and not isinstance(requested, str):
         raise RequestError(
@@ -70,7 +70,7 @@ def choose_chat_template(
 
 
 def check_variables(variables: Mapping[str, Any]) -> None:
-    """Refuse variables for a template that would take the place of what it is given anyway.
+    """Refuse template variables that would replace those that every template gets.
 
     Args:
         variables: the ``chat_template_kwargs`` of a request.
@@ -112,7 +112,7 @@ def render_chat_template(
 
     Raises:
         RequestError: malformed messages or tools, or an error in or from the template;
-            ``add_generation_prompt`` is no truth value.
+            ``add_generation_prompt`` is not a boolean.
     """
     compiled = _compile(template)
     if not isinstance(add_generation_prompt, bool):
@@ -137,8 +137,8 @@ def render_chat_template(
     except jinja2.TemplateError as error:
         raise RequestError(f"the chat template refused the messages: {error}") from error
     except Exception as error:
-        # The template is the checkpoint's or the user's code: whatever it trips over (adding a
-        # string and a list, say) is the fault of template and messages, not of the engine.
+        # The template is the checkpoint's or the user's code. Its exceptions (adding a string and a
+        # list, say) are the fault of template and messages, not of the engine.
         raise RequestError(
             f"the chat template failed on the messages: {type(error).__name__}: {error}"
         ) from error
@@ -199,8 +199,8 @@ def _checked_tools(tools: object) -> list[Any] | None:
 def _plain(value: Any) -> Any:
     """A copy made of JSON types; anything else (an image, say) becomes its type's name.
 
-    Methods of rich objects are unknown to the sandbox, so the template never sees one. Templates
-    only ask whether such a value is there.
+    The sandbox cannot judge methods of other objects, so the template never sees one. Templates
+    only ask whether such a value is present.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value

@@ -1,9 +1,9 @@
-"""From a stream of tokens to a stream of text, a token at a time.
+"""Incremental detokenisation, one token at a time.
 
 A token is not a piece of text: a character may be spread over several tokens, and a token's text
-may depend on the tokens before it. Which of both happens is written in the tokenizer's decoder, so
-there is one class for each of the two common decoders, both exact and without decoding anything
-twice, and one for all others that decodes a short window again.
+may depend on the tokens before it. Which of the two happens depends on the tokenizer's decoder.
+Each of the two common decoders has a class of its own, exact and without decoding anything twice.
+One more class serves all other decoders; it decodes a short window again for each token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class IncrementalDetokenizer:
     - A decoder other than byte-level or byte-fallback may change text that it gave before
       (a clean-up over token boundaries, say); text given out stays.
 
-    Time a token is constant, and so is the part of the prompt that is read, whatever its length.
+    Time per token is constant. So is the part of the prompt that is read, whatever its length.
 
     Args:
         tokenizer: whose tokens they are.
@@ -129,7 +129,7 @@ class _ByteLevelPieces(_Pieces):
 
 
 class _ByteFallbackPieces(_Pieces):
-    """A token is text, but for ``<0xHH>``, which is a byte of a character without a token.
+    """Each token is text, except ``<0xHH>``: one byte of a character that has no token.
 
     Args:
         tokenizer: see :class:`_Pieces`.
@@ -197,8 +197,8 @@ class _ByteFallbackPieces(_Pieces):
 
     def _read_prompt(self, prompt_token_ids: Sequence[int]) -> None:
         tail: list[str] = []
-        # The run's last three bytes say what is pending, and as many tokens more whether the
-        # text has begun.
+        # The run's last three bytes say what is pending. As many tokens more say whether the text
+        # has begun.
         for token in self._tokens_from_the_end(prompt_token_ids):
             tail.append(token)
             if len(tail) > _MAX_PENDING_BYTES + self._strips_left:

@@ -1,10 +1,10 @@
 """Finds and reads the tokenizer of a checkpoint folder.
 
 A tokenizer.json is read by the ``tokenizers`` library, which takes milliseconds where importing
-transformers takes seconds. The result is that of transformers' ``AutoTokenizer``: which added and
-special tokens the other files bring is worked out as it does, and what cannot be known to come out
-the same is left to it. ``AutoTokenizer`` builds some tokenizers anew, in a way fixed by the class
-that tokenizer_config.json names; tokenizer.json is then used only if it says the same.
+transformers takes seconds. The result is that of transformers' ``AutoTokenizer``. Added and special
+tokens of the other files are resolved as it does, and tokenizers whose result could differ are left
+to it. ``AutoTokenizer`` builds some tokenizers anew, in a way fixed by the class that
+tokenizer_config.json names; tokenizer.json is then used only if it says the same.
 
 There is one deliberate difference: a token of ``added_tokens_decoder`` gets the id stated there,
 where transformers closes gaps between ids, although the model was trained on those stated.
@@ -176,7 +176,7 @@ def _fast_tokenizer(
 
 
 def _may_be_sentencepiece(file: Path) -> bool:
-    """Whether it is there and no tiktoken file, which some families gave the same name."""
+    """Whether it exists and is no tiktoken file, which some families gave the same name."""
     if not file.is_file():
         return False
     try:

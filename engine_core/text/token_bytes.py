@@ -1,5 +1,4 @@
-"""The bytes that each token of a vocabulary adds to a text, for those who match text by tokens, and
-what a token is called."""
+"""Names of a vocabulary's tokens, and the bytes that each adds to a text (for guided text)."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
     They are what :class:`IncrementalDetokenizer` makes of the token: a SentencePiece token that
     begins a word begins with its space. A special token's name stands after :data:`SPECIAL`. Empty
-    for an id without a token, and where it is not known what the token adds: a part of a character
-    in a vocabulary that is neither byte-level nor has byte-fallback.
+    for an id without a token, and for tokens whose bytes are unknown: parts of characters in a
+    vocabulary that is neither byte-level nor has byte-fallback.
     """
     special = tokenizer.special_ids
     convert = _converter(tokenizer)
@@ -100,7 +99,7 @@ def _converter(tokenizer: Tokenizer) -> Callable[[int, str], bytes]:
     if steps is not None:
         replacements = steps[0]
         return lambda token_id, token: _byte_fallback_bytes(token, replacements)
-    # A text that has begun: what a token adds to it is what it adds anywhere but at the beginning.
+    # Decode after some text: a token adds the same anywhere but at the beginning.
     begun = tokenizer.encode("a", add_special_tokens=False)
     before = tokenizer.decode(begun, skip_special_tokens=False)
 

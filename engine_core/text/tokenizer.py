@@ -18,7 +18,7 @@ from engine_core.text.chat_template import (
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-# Characters or tokens from which on the interpreter is left to other threads.
+# From this many characters or tokens on, calls release the GIL for other threads.
 _LONG_TEXT = 4096
 
 
@@ -163,8 +163,8 @@ class FastTokenizer(Tokenizer):
         check_text(text)
         if len(text) < _LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # Of a batch the library knows no offsets and needs no interpreter, so that other threads
-        # run meanwhile; a single text would stop them for as long as it takes.
+        # encode_batch_fast computes no offsets and releases the GIL, so that other threads run
+        # meanwhile. encode would hold it throughout.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 

@@ -1,4 +1,4 @@
-"""How BLOOM checkpoints write their config. Imports no torch."""
+"""Config builder of BLOOM checkpoints. Imports no torch."""
 
 from __future__ import annotations
 

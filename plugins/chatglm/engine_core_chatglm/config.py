@@ -1,4 +1,4 @@
-"""How ChatGLM checkpoints write their config. Imports no torch.
+"""Config builders of ChatGLM checkpoints. Imports no torch.
 
 All versions call themselves ``ChatGLMModel`` of type ``chatglm``. The architecture names chosen
 here are those of this package: ChatGLM1ForConditionalGeneration for ChatGLM-6B, and
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _NAMES = (["ChatGLMModel"], ["ChatGLMForConditionalGeneration"])
 
-# What older checkpoints leave out, as each version's configuration_chatglm.py fills it in.
+# Defaults of keys that older checkpoints leave out, from each version's configuration_chatglm.py.
 _DEFAULTS_1 = {"layernorm_epsilon": 1e-5, "position_encoding_2d": True}
 _DEFAULTS_2 = {
     "layernorm_epsilon": 1e-5,
@@ -39,7 +39,7 @@ _DEFAULTS_2 = {
 
 _BASE = 10000.0
 
-# What other families stretch their rotation with; ChatGLM's code has rope_ratio alone, or nothing.
+# Rope scaling keys of other families; ChatGLM's code reads rope_ratio alone, or nothing.
 _ROTATION: dict[str, tuple[Any, ...]] = {
     "rope_theta": (_BASE,),
     "rope_scaling": (),

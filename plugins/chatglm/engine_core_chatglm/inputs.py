@@ -1,4 +1,4 @@
-"""Where the bidirectional context of a ChatGLM-6B prompt ends. Imports no torch."""
+"""Bidirectional context of ChatGLM-6B prompts. Imports no torch."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ from engine_core.nn import (
 )
 from engine_core.step_context import AttentionMetadata, StepContext, StepContextManager
 
-# Both versions' names for what engine_core.nn calls otherwise: modules, and layers with shard ids.
+# Both versions' names of modules that engine_core.nn names otherwise, and of merged layers with
+# shard ids.
 _MODULES = {"attention": "self_attn", "self_attention": "self_attn"}
 _LAYERS = {
     "dense": ("o_proj", None),
@@ -108,7 +109,7 @@ class _ChatGLM(CausalLM):
 
 
 class NormedResidualLayer(nn.Module):
-    """A layer whose residual is what the norm gave, times ``alpha``, not what went into it."""
+    """A layer whose residual is the norm's output times ``alpha``, not the norm's input."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class ChatGLM1ForConditionalGeneration(_ChatGLM):
                 config.hidden_size, heads, heads, config.head_dim, qkv_bias=True, o_bias=True
             )
             mlp = GeluMLP(config.hidden_size, config.inner_hidden_size)
-            # The original's blocks take 28 layers for granted, however many there are.
+            # The original's blocks assume 28 layers, whatever the config says.
             return NormedResidualLayer(attention, mlp, norm, alpha=(2 * 28) ** 0.5)
 
         # The original keeps the frequencies in float16, whatever it computes in.

@@ -1,4 +1,4 @@
-"""How Llama and Mistral checkpoints write their configs. Imports no torch."""
+"""Config builders of Llama and Mistral checkpoints. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LlamaConfigBuilder:
     """Reads the configs of Llama 1 to 3.x and of models published under its architecture."""
 
     architecture: ClassVar[str] = "LlamaForCausalLM"
-    # What older checkpoints leave out, as transformers' config class fills it in.
+    # Defaults of keys that older checkpoints leave out, from transformers' config class.
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -115,7 +115,7 @@ class MistralConfigBuilder(LlamaConfigBuilder):
 def _tool_parser(hf_config: HFConfig) -> str | None:
     """Instruction-tuned Llama 3.1 and later end a message with a call by a token of their own.
 
-    Others share the architecture and even the vocabulary, but not how they call tools.
+    Other models share the architecture and even the vocabulary, but not the format of tool calls.
     """
     return (
         "llama3_json" if _EOM in token_ids(hf_config.get("eos_token_id"), "eos_token_id") else None

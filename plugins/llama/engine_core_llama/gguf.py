@@ -40,7 +40,7 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # Tables that follow from the config; rope_freqs is read for the config.
 _DERIVED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 
-# What Llama 3.1 to 3.3 were published with.
+# Parameters that Llama 3.1 to 3.3 were published with.
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
 

@@ -1,4 +1,4 @@
-"""How Llama 3.1 and later write calls of tools. Imports no torch."""
+"""Tool calls of Llama 3.1 and later. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How Qwen2 and Qwen3 checkpoints write their configs. Imports no torch."""
+"""Config builders of Qwen2 and Qwen3 checkpoints. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Qwen2ConfigBuilder:
     """
 
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
-    # What older checkpoints leave out, as transformers' config class fills it in.
+    # Defaults of keys that older checkpoints leave out, from transformers' config class.
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -69,7 +69,7 @@ class Qwen2ConfigBuilder:
             longest_sequence(values["max_position_embeddings"], values["rope_scaling"]),
         )
         kwargs.setdefault("reads_rope_scaling", True)
-        # Without its tags in the text it does nothing, so that older models are not harmed.
+        # The parser does nothing to a text without its tags, so that older models are not harmed.
         kwargs.setdefault("tool_parser", "hermes")
         kwargs.setdefault("reasoning_parser", cls.reasoning_parser)
         config = DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)

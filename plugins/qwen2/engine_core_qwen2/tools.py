@@ -1,4 +1,4 @@
-"""How Qwen2.5 and Qwen3 write calls of tools. Imports no torch."""
+"""Tool calls of Qwen2.5 and Qwen3. Imports no torch."""
 
 from __future__ import annotations
 
