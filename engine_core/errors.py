@@ -99,7 +99,7 @@ class RequestError(EngineError, ValueError):
     """One request is refused; every other request goes on.
 
     Attributes:
-        param: the parameter at fault, as the caller named it; None if it is none or several.
+        param: the parameter at fault, as the caller named it; None if no single one is.
     """
 
     def __init__(self, *args: object, param: str | None = None) -> None:

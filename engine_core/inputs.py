@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def packed_token_ids(token_ids: Sequence[int]) -> array[int]:
-    """Token ids as an array of 64-bit numbers, which is copied and sent in no time.
+    """Token ids as an array of 64-bit integers, which is fast to copy and to send.
 
     Raises:
-        struct.error: one is no integer, or does not fit 64 bits.
+        struct.error: one is not an integer, or does not fit 64 bits.
     """
     if isinstance(token_ids, array) and token_ids.typecode == "q":
         return token_ids[:]
-    # In half the time that the array takes to be made of a list.
+    # Twice as fast as making the array from a list.
     return array("q", struct.pack(f"{len(token_ids)}q", *token_ids))
 
 
@@ -34,15 +34,15 @@ class ProcessedPrompt:
     """A prompt as the scheduler and the runner need it.
 
     Attributes:
-        token_ids: the prompt's tokens; what :func:`packed_token_ids` gives takes the least time.
+        token_ids: the prompt's tokens; the result of :func:`packed_token_ids` is fastest.
         row_state: named values that hold for the whole request; each becomes a row of a device
             tensor ``[max_num_seqs, ...]``. Numbers, plain sequences or numpy arrays, that fit the
             dtype and shape of the first request's. ``prompt_len`` is built in.
         token_state: named integer arrays ``[k, prompt_len]``, sliced for each prefill chunk.
         atomic_spans: half-open ranges of prompt positions that are never split over two chunks;
             a cache block that overlaps one is hashed with the whole span.
-        cache_salts: values that enter every block hash of the request: requests share cached
-            blocks only if their salts are equal.
+        cache_salts: values that enter every block hash of the request. Requests share cached blocks
+            only if their salts are equal.
     """
 
     token_ids: Sequence[int]

@@ -85,7 +85,7 @@ class AttentionMetadata:
         max_query_len: the largest number of tokens of a row.
         max_kv_len: an upper bound of ``kv_lens``.
         num_decode_rows: the first so many rows have exactly one token.
-        groups: one entry a cache group; a layer knows which is its own.
+        groups: one entry per cache group; each layer knows its own.
         prefix_lens: ``[R]`` int32, tokens at the beginning of a row that every token of it sees
             (a bidirectional context); None if there is none.
         memos: for each cache group what attention keeps from one layer to the next; see

@@ -40,7 +40,7 @@ class CoreRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request takes a row of the persistent batch. Written by the scheduler.
+    """Admission of a sequence to a row of the persistent batch. Written by the scheduler.
 
     Attributes:
         request_id: whose row it is.
@@ -73,8 +73,7 @@ class PlanRow(NamedTuple):
         num_tokens: how many tokens are computed: 1 is a decode step, more a prefill chunk. If the
             token at ``start`` was not known to the host when the plan was made, the runner takes
             it from its own state, where the step in flight leaves it.
-        new_blocks: for each cache group, the blocks appended to the row's block table before
-            the step.
+        new_blocks: for each cache group, blocks appended to the row's block table before the step.
         sample: whether the last token's logits choose a next token.
     """
 
@@ -95,7 +94,7 @@ class StepPlan:
     """One step, from the scheduler to the runner.
 
     Attributes:
-        step_id: counts up by one a plan.
+        step_id: counts up by one per plan.
         rows: decode rows first (``num_tokens == 1``), the longest before the others, then prefill
             chunks.
         admitted: requests whose row begins with this step; applied before the rows run.
@@ -145,10 +144,11 @@ class RowResult(NamedTuple):
     Attributes:
         request_id: whose tokens they are.
         token_ids: the tokens sampled, in order; empty for a prefill chunk that samples none.
-        logprobs: one mapping a sampled token, if the request asked for logprobs.
+        logprobs: one mapping per sampled token, if the request asked for logprobs.
         prompt_logprobs: one mapping for each prompt token of the chunk that has a predecessor, if
             the request asked for prompt logprobs.
-        error: why this row gave nothing usable (NaN logits, say); the request ends with it.
+        error: the reason why the row has no usable result (NaN logits, say); the request ends with
+            it.
     """
 
     request_id: str
@@ -203,8 +203,8 @@ class EngineStats(NamedTuple):
         waiting: sequences without one, preempted ones included.
         kv_cache_usage: share of the cache's blocks that sequences hold, in [0, 1].
         added: sequences that it took.
-        aborted: sequences that were ended from outside, stop strings aside.
-        steps: steps submitted; one that is repeated on the device counts as often.
+        aborted: sequences ended by an abort; those ended by a stop string do not count.
+        steps: steps submitted; each repeat on the device counts.
         prompt_tokens: tokens of the prompts that got a row.
         generated_tokens: tokens accepted after the prompts.
         prefix_cache_queries: prompt tokens looked up in the prefix cache.
@@ -278,7 +278,7 @@ class RequestOutput:
         request_id: the id given, or one made by the engine.
         prompt: the prompt's text, or None if token ids were given.
         prompt_token_ids: its tokens.
-        prompt_logprobs: None at index 0, then one mapping a prompt token; None if not asked for.
+        prompt_logprobs: None at index 0, then one mapping per prompt token; None if not asked for.
         outputs: the ``n`` completions.
         finished: whether all of them ended.
         metrics: times and counts.

@@ -22,7 +22,7 @@ class Spread(_Model):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """The spread of one value a repeat."""
+        """The spread of one value per repeat."""
         return cls(median=statistics.median(values), min=min(values), max=max(values))
 
 

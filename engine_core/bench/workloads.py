@@ -50,8 +50,8 @@ def measure(
     Returns:
         Figures by name. For each batch ``tpot_ms_bN``, the milliseconds of a decode step at a
         context of about 1000 tokens: (time for 129 tokens - time for 1) / 128; and
-        ``prefill_tok_s_bN``, prompt tokens a second. ``ttft_ms_4k``: milliseconds to the first
-        token of a prompt of 4096. ``mix_out_tok_s`` and ``mix_s``: generated tokens a second of
+        ``prefill_tok_s_bN``, prompt tokens per second. ``ttft_ms_4k``: milliseconds to the first
+        token of a prompt of 4096. ``mix_out_tok_s`` and ``mix_s``: generated tokens per second of
         the mix, and its seconds.
     """
     generator = random.Random(0)

@@ -33,7 +33,7 @@ MAX_HEADER_BYTES = 100_000_000
 # Python names the flag since 3.13; the number is that of Linux.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
-# Name in the format -> (torch's name, bytes an element).
+# Name in the format -> (torch's name, bytes per element).
 _DTYPES = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),

@@ -124,7 +124,7 @@ class OptionGroup(Generic[Config]):
         }
 
     def parameters(self) -> list[inspect.Parameter]:
-        """One keyword parameter a field, annotated as typer wants it."""
+        """One keyword parameter per field, annotated as typer wants it."""
         return [self._parameter(name, field) for name, field in self._fields.items()]
 
     def _parameter(self, name: str, field: FieldInfo) -> inspect.Parameter:

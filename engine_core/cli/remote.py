@@ -97,7 +97,7 @@ class RemoteModel:
                     piece = choice["delta"].get("content")
                     if piece:
                         answer.text += piece
-                        # Until the usage comes: one token a piece is near enough.
+                        # Until the usage comes: one token per piece is near enough.
                         answer.num_tokens += 1
                     answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
                 yield answer

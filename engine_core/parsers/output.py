@@ -44,10 +44,10 @@ class ParserSource(Protocol):
     """Where parsers are found by name: the registry."""
 
     def tool_parser(self, name: str) -> type:
-        """The class of a tool parser; a ConfigError if there is none of that name."""
+        """The class of a tool parser; raises ConfigError for an unknown name."""
 
     def reasoning_parser(self, name: str) -> type:
-        """The class of a reasoning parser; a ConfigError if there is none of that name."""
+        """The class of a reasoning parser; raises ConfigError for an unknown name."""
 
 
 def find_parser_names(

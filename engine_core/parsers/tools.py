@@ -214,7 +214,7 @@ class CallReader:
         elif self._place in (_Place.KEY_OR_END, _Place.NEXT_OR_END) and char == "}":
             return True, self._end()
         else:
-            # Left to whoever comes after: it may be the tag that ends an unfinished object.
+            # Not consumed: it may belong to the tag that ends an unfinished object.
             self._fail()
             return False, ""
         return True, ""
@@ -321,7 +321,7 @@ def _joined_first(deltas: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
 
 
 def _loads(text: str) -> object:
-    """The JSON value of ``text``, or None if it is none."""
+    """The JSON value of ``text``, or None if it is not JSON."""
     try:
         value: object = json.loads(text)
     except (ValueError, RecursionError):

@@ -33,7 +33,7 @@ def create_app(
         engine: answers the requests. Without one they are refused with status 503 until
             ``app.state.service.attach`` brings it.
         settings: the user's; ``served_model_name`` must have a name.
-        api_keys: whoever has one of them may use the API; everyone if there are none.
+        api_keys: keys that give access to the API; empty gives everyone access.
     """
     service = Service(settings)
     if engine is not None:

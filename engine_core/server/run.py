@@ -57,7 +57,7 @@ def run_server(
         model: a checkpoint folder, a GGUF file or a hub id.
         config: the engine's settings.
         settings: the service's.
-        api_keys: whoever has one of them may use the API; everyone if there are none.
+        api_keys: keys that give access to the API; empty gives everyone access.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -215,7 +215,7 @@ def _listen(settings: ServerSettings, backlog: int) -> socket.socket:
     the backlog, and a second server cannot take the same address.
 
     Raises:
-        ConfigError: the address is taken or is none of this machine's.
+        ConfigError: the address is taken or does not belong to this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

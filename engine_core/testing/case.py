@@ -22,7 +22,7 @@ Reference = Literal["transformers"] | Path | ReferenceFactory
 
 
 class ConformanceError(AssertionError):
-    """A family does not keep the contract; says what differs, where and by how much."""
+    """A violation of the contract by a family; says what differs, where and by how much."""
 
 
 @dataclass(frozen=True, kw_only=True)

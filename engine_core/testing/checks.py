@@ -474,7 +474,7 @@ def engine(subject: Subject) -> None:
 
 
 def _chunk(subject: Subject) -> int:
-    """Few tokens a step, but as many as a prompt has that must be computed together."""
+    """Few tokens per step, but no fewer than a prompt's longest atomic span."""
     spans = [s for p in subject.sequences(subject.model) for s in p.prompt.atomic_spans]
     return max([8, *(end - start for start, end in spans)])
 

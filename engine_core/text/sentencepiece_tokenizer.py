@@ -42,8 +42,8 @@ class SentencePieceTokenizer(Tokenizer):
             before the text after a special token.
 
     Raises:
-        TokenizerError: the library is not installed, the file is none of its models, or does not
-            fit the format or the added tokens.
+        TokenizerError: the library is not installed, or the file is not one of its models or does
+            not fit the format or the added tokens.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it, or None if there is none of that id."""
+        """The token as the vocabulary spells it, or None for an unknown id."""
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
