@@ -60,9 +60,10 @@ class EngineCore:
     def __init__(self, model: str, threads: int, mode: str) -> None:
         import torch
 
-        from engine_core import LLM, EngineConfig, SamplingParams
+        from engine_core import LLM, EngineConfig, SamplingParams, own_process
 
         torch.set_num_threads(threads)
+        own_process.claim()
         config = EngineConfig(
             dtype="bfloat16",
             quantization=None if mode == "bf16" else mode,

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from benchmarks.workloads import SHAPES, write_config
-from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core import LLM, EngineConfig, SamplingParams, own_process
 from engine_core.bench.workloads import measure
 
 # name -> (floor, vLLM, lmdeploy); None where it was not measured.
@@ -70,6 +70,7 @@ def build(name: str, folder: Path, *, deterministic: bool) -> LLM:
         max_num_seqs=256,
         max_num_batched_tokens=8192,
     )
+    own_process.claim()
     return LLM(str(write_config(name, folder / name)), config)
 
 

@@ -78,8 +78,9 @@ def write(folder: Path) -> None:
 def start(folder: Path) -> None:
     """Start an engine, print how long it took until the first token."""
     begin = time.perf_counter()
-    from engine_core import LLM, EngineConfig, SamplingParams
+    from engine_core import LLM, EngineConfig, SamplingParams, own_process
 
+    own_process.claim()
     imported = time.perf_counter() - begin
     with LLM(str(folder), EngineConfig(skip_tokenizer_init=True, max_model_len=8192)) as llm:
         llm.generate([[1000] * 64], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))

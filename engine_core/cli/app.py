@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from engine_core import __version__
+from engine_core import __version__, own_process
 from engine_core.cli.bench import bench
 from engine_core.cli.chat import chat
 from engine_core.cli.check_model import check_model
@@ -56,6 +56,7 @@ for _command in (generate, chat, serve, bench, check_model, plugins, new_plugin,
 
 def main() -> None:
     """Entry point of ``engine-core``: exits 0, 1 on an error, 2 on wrong usage, 130 on Ctrl-C."""
+    own_process.claim()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A model may write what the terminal cannot show; that must not end the stream.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -49,9 +48,6 @@ class EngineCore:
         self._steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        # What was made so far lives as long as the engine. A full collection that visits all of it
-        # would cost several steps.
-        gc.freeze()
 
     @property
     def has_unfinished(self) -> bool:
@@ -193,7 +189,6 @@ class EngineCore:
         self._requests.clear()
         if self._dead is None:
             self._dead = RuntimeError("the engine was closed")
-        gc.unfreeze()
         self.executor.close()
 
     def check_alive(self) -> None:

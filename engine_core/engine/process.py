@@ -23,6 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from engine_core import own_process
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.errors import EngineDeadError, EngineError, RequestError
 from engine_core.runtime.memory import CachePlan
@@ -238,6 +239,7 @@ def main(end: socket.socket, parent: int, log_level: int, model: str, config: En
         model: a checkpoint folder, a GGUF file or a hub id.
         config: the engine's settings.
     """
+    own_process.claim()
     # Both go to every process of a terminal or a service; the parent decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

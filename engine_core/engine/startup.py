@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from engine_core import own_process
 from engine_core.cache import KVCacheGroup
 from engine_core.checkpoint import Checkpoint
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
@@ -152,6 +153,7 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
     except BaseException:
         executor.close()
         raise
+    own_process.freeze()
     return Loaded(
         scheduler=scheduler,
         executor=executor,

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
+from engine_core import own_process
 from engine_core.configs import EngineConfig, SchedulerConfig
 from engine_core.errors import ConfigError, EngineDeadError, EngineError, OptionError
 from engine_core.runtime import platform
@@ -150,12 +151,11 @@ class InProcessExecutor:
     def close(self) -> None:
         """Drop the model and its cache."""
         self._worker = None
+        own_process.thaw()
         if self._device.type == "cuda":
             import torch
 
-            # Parameters and layers know each other; their memory is wanted back now, also if a
-            # capture failed, before which they were frozen.
-            gc.unfreeze()
+            # Parameters and layers know each other; their memory is wanted back now.
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -306,6 +306,7 @@ def _worker_main(
     connection: Connection, model: str, config: EngineConfig, rank: int, meeting: str
 ) -> None:
     """The life of one rank's process."""
+    own_process.claim()
     # Ctrl-C goes to every process of the terminal; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -365,6 +366,7 @@ def _leave() -> None:
     import torch.distributed
 
     # The model's layers know the group, and each other.
+    own_process.thaw()
     gc.collect()
     torch.distributed.destroy_process_group()
 

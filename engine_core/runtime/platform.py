@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,8 +22,6 @@ _CPU_CACHE_MOST = 4 * 2**30
 _GPU_CACHE_SHARE = 0.88
 # Bytes; the most that a kernel reads at once are 16, and memory is read by lines of 128.
 _ALIGNMENT = 128
-# Parameters of mallopt, from malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -115,20 +112,6 @@ def total_memory(device: torch.device) -> int:
 def rank_memory(device: torch.device, num_ranks: int) -> int:
     """Bytes of :func:`total_memory` for each rank: each has a GPU, or all share the host's."""
     return total_memory(device) // (num_ranks if device.type == "cpu" else 1)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc's malloc keep what is freed for the next request instead of returning it.
-
-    By default it maps every large tensor anew, whose pages the system must then clear one by one:
-    an RMSNorm of 512 x 576 takes 865 us so, and 90 otherwise. What is free now is returned before.
-    Another libc is left alone.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.malloc_trim(0)
-        libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def sum_in_float32() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,8 +171,6 @@ class ModelRunner:
             )
             self._name_state()
             if capture_at_start:
-                # A capture may begin with a full collection of garbage, and there is none here.
-                gc.freeze()
                 with torch.inference_mode():
                     self._decode_graphs.capture_at_start()
                     self._mixed_graphs.capture_at_start()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine_core import own_process
 from engine_core.configs import EngineConfig, KVCacheSpec, SchedulerConfig
 from engine_core.errors import ConfigError
 from engine_core.nn.attention import Attention
@@ -111,9 +112,11 @@ class Worker:
     ) -> None:
         """Make the cache and the persistent batch; see :class:`ModelRunner`."""
         if self._source.device.type == "cpu":
-            platform.keep_freed_memory()
+            own_process.keep_freed_memory()
         else:
             platform.sum_in_float32()
+        # Before steps are captured: that may begin with a full collection of garbage.
+        own_process.freeze()
         self._runner = ModelRunner(
             self._model,
             plan,

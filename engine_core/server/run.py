@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ from importlib.util import find_spec
 
 import uvicorn
 
+from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine.async_engine import AsyncEngine
 from engine_core.engine.guided import grammar_compiler
@@ -180,8 +180,7 @@ async def _load(
     service.attach(engine, registry)
     # What was made so far lives as long as the server; a collection that visits all of it would
     # hold up every stream for tens of milliseconds.
-    gc.collect()
-    gc.freeze()
+    own_process.freeze(collect=True)
     log(
         logger,
         logging.INFO,

@@ -1,0 +1,59 @@
+"""The garbage collector and the heap of a process that runs an engine and nothing else.
+
+The mains of such a process (the engine process, a rank, a command) call :func:`claim`. In any other
+the functions here do nothing: its objects and its memory are its user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+
+# Parameters of mallopt, from malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_claimed = False
+
+
+def claim() -> None:
+    """Declare that this process is the engine's alone."""
+    global _claimed
+    _claimed = True
+
+
+def freeze(*, collect: bool = False) -> None:
+    """Exempt what was made so far from garbage collection: it lives as long as the process.
+
+    A full collection that visits all of it would cost several steps. ``collect`` frees garbage
+    before, which takes as long as one such collection.
+    """
+    if not _claimed:
+        return
+    if collect:
+        gc.collect()
+    gc.freeze()
+
+
+def thaw() -> None:
+    """Undo :func:`freeze`, so that an engine that is closed gives its memory back."""
+    if _claimed:
+        gc.unfreeze()
+
+
+def keep_freed_memory() -> None:
+    """Have glibc's malloc keep what is freed for the next request instead of returning it.
+
+    By default it maps every large tensor anew, whose pages the system must then clear one by one:
+    an RMSNorm of 512 x 576 takes 865 us so, and 90 otherwise. What is free now is returned before.
+    Another libc is left alone.
+    """
+    if not _claimed:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.malloc_trim(0)
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+__all__ = ["claim", "freeze", "keep_freed_memory", "thaw"]

@@ -1,0 +1,101 @@
+"""Garbage collector and heap: a user's are left alone, a process of ours has its own ways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from golden_fixtures import GOLDEN
+
+from engine_core import AsyncEngine, EngineConfig, SamplingParams
+
+MODEL = str(GOLDEN / "llama-gqa")
+IDS = [5, 6, 7]
+
+# What an engine in this process does to it, as JSON.
+_IN_PROCESS = """
+import ctypes, gc, json, sys
+libraries = []
+class CDLL(ctypes.CDLL):
+    def __init__(self, name, *args, **kwargs):
+        libraries.append(name)
+        super().__init__(name, *args, **kwargs)
+ctypes.CDLL = CDLL
+from engine_core import LLM, EngineConfig, own_process
+if sys.argv[2] == "ours":
+    own_process.claim()
+def run():
+    llm = LLM(sys.argv[1], EngineConfig(skip_tokenizer_init=True, max_model_len=64))
+    loaded = gc.get_freeze_count()
+    llm.generate([5, 6, 7])
+    llm.close()
+    return loaded
+run()  # Imports what an engine needs.
+gc.collect()
+gc.freeze()
+counts = [gc.get_freeze_count(), run(), gc.get_freeze_count()]
+print(json.dumps({"counts": counts, "heap": "libc.so.6" in libraries}))
+"""
+
+# A module map that writes down, in the engine process, what is frozen when a step begins.
+_WATCH = """
+import gc
+from pathlib import Path
+from engine_core.runtime.executor import InProcessExecutor
+submit = InProcessExecutor.submit
+def watched(self, plan):
+    Path(__file__).with_name("count").write_text(str(gc.get_freeze_count()))
+    return submit(self, plan)
+InProcessExecutor.submit = watched
+MODULE_MAP = {}
+"""
+
+
+def in_process(whose: str) -> tuple[list[int], bool]:
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_PROCESS, MODEL, whose],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    return found["counts"], found["heap"]
+
+
+def test_a_user_keeps_what_was_frozen_and_the_heap_as_it_was() -> None:
+    (before, loaded, closed), heap = in_process("user's")
+    assert before > 100_000
+    # Some that were frozen are no longer referred to, and gone; none is added, none thawed.
+    assert before - 100 < closed <= loaded <= before
+    assert not heap
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_a_process_of_ours_freezes_what_was_loaded_and_keeps_its_heap() -> None:
+    (before, loaded, closed), heap = in_process("ours")
+    assert loaded > before
+    assert closed == 0
+    assert heap
+
+
+def test_the_engine_process_freezes_what_was_loaded(tmp_path: Path) -> None:
+    module_map = tmp_path / "watch.py"
+    module_map.write_text(_WATCH)
+
+    async def generate() -> None:
+        config = EngineConfig(
+            skip_tokenizer_init=True, max_model_len=64, custom_module_map=str(module_map)
+        )
+        engine = await AsyncEngine.start(MODEL, config)
+        try:
+            async with await engine.add_request(IDS, SamplingParams(max_tokens=2)) as stream:
+                _ = [output async for output in stream]
+        finally:
+            await engine.close()
+
+    asyncio.run(generate())
+    assert int((tmp_path / "count").read_text()) > 50_000
