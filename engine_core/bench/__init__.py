@@ -6,8 +6,9 @@ is compared by, and imports nothing of the others. Names are loaded on first use
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from engine_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from engine_core.bench.measure import (
@@ -36,15 +37,4 @@ __all__ = [
     "measure_throughput",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'engine_core.bench' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -5,8 +5,9 @@ Names are loaded on first use (PEP 562): what a plugin's discovery needs comes w
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from engine_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from engine_core.configs.builder import ConfigBuilder, DefaultConfigBuilder, check_kinds
@@ -59,15 +60,4 @@ __all__ = [
     "rope_keys",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'engine_core.configs' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -6,9 +6,9 @@ reads the settings without them.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from engine_core.lazy import lazy_names
 from engine_core.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -19,11 +19,4 @@ _HOMES = {"create_app": "engine_core.server.app", "run_server": "engine_core.ser
 
 __all__ = ["ServerSettings", "create_app", "run_server"]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'engine_core.server' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

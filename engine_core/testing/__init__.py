@@ -14,8 +14,9 @@ module ``conformance``. Names are loaded on first use: a package's ``conformance
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from engine_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from engine_core.testing.case import ConformanceCase, ConformanceError
@@ -29,15 +30,4 @@ _HOMES = {
 
 __all__ = ["ConformanceCase", "ConformanceError", "ConformanceTests"]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'engine_core.testing' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
