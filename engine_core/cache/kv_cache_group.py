@@ -21,6 +21,7 @@ class KVCacheGroup:
 
     Attributes:
         spec: as given.
+        cache_config: as given.
         block_size: tokens a block.
         enable_prefix_caching: whether full blocks may be registered and found.
         pool: the group's block ids.
@@ -29,22 +30,15 @@ class KVCacheGroup:
 
     def __init__(self, spec: KVCacheSpec, cache_config: CacheConfig) -> None:
         self.spec = spec
+        self.cache_config = cache_config
         self.block_size = cache_config.block_size
         self.enable_prefix_caching = cache_config.enable_prefix_caching
         self.pool = BlockPool(cache_config.num_blocks)
         self.prefix = PrefixCache(self.pool, self.block_size, spec.window)
 
     def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """The most blocks that a sequence of ``num_tokens`` holds at once when it runs alone.
-
-        With a window, blocks that no query sees any more are given back, so that only the window
-        and the ``max_chunk`` tokens computed at once count, and the two blocks they begin and end
-        in.
-        """
-        blocks = -(-num_tokens // self.block_size)
-        if self.spec.window is None:
-            return blocks
-        return min(blocks, -(-(self.spec.window + max_chunk) // self.block_size) + 1)
+        """See :meth:`KVCacheSpec.max_blocks`."""
+        return self.spec.max_blocks(num_tokens, block_size=self.block_size, max_chunk=max_chunk)
 
 
 def longest_cached_prefix(

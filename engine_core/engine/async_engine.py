@@ -18,7 +18,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
-from engine_core.cache import KVCacheGroup
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.engine import process
 from engine_core.engine.arguments import check_model_and_config
@@ -215,9 +214,6 @@ class AsyncEngine:
             self._finish,
         )
         self._scheduler_config = ready.scheduler_config
-        # Only asked for what could never fit.
-        plan = ready.cache_plan
-        self._groups = [KVCacheGroup(spec, plan.cache_config) for spec in plan.groups]
         self._streams: weakref.WeakValueDictionary[str, RequestStream] = (
             weakref.WeakValueDictionary()
         )
@@ -442,7 +438,7 @@ class AsyncEngine:
                     max_model_len=self.max_model_len,
                 ),
                 self._scheduler_config,
-                self._groups,
+                ((spec, self.cache_plan.cache_config) for spec in self.cache_plan.groups),
             )
             if state.request_id in prepared:
                 raise RequestError(f"two requests are called {state.request_id!r}; rename one")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -17,7 +17,7 @@ from engine_core.cache import (
     extend_block_keys,
     longest_cached_prefix,
 )
-from engine_core.configs import SchedulerConfig
+from engine_core.configs import CacheConfig, KVCacheSpec, SchedulerConfig
 from engine_core.errors import ConfigError, RequestError
 from engine_core.scheduler.request import Request, RequestStatus
 from engine_core.steps import (
@@ -97,9 +97,13 @@ class _Draft:
 
 
 def check_request(
-    request: Request, config: SchedulerConfig, groups: Sequence[KVCacheGroup]
+    request: Request,
+    config: SchedulerConfig,
+    groups: Iterable[tuple[KVCacheSpec, CacheConfig]],
 ) -> None:
     """Refuse a request that a scheduler of these limits could never run, whatever else it holds.
+
+    ``groups`` says of each cache group what a layer keeps and how many blocks there are.
 
     Raises:
         RequestError: says why.
@@ -142,12 +146,14 @@ def check_request(
             )
     # The last token is never computed.
     positions = request.limit - 1
-    for group in groups:
-        blocks = group.max_blocks(positions, config.max_num_batched_tokens)
-        if blocks > group.pool.num_blocks - 1:
+    for spec, cache in groups:
+        blocks = spec.max_blocks(
+            positions, block_size=cache.block_size, max_chunk=config.max_num_batched_tokens
+        )
+        if blocks > cache.num_blocks - 1:
             raise RequestError(
                 f"{name}: {request.limit} tokens of prompt and output need {blocks} blocks of "
-                f"{group.block_size}, the cache has {group.pool.num_blocks - 1}; lower "
+                f"{cache.block_size}, the cache has {cache.num_blocks - 1}; lower "
                 "max_tokens or give the cache more memory"
             )
 
@@ -421,7 +427,7 @@ class Scheduler:
             raise RequestError(f"{name}: an unfinished request has this id; choose another")
         if request.order >= 0:
             raise RequestError(f"{name} was added before; make a new Request")
-        check_request(request, config, self.groups)
+        check_request(request, config, ((group.spec, group.cache_config) for group in self.groups))
         try:
             hash(request.prompt.cache_salts)
         except TypeError as error:
