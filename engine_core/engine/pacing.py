@@ -17,8 +17,8 @@ class Pacing:
     - Offline nobody does: a few early steps double the replays, and many in a row that had to be
       waited for halve them.
     - A server replays only while the device keeps waiting for the host and nobody arrives. It keeps
-      one step queued behind the one that runs, which hides the host's work. benchmarks/notes/
-      serving.md has what more of either cost.
+      one step queued behind the one that runs, which hides the host's work. Figures are in
+      benchmarks/notes/serving.md.
 
     Args:
         scheduler: asked for plans; its ``repeat_limit`` is set here.
