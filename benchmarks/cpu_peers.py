@@ -33,9 +33,9 @@ LLAMA_CPP = "llama-cpp-python==0.3.36"
 
 PROMPT, DECODED = 512, 64
 BATCH, BATCH_DECODED = 16, 48
-# SmolLM2-135M: what the layers' linears and the tied vocabulary hold.
+# SmolLM2-135M: numbers of weights in the layers' linears and in the tied vocabulary.
 LINEAR_WEIGHTS, VOCABULARY_WEIGHTS = 106_168_320, 28_311_552
-# Bytes of weights that a decoded token reads; None where it is not ours to say.
+# Bytes of weights read per decoded token; None where unknown.
 BYTES = {
     "engine-core bf16": 2 * (LINEAR_WEIGHTS + VOCABULARY_WEIGHTS),
     "engine-core int4": LINEAR_WEIGHTS * 5 // 8 + VOCABULARY_WEIGHTS,
@@ -156,7 +156,7 @@ SUBJECTS: dict[str, Callable[[str, int, str], Subject]] = {
 
 
 def serve(name: str, model: str, threads: int) -> None:
-    """Answer tasks, one a line, until the input ends."""
+    """Answer tasks, one per line, until the input ends."""
     # Only answers go to the real standard output.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -246,7 +246,7 @@ def prepare_peers(folder: Path) -> str:
 
 
 def measure(worker: Worker, long: list[list[int]], batch: list[list[int]]) -> dict[str, float]:
-    """Tokens a second of one round."""
+    """Tokens per second of one round."""
     once = worker.seconds(long, 1)
     many = worker.seconds(long, DECODED + 1)
     figures = {"prefill": PROMPT / once, "decode": DECODED / (many - once)}

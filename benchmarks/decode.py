@@ -3,15 +3,15 @@
     python benchmarks/decode.py [llama3_8b] [qwen2_0_5b] [--batches 8,32,64,128,256] [--seconds 3]
         [--profile]
 
-Random weights, and random values in the cache: with zeros a card takes less power, and so keeps a
-higher clock. Replays are timed on the device, between CUDA events around 20 of them: no prompts,
-and of the host no more than setting the rows. Of each figure there are two: the second 20 replays
-after a second of rest, and the mean of the last half of ``--seconds`` of them without rest, when
-the card has warmed up and its clocks have sunk; nvidia-smi says to what, and the power. The lengths
-are 1030 for all rows, or drawn from 200 to 1860 with the longest first, as the scheduler puts them.
-The rows' blocks lie in the cache as an engine that has just begun deals them out: the full ones row
-by row, then the last of all rows in turn. With ``--profile`` it is said besides how long each
-kernel takes in steps of equal rows, without rest. It reaches into the engine for the graphs.
+Weights and cache hold random values: with zeros a card takes less power, and so keeps a higher
+clock. Replays are timed on the device, between CUDA events around 20 of them. There are no prompts,
+and the host only sets the rows. Each figure has two values: the second 20 replays after a second of
+rest, and the mean of the last half of ``--seconds`` of them without rest, when the card has warmed
+up and its clocks have sunk. Clock and power are nvidia-smi's. The lengths are 1030 for all rows, or
+drawn from 200 to 1860 with the longest first, as the scheduler puts them. The rows' blocks lie in
+the cache as an engine that has just begun deals them out: the full ones row by row, then the last
+of all rows in turn. ``--profile`` adds the time of each kernel in steps of equal rows, without
+rest. The script uses private parts of the engine to reach the graphs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def profile(graph: torch.cuda.CUDAGraph) -> None:
 
 @torch.inference_mode()
 def measure(name: str, batches: list[int], seconds: float, folder: Path, *, profiled: bool) -> None:
-    """Print one line a batch size."""
+    """Print one line per batch size."""
     with build(name, folder, deterministic=False) as llm:
         runner = llm.engine.core.executor._worker._runner
         graphs = runner._decode_graphs

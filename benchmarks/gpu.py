@@ -1,4 +1,4 @@
-"""Run the shared workloads on a GPU, beside what peers reached and the floors.
+"""Run the shared workloads on a GPU, beside the peers' figures and the floors.
 
     python benchmarks/gpu.py [llama3_8b] [qwen2_0_5b] [--batches 1,32] [--no-mix] [--profile]
         [--deterministic]

@@ -63,7 +63,7 @@ def check() -> int:
 def report(
     name: str, run: Callable[[], object], *, gigabytes: float = 0, teraflop: float = 0
 ) -> None:
-    """Print the median time of ``run`` and what it achieves."""
+    """Print the median time of ``run``, and its bandwidth or rate."""
     from triton.testing import do_bench
 
     milliseconds: float = do_bench(run, warmup=50, rep=200, return_mode="median")
@@ -125,7 +125,7 @@ def time_elementwise() -> None:
 
 
 def time_gated_linear(rows: int, n: int, k: int) -> None:
-    """Gate, up and SiLU by what is chosen, and by cuBLAS and a kernel for SiLU; in turns, twice.
+    """Time gate, up and SiLU as chosen, and by cuBLAS with a kernel for SiLU; in turns, twice.
 
     Each of eight weights is read in a run, so that none stays in the L2 cache.
     """
@@ -181,7 +181,7 @@ def time_attention(
         report(f"prefill attention {name}", run, teraflop=4 * pairs * heads * head_dim / 1e12)
 
 
-# What a row that is not named otherwise has.
+# Parameters of a row unless a case sets others.
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 SAMPLING = {
     "greedy": {"temperature": 0.0},

@@ -3,9 +3,9 @@
     python benchmarks/mix_bound.py llama3_8b --prefill 46000 --replays 1:3.9,8:4.34,256:14.6
 
 ``--replays`` are milliseconds of decode steps by rows of 1030 tokens, as ``decode.py`` measures
-them, ``--prefill`` prompt tokens a second. Steps between those numbers of rows lie on a line, and
-other contexts take more or less by their bytes at 4.28 TB/s. Rows that decode beside prompts take
-a prompt token's time and their cache's bytes. Nothing is run.
+them, ``--prefill`` prompt tokens per second. Steps between those numbers of rows lie on a line, and
+other contexts take more or less by their bytes at 4.28 TB/s. Rows that decode beside prompts take a
+prompt token's time and their cache's bytes. Nothing is run.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def step_ms(llm: LLM, batch: int, way: dict[str, Any], generator: random.Random)
 
 
 def main() -> None:
-    """Print one line a batch size."""
+    """Print one line per batch size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", default="1,32,256")
     batches = [int(part) for part in parser.parse_args().batches.split(",")]

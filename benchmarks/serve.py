@@ -61,7 +61,7 @@ class Observation:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds a token after the first."""
+        """Mean seconds per token after the first."""
         return (self.chunks[-1] - self.chunks[0]) / max(1, self.output_tokens - 1)
 
 

@@ -76,7 +76,7 @@ class Offline:
 
 
 def serve_offline(model: str, options: dict[str, Any]) -> None:
-    """Answer loads, one a line: keep the engine as full as ``concurrency`` clients would."""
+    """Answer loads, one per line: keep the engine as full as ``concurrency`` clients would."""
     from engine_core import EngineConfig, SamplingParams
     from engine_core.engine import Engine
 

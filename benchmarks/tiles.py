@@ -2,7 +2,7 @@
 
     python benchmarks/tiles.py MODEL [--batches 8,32] [--rounds 4] [--try "KEY=VALUES ..."] ...
 
-Each ``--try`` is one or more settings, separated by spaces, measured against what is:
+Each ``--try`` is one or more settings, separated by spaces, measured against the current settings:
 
 - ``4096x14336=128,128,4,wx,8,4,256``: the tile of linears with a weight ``[N, K]`` as it is stored
   (a gate and up's has both), the fields of ``kernels.linear.triton.Tile`` in their order.
@@ -11,9 +11,9 @@ Each ``--try`` is one or more settings, separated by spaces, measured against wh
 - ``undivided=64``: the norms of more tokens divide, whatever the linears around them.
 
 Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
-random, the longest first. Of each there are the least and the median of ``--rounds`` rounds of 20
-replays between CUDA events; the variations take turns. What does not run, such as a tile that is
-too large for a multiprocessor, is said and left out. It reaches into the engine.
+random, the longest first. The least and the median of ``--rounds`` rounds of 20 replays between
+CUDA events are printed; the variations take turns. A variation that does not run, such as a tile
+too large for a multiprocessor, is named and left out. The script uses private parts of the engine.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class CommalessLlama(LlamaForCausalLM):
         return logits
 
 
-# The engine runs this file to read MODULE_MAP: whoever passes one runs its code.
+# The engine runs this file to read MODULE_MAP, with your rights.
 MODULE_MAP = {"LlamaForCausalLM": "CommalessLlama"}
 
 if __name__ == "__main__":

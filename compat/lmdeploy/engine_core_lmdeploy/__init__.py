@@ -3,9 +3,9 @@
 ``README.md`` of this distribution says which import becomes which. Signatures and results are
 lmdeploy's where they differ from :mod:`engine_core.nn`: head counts are the whole model's, cos and
 sin are as wide as the rotated part of a head, ``is_tp=False`` keeps a linear whole on every rank.
-An argument whose effect is not here is refused with a ``ValueError``, unless lmdeploy, too, does
-nothing on it without data parallelism or quantisation (``layer_type``, ``prefix``, ``check_dist``,
-``dp_gather``, ``dp_disable_tp``). A family of one's own is better written with the names of
+An argument that is not supported is refused with a ``ValueError``. Accepted without effect are
+those that lmdeploy, too, ignores without data parallelism or quantisation (``layer_type``,
+``prefix``, ``check_dist``, ``dp_gather``, ``dp_disable_tp``). A new family should use the names of
 :mod:`engine_core.nn`: they are shorter, and their kernels can fuse.
 
 Reference: ``lmdeploy/pytorch/nn``, ``lmdeploy/pytorch/models/utils`` and
@@ -95,7 +95,7 @@ def _check_align(function: str, align: int) -> None:
 
 
 class SiluAndMul(core.SiluAndMul):
-    """``silu(gate) * up``; ``inplace`` permits to overwrite the input, which is not made use of."""
+    """``silu(gate) * up``; ``inplace`` has no effect: the input is never overwritten."""
 
     def __init__(self, inplace: bool = True) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def build_linear(
 
     Raises:
         ValueError: ``quant_config``, ``tp_align_size`` or ``all_reduce=False`` of a split rowwise
-            linear: what it would leave unsummed no other layer here sums.
+            linear: no other layer would sum its parts.
     """
     _check_quant("build_linear", quant_config)
     _check_align("build_linear", tp_align_size)
@@ -421,8 +421,8 @@ class Attention(core.Attention):
         """Split the heads over the ranks; a ``sliding_window`` of -1 is none.
 
         Raises:
-            ValueError: it is not causal, or asks for MLA, sinks, a window that is no positive
-                number of keys, or something unknown.
+            ValueError: it is not causal, or has MLA, sinks, a window that is not a positive
+                integer, or an unknown argument.
         """
         if not causal:
             _refuse("Attention", "causal", causal, "see ProcessedPrompt for a seen-by-all prefix")
@@ -464,7 +464,7 @@ class Attention(core.Attention):
     ) -> Tensor:
         """``query [T, heads, D]``, ``key [T, kv, D]``, ``value [T, kv, Dv]`` to ``[T, heads, Dv]``.
 
-        ``inplace`` permits to overwrite the query, which is not made use of.
+        ``inplace`` has no effect: the query is never overwritten.
 
         Raises:
             ValueError: scales of a quantised cache or sinks are given.
@@ -505,7 +505,7 @@ class YarnParameters:
 
 @dataclass
 class Llama3Parameters:
-    """Parameters of the scaling of that name."""
+    """Parameters of Llama 3's rope scaling."""
 
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -572,7 +572,7 @@ def build_rotary_embedding(
     """The rotary embedding of ``dim`` dimensions, or of a part of them.
 
     Raises:
-        ValueError: ``emb_type`` is not one that is here, or its parameters are missing.
+        ValueError: ``emb_type`` is not supported, or its parameters are missing.
     """
     function = "build_rotary_embedding"
     for name, given in (
@@ -611,7 +611,7 @@ def build_rotary_embedding_from_config(
     """The rotary embedding that a config describes.
 
     Raises:
-        ValueError: its ``rope_scaling`` is of a kind that is not here.
+        ValueError: its ``rope_scaling`` is of an unsupported kind.
     """
     return RotaryEmbedding(core.build_rotary_embedding_from_config(config))
 
@@ -646,7 +646,7 @@ class ApplyRotaryEmb(nn.Module):
 
 
 def add_prefix(name: str, prefix: str) -> str:
-    """``name`` below ``prefix``: what a model file makes of the ``prefix`` arguments."""
+    """``name`` below ``prefix``, as model files join their ``prefix`` arguments."""
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -700,7 +700,7 @@ class StepContext:
         return self._context.attn_metadata.kv_lens
 
 
-# What transformers' config classes have whether or not config.json says so.
+# Keys that transformers' config classes have even if config.json lacks them.
 _CONFIG_DEFAULTS: Mapping[str, Any] = {
     "pad_token_id": None,
     "bos_token_id": None,
@@ -755,14 +755,14 @@ def _with_lmdeploy_context(prepare: Any) -> Any:
 class DeployModelMixin(metaclass=_PortedModel):
     """Base of ported models.
 
-    Around a model's own methods it does what lmdeploy's engine does: keys that transformers'
-    config classes always have are there, and ``prepare_inputs_for_generation`` gets lmdeploy's
+    It does the work of lmdeploy's engine around a model's own methods: keys that transformers'
+    config classes always have are present, and ``prepare_inputs_for_generation`` gets lmdeploy's
     :class:`StepContext`.
     """
 
 
 class CudaGraphMixin(DeployModelMixin):
-    """Says that decoding may be captured.
+    """Marks a model whose decode steps may be captured.
 
     Raises:
         TypeError: a subclass fills graph buffers itself.

@@ -1,4 +1,4 @@
-"""How GPT-2 checkpoints write their config. Imports no torch."""
+"""Config builder of GPT-2 checkpoints. Imports no torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GPT2ConfigBuilder:
         """The model config; its ``hf_config`` has every key that the model reads.
 
         Raises:
-            ConfigError: a key is missing, or asks for what the model does not do.
+            ConfigError: a key is missing, or asks for a variant that the model does not support.
         """
         for key, value in _ONLY.items():
             if hf_config.get(key, value) != value:

@@ -1,4 +1,4 @@
-"""The tiny model that the conformance kit proves this family with. Imports no torch."""
+"""The tiny model for the conformance kit. Imports no torch."""
 
 from engine_core.testing import ConformanceCase
 
