@@ -1,9 +1,13 @@
-"""Real models for every test folder; ``make models`` fetches them."""
+"""Real models for every test folder (``make models`` fetches them), and processes that start fast."""
 
 import os
 from pathlib import Path
 
+import forkserver
 import pytest
+
+# The engine's own process, and each rank's.
+forkserver.spawn_from_here()
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -15,7 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import forkserver
 import httpx
+import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 GOLDEN = Path(__file__).parent / "golden" / "llama-gqa"
@@ -74,7 +76,7 @@ class ServerProcess:
     """
 
     def __init__(self, model: Path, *options: str, environment: dict[str, str] | None = None):
-        self.process = subprocess.Popen(
+        self.process = forkserver.Popen(
             [sys.executable, "-m", "engine_core.cli", "serve", str(model), "--port", "0", *options],
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             stderr=subprocess.PIPE,
@@ -103,6 +105,12 @@ class ServerProcess:
     def log(self) -> str:
         """The log written so far."""
         return "".join(self._lines[-200:])
+
+    @property
+    def engine_pid(self) -> int:
+        """The process that holds the model: the largest of the server's children."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return max(children, key=lambda child: child.memory_info().rss).pid
 
     def wait_ready(self, seconds: float = 60) -> Self:
         """Wait until it takes requests."""

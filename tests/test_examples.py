@@ -1,10 +1,10 @@
 """Every program in examples/ runs, is short, and does what it says."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -14,7 +14,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def _run(name: str) -> str:
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, f"examples/{name}"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 from typer.testing import CliRunner
 
@@ -26,7 +27,7 @@ def _bench(
     *arguments: str, model: Path = GOLDEN, code: int = 0
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "engine_core.cli", "bench", str(model)]
-    done = subprocess.run(
+    done = forkserver.run(
         [*command, "--kv-cache-memory", "64MiB", *arguments],
         env=ENVIRONMENT,
         capture_output=True,

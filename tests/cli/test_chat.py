@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import forkserver
 import pytest
 from serving import write_tiny_model
 
@@ -32,7 +33,7 @@ def _chat(
     model: Path, *lines: str, arguments: list[str] = GREEDY, code: int = 0
 ) -> tuple[list[str], str]:
     """The answers to ``lines``, and what was written to stderr."""
-    done = subprocess.run(
+    done = forkserver.run(
         [*COMMAND, str(model), *arguments],
         input="".join(f"{line}\n" for line in lines),
         env=ENVIRONMENT,
@@ -203,7 +204,7 @@ class Terminal:
 @contextmanager
 def terminal(model: Path, state: Path, *arguments: str) -> Iterator[Terminal]:
     master, slave = pty.openpty()
-    with subprocess.Popen(
+    with forkserver.Popen(
         [*COMMAND, str(model), *arguments],
         env={**ENVIRONMENT, "XDG_STATE_HOME": str(state)},
         stdin=slave,

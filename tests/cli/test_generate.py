@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 from serving import write_tiny_model
 
@@ -23,7 +24,7 @@ TOKENS = [*GREEDY, "--skip-tokenizer-init", "--dtype", "float32", "--ignore-eos"
 def _generate(
     model: Path, *arguments: str, stdin: str = "", code: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
+    done = forkserver.run(
         [*COMMAND, str(model), *arguments],
         input=stdin,
         env=ENVIRONMENT,
@@ -116,7 +117,7 @@ def test_error_is_one_line() -> None:
 def test_a_full_disk_is_one_line(form: tuple[str, ...], unbuffered: str) -> None:
     ids, _ = _golden("short")
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
+        done = forkserver.run(
             [*COMMAND, str(GOLDEN), "--token-ids", ids, "--token-ids", ids, *form, *TOKENS],
             env={**ENVIRONMENT, "PYTHONUNBUFFERED": unbuffered},
             stdout=full,
@@ -153,7 +154,7 @@ def test_only_a_line_feed_ends_a_prompt(where: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes(text.encode())
     arguments = ["--json", "--max-tokens", "1", *GREEDY]
-    done = subprocess.run(
+    done = forkserver.run(
         [*COMMAND, str(model), "--prompt-file", "-" if where == "stdin" else str(file), *arguments],
         input=file.read_bytes(),
         env=ENVIRONMENT,
@@ -200,7 +201,7 @@ def test_chat_applies_the_template() -> None:
 
 @pytest.mark.slow
 def test_interrupt_leaves_quietly() -> None:
-    with subprocess.Popen(
+    with forkserver.Popen(
         [*COMMAND, str(SMOLLM2), "Once", *GREEDY, "--max-tokens", "none", "--ignore-eos"],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,

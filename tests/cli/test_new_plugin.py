@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import forkserver
 import pytest
 from typer.testing import CliRunner
 
@@ -69,7 +70,7 @@ def test_the_package_passes_the_conformance_kit_unchanged(
     target.mkdir()
     environment = installed(project, target)
 
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
         cwd=project,
         env=environment,
@@ -81,7 +82,7 @@ def test_the_package_passes_the_conformance_kit_unchanged(
     assert " passed" in done.stdout
 
     command = [sys.executable, "-m", "engine_core.cli", "plugins", "--json"]
-    listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    listed = forkserver.run(command, env=environment, capture_output=True, text=True, check=True)
     reports = {report["name"]: report for report in json.loads(listed.stdout)}
     assert reports["marigold"]["distribution"] == "engine-core-marigold"
     assert reports["marigold"]["architectures"] == ["MarigoldForCausalLM"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 import torch
 from golden_fixtures import GOLDEN, GoldenPrompt, golden_llm, golden_prompts, greedy_params
@@ -53,7 +54,7 @@ def _trace(
     ids = ",".join(map(str, prompt.input_ids))
     options = ["--skip-tokenizer-init", "--kv-cache-memory", "64MiB", "--dtype", "float32"]
     sampling = ["--temperature", "0", "--ignore-eos", "--max-tokens", "4"]
-    done = subprocess.run(
+    done = forkserver.run(
         [*command, "--token-ids", ids, *options, *sampling, *arguments],
         env=ENVIRONMENT,
         capture_output=True,

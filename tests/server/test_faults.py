@@ -70,12 +70,6 @@ async def complete(client: httpx.AsyncClient, job: Job) -> None:
     assert answered(response.json()["choices"]) == job.answers, job
 
 
-def engine_pid(server: ServerProcess) -> int:
-    """The process that holds the model: the largest of the server's children."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return max(children, key=lambda child: child.memory_info().rss).pid
-
-
 def open_stream(
     server: ServerProcess, body: dict[str, Any], receive_buffer: int | None = None
 ) -> socket.socket:
@@ -191,7 +185,7 @@ def test_the_engine_process_is_killed(tiny_model: Path) -> None:
                 # An error before a stream's first token is an answer with a status of its own.
                 while len(streaming) < 2 or server.metric("engine_core_requests_running") < 16:
                     await asyncio.sleep(0.01)
-                os.kill(engine_pid(server), signal.SIGKILL)
+                os.kill(server.engine_pid, signal.SIGKILL)
 
             await asyncio.gather(whole(), whole(), streamed(), streamed(), kill())
 

@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import httpx
 import pytest
 from serving import ServerProcess
@@ -110,12 +110,9 @@ def test_a_deadline_and_the_death_of_the_engine(tiny_model: Path) -> None:
         assert "tokens generated" in answer.json()["error"]["message"]
         server.wait_for("engine_core_requests_running", 0)
 
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-        pids = [int(pid) for pid in children.read_text().split()]
-        engine = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=many, timeout=60)
         server.wait_for("engine_core_requests_running", 3)
-        os.kill(engine[0], signal.SIGKILL)
+        os.kill(server.engine_pid, signal.SIGKILL)
         error = whole.result().json()["error"]
         assert error["code"] == "engine_dead"
         assert "SIGKILL" in error["message"]
@@ -124,7 +121,7 @@ def test_a_deadline_and_the_death_of_the_engine(tiny_model: Path) -> None:
 
 
 def _run(*arguments: str) -> tuple[int, str]:
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, "-m", "engine_core.cli", *arguments],
         capture_output=True,
         text=True,
@@ -156,7 +153,7 @@ main()
 
 def test_listens_before_it_says_so(tmp_path: Path) -> None:
     """Whoever waits for the line may connect at once (the handler runs before the next await)."""
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, "-c", _CONNECTS_WHEN_TOLD, "serve", str(tmp_path), "--port", "0"],
         capture_output=True,
         text=True,
@@ -197,7 +194,7 @@ def test_what_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_chat_talks_to_a_running_server(server: ServerProcess) -> None:
-    done = subprocess.run(
+    done = forkserver.run(
         [
             *(sys.executable, "-m", "engine_core.cli", "chat", "--url", f"{server.url}/v1"),
             *("--temperature", "0", "--max-tokens", "8"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     command += ["-p", "no:cacheprovider", "--pyargs", "engine_core.testing", *arguments]
     paths = os.pathsep.join([str(folder / "site"), str(ROOT)])
     (folder / "empty").mkdir(exist_ok=True)
-    return subprocess.run(
+    return forkserver.run(
         command,
         capture_output=True,
         text=True,

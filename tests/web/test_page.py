@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import subprocess
 import sys
 import time
 import urllib.error
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forkserver
 import pytest
 from slow_llama import OPTIONS as SLOW
 
@@ -919,7 +919,7 @@ def smollm2_server(browser: object, smollm2_gguf: Path, tmp_path: Path) -> Itera
     log = tmp_path / "server.log"
     with (
         log.open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=output) as server,
+        forkserver.Popen(command, stdout=output, stderr=output) as server,
     ):
         try:
             deadline = time.monotonic() + 120
