@@ -1,4 +1,4 @@
-"""Real models for every test folder (``make models`` fetches them), and processes that start fast."""
+"""Real models for every test folder, which ``make models`` fetches, and quick processes."""
 
 import os
 from pathlib import Path

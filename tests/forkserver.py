@@ -42,6 +42,10 @@ PRELOADED = (
     *("torch", "torch.distributed", "torch.multiprocessing", "numba", "llguidance", "uvloop"),
     *("fastapi", "uvicorn", "httptools", "prometheus_client", "rich", "typer", "gguf"),
     *("engine_core.engine.llm", "engine_core.server.app", "engine_core.cli.app"),
+    *(f"engine_core.kernels.{name}.numba" for name in ("activation", "attention", "norm")),
+    *("engine_core.kernels.rotary_store.numba", "engine_core.kernels.compiled.numbers"),
+    *("numba.core.ccallback", "numba.np.arrayobj", "numba.np.linalg", "numba.np.random"),
+    *("numba.np.polynomial", "numba.typed.typeddict", "numba.cpython.setobj", "email.policy"),
 )
 # What begins so is read when a library is imported, or when Python starts.
 _FIXED = (
@@ -308,6 +312,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     spawn_from_here()
+    atexit.register(_leave)
 
     _, first, *rest = request["arguments"]
     if first == "-m":
@@ -325,6 +330,16 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         main.__file__ = first
         code = compile(Path(first).read_bytes(), first, "exec")
     exec(code, main.__dict__)
+
+
+def _leave() -> None:
+    """Collect what is garbage, the last of all at exit.
+
+    An engine that closes unfreezes everything. Python would look through all that was imported
+    several times over, which takes longer than most commands.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _stream(number: int, mode: str, unbuffered: bool) -> io.TextIOWrapper:
