@@ -1,12 +1,13 @@
 """Settings that every test folder shares.
 
-Tests marked ``gpu`` are skipped on a machine without one. There Triton is to interpret its kernels,
-and it decides at its import, which any test may cause.
+Tests marked ``gpu`` are not collected on a machine without one; the head of the report says so.
+There Triton is to interpret its kernels, and it decides at its import, which any test may cause.
 """
 
 import os
 import signal
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,22 +24,51 @@ with suppress(ImportError):  # a machine with a GPU may run its tests without hy
     settings.load_profile("engine-core")
 
 
-def pytest_configure() -> None:
+_LEFT_OUT = pytest.StashKey[set[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Let interrupts through to the commands that tests start.
 
     A shell without job control has what it starts in the background ignore them, and its children.
     """
+    config.stash[_LEFT_OUT] = set()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA GPU if there is none."""
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu:
-        return
+@cache
+def _has_gpu() -> bool:
     import torch
 
-    if not torch.cuda.is_available():
-        for item in gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    return torch.cuda.is_available()
+
+
+def _needs_gpu(marked: object) -> bool:
+    marks = getattr(marked, "pytestmark", [])
+    return any(mark.name == "gpu" for mark in (marks if isinstance(marks, list) else [marks]))
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> object:
+    """Make no cases of a function, class or module that needs a CUDA GPU if there is none."""
+    if not name.startswith(("test", "Test")):
+        return None
+    module = getattr(collector.getparent(pytest.Module), "obj", None)
+    if (_needs_gpu(obj) or _needs_gpu(module)) and not _has_gpu():
+        collector.config.stash[_LEFT_OUT].add(f"{collector.nodeid}::{name}")
+        return []
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the single cases that need a CUDA GPU if there is none."""
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and not _has_gpu():
+        config.stash[_LEFT_OUT].update(item.nodeid for item in gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
+    """Say how many tests were left out."""
+    left_out = len(config.stash[_LEFT_OUT])
+    return f"left out: {left_out} tests that need a CUDA GPU" if left_out else None

@@ -34,6 +34,9 @@ def launch_device() -> str:
         "triton was imported before tests/kernels/conftest.py set TRITON_INTERPRET=1; "
         "find the test that imports it, or run with TRITON_INTERPRET=1 set"
     )
+    from interpreter import quicken
+
+    quicken()
     return "cpu"
 
 
