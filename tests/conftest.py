@@ -1,6 +1,8 @@
 """Real models for every test folder, which ``make models`` fetches, and quick processes."""
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import forkserver
@@ -10,6 +12,15 @@ import pytest
 forkserver.spawn_from_here()
 
 REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """Collections look at what the test has made alone, for a test that needs many of them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -350,7 +350,7 @@ def _stream(number: int, mode: str, unbuffered: bool) -> io.TextIOWrapper:
         binary,
         encoding=was.encoding,
         errors=was.errors,
-        line_buffering=number == 2 or binary.isatty(),
+        line_buffering=not unbuffered and (number == 2 or binary.isatty()),
         write_through=unbuffered,
     )
     stream.mode = mode  # type: ignore[misc]

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine_core.cache import NULL_BLOCK, BlockPool
+from examples import examples
 
 
 def test_hands_out_every_block_but_the_null_block() -> None:
@@ -164,6 +165,6 @@ class PoolAgainstLists(RuleBasedStateMachine):
 
 
 PoolAgainstLists.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
+    max_examples=examples(60), stateful_step_count=30, deadline=None
 )
 TestPoolAgainstLists = PoolAgainstLists.TestCase

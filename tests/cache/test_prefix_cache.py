@@ -16,6 +16,7 @@ from engine_core.cache import (
     longest_cached_prefix,
 )
 from engine_core.configs import CacheConfig, KVCacheSpec
+from examples import examples
 
 
 def block_keys(
@@ -97,7 +98,7 @@ tokens_and_spans = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(tokens_and_spans, tokens_and_spans)
 def test_keys_are_equal_just_if_what_they_stand_for_is(
     one: tuple[list[int], tuple[tuple[int, int], ...], tuple[object, ...]],
@@ -191,7 +192,7 @@ def test_a_window_needs_only_what_it_sees() -> None:
     assert longest_cached_prefix([cache_group], keys, 9) == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     cached=st.lists(st.booleans(), min_size=1, max_size=10),
     block_size=st.integers(1, 4),

@@ -33,6 +33,7 @@ from engine_core.kernels import (
 )
 from engine_core.kernels.attention import reference
 from engine_core.kernels.compiled import Kernel, threads
+from examples import examples
 
 numbers: Any = pytest.importorskip(
     "engine_core.kernels.compiled.numbers", reason="numba is not installed", exc_type=ImportError
@@ -206,7 +207,7 @@ def test_threads_share_rows_of_bfloat16(share_among: Callable[[int], None]) -> N
 
 
 @settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

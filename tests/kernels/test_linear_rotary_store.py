@@ -15,8 +15,8 @@ from engine_core.kernels import Undivided, linear_rotary_store
 ROWS = 5
 SHAPES: list[dict[str, int]] = [
     {"heads": 4, "kv_heads": 2, "head_dim": 16},
-    {"heads": 3, "kv_heads": 1, "head_dim": 64},
-    {"heads": 7, "kv_heads": 1, "head_dim": 24},
+    {"heads": 2, "kv_heads": 1, "head_dim": 64},
+    {"heads": 5, "kv_heads": 1, "head_dim": 24},
 ]
 TILES: list[dict[str, Any]] = [
     {"block_n": 16, "block_k": 32},

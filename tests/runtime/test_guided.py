@@ -19,6 +19,7 @@ from engine_core.runtime.guided import GrammarCompiler, Guide
 from engine_core.runtime.sampler import Sampler
 from engine_core.runtime.sampler.transforms import apply_bitmask
 from engine_core.text import FastTokenizer, token_bytes
+from examples import examples
 
 TOKENIZER = FastTokenizer(backend(), special_tokens={}, chat_templates={})
 TOKENS = token_bytes(TOKENIZER)
@@ -56,7 +57,7 @@ CHOICES = st.sets(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(choice=CHOICES, seed=st.integers(0, 1000))
 def test_a_walk_through_a_finite_language_reaches_a_text_of_it(choice: set[str], seed: int) -> None:
     """Whatever is allowed leads on, and every text can be reached in the tokenizer's own tokens.
@@ -227,7 +228,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schema=SCHEMAS, seed=st.integers(0, 2**16))
 def test_any_walk_through_any_schema_ends_in_what_it_allows(
     schema: dict[str, Any], seed: int

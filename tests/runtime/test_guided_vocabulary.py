@@ -11,6 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from engine_core.text import FastTokenizer, Tokenizer, load_tokenizer, token_bytes
+from examples import examples
 
 TOKENIZERS = Path(__file__).parents[2] / ".cache" / "tokenizers"
 
@@ -49,7 +50,7 @@ MADE = {"byte-fallback": byte_fallback(), "word pieces": word_pieces()}
 
 
 @pytest.mark.parametrize("name", MADE)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(data=st.data())
 def test_bytes_put_together_are_the_text(name: str, data: st.DataObject) -> None:
     tokenizer = MADE[name]

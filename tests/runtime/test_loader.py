@@ -149,6 +149,7 @@ def test_what_a_family_makes_of_a_tensor_is_not_taken_for_another_that_is_gone(
 TIED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize("copies", [1, 2])
 def test_no_tensor_is_kept_longer_than_it_takes_to_load_it(copies: int) -> None:
     """Not even one whose parameter another may be for: on a GPU it would take memory there."""

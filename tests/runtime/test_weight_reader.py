@@ -272,6 +272,7 @@ def test_no_more_is_read_ahead_than_there_may_be(ahead: int) -> None:
     assert len(file.begun) == len(nbytes)
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_only_the_consumer_keeps_a_tensor(tmp_path: Path) -> None:
     write_shards(tmp_path, [[("float32", (50,))] * 20])
     count = 0

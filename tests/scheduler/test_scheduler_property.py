@@ -12,6 +12,7 @@ from engine_core.cache import KVCacheGroup
 from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Scheduler
+from examples import examples
 
 
 @st.composite
@@ -112,13 +113,13 @@ def run_and_verify(workload: Workload) -> None:
         event("repeat")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads(scarce=False))
 def test_every_request_gives_what_it_gives_alone(workload: Workload) -> None:
     run_and_verify(workload)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads(scarce=True))
 def test_every_request_gives_what_it_gives_alone_when_blocks_are_scarce(
     workload: Workload,

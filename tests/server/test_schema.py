@@ -1,6 +1,6 @@
 """schemathesis over the OpenAPI document: whatever is sent, the answer is one that it declares.
 
-``ENGINE_CORE_TEST_SCHEMA_EXAMPLES`` says how many bodies an operation gets; 200 if not set.
+``ENGINE_CORE_TEST_SCHEMA_EXAMPLES`` says how many bodies an operation gets; 60 if not set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from serving import ServerProcess
 
 HERE = Path(__file__).parent
-EXAMPLES = os.environ.get("ENGINE_CORE_TEST_SCHEMA_EXAMPLES", "200")
+EXAMPLES = os.environ.get("ENGINE_CORE_TEST_SCHEMA_EXAMPLES", "60")
 
 
 @pytest.mark.slow
