@@ -25,24 +25,21 @@ print(json.dumps({
     "through": sys.stdout.write_through, "line": sys.stderr.line_buffering,
     "interrupt": str(__import__("signal").getsignal(2)),
     "open": sorted(os.listdir("/proc/self/fd")),
-    "threads": __import__("torch").get_num_threads(), "read": sys.stdin.read(),
+    "read": sys.stdin.read(),
 }))
 """
 
 
-def forked() -> None:
+@pytest.fixture(autouse=True)
+def _forked() -> None:
     if forkserver.server() is None:
         pytest.skip("every process is its own here")
 
 
-@pytest.fixture(autouse=True)
-def _forked() -> None:
-    forked()
-
-
-@pytest.mark.parametrize("form", ["command", "file", "module"])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("session", [False, True])
+@pytest.mark.parametrize(
+    ("form", "unbuffered", "session"),
+    [("command", "", False), ("command", "1", True), ("file", "1", False), ("module", "", True)],
+)
 def test_it_finds_what_a_process_of_its_own_finds(
     tmp_path: Path, form: str, unbuffered: str, session: bool
 ) -> None:
