@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_RETRIES ?= 5
 export PIP_DEFAULT_TIMEOUT ?= 60
 
-.PHONY: help demo models test lint types imports unit browser soak test-gpu bench-gpu bench-cpu bench-kernels clean
+.PHONY: help demo models test check lint types imports fast unit browser soak test-gpu bench-gpu bench-cpu bench-kernels clean
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 
@@ -39,6 +39,8 @@ models: $(VENV)/.created ## Fetch the models and tokenizers that the tests use.
 	@$(BIN)/python scripts/fetch_models.py --cache $(CACHE)
 
 test: lint types imports unit ## Run every check; CI runs this.
+
+check: lint imports types fast ## Answer in two minutes: style, imports, types and the fast tests.
 
 lint: $(VENV)/.test ## Check style and formatting.
 	$(BIN)/ruff check .
@@ -56,16 +58,24 @@ browser: ## Install Chromium for the tests of the web page, where apt can.
 		echo "installing Chromium"; apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium >/dev/null; \
 	else echo "no Chromium: the tests of the web page are skipped"; fi
 
-# A process a core with one thread each: the models are too small to be worth two.
-unit: $(VENV)/.test models browser ## Run the tests; ARGS goes to pytest.
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal $(ARGS)
+# A process per core with one thread each: the models are too small to be worth two.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 
-# The first two run side by side: on two cores all of it takes about twelve minutes.
-soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, then thousands of odd bodies.
+# What holds the engine together. Kernels, servers, commands and whole models take longer.
+FAST := $(addprefix tests/,cache configs nn parsers registry runtime scheduler text test_imports.py)
+fast: $(VENV)/.test models
+	$(PYTEST) -m 'not slow' $(FAST) $(ARGS)
+
+unit: $(VENV)/.test models browser ## Run the tests; ARGS goes to pytest.
+	$(PYTEST) --durations 15 --durations-min 5 $(ARGS)
+
+# The first two run side by side: on two cores all of it takes about a quarter of an hour.
+soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, then every random example.
 	export OMP_NUM_THREADS=1; \
 	ENGINE_CORE_SOAK_SECONDS=600 $(BIN)/pytest -s tests/soak/test_server_soak.py & server=$$!; \
 	ENGINE_CORE_SOAK_SECONDS=300 $(BIN)/pytest -s tests/soak/test_engine_soak.py; wait $$server
 	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_SCHEMA_EXAMPLES=2000 $(BIN)/pytest tests/server/test_schema.py
+	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m hypothesis
 
 test-gpu: $(VENV)/.test models ## Run the tests that need a CUDA GPU.
 	$(BIN)/pytest -m gpu $(ARGS)

@@ -198,7 +198,8 @@ def run(
     return done
 
 
-_spawn = multiprocessing.util.spawnv_passfds
+# multiprocessing's own, for a test that is about processes that inherit nothing.
+spawn_afresh = multiprocessing.util.spawnv_passfds
 
 
 def spawn_from_here() -> None:
@@ -214,7 +215,7 @@ def _spawned(path: bytes, command: list[Any], passed: Sequence[int]) -> int:
         or (known := server()) is None
         or not known.offers(environment)
     ):
-        return _spawn(path, command, passed)
+        return spawn_afresh(path, command, passed)
     return known.fork(
         [(number, number) for number in {0, 1, 2, *map(int, passed)}],
         arguments=[sys.executable, *words[words.index("-c") :]],

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from random_examples import examples
 
 from engine_core.cache import NULL_BLOCK, BlockPool
-from examples import examples
 
 
 def test_hands_out_every_block_but_the_null_block() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine_core.cache import (
     BlockKey,
@@ -16,7 +17,6 @@ from engine_core.cache import (
     longest_cached_prefix,
 )
 from engine_core.configs import CacheConfig, KVCacheSpec
-from examples import examples
 
 
 def block_keys(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.util
 import os
 import signal
 from pathlib import Path
 
+import forkserver
 import pytest
 from golden_fixtures import GOLDEN, golden_prompts
 
@@ -80,8 +81,11 @@ def test_a_rank_whose_neighbour_is_gone_ends_quietly(
     assert capfd.readouterr().err == ""
 
 
-def test_a_custom_module_map_reaches_every_rank(tmp_path: Path) -> None:
+def test_a_custom_module_map_reaches_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No environment variable, no fork: each process reads the file itself."""
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", forkserver.spawn_afresh)
     prompt = golden_prompts("llama-gqa")[2]
     file = tmp_path / "my_family.py"
     file.write_text(

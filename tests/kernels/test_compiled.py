@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_cases import TOLERANCE, Paged, error, make_paged
+from random_examples import examples
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -33,7 +34,6 @@ from engine_core.kernels import (
 )
 from engine_core.kernels.attention import reference
 from engine_core.kernels.compiled import Kernel, threads
-from examples import examples
 
 numbers: Any = pytest.importorskip(
     "engine_core.kernels.compiled.numbers", reason="numba is not installed", exc_type=ImportError

@@ -13,13 +13,13 @@ import torch
 from guided_model import VOCAB, backend
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine_core.configs import GuidedParams, SamplingParams
 from engine_core.runtime.guided import GrammarCompiler, Guide
 from engine_core.runtime.sampler import Sampler
 from engine_core.runtime.sampler.transforms import apply_bitmask
 from engine_core.text import FastTokenizer, token_bytes
-from examples import examples
 
 TOKENIZER = FastTokenizer(backend(), special_tokens={}, chat_templates={})
 TOKENS = token_bytes(TOKENIZER)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from engine_core.text import FastTokenizer, Tokenizer, load_tokenizer, token_bytes
-from examples import examples
 
 TOKENIZERS = Path(__file__).parents[2] / ".cache" / "tokenizers"
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from paged_fake_runner import FakeRunner, Job, Workload
+from random_examples import examples
 
 from engine_core.cache import KVCacheGroup
 from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Scheduler
-from examples import examples
 
 
 @st.composite
