@@ -139,6 +139,9 @@ def test_what_is_read_at_an_import_makes_it_a_process_of_its_own() -> None:
 
 
 def test_spawned_in_this_process_is_a_child_of_this_process() -> None:
+    server = forkserver.server()
+    assert server is not None
+    assert server.offers(dict(os.environ)), "an import has set a variable that forbids it"
     process = multiprocessing.get_context("spawn").Process(target=os.getppid)
     process.start()
     assert process in multiprocessing.active_children()
