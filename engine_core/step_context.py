@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,6 @@ class BuildContext:
         tp_rank: this process's rank among those that share the model.
         tp_size: how many processes share it.
         process_group: their ``torch.distributed`` group; None if ``tp_size`` is 1.
-        quantization: how the loader quantises the layers, "int8" or "int4"; None for not at all.
         deterministic: whether the layers give a token the same values, bit for bit, whatever else
             is computed beside it.
     """
@@ -38,7 +37,6 @@ class BuildContext:
     tp_rank: int = 0
     tp_size: int = 1
     process_group: Any = None
-    quantization: Literal["int8", "int4"] | None = None
     deterministic: bool = False
 
 

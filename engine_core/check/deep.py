@@ -130,8 +130,12 @@ class DeepModel:
         """The model with its weights."""
         source = self.source
         context = BuildContext(dtype=source.dtype)
-        network = build_on_meta(source.model_class, source.model_config, context)
-        load_weights(network, source.checkpoint, source.name, source.device)
+        # Weights that a tool quantised can be read in its scheme alone; others are compared plain.
+        scheme = source.scheme if source.scheme and source.scheme.settings is not None else None
+        network = build_on_meta(source.model_class, source.model_config, context, scheme)
+        load_weights(
+            network, source.checkpoint, source.name, source.device, pack=scheme is not None
+        )
         processor = self._registry.input_processor(source.model_config)
         return TinyModel(network, processor, source.device)
 

@@ -59,17 +59,19 @@ from engine_core.errors import (
     WeightsMismatchError,
 )
 from engine_core.nn.attention import Attention
+from engine_core.nn.quantization import QuantizationScheme
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
-from engine_core.runtime.loader import build_on_meta, check_weights, keep_blocks
+from engine_core.runtime.loader import build_on_meta, check_weights
 from engine_core.runtime.memory import CachePlan, check_memory, plan_cache
 from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.source import (
     check_deterministic,
     check_revision,
+    find_scheme,
     open_files,
+    option_scheme,
     read_config,
-    refuse_quantized,
 )
 from engine_core.runtime.worker import complete_context
 from engine_core.step_context import BuildContext
@@ -149,6 +151,7 @@ class _Check:
     checkpoint: Checkpoint | None = None
     model_config: ModelConfig | None = None
     model_class: type | None = None
+    scheme: QuantizationScheme | None = None
     dtype: str | None = None
     tokenizer: Tokenizer | None = None
     network: nn.Module | None = None
@@ -198,19 +201,24 @@ class _Check:
 
     def _open(self, registry: Registry, device: torch.device) -> None:
         with self._collecting():
-            checkpoint = open_files(self.model, self.config, registry, device, convert=False)
+            self.scheme = option_scheme(self.config, registry, device)
+        with self._collecting():
+            checkpoint = open_files(
+                self.model, self.config, registry, device, self.scheme, convert=False
+            )
             _ = checkpoint.headers  # Those of a .bin file are read only now.
             self.checkpoint = checkpoint
             return
         if self.path is not None and self.path.is_dir():
             # The weights are unusable, but more may be said about config and tokenizer.
             with self._collecting():
-                config = self.config.replace(load_format="dummy", quantization=None)
+                config = self.config.replace(load_format="dummy")
                 self.checkpoint = open_files(self.model, config, registry, device)
 
     def _understand(self, registry: Registry, checkpoint: Checkpoint) -> None:
+        device = self.device or torch.device("cpu")
         with self._collecting("quantization-unsupported"):
-            refuse_quantized(checkpoint.hf_config)
+            self.scheme = find_scheme(checkpoint.hf_config, self.scheme, registry, device)
         with self._collecting():
             self.model_config = read_config(registry, checkpoint)
         if self.model_config is None:
@@ -219,7 +227,6 @@ class _Check:
             self.model_class = registry.model_class(self.model_config.architecture)
         with self._collecting():
             registry.input_processor(self.model_config)
-        device = self.device or torch.device("cpu")
         self.dtype = platform.resolve_dtype(self.config, device, self.model_config.dtype)
         self._check_special_ids(self.model_config, checkpoint)
         with self._collecting("generation-config-invalid"):
@@ -311,7 +318,7 @@ class _Check:
                 self.config,
                 getattr(torch, dtype),
             )
-            self.network = build_on_meta(self.model_class, model_config, context)
+            self.network = build_on_meta(self.model_class, model_config, context, self.scheme)
         max_model_len = None
         with self._collecting():
             max_model_len = find_max_model_len(model_config, self.config, self.model)
@@ -328,8 +335,8 @@ class _Check:
                         "checkpoint has both: if they differ, it will be refused",
                         pair,
                     )
-                if self.config.quantization == "gguf":
-                    keep_blocks(self.network, checkpoint, account)
+                if self.scheme is not None:
+                    self.scheme.match(self.network, checkpoint, account)
             except WeightsMismatchError as error:
                 self._add_mismatch(error)
             except EngineError as error:

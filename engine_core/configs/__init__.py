@@ -12,7 +12,7 @@ from engine_core.lazy import lazy_names
 if TYPE_CHECKING:
     from engine_core.configs.builder import ConfigBuilder, DefaultConfigBuilder, check_kinds
     from engine_core.configs.cache import CacheConfig, KVCacheSpec
-    from engine_core.configs.engine import EngineConfig, Quantization
+    from engine_core.configs.engine import EngineConfig
     from engine_core.configs.hf_config import HFConfig
     from engine_core.configs.model import ModelConfig
     from engine_core.configs.rope import longest_sequence, refuse_partial_rotary, rope_keys
@@ -30,7 +30,6 @@ _HOMES = {
     "HFConfig": "engine_core.configs.hf_config",
     "KVCacheSpec": "engine_core.configs.cache",
     "ModelConfig": "engine_core.configs.model",
-    "Quantization": "engine_core.configs.engine",
     "SamplingParams": "engine_core.configs.sampling",
     "SchedulerConfig": "engine_core.configs.scheduler",
     "SentencePieceFormat": "engine_core.configs.tokenizer",
@@ -50,7 +49,6 @@ __all__ = [
     "HFConfig",
     "KVCacheSpec",
     "ModelConfig",
-    "Quantization",
     "SamplingParams",
     "SchedulerConfig",
     "SentencePieceFormat",

@@ -33,7 +33,6 @@ def _paths(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-Quantization = Literal["int8", "int4", "gguf"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
 
@@ -116,9 +115,11 @@ class EngineConfig(FrozenConfig):
     tensor_parallel_size: int = Field(
         default=1, gt=0, description="Processes, or GPUs, that share the model."
     )
-    quantization: Quantization | None = Field(
+    quantization: str | None = Field(
         default=None,
-        description="Fewer bits a weight, on a CPU: int8 or int4 at load, or a GGUF file's own.",
+        min_length=1,
+        description="Fewer bits a weight. On a CPU int8 or int4 at load, or gguf for a GGUF file's "
+        "own; packages may add names.",
     )
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of dummy weights and of requests without one."

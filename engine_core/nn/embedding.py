@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,9 +12,25 @@ from torch import Tensor, nn
 from engine_core.kernels import linear
 from engine_core.nn.distributed import all_gather_last_dim, all_reduce
 from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
-from engine_core.nn.packing import MatrixModule
-from engine_core.nn.quantization import Int8Matrix
+from engine_core.nn.packing import MatrixModule, PackedMatrix
 from engine_core.step_context import current_build_context
+
+
+class VocabularyMatrix(PackedMatrix, Protocol):
+    """A packed matrix whose rows can be looked up, because embedding and head may share it."""
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Rows of the matrix: ids ``[...]`` int64 to ``[..., hidden]``."""
+
+
+class VocabularyMethod(Protocol):
+    """What a quantisation scheme makes of the vocabulary's matrix."""
+
+    def pack(self, weight: Tensor) -> VocabularyMatrix:
+        """The matrix that takes the place of the loaded ``weight``."""
+
+    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
+        """Bytes of that matrix, under ``"weight"``."""
 
 
 class VocabularySplit(MatrixModule):
@@ -19,8 +38,10 @@ class VocabularySplit(MatrixModule):
 
     Attributes:
         dtype: of the weight as it was built, and of the activations.
-        quantized: whether the matrix is to be packed in 8 bits; set by the loader.
+        method: how the matrix is packed once it is loaded; None to leave it as it is.
     """
+
+    method: VocabularyMethod | None = None
 
     def __init__(
         self,
@@ -32,7 +53,6 @@ class VocabularySplit(MatrixModule):
         super().__init__()
         self.context = current_build_context()
         self.dtype = dtype or self.context.dtype or torch.get_default_dtype()
-        self.quantized = False
         self.vocab_size = vocab_size
         self.rows = -(-vocab_size // self.context.tp_size)
         self.first = self.context.tp_rank * self.rows
@@ -70,8 +90,9 @@ class Embedding(VocabularySplit):
         return all_reduce(out.masked_fill(outside.unsqueeze(-1), 0), self.context)
 
     def _take(self, rows: Tensor) -> Tensor:
-        if isinstance(self.packed, Int8Matrix):
-            return self.packed.take(rows)
+        if self.packed is not None:
+            taken: Tensor = self.packed.take(rows)  # type: ignore[attr-defined]
+            return taken
         return F.embedding(rows, self.weight)
 
 

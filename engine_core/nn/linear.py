@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,9 @@ class LinearMethod(Protocol):
     def process_after_load(self, layer: Linear) -> None:
         """Repack the loaded weights for :meth:`apply`, if that is worth it."""
 
+    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
+        """Bytes that :meth:`process_after_load` makes of each parameter that it replaces."""
+
     def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x [..., in_features] @ weight.T + bias``."""
 
@@ -50,6 +54,10 @@ class UnquantizedLinearMethod:
         """Make ``layer.weight``."""
         weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         layer.add_parameter("weight", weight, input_dim=1)
+
+    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
+        """Nothing: another layout takes as many bytes."""
+        return {}
 
     def pack(self, weight: Tensor) -> PackedMatrix | None:
         """What to multiply by instead of the loaded ``weight``, or None to leave it as it is."""
@@ -76,6 +84,21 @@ class _Part:
     start: int
     size: int
     offset: int
+
+    def in_elements(self, rows: int) -> _Part:
+        """The part counted in elements of ``rows`` rows each; the last may be for fewer.
+
+        Raises:
+            IndivisibleError: the part, or this rank's share of it, begins or ends in an element.
+        """
+        ragged = self.size % rows and self.start + self.size != self.total
+        if self.start % rows or self.offset % rows or ragged:
+            raise IndivisibleError(
+                f"rows {self.start} to {self.start + self.size} of a linear's {self.total} do not "
+                f"begin and end at elements that hold {rows} rows each"
+            )
+        return _Part(-(-self.total // rows), self.start // rows, -(-self.size // rows),
+                     self.offset // rows)  # fmt: skip
 
 
 class Linear(MatrixModule):
@@ -137,60 +160,146 @@ class Linear(MatrixModule):
 
     def set_method(self, method: LinearMethod) -> None:
         """Take another arithmetic before anything is loaded."""
-        device = self.weight.device
-        del self.weight
+        names = [name for name in self._parameters if name != "bias"]
+        device = self.get_parameter(names[0]).device
+        for name in names:
+            delattr(self, name)
         self.method = method
         method.create_weights(self, self.in_features, self.out_features, self.dtype, device)
 
-    def add_parameter(self, name: str, data: Tensor, input_dim: int | None = None) -> None:
-        """Register a parameter whose dimension 0 is the output and which loads by parts."""
+    @property
+    def num_parts(self) -> int:
+        """Linears that this one is merged of, each of which the checkpoint has by itself."""
+        return len(self._parts)
+
+    def add_parameter(
+        self,
+        name: str,
+        data: Tensor,
+        *,
+        output_dim: int | None = 0,
+        input_dim: int | None = None,
+        packed_dim: int | None = None,
+        pack_factor: int = 1,
+        group_size: int = 1,
+    ) -> None:
+        """Register a parameter that loads by parts and that the ranks share out.
+
+        A rank keeps its own output rows, or of a rowwise linear its own inputs. The arguments stay
+        with the parameter as attributes of the same names.
+
+        Args:
+            name: the attribute that it becomes.
+            data: of this rank's shape.
+            output_dim: dimension of the output rows. None if they have no elements of their own, as
+                of a scale for a whole tensor or an order of inputs: dimension 0 then counts the
+                :attr:`num_parts`, and the checkpoint has a tensor of the other dimensions for each.
+            input_dim: dimension of the inputs; None if every rank keeps all of them.
+            packed_dim: ``output_dim`` or ``input_dim``, if elements stand for several numbers along
+                it.
+            pack_factor: how many, such as 8 for 4-bit numbers in int32.
+            group_size: inputs that share an element, such as of scales.
+
+        Raises:
+            IndivisibleError: a part, or a rank's share, begins or ends inside an element.
+            ValueError: ``data`` is of another size than they say.
+        """
+        packs = [pack_factor if dim == packed_dim else 1 for dim in (output_dim, input_dim)]
+        if packed_dim is not None and packed_dim not in (output_dim, input_dim):
+            raise ValueError(f"{name}: packed_dim {packed_dim} is neither output_dim nor input_dim")
+        if output_dim is None:
+            parts = {key: _Part(1, 0, 1, index) for index, key in enumerate(self._parts)}
+        else:
+            parts = {key: part.in_elements(packs[0]) for key, part in self._parts.items()}
+        sizes = {output_dim or 0: sum(part.size for part in parts.values())}
+        if input_dim is not None:
+            inputs = group_size * packs[1]
+            if self.rowwise and self.context.tp_size > 1 and self.in_features % inputs:
+                raise IndivisibleError(
+                    f"in_features of a linear ({self.in_features} of them on each of "
+                    f"{self.context.tp_size} ranks) is not divisible by {inputs}, which share an "
+                    f"element of {name}"
+                )
+            sizes[input_dim] = -(-self.in_features // inputs)
+        for dim, size in sizes.items():
+            if data.shape[dim] != size:
+                raise ValueError(f"{name} has shape {list(data.shape)}; {size} in {dim} is right")
         param = nn.Parameter(data, requires_grad=False)
-        param.input_dim = input_dim  # type: ignore[attr-defined]
-        row = data[0].numel() if data.dim() > 1 else 1
-        sizes = {shard_id: part.size * row for shard_id, part in self._parts.items()}
-        param.shard_sizes = sizes  # type: ignore[attr-defined]
-        if len(self._parts) > 1:
-            param.weight_spliter = self._split  # type: ignore[attr-defined]
+        row = data.numel() // max(sizes[output_dim or 0], 1)
+        vars(param).update(
+            output_dim=output_dim,
+            input_dim=input_dim,
+            packed_dim=packed_dim,
+            pack_factor=pack_factor,
+            group_size=group_size,
+            parts=parts,
+            shard_sizes={key: part.size * row for key, part in parts.items()},
+        )
+        if len(parts) > 1 and output_dim is not None:
+            spliter = partial(self._split, parts=parts, output_dim=output_dim)
+            param.weight_spliter = spliter  # type: ignore[attr-defined]
         set_weight_loader(param, self._load)
         self.register_parameter(name, param)
 
     def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
-        if shard_id is None and None not in self._parts:
-            for key, piece in zip(self._parts, self._split(tensor), strict=True):
+        output_dim: int | None = param.output_dim  # type: ignore[attr-defined]
+        input_dim: int | None = param.input_dim  # type: ignore[attr-defined]
+        parts: Mapping[Hashable, _Part] = param.parts  # type: ignore[attr-defined]
+        if shard_id in self._fused:
+            pieces = [tensor] * len(parts)
+            if output_dim is not None:
+                layout = self._fused[shard_id]
+                pieces = self._split(tensor, layout, parts=parts, output_dim=output_dim)
+            for key, piece in zip(parts, pieces, strict=True):
                 self._load(param, piece, key)
-            param.shard_sizes[None] = param.numel()  # type: ignore[attr-defined]
             return
-        part = self._parts.get(shard_id)
+        part = parts.get(shard_id)
         if part is None:
-            raise ValueError(f"shard_id {shard_id!r} is not one of {list(self._parts)}")
-        if tensor.dim() != param.dim() or tensor.shape[0] != part.total:
-            wanted = [part.total, *param.shape[1:]]
-            raise ShapeMismatchError(f"has shape {list(tensor.shape)}, the model wants {wanted}")
-        tensor = tensor.narrow(0, part.start, part.size)
-        input_dim: int | None = getattr(param, "input_dim", None)
-        if self.rowwise and input_dim is not None and self.context.tp_size > 1:
+            raise ValueError(f"shard_id {shard_id!r} is not one of {list(parts)}")
+        if output_dim is None:
+            # A single number is stored with or without a dimension.
+            tensor = tensor.reshape(1) if param.dim() == tensor.numel() == 1 else tensor[None]
+        dim, shape = output_dim or 0, list(param.shape)
+        shape[dim] = part.total
+        if not self.rowwise or self.context.tp_size == 1:
+            input_dim = None
+        if input_dim is not None:
+            shape[input_dim] *= self.context.tp_size
+        if list(tensor.shape) != shape:
+            raise ShapeMismatchError(f"has shape {list(tensor.shape)}, the model wants {shape}")
+        tensor = tensor.narrow(dim, part.start, part.size)
+        if input_dim is not None:
             local = param.shape[input_dim]
-            if tensor.shape[input_dim] != local * self.context.tp_size:
-                raise ShapeMismatchError(
-                    f"has {tensor.shape[input_dim]} columns, the model wants "
-                    f"{local * self.context.tp_size}"
-                )
             tensor = tensor.narrow(input_dim, self.context.tp_rank * local, local)
-        copy_checked(param.narrow(0, part.offset, part.size), tensor)
+        copy_checked(param.narrow(dim, part.offset, part.size), tensor)
 
-    def _split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+    @property
+    def _fused(self) -> Mapping[Hashable, str]:
+        """Shard ids of a checkpoint's fused tensor, and the layout that each stands for."""
+        return {} if None in self._parts else {None: "default"}
+
+    def _split(
+        self,
+        tensor: Tensor,
+        layout: str = "default",
+        *,
+        parts: Mapping[Hashable, _Part],
+        output_dim: int,
+    ) -> list[Tensor]:
         """A checkpoint's fused tensor as the parts that it was joined of, each of the whole model.
 
         Raises:
             ShapeMismatchError: it has another number of rows.
+            ValueError: a linear of this kind has no such layout.
         """
-        sizes = [part.total for part in self._parts.values()]
-        if tensor.shape[:1] != (sum(sizes),):
+        sizes = [part.total for part in parts.values()]
+        if layout != "default":
+            raise ValueError(f"layout must be 'default', got {layout!r}")
+        if tensor.dim() <= output_dim or tensor.shape[output_dim] != sum(sizes):
             raise ShapeMismatchError(
                 f"has shape {list(tensor.shape)}, the model wants {sum(sizes)} rows"
             )
-        parts: tuple[Tensor, ...] = tensor.split(sizes)
-        return parts
+        return list(tensor.split(sizes, output_dim))
 
     def forward(self, x: Tensor | Undivided) -> Tensor:
         """``x [..., in_features of this rank]`` to ``[..., out_features of this rank]``.
@@ -268,31 +377,41 @@ class QKVLinear(Linear):
             v.unflatten(-1, (self.num_kv_heads, self.head_size_v)),
         )
 
-    def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
-        if shard_id != "hgd":
-            super()._load(param, tensor, shard_id)
-            return
-        pieces = self._split(tensor, layout="hgd")
-        for key, piece in zip(self._parts, pieces, strict=True):
-            super()._load(param, piece, key)
+    @property
+    def _fused(self) -> Mapping[Hashable, str]:
+        return {None: "default", "hgd": "hgd"}
 
-    def _split(self, tensor: Tensor, layout: str = "default") -> tuple[Tensor, ...]:
+    def _split(
+        self,
+        tensor: Tensor,
+        layout: str = "default",
+        *,
+        parts: Mapping[Hashable, _Part],
+        output_dim: int,
+    ) -> list[Tensor]:
         """A checkpoint's fused qkv tensor as q, k and v.
 
         Layout "default" is [all q | all k | all v]; "hgd" is, for each kv head, its query heads,
         then k, then v (GPT-NeoX, BLOOM and ChatGLM without multi-query).
 
         Raises:
-            ShapeMismatchError: it has another number of rows.
+            ShapeMismatchError: it has another number of rows, or an element rows of two heads.
         """
-        pieces = super()._split(tensor)
+        pieces = super()._split(tensor, parts=parts, output_dim=output_dim)
         if layout == "default":
             return pieces
         if layout != "hgd" or self.head_size != self.head_size_v:
             raise ValueError(f"layout must be 'default' or 'hgd' with equal heads, got {layout!r}")
-        heads = tensor.unflatten(0, (-1, self._group + 2, self.head_size))
-        q, k, v = heads.split([self._group, 1, 1], dim=1)
-        return q.flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2)
+        num_heads = sum(part.total for part in self._parts.values()) // self.head_size
+        if tensor.shape[output_dim] % num_heads:
+            raise ShapeMismatchError(
+                f"has shape {list(tensor.shape)}, the model wants {num_heads} whole heads"
+            )
+        heads = tensor.unflatten(output_dim, (num_heads, -1)).unflatten(
+            output_dim, (-1, self._group + 2)
+        )
+        pieces = heads.split([self._group, 1, 1], dim=output_dim + 1)
+        return [piece.flatten(output_dim, output_dim + 2) for piece in pieces]
 
 
 def _colwise_part(shard_id: Hashable, rows: int) -> tuple[Hashable, int, int, int]:

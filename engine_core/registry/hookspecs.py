@@ -40,6 +40,10 @@ class HookSpecs:
         """Map GGUF architecture names to ``"package.module.Class"`` of a GGUFAdapter."""
 
     @hookspec
+    def quantization_schemes(self) -> dict[str, str]:  # type: ignore[empty-body]
+        """Map names to ``"package.module.Class"`` of a QuantizationScheme."""
+
+    @hookspec
     def tool_parsers(self) -> dict[str, str]:  # type: ignore[empty-body]
         """Map names to ``"package.module.Class"`` of a ToolParser, which reads calls of tools."""
 

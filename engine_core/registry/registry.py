@@ -20,6 +20,7 @@ from engine_core.errors import (
     ConfigError,
     DuplicateArchitectureError,
     EngineError,
+    OptionError,
     PluginLoadError,
     UnknownArchitectureError,
 )
@@ -28,6 +29,7 @@ from engine_core.registry.hookspecs import API_VERSION, HOOK_NAMES, NAMESPACE, H
 if TYPE_CHECKING:
     from engine_core.configs import ConfigBuilder, HFConfig, ModelConfig
     from engine_core.inputs import InputProcessor
+    from engine_core.nn.quantization import QuantizationScheme
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +67,21 @@ class _Source:
     config_builders: tuple[type[ConfigBuilder], ...] = ()
     input_processors: tuple[type[InputProcessor], ...] = ()
     gguf_adapters: Mapping[str, str] | None = None
+    quantization_schemes: Mapping[str, str] | None = None
     tool_parsers: Mapping[str, str] | None = None
     reasoning_parsers: Mapping[str, str] | None = None
+
+
+_CORE = _Source(
+    name="engine-core-llm",
+    module_map={},
+    quantization_schemes={
+        "int8": "engine_core.nn.quantization.Int8Scheme",
+        "int4": "engine_core.nn.quantization.Int4Scheme",
+        "gguf": "engine_core.nn.quantization.GGUFScheme",
+    },
+)
+"""What the core itself offers under names that packages add to."""
 
 
 class Registry:
@@ -263,6 +278,69 @@ class Registry:
                 f"{self._broken()}"
             )
         return _load_class(adapters[name], name)
+
+    def quantization_schemes(self) -> dict[str, tuple[str, ...]]:
+        """Name of each quantisation scheme -> who brings one of that name."""
+        names: dict[str, tuple[str, ...]] = {}
+        for source in (_CORE, *self._plugins):
+            for name in source.quantization_schemes or ():
+                names[name] = (*names.get(name, ()), source.name)
+        return names
+
+    def quantization_scheme(self, name: str) -> type[QuantizationScheme]:
+        """Import and return the class of a quantisation scheme.
+
+        Raises:
+            OptionError: nobody brings it; lists those that there are, and where they come from.
+            DuplicateArchitectureError: two bring one of this name.
+            PluginLoadError: the class cannot be imported.
+        """
+        claims = [s for s in (_CORE, *self._plugins) if name in (s.quantization_schemes or ())]
+        if len(claims) > 1:
+            names = " and ".join(repr(source.name) for source in claims)
+            raise DuplicateArchitectureError(
+                f"quantization {name!r} is claimed by {names}; uninstall one"
+            )
+        if not claims:
+            known = self.quantization_schemes().items()
+            listed = ", ".join(f"{known!r} ({' and '.join(who)})" for known, who in known)
+            raise OptionError(
+                f"quantization {name!r} is none of the schemes that are installed: {listed}."
+                f"{self._broken()}"
+            )
+        (source,) = claims
+        return _load_class((source.quantization_schemes or {})[name], source.name)
+
+    def recognise_quantization(self, settings: Mapping[str, Any]) -> str | None:
+        """The name of the scheme of a checkpoint with this ``quantization_config``, or None.
+
+        Raises:
+            DuplicateArchitectureError: two schemes recognise it.
+            PluginLoadError: a scheme cannot be asked, and plugins are strict.
+        """
+        matches: list[tuple[str, str]] = []
+        for source in (_CORE, *self._plugins):
+            try:
+                for name, path in (source.quantization_schemes or {}).items():
+                    scheme: Any = _load_class(path, source.name)
+                    try:
+                        if scheme.recognises(settings):
+                            matches.append((name, source.name))
+                    except _FAULTS as error:
+                        raise PluginLoadError(
+                            f"plugin {source.name!r}: {scheme.__name__}.recognises() failed: "
+                            f"{type(error).__name__}: {error}"
+                        ) from error
+            except PluginLoadError as error:
+                if self._strict:
+                    raise
+                self._leave_out(source, str(error))
+        if len(matches) > 1:
+            names = " and ".join(f"{name!r} of {who!r}" for name, who in matches)
+            raise DuplicateArchitectureError(
+                f"two quantisation schemes recognise this checkpoint: {names}; uninstall one"
+            )
+        return matches[0][0] if matches else None
 
     def tool_parsers(self) -> dict[str, str]:
         """Name -> ``"package.module.Class"`` of every tool parser.
@@ -473,6 +551,9 @@ def _load_plugin(manager: pluggy.PluginManager, name: str, module: ModuleType) -
             owner, "input_processors", offers.get("input_processors", []), _PROCESSOR_METHODS
         ),
         gguf_adapters=_check_module_map(owner, offers.get("gguf_adapters", {}), "gguf_adapters()"),
+        quantization_schemes=_check_module_map(
+            owner, offers.get("quantization_schemes", {}), "quantization_schemes()"
+        ),
         tool_parsers=_check_module_map(owner, offers.get("tool_parsers", {}), "tool_parsers()"),
         reasoning_parsers=_check_module_map(
             owner, offers.get("reasoning_parsers", {}), "reasoning_parsers()"

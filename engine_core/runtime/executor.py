@@ -103,7 +103,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
     context = complete_context(
         BuildContext(tp_size=config.tensor_parallel_size), config, source.dtype
     )
-    build_on_meta(source.model_class, source.model_config, context)
+    build_on_meta(source.model_class, source.model_config, context, source.scheme)
     return ProcessExecutor(source, config)
 
 

@@ -13,9 +13,9 @@ from engine_core.checkpoint import Checkpoint
 from engine_core.configs import ModelConfig
 from engine_core.errors import CheckpointError, ConfigError, EngineError, OptionError
 from engine_core.nn.distributed import IndivisibleError
-from engine_core.nn.linear import Linear
 from engine_core.nn.loading import LoadAccount, load_account, materialize
-from engine_core.runtime.packing import Packer, quantize
+from engine_core.nn.quantization import QuantizationScheme
+from engine_core.runtime.packing import Packer
 from engine_core.runtime.weight_reader import AHEAD_BYTES, read_weights
 from engine_core.step_context import BuildContext, StepContextManager, building
 
@@ -31,8 +31,13 @@ class WeightSource(Protocol):
         """The tensors, one after another."""
 
 
-def build_on_meta(model_class: type, model_config: ModelConfig, context: BuildContext) -> nn.Module:
-    """The model without memory for its parameters.
+def build_on_meta(
+    model_class: type,
+    model_config: ModelConfig,
+    context: BuildContext,
+    scheme: QuantizationScheme | None = None,
+) -> nn.Module:
+    """The model without memory for its parameters, its layers given the methods of ``scheme``.
 
     Raises:
         ConfigError: its class cannot be built from this config.
@@ -64,8 +69,8 @@ def build_on_meta(model_class: type, model_config: ModelConfig, context: BuildCo
     _update_weights(model)
     if context.deterministic:
         _check_deterministic(model)
-    if context.quantization is not None:
-        quantize(model, context.quantization)
+    if scheme is not None:
+        scheme.prepare(model)
     return model.eval()
 
 
@@ -114,25 +119,6 @@ def check_weights(model: nn.Module, source: WeightSource, where: str) -> LoadAcc
             ) from error
     account.raise_mismatch(where)
     return account
-
-
-def keep_blocks(model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Checkpoint:
-    """Have a model on meta keep the 4-bit blocks of a GGUF file; returns the file's tensors for it.
-
-    ``account`` is that of :func:`check_weights`.
-
-    Raises:
-        OptionError: the file has no blocks that torch can multiply.
-    """
-    assert checkpoint.gguf is not None, "open_files opens a GGUF file without conversion"
-    in_blocks = [
-        layer.weight
-        for layer in model.modules()
-        if isinstance(layer, Linear)
-        and account.sources(layer.weight) <= checkpoint.gguf.block_tensors
-    ]
-    kept = quantize(model, "gguf", in_blocks)
-    return checkpoint.keeping_blocks({name for param in kept for name in account.sources(param)})
 
 
 def load_weights(
@@ -204,6 +190,8 @@ def dummy_weights(model: nn.Module, device: torch.device, seed: int) -> float:
         if param.dim() == 1:
             # Norm weights near one keep the activations of a deep model finite.
             param.data.fill_(1.0)
+        elif not param.is_floating_point():
+            param.data.random_(generator=generator)
         else:
             param.data.normal_(0.0, 0.02, generator=generator)
     packer = Packer(model)

@@ -10,6 +10,7 @@ import torch
 from engine_core.checkpoint import Checkpoint, is_local, open_checkpoint, resolve_model
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig
 from engine_core.errors import ConfigError, CorruptCheckpointError, OptionError
+from engine_core.nn.quantization import QuantizationScheme
 from engine_core.registry import Registry
 from engine_core.runtime import platform
 
@@ -35,6 +36,7 @@ class ModelSource:
         device: where it will run.
         dtype: the element type that it will run with.
         has_input_processor: whether the family says more of a prompt than its tokens.
+        scheme: how its weights are quantised; None if they are not.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ModelSource:
     device: torch.device
     dtype: torch.dtype
     has_input_processor: bool
+    scheme: QuantizationScheme | None = None
 
 
 class _GGUFAdapters(Mapping[str, type]):
@@ -77,8 +80,9 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
     check_revision(model, config)
     device = platform.resolve_device(config)
     check_deterministic(config, device)
-    checkpoint = open_files(model, config, registry, device)
-    refuse_quantized(checkpoint.hf_config)
+    option = option_scheme(config, registry, device)
+    checkpoint = open_files(model, config, registry, device, option)
+    scheme = find_scheme(checkpoint.hf_config, option, registry, device)
     model_config = read_config(registry, checkpoint)
     model_class = registry.model_class(model_config.architecture)
     return ModelSource(
@@ -89,7 +93,24 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
         device=device,
         dtype=getattr(torch, platform.resolve_dtype(config, device, model_config.dtype)),
         has_input_processor=registry.input_processor(model_config) is not None,
+        scheme=scheme,
     )
+
+
+def option_scheme(
+    config: EngineConfig, registry: Registry, device: torch.device
+) -> QuantizationScheme | None:
+    """The quantisation scheme that ``config`` asks for, if it does.
+
+    Raises:
+        OptionError: no scheme has this name, or it cannot run on ``device``.
+        PluginError: its package is broken, or two bring the name.
+    """
+    if config.quantization is None:
+        return None
+    scheme = registry.quantization_scheme(config.quantization)(config.quantization)
+    scheme.check_device(device)
+    return scheme
 
 
 def check_revision(model: str, config: EngineConfig) -> None:
@@ -112,36 +133,29 @@ def open_files(
     config: EngineConfig,
     registry: Registry,
     device: torch.device,
+    scheme: QuantizationScheme | None = None,
     *,
     convert: bool = True,
 ) -> Checkpoint:
-    """Find ``model`` and open its files; ``convert`` is that of :func:`open_checkpoint`.
+    """Find ``model`` and open its files.
+
+    ``scheme`` is that of :func:`option_scheme`, ``convert`` that of :func:`open_checkpoint`.
 
     Raises:
         CheckpointError: a file is not there or cannot be used.
-        OptionError: the quantisation asked for is not possible with these files or this device.
+        OptionError: the quantisation asked for is not possible with these files.
         UnknownArchitectureError: no plugin reads a GGUF file of this architecture.
     """
-    quantization = config.quantization
-    if quantization is not None and device.type != "cpu":
-        raise OptionError(
-            f"quantization {quantization!r} is multiplied by torch's CPU kernels and cannot run on "
-            f"{device}; set device='cpu', or leave it out"
-        )
     checkpoint = open_checkpoint(
         resolve_model(model, config.revision),
         load_format=config.load_format,
         gguf_adapters=_GGUFAdapters(registry),
         dtype=platform.resolve_dtype(config, device, None),
         hf_overrides=config.hf_overrides,
-        # Its blocks are to be kept, not converted.
-        convert=convert and quantization != "gguf",
+        convert=convert and (scheme is None or scheme.converts_gguf),
     )
-    if quantization == "gguf" and checkpoint.gguf is None:
-        raise OptionError(
-            f"quantization 'gguf' keeps the blocks of a GGUF file, and {model} is none; "
-            "'int8' and 'int4' quantise any checkpoint"
-        )
+    if scheme is not None:
+        scheme.check_checkpoint(checkpoint, model)
     return checkpoint
 
 
@@ -174,20 +188,41 @@ def check_deterministic(
         )
 
 
-def refuse_quantized(hf_config: HFConfig) -> None:
-    """Refuse a checkpoint whose weights were quantised by a tool: none can be read yet.
+def find_scheme(
+    hf_config: HFConfig,
+    option: QuantizationScheme | None,
+    registry: Registry,
+    device: torch.device,
+) -> QuantizationScheme | None:
+    """The scheme of a checkpoint that a tool quantised, else the one that the option asks for.
 
     Raises:
-        ConfigError: names the tool's method.
+        ConfigError: no scheme recognises what the tool wrote; names the tool's method.
+        OptionError: the option asks for another scheme, or the checkpoint's cannot run on
+            ``device``.
+        PluginError: the scheme's package is broken, or two schemes recognise the checkpoint.
     """
-    for key in _QUANTIZATION_KEYS:
-        settings = hf_config.get(key)
-        if settings is not None:
-            method = settings.get("quant_method") if isinstance(settings, dict) else settings
-            raise ConfigError(
-                f"config.json: the weights are quantised ({key} says {method!r}), which cannot be "
-                "read; take the model's unquantised checkpoint or a GGUF file of it"
-            )
+    key = next((key for key in _QUANTIZATION_KEYS if hf_config.get(key) is not None), None)
+    if key is None:
+        return option
+    settings = hf_config.get(key)
+    method, name = settings, None
+    if isinstance(settings, dict):
+        method = settings.get("quant_method")
+        name = registry.recognise_quantization(settings)
+    if name is None:
+        raise ConfigError(
+            f"config.json: the weights are quantised ({key} says {method!r}), which cannot be "
+            "read; take the model's unquantised checkpoint or a GGUF file of it"
+        )
+    if option is not None and option.name != name:
+        raise OptionError(
+            f"quantization {option.name!r} is asked for, but the checkpoint's weights are "
+            f"quantised by {name!r} ({key} says {method!r}); leave it out"
+        )
+    scheme = registry.quantization_scheme(name)(name, settings)
+    scheme.check_device(device)
+    return scheme
 
 
 def read_config(registry: Registry, checkpoint: Checkpoint) -> ModelConfig:

@@ -19,7 +19,6 @@ from engine_core.runtime.loader import (
     build_on_meta,
     check_weights,
     dummy_weights,
-    keep_blocks,
     load_weights,
 )
 from engine_core.runtime.memory import CachePlan
@@ -53,7 +52,6 @@ def complete_context(
     return replace(
         context,
         dtype=dtype,
-        quantization=config.quantization if config.quantization != "gguf" else None,
         deterministic=config.deterministic,
     )
 
@@ -78,14 +76,16 @@ class Worker:
         """
         source, config, phases = self._source, self._config, Phases()
         with phases.timed("model"):
-            self._model = build_on_meta(source.model_class, source.model_config, self._context)
+            self._model = build_on_meta(
+                source.model_class, source.model_config, self._context, source.scheme
+            )
             layers = [m for m in self._model.modules() if isinstance(m, Attention)]
             specs = tuple(layer.cache_spec() for layer in layers)
             checkpoint = source.checkpoint
             if config.load_format != "dummy":
                 account = check_weights(self._model, checkpoint, source.name)
-                if config.quantization == "gguf":
-                    checkpoint = keep_blocks(self._model, checkpoint, account)
+                if source.scheme is not None:
+                    checkpoint = source.scheme.match(self._model, checkpoint, account)
             platform.check_weights_fit(weight_bytes(self._model), source.device)
         with phases.timed("weights"):
             if config.load_format == "dummy":

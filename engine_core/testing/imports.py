@@ -122,7 +122,7 @@ plugin = importlib.import_module(module)
 for hook in ("config_builders", "input_processors"):
     for item in getattr(plugin, hook, list)():
         importlib.import_module(item.__module__)
-for hook in ("module_map", "gguf_adapters"):
+for hook in ("module_map", "gguf_adapters", "quantization_schemes"):
     getattr(plugin, hook, dict)()
 print("null")
 """

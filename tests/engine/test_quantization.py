@@ -17,11 +17,16 @@ from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.checkpoint import Checkpoint, open_checkpoint
 from engine_core.errors import ConfigError
 from engine_core.nn.linear import Linear
-from engine_core.nn.quantization import Int4LinearMethod, Int4Matrix, Int8Matrix
+from engine_core.nn.quantization import (
+    Int4LinearMethod,
+    Int4Matrix,
+    Int8Matrix,
+    QuantizationScheme,
+)
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, load_weights
 from engine_core.runtime.packing import weight_bytes
-from engine_core.runtime.source import open_files
+from engine_core.runtime.source import option_scheme
 from engine_core.step_context import BuildContext
 from engine_core.testing.tiny_model import TinyModel
 
@@ -56,12 +61,17 @@ class _Changed:
             yield name, self._change(name, tensor)
 
 
-def network(folder: Path, **context: Any) -> torch.nn.Module:
+def scheme(name: str) -> QuantizationScheme:
+    return build_registry(()).quantization_scheme(name)(name)
+
+
+def network(folder: Path, quantization: str | None = None, **context: Any) -> torch.nn.Module:
     """The stories model on meta."""
     registry = build_registry(())
+    chosen = None if quantization is None else scheme(quantization)
     model_config = registry.model_config(open_checkpoint(folder).hf_config, folder)
     model_class = registry.model_class(model_config.architecture)
-    return build_on_meta(model_class, model_config, BuildContext(**context))
+    return build_on_meta(model_class, model_config, BuildContext(**context), chosen)
 
 
 def log_probabilities(
@@ -151,8 +161,8 @@ def test_what_the_class_names_is_left_alone(stories: Path) -> None:
     model_config = registry.model_config(open_checkpoint(stories).hf_config, stories)
     family = registry.model_class(model_config.architecture)
     careful = type("Careful", (family,), {"quantization_skip": ("mlp", "layers.0", "lm_head")})
-    context = BuildContext(dtype=torch.float32, quantization="int4")
-    model = build_on_meta(careful, model_config, context)
+    context = BuildContext(dtype=torch.float32)
+    model = build_on_meta(careful, model_config, context, scheme("int4"))
     quantized = {
         name
         for name, module in model.named_modules()
@@ -184,15 +194,14 @@ def test_the_memory_plan_counts_packed_weights(stories: Path) -> None:
 
 
 def test_what_is_not_possible_is_refused(stories: Path, smollm2_gguf: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"quantization: .*'int8', 'int4' or 'gguf'.*'fp8'"):
-        EngineConfig(quantization="fp8")
+    known = r"'int8' \(engine-core-llm\), 'int4' \(engine-core-llm\), 'gguf' \(engine-core-llm\)"
+    with pytest.raises(ConfigError, match=f"quantization 'fp8' is none .* installed: {known}"):
+        LLM(str(stories), EngineConfig(quantization="fp8", skip_tokenizer_init=True))
     with pytest.raises(ConfigError, match=r"'gguf' keeps the blocks of a GGUF file, and .* is non"):
         LLM(str(stories), EngineConfig(quantization="gguf", skip_tokenizer_init=True))
     registry = build_registry(())
     with pytest.raises(ConfigError, match=r"'int4' .* cannot run on cuda:0; set device='cpu'"):
-        open_files(
-            str(stories), EngineConfig(quantization="int4"), registry, torch.device("cuda:0")
-        )
+        option_scheme(EngineConfig(quantization="int4"), registry, torch.device("cuda:0"))
     config = json.loads((stories / "config.json").read_text())
     odd = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({**config, **odd, "num_key_value_heads": 2}))

@@ -1,18 +1,24 @@
-"""Weights of fewer bits, multiplied as they are by torch's CPU kernels.
+"""Weights of fewer bits: the contract of a scheme, and the core's three, which are for CPUs.
 
 Int8 and int4 quantise an ordinary checkpoint once it is loaded; blocks come quantised from a GGUF
-file. All are methods of :class:`engine_core.nn.linear.Linear`.
+file.
 """
 
 from engine_core.nn.quantization.blocks import BlockLinearMethod
+from engine_core.nn.quantization.cpu import GGUFScheme, Int4Scheme, Int8Scheme
 from engine_core.nn.quantization.int4 import Int4LinearMethod, Int4Matrix, quantize_int4
 from engine_core.nn.quantization.int8 import Int8LinearMethod, Int8Matrix
+from engine_core.nn.quantization.scheme import QuantizationScheme
 
 __all__ = [
     "BlockLinearMethod",
+    "GGUFScheme",
     "Int4LinearMethod",
     "Int4Matrix",
+    "Int4Scheme",
     "Int8LinearMethod",
     "Int8Matrix",
+    "Int8Scheme",
+    "QuantizationScheme",
     "quantize_int4",
 ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from engine_core.nn.linear import Linear
+from engine_core.nn.packing import MatrixModule
 from engine_core.nn.quantization.int4 import GROUP_SIZE, Int4Matrix
 
 
@@ -28,7 +31,7 @@ class BlockLinearMethod:
         layer.add_parameter("qweight", codes, input_dim=1)
         for name in ("scales", "minima"):
             numbers = torch.empty(out_features, in_features // GROUP_SIZE, device=device)
-            layer.add_parameter(name, numbers.float(), input_dim=1)
+            layer.add_parameter(name, numbers.float(), input_dim=1, group_size=GROUP_SIZE)
 
     def process_after_load(self, layer: Linear) -> None:
         """Pack the codes for torch's kernel."""
@@ -37,6 +40,11 @@ class BlockLinearMethod:
         )
         matrix = Int4Matrix(codes, scales, minima + 8 * scales, layer.dtype)
         layer.set_packed(matrix, "qweight", "scales", "minima")
+
+    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
+        """Codes, scales and minima become one matrix."""
+        size = Int4Matrix.size(layer.get_parameter("qweight").shape)
+        return {"qweight": size, "scales": 0, "minima": 0}
 
     def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ weight.T + bias``."""

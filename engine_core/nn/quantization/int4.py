@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from engine_core.nn.linear import UnquantizedLinearMethod
-from engine_core.nn.packing import PackedMatrix
+from engine_core.nn.packing import MatrixModule
 
 GROUP_SIZE = 32
 # torch's kernel wants the outputs in sixteens.
@@ -183,6 +184,10 @@ def _rows_at_once(shape: torch.Size) -> int:
 class Int4LinearMethod(UnquantizedLinearMethod):
     """Weights that are quantised to :class:`Int4Matrix` once they are loaded."""
 
-    def pack(self, weight: Tensor) -> PackedMatrix | None:
+    def pack(self, weight: Tensor) -> Int4Matrix:
         """The quantised weight."""
         return Int4Matrix.quantized(weight)
+
+    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
+        """Codes and scales instead of the weight."""
+        return {"weight": Int4Matrix.size(layer.weight.shape)}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine_core.nn.linear import UnquantizedLinearMethod
-from engine_core.nn.packing import PackedMatrix
+from engine_core.nn.packing import MatrixModule
 
 # torch's kernel takes 40 us for 4 rows of 960 x 576 on one Zen 5 core, 125 for 16 and 914 for 64.
 # To widen the codes and multiply them as bfloat16 takes 200 to 235 for any of these.
@@ -78,6 +80,10 @@ class Int8Matrix:
 class Int8LinearMethod(UnquantizedLinearMethod):
     """Weights that are quantised to :class:`Int8Matrix` once they are loaded."""
 
-    def pack(self, weight: Tensor) -> PackedMatrix | None:
+    def pack(self, weight: Tensor) -> Int8Matrix:
         """The quantised weight."""
         return Int8Matrix(weight)
+
+    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
+        """Codes and scales instead of the weight."""
+        return {"weight": Int8Matrix.size(layer.weight.shape)}

@@ -1,0 +1,125 @@
+"""The contract of a quantisation: which layers it takes, and what each keeps instead of numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from engine_core.errors import OptionError
+from engine_core.nn.distributed import IndivisibleError
+from engine_core.nn.embedding import VocabularyMethod, VocabularySplit
+from engine_core.nn.linear import Linear, LinearMethod
+
+if TYPE_CHECKING:
+    from engine_core.checkpoint import Checkpoint
+    from engine_core.nn.loading import LoadAccount
+
+logger = logging.getLogger(__name__)
+
+
+class QuantizationScheme:
+    """One way to keep weights in fewer bits. A package offers subclasses.
+
+    The hook ``quantization_schemes`` maps names to such classes. A name is asked for by
+    ``EngineConfig.quantization``, or the class recognises a checkpoint's ``quantization_config``.
+    How packed tensors load and are multiplied is the business of the :class:`LinearMethod` of each
+    layer.
+
+    Attributes:
+        converts_gguf: whether a GGUF file is converted to plain numbers before it is loaded.
+        takes: which layers :meth:`linear_method` takes, for the error that no layer is one.
+        name: as in the hook.
+        settings: the checkpoint's ``quantization_config``; None if the option asked for it.
+    """
+
+    converts_gguf: ClassVar[bool] = True
+    takes: ClassVar[str] = "linear layer whose shape it can take"
+
+    def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        """Raise a :class:`ConfigError` for settings that are not supported."""
+        self.name = name
+        self.settings = settings
+
+    @classmethod
+    def recognises(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint with this ``quantization_config`` is of this scheme."""
+        return False
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise an :class:`OptionError` if the layers cannot run on ``device``."""
+
+    def check_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
+        """Raise an :class:`OptionError` if ``checkpoint``, called ``model``, has not what it takes.
+
+        Only called where the option asks for the scheme.
+        """
+
+    def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
+        """The method of one linear of the model, or None to leave it as it is.
+
+        Args:
+            name: its place in the model, such as ``model.layers.0.mlp.down_proj``.
+            layer: on meta and plain; :attr:`Linear.weight` has this rank's shape.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no linear_method")
+
+    def vocabulary_method(self, name: str, layer: VocabularySplit) -> VocabularyMethod | None:
+        """What the embedding or the head is packed with; None to leave it as it is."""
+        return None
+
+    def prepare(self, model: nn.Module) -> None:
+        """Give the layers of a model on meta their methods, before its tensors are looked for."""
+        self.give_methods(model)
+
+    def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Checkpoint:
+        """Look at which tensors fill which parameters; return the checkpoint to load from.
+
+        The model is still on meta, and may be given methods here that depend on the tensors.
+        """
+        return checkpoint
+
+    def give_methods(self, model: nn.Module) -> list[Linear]:
+        """Ask for each layer's method, and return the linears that got one.
+
+        A linear whose weight another module shares stays as it is. So does, if the option asks for
+        the scheme, what the model's class names in ``quantization_skip``: the layer or a module
+        around it. Of a checkpoint that is quantised already the checkpoint decides.
+
+        Raises:
+            OptionError: the option asks for it, and it takes no layer at all; or a layer's packed
+                numbers cannot be shared out to so many ranks.
+        """
+        skip: Collection[str] = getattr(model, "quantization_skip", ())
+        if self.settings is not None:
+            skip = ()
+        users = Counter(id(param) for m in model.modules() for param in m._parameters.values())
+        taken: list[Linear] = []
+        left: list[str] = []
+        for name, module in model.named_modules():
+            if not isinstance(module, Linear | VocabularySplit):
+                continue
+            skipped = any(f".{part}." in f".{name}." for part in skip)
+            if isinstance(module, VocabularySplit):
+                module.method = None if skipped else self.vocabulary_method(name, module)
+                continue
+            shared = users[id(module.weight)] > 1
+            method = None if skipped or shared else self.linear_method(name, module)
+            if method is None:
+                left.append(name)
+            else:
+                try:
+                    module.set_method(method)
+                except IndivisibleError as error:
+                    raise OptionError(f"quantization {self.name!r}: {name}: {error}") from error
+                taken.append(module)
+        if not taken and self.settings is None:
+            raise OptionError(f"quantization {self.name!r}: no {self.takes}; leave it out")
+        if left:
+            logger.info("quantization %s leaves %d of %d linears as they are: %s", self.name,
+                        len(left), len(left) + len(taken), ", ".join(left[:4]))  # fmt: skip
+        return taken
