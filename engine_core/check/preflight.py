@@ -341,7 +341,8 @@ class _Check:
                 self._add_mismatch(error)
             except EngineError as error:
                 self._add(_code(error), "error", str(error))
-            self._check_dtype(checkpoint, dtype)
+            if self.scheme is None or self.scheme.settings is None:
+                self._check_dtype(checkpoint, dtype)
         if max_model_len is not None:
             layers = [m for m in self.network.modules() if isinstance(m, Attention)]
             self._plan(self.network, [layer.cache_spec() for layer in layers], max_model_len)

@@ -34,7 +34,11 @@ class LinearMethod(Protocol):
         """Repack the loaded weights for :meth:`apply`, if that is worth it."""
 
     def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
-        """Bytes that :meth:`process_after_load` makes of each parameter that it replaces."""
+        """Bytes of what :meth:`process_after_load` puts in the place of each parameter, by name.
+
+        A parameter that is left out keeps its size.
+        """
+        return {}
 
     def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x [..., in_features] @ weight.T + bias``."""

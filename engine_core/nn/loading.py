@@ -181,13 +181,15 @@ def copy_checked(target: Tensor, tensor: Tensor) -> None:
 
     Raises:
         ShapeMismatchError: the shapes differ, or ``tensor`` holds the codes of quantised numbers
-            (integers, or floats of one byte) where ``target`` wants numbers.
+            (integers, or floats of one byte) where ``target`` wants numbers, or anything else than
+            the codes that it wants.
     """
     if target.shape != tensor.shape:
         raise ShapeMismatchError(
             f"has shape {list(tensor.shape)}, the model wants {list(target.shape)}"
         )
-    if _holds_numbers(target.dtype) and not _holds_numbers(tensor.dtype):
+    same_kind = _holds_numbers(target.dtype) and _holds_numbers(tensor.dtype)
+    if not same_kind and target.dtype != tensor.dtype:
         raise ShapeMismatchError(f"is of {tensor.dtype}, the model wants {target.dtype}")
     if target.is_meta or tensor.is_meta:
         return

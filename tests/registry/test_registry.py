@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,7 @@ from engine_core.configs import DefaultConfigBuilder, HFConfig
 from engine_core.errors import (
     ConfigError,
     DuplicateArchitectureError,
+    OptionError,
     PluginLoadError,
     UnknownArchitectureError,
 )
@@ -374,3 +376,75 @@ BAD_CONFIGS = {
 def test_the_default_builder_names_the_key_that_is_wrong(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DefaultConfigBuilder.build(HFConfig({**CONFIG, **change}))
+
+
+class _Recognising:
+    """Stands for a scheme class."""
+
+    @classmethod
+    def recognises(cls, settings: Mapping[str, object]) -> bool:
+        return settings["quant_method"] == "toy"
+
+
+SCHEMES = {"toy4": f"{__name__}._Recognising"}
+
+
+def test_schemes_are_the_cores_and_the_packages() -> None:
+    registry = build_registry(entry_points=[Point("toy", plugin(quantization_schemes=SCHEMES))])
+    core = ("engine-core-llm",)
+    assert registry.quantization_schemes() == {
+        "int8": core,
+        "int4": core,
+        "gguf": core,
+        "toy4": ("toy",),
+    }
+    assert registry.quantization_scheme("toy4") is _Recognising
+    assert registry.recognise_quantization({"quant_method": "toy"}) == "toy4"
+    assert registry.recognise_quantization({"quant_method": "gptq"}) is None
+    known = r"'int8' \(engine-core-llm\), .*, 'toy4' \(toy\)"
+    with pytest.raises(OptionError, match=f"'toy3' is none .* installed: {known}"):
+        registry.quantization_scheme("toy3")
+
+
+def test_a_scheme_that_two_claim_is_refused_when_asked_for() -> None:
+    again = {"int8": SCHEMES["toy4"], **SCHEMES}
+    registry = build_registry(
+        entry_points=[
+            Point("toy", plugin(quantization_schemes=SCHEMES)),
+            Point("copy", plugin(quantization_schemes=again)),
+        ]
+    )
+    for name, who in (("int8", "'engine-core-llm' and 'copy'"), ("toy4", "'toy' and 'copy'")):
+        with pytest.raises(DuplicateArchitectureError, match=f"{name!r} is claimed by {who}"):
+            registry.quantization_scheme(name)
+    assert registry.quantization_scheme("int4").__name__ == "Int4Scheme"
+    with pytest.raises(DuplicateArchitectureError, match="'toy4' of 'toy' and 'int8' of 'copy'"):
+        registry.recognise_quantization({"quant_method": "toy"})
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (SCHEMES["toy4"], r"'bad': _Recognising.recognises\(\) failed: KeyError"),
+        ("nowhere.Scheme", "'bad': nowhere.Scheme cannot be imported"),
+        (f"{__name__}.ToyForCausalLM", r"'bad': .*recognises\(\) failed: AttributeError"),
+    ],
+)
+def test_a_scheme_that_cannot_be_asked_is_reported(path: str, message: str) -> None:
+    points = [
+        Point("bad", plugin(quantization_schemes={"broken": path})),
+        Point("good", plugin(module_map=TOY)),
+    ]
+    registry = build_registry(entry_points=points)
+    assert registry.recognise_quantization({}) is None
+    assert re.search(message, str(registry.reports[0].error))
+    assert registry.model_class("ToyForCausalLM") is ToyForCausalLM
+    strict = build_registry(entry_points=points, plugin_errors="strict")
+    with pytest.raises(PluginLoadError, match=message):
+        strict.recognise_quantization({})
+
+
+def test_schemes_are_named_by_paths() -> None:
+    module = plugin(quantization_schemes=[_Recognising])
+    registry = build_registry(entry_points=[Point("bad", module)])
+    assert "quantization_schemes() must map names" in str(registry.reports[0].error)
