@@ -30,15 +30,15 @@ class LinearMethod(Protocol):
     ) -> None:
         """Make the layer's weight parameters for this rank, with their loaders."""
 
-    def process_after_load(self, layer: Linear) -> None:
-        """Repack the loaded weights for :meth:`apply`, if that is worth it."""
-
     def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
         """Bytes of what :meth:`process_after_load` puts in the place of each parameter, by name.
 
         A parameter that is left out keeps its size.
         """
         return {}
+
+    def process_after_load(self, layer: Linear) -> None:
+        """Repack the loaded weights for :meth:`apply`, if that is worth it."""
 
     def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x [..., in_features] @ weight.T + bias``."""

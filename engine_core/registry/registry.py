@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,7 +67,7 @@ class _Source:
     config_builders: tuple[type[ConfigBuilder], ...] = ()
     input_processors: tuple[type[InputProcessor], ...] = ()
     gguf_adapters: Mapping[str, str] | None = None
-    quantization_schemes: Mapping[str, str] | None = None
+    quantization_schemes: Mapping[str, str] = field(default_factory=dict)
     tool_parsers: Mapping[str, str] | None = None
     reasoning_parsers: Mapping[str, str] | None = None
 
@@ -186,15 +186,7 @@ class Registry:
         if not matches:
             return None
         source, processor = matches[0]
-        try:
-            made: InputProcessor = processor(model_config)
-        except EngineError:
-            raise
-        except _FAULTS as error:
-            raise PluginLoadError(
-                f"plugin {source.name!r}: {processor.__name__} cannot be made for this model: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        made: InputProcessor = _make(processor, source.name, model_config)
         return made
 
     def probe(self) -> None:
@@ -279,37 +271,36 @@ class Registry:
             )
         return _load_class(adapters[name], name)
 
-    def quantization_schemes(self) -> dict[str, tuple[str, ...]]:
-        """Name of each quantisation scheme -> who brings one of that name."""
-        names: dict[str, tuple[str, ...]] = {}
-        for source in (_CORE, *self._plugins):
-            for name in source.quantization_schemes or ():
-                names[name] = (*names.get(name, ()), source.name)
-        return names
-
-    def quantization_scheme(self, name: str) -> type[QuantizationScheme]:
-        """Import and return the class of a quantisation scheme.
+    def quantization_scheme(
+        self, name: str, settings: Mapping[str, Any] | None = None
+    ) -> QuantizationScheme:
+        """Import and make a quantisation scheme; ``settings`` are a checkpoint's, if it has any.
 
         Raises:
             OptionError: nobody brings it; lists those that there are, and where they come from.
             DuplicateArchitectureError: two bring one of this name.
-            PluginLoadError: the class cannot be imported.
+            PluginLoadError: the class cannot be imported or made.
+            ConfigError: it does not support the settings.
         """
-        claims = [s for s in (_CORE, *self._plugins) if name in (s.quantization_schemes or ())]
-        if len(claims) > 1:
-            names = " and ".join(repr(source.name) for source in claims)
-            raise DuplicateArchitectureError(
-                f"quantization {name!r} is claimed by {names}; uninstall one"
-            )
-        if not claims:
-            known = self.quantization_schemes().items()
-            listed = ", ".join(f"{known!r} ({' and '.join(who)})" for known, who in known)
+        known: dict[str, list[_Source]] = {}
+        for source in (_CORE, *self._plugins):
+            for each in source.quantization_schemes:
+                known.setdefault(each, []).append(source)
+        if name not in known:
+            listed = ", ".join(f"{each!r} ({sources[0].name})" for each, sources in known.items())
             raise OptionError(
                 f"quantization {name!r} is none of the schemes that are installed: {listed}."
                 f"{self._broken()}"
             )
-        (source,) = claims
-        return _load_class((source.quantization_schemes or {})[name], source.name)
+        if len(known[name]) > 1:
+            names = " and ".join(repr(source.name) for source in known[name])
+            raise DuplicateArchitectureError(
+                f"quantization {name!r} is claimed by {names}; uninstall one"
+            )
+        (source,) = known[name]
+        scheme = _load_class(source.quantization_schemes[name], source.name)
+        made: QuantizationScheme = _make(scheme, source.name, name, settings)
+        return made
 
     def recognise_quantization(self, settings: Mapping[str, Any]) -> str | None:
         """The name of the scheme of a checkpoint with this ``quantization_config``, or None.
@@ -321,16 +312,11 @@ class Registry:
         matches: list[tuple[str, str]] = []
         for source in (_CORE, *self._plugins):
             try:
-                for name, path in (source.quantization_schemes or {}).items():
-                    scheme: Any = _load_class(path, source.name)
-                    try:
-                        if scheme.recognises(settings):
-                            matches.append((name, source.name))
-                    except _FAULTS as error:
-                        raise PluginLoadError(
-                            f"plugin {source.name!r}: {scheme.__name__}.recognises() failed: "
-                            f"{type(error).__name__}: {error}"
-                        ) from error
+                matches += [
+                    (name, source.name)
+                    for name, path in source.quantization_schemes.items()
+                    if _holds(_load_class(path, source.name), settings, source.name)
+                ]
             except PluginLoadError as error:
                 if self._strict:
                     raise
@@ -338,7 +324,7 @@ class Registry:
         if len(matches) > 1:
             names = " and ".join(f"{name!r} of {who!r}" for name, who in matches)
             raise DuplicateArchitectureError(
-                f"two quantisation schemes recognise this checkpoint: {names}; uninstall one"
+                f"two quantisation schemes match this checkpoint: {names}; uninstall one"
             )
         return matches[0][0] if matches else None
 
@@ -422,12 +408,24 @@ class Registry:
         return " ".join(lines) + self._broken()
 
 
-def _holds(item: Any, subject: HFConfig | ModelConfig, owner: str) -> bool:
+def _holds(item: Any, subject: HFConfig | ModelConfig | Mapping[str, Any], owner: str) -> bool:
     try:
         return bool(item.condition(subject))
     except _FAULTS as error:
         raise PluginLoadError(
             f"plugin {owner!r}: {item.__name__}.condition() failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _make(item: type, owner: str, *arguments: Any) -> Any:
+    try:
+        return item(*arguments)
+    except EngineError:
+        raise
+    except _FAULTS as error:
+        raise PluginLoadError(
+            f"plugin {owner!r}: {item.__name__} cannot be made for this model: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

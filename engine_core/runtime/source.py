@@ -108,7 +108,7 @@ def option_scheme(
     """
     if config.quantization is None:
         return None
-    scheme = registry.quantization_scheme(config.quantization)(config.quantization)
+    scheme = registry.quantization_scheme(config.quantization)
     scheme.check_device(device)
     return scheme
 
@@ -220,7 +220,7 @@ def find_scheme(
             f"quantization {option.name!r} is asked for, but the checkpoint's weights are "
             f"quantised by {name!r} ({key} says {method!r}); leave it out"
         )
-    scheme = registry.quantization_scheme(name)(name, settings)
+    scheme = registry.quantization_scheme(name, settings)
     scheme.check_device(device)
     return scheme
 

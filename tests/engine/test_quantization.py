@@ -62,7 +62,7 @@ class _Changed:
 
 
 def scheme(name: str) -> QuantizationScheme:
-    return build_registry(()).quantization_scheme(name)(name)
+    return build_registry(()).quantization_scheme(name)
 
 
 def network(folder: Path, quantization: str | None = None, **context: Any) -> torch.nn.Module:

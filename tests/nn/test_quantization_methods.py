@@ -7,14 +7,25 @@ import numpy as np
 import pytest
 import torch
 
-from engine_core.nn import build_gateup_linear, build_qkv_proj, build_rowwise_linear, load_weight
+from engine_core.errors import OptionError, PluginLoadError
+from engine_core.nn import (
+    build_embedding,
+    build_gateup_linear,
+    build_lm_head,
+    build_qkv_proj,
+    build_rowwise_linear,
+    load_weight,
+)
 from engine_core.nn.packing import OneDNNMatrix, onednn_packs
 from engine_core.nn.quantization import (
     BlockLinearMethod,
     Int4LinearMethod,
     Int4Matrix,
+    Int4Scheme,
     Int8LinearMethod,
     Int8Matrix,
+    Int8Scheme,
+    QuantizationScheme,
     quantize_int4,
 )
 from engine_core.step_context import BuildContext, building
@@ -180,3 +191,53 @@ def test_blocks_reach_the_rank_that_they_belong_to() -> None:
         exact = x[:, :32] @ own.T
         out = down.method.apply(down, x[:, :32], None)
         assert (out - exact).abs().max() < BFLOAT16 * exact.abs().max()
+
+
+class Layers(torch.nn.Module):
+    """A linear of each kind, the last with a shared weight."""
+
+    quantization_skip = ("careful",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = build_embedding(32, 64)
+        self.head = build_lm_head(64, 32, tied_to=self.embed)
+        self.careful = build_rowwise_linear(64, 32)
+        self.odd = build_rowwise_linear(40, 32)
+        self.even = build_gateup_linear(64, [32, 32])
+        self.first, self.second = build_rowwise_linear(64, 32), build_rowwise_linear(64, 32)
+        self.second.weight = self.first.weight
+
+
+@pytest.mark.parametrize(
+    ("scheme", "settings", "linears", "vocabulary"),
+    [
+        (Int8Scheme, None, ["even"], True),
+        (Int4Scheme, None, ["even"], True),
+        # The class has no say in what a tool has done.
+        (Int8Scheme, {"bits": 8}, ["careful", "even"], True),
+    ],
+)
+def test_a_scheme_takes_what_it_can(scheme, settings, linears, vocabulary) -> None:
+    model = Layers()
+    taken = scheme("int", settings).give_methods(model)
+    names = {id(layer): name for name, layer in model.named_children()}
+    assert [names[id(layer)] for layer in taken] == linears
+    assert (model.embed.method is not None) == (model.head.method is not None) == vocabulary
+
+
+class OnlyFails(QuantizationScheme):
+    """As a package with a mistake has it."""
+
+    def linear_method(self, name, layer):
+        """Fail at one layer, and take no other."""
+        if name == self.settings:
+            raise KeyError(name)
+
+
+def test_a_scheme_that_fails_is_named() -> None:
+    with pytest.raises(PluginLoadError, match=r"'only': .*OnlyFails fails at odd: KeyError: 'odd'"):
+        OnlyFails("only", "odd").give_methods(Layers())
+    with pytest.raises(OptionError, match=r"'only': no linear layer has a shape .*; leave it out"):
+        OnlyFails("only").give_methods(Layers())
+    assert OnlyFails("only", "nowhere").give_methods(Layers()) == []

@@ -33,6 +33,11 @@ class BlockLinearMethod:
             numbers = torch.empty(out_features, in_features // GROUP_SIZE, device=device)
             layer.add_parameter(name, numbers.float(), input_dim=1, group_size=GROUP_SIZE)
 
+    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
+        """Codes, scales and minima become one matrix."""
+        size = Int4Matrix.size(layer.get_parameter("qweight").shape)
+        return {"qweight": size, "scales": 0, "minima": 0}
+
     def process_after_load(self, layer: Linear) -> None:
         """Pack the codes for torch's kernel."""
         codes, scales, minima = (
@@ -40,11 +45,6 @@ class BlockLinearMethod:
         )
         matrix = Int4Matrix(codes, scales, minima + 8 * scales, layer.dtype)
         layer.set_packed(matrix, "qweight", "scales", "minima")
-
-    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
-        """Codes, scales and minima become one matrix."""
-        size = Int4Matrix.size(layer.get_parameter("qweight").shape)
-        return {"qweight": size, "scales": 0, "minima": 0}
 
     def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ weight.T + bias``."""

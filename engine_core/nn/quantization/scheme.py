@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from engine_core.errors import OptionError
+from engine_core.errors import EngineError, OptionError, PluginLoadError
 from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.embedding import VocabularyMethod, VocabularySplit
 from engine_core.nn.linear import Linear, LinearMethod
@@ -26,19 +26,20 @@ class QuantizationScheme:
     """One way to keep weights in fewer bits. A package offers subclasses.
 
     The hook ``quantization_schemes`` maps names to such classes. A name is asked for by
-    ``EngineConfig.quantization``, or the class recognises a checkpoint's ``quantization_config``.
+    ``EngineConfig.quantization``, or :meth:`condition` holds for a checkpoint.
     How packed tensors load and are multiplied is the business of the :class:`LinearMethod` of each
     layer.
 
     Attributes:
         converts_gguf: whether a GGUF file is converted to plain numbers before it is loaded.
-        takes: which layers :meth:`linear_method` takes, for the error that no layer is one.
+        takes: which layers :meth:`linear_method` takes; the error that there is none says "no", and
+            goes on with it.
         name: as in the hook.
         settings: the checkpoint's ``quantization_config``; None if the option asked for it.
     """
 
     converts_gguf: ClassVar[bool] = True
-    takes: ClassVar[str] = "linear layer whose shape it can take"
+    takes: ClassVar[str] = "linear layer has a shape that it takes"
 
     def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
         """Raise a :class:`ConfigError` for settings that are not supported."""
@@ -46,7 +47,7 @@ class QuantizationScheme:
         self.settings = settings
 
     @classmethod
-    def recognises(cls, settings: Mapping[str, Any]) -> bool:
+    def condition(cls, settings: Mapping[str, Any]) -> bool:
         """Whether a checkpoint with this ``quantization_config`` is of this scheme."""
         return False
 
@@ -93,6 +94,7 @@ class QuantizationScheme:
         Raises:
             OptionError: the option asks for it, and it takes no layer at all; or a layer's packed
                 numbers cannot be shared out to so many ranks.
+            PluginLoadError: the scheme fails at a layer.
         """
         skip: Collection[str] = getattr(model, "quantization_skip", ())
         if self.settings is not None:
@@ -108,15 +110,22 @@ class QuantizationScheme:
                 module.method = None if skipped else self.vocabulary_method(name, module)
                 continue
             shared = users[id(module.weight)] > 1
-            method = None if skipped or shared else self.linear_method(name, module)
-            if method is None:
-                left.append(name)
-            else:
-                try:
-                    module.set_method(method)
-                except IndivisibleError as error:
-                    raise OptionError(f"quantization {self.name!r}: {name}: {error}") from error
-                taken.append(module)
+            try:
+                method = None if skipped or shared else self.linear_method(name, module)
+                if method is None:
+                    left.append(name)
+                    continue
+                module.set_method(method)
+            except EngineError:
+                raise
+            except IndivisibleError as error:
+                raise OptionError(f"quantization {self.name!r}: {name}: {error}") from error
+            except Exception as error:  # Of a package; nothing is known of what it may raise.
+                raise PluginLoadError(
+                    f"quantization {self.name!r}: {type(self).__module__}.{type(self).__name__} "
+                    f"fails at {name}: {type(error).__name__}: {error}"
+                ) from error
+            taken.append(module)
         if not taken and self.settings is None:
             raise OptionError(f"quantization {self.name!r}: no {self.takes}; leave it out")
         if left:

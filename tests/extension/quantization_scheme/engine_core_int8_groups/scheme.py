@@ -32,7 +32,7 @@ class Int8GroupsScheme(QuantizationScheme):
             raise ConfigError(f"config.json: quantization_config has unknown keys {unknown}")
 
     @classmethod
-    def recognises(cls, settings: Mapping[str, Any]) -> bool:
+    def condition(cls, settings: Mapping[str, Any]) -> bool:
         """By the method's name."""
         return settings.get("quant_method") == "int8_groups"
 
