@@ -27,6 +27,18 @@ _MOST_ROWS = 16
 # What the tensors of all recordings may take. A model of billions of weights reaches it with few
 # rows, and has little use for recordings: its kernels take hundreds of times as long as its Python.
 _MOST_BYTES = 128 * 2**20
+# Operations that others are made of, whose results have a shape, or begin at a place, that hangs on
+# numbers. In inference mode they come whole, without the tags of their parts.
+_SHAPED_BY_NUMBERS = frozenset(
+    {
+        "aten::combinations",
+        "aten::narrow.Tensor",
+        "aten::nonzero_numpy",
+        "aten::repeat_interleave.self_Tensor",
+        "aten::tensor_split.tensor_indices_or_sections",
+        "aten::where",
+    }
+)
 # What makes a tensor without setting its numbers.
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
@@ -62,8 +74,10 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace not in ("aten", "mkldnn"):
             raise NotRecordableError(f"it calls {func}")
-        if torch.Tag.data_dependent_output in func.tags or (
-            torch.Tag.dynamic_output_shape in func.tags and not _indexes_by_numbers(func, args)
+        if (
+            func.name() in _SHAPED_BY_NUMBERS
+            or torch.Tag.data_dependent_output in func.tags
+            or (torch.Tag.dynamic_output_shape in func.tags and not _indexes_by_numbers(func, args))
         ):
             raise NotRecordableError(f"it reads numbers that differ from step to step: {func}")
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -146,6 +146,8 @@ def test_the_model_is_called_to_record_and_to_prove() -> None:
     [
         pytest.param(lambda context, x: x * int(context.position_ids[0, 0]), id="item"),
         pytest.param(lambda context, x: x[x[:, 0] > 0], id="mask"),
+        pytest.param(lambda context, x: x[(x[:, 0] > 0).nonzero(as_tuple=True)], id="nonzero"),
+        pytest.param(lambda context, x: x[torch.where(x[:, 0] > 0)], id="where"),
         pytest.param(lambda context, x: x if torch.equal(x, x) else -x, id="equal"),
         pytest.param(lambda context, x: x + torch.rand(x.shape), id="random"),
     ],
