@@ -1,4 +1,4 @@
-"""A layer of experts from outside: the core's file are as they are, and transformers agrees."""
+"""A layer of experts from outside: no file of the core is changed, and transformers agrees."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def test_tokens_and_logprobs_are_those_of_transformers(
     outputs = llm.generate(PROMPTS, params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         (completion,) = output.outputs
-        tokens = completion.token_ids
+        tokens, entries = completion.token_ids, completion.logprobs
         whole = torch.tensor([prompt + tokens])
         expected = checkpoint[1](whole).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         assert expected.argmax(-1).tolist() == tokens
-        ours = [entry[token].logprob for entry, token in zip(completion.logprobs, tokens)]
+        ours = [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
         torch.testing.assert_close(torch.tensor(ours), expected.max(-1).values, atol=2e-4, rtol=0)
 
 
