@@ -20,32 +20,122 @@
     ├── RequestTimeoutError               a request was not done in the time it had
     └── EngineDeadError                   the engine cannot go on; says the root cause
 
-A message names the culprit, what was offered and what to do about it.
+A message names the culprit, what was offered and what to do about it. It is for people: programs
+read ``code``.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class ErrorCode(StrEnum):
+    """Kinds of errors: one for each class of the tree, and where one class has several.
+
+    The last group are the ways in which one sequence ends with the reason "error".
+    """
+
+    ENGINE = "engine_error"
+    CONFIG = "config_invalid"
+    OPTION = "option_invalid"
+    CHECKPOINT = "checkpoint_unsupported"
+    CHECKPOINT_NOT_FOUND = "checkpoint_not_found"
+    CHECKPOINT_CORRUPT = "checkpoint_corrupt"
+    WEIGHTS_MISMATCH = "weights_mismatch"
+    TOKENIZER = "tokenizer_unusable"
+    PLUGIN = "plugin_broken"
+    PLUGIN_LOAD = "plugin_unloadable"
+    ARCHITECTURE_AMBIGUOUS = "architecture_ambiguous"
+    ARCHITECTURE_UNKNOWN = "architecture_unknown"
+    CACHE_MEMORY = "cache_memory"
+    REQUEST = "request_invalid"
+    CHAT_TEMPLATE = "chat_template_invalid"
+    QUEUE_FULL = "queue_full"
+    TIMEOUT = "timeout"
+    ENGINE_DEAD = "engine_dead"
+
+    NOT_FINITE = "logits_not_finite"
+    NO_TOKEN = "no_token_allowed"
+    LOGITS_PROCESSOR = "logits_processor_failed"
+    GUIDED = "guided_failed"
+    GRAMMAR_TOO_COMPLEX = "grammar_too_complex"
+    GRAMMAR_WITHOUT_END = "grammar_without_end"
 
 
 class EngineError(Exception):
-    """Root of the tree above."""
+    """Root of the tree above.
+
+    Attributes:
+        code: the kind of error; that of the class if none is given.
+    """
+
+    code: ErrorCode = ErrorCode.ENGINE
+
+    def __init__(self, *args: object, code: ErrorCode | None = None) -> None:
+        super().__init__(*args)
+        if code is not None:
+            self.code = code
+
+
+class Fault(NamedTuple):
+    """One value that a config refuses.
+
+    Attributes:
+        place: where it stands, with dots; empty if it is the whole.
+        message: why it is refused.
+        field: the field at fault; None if it is several.
+    """
+
+    place: str
+    message: str
+    field: str | None
 
 
 class ConfigError(EngineError, ValueError):
-    """A value in an engine config, sampling parameters or a checkpoint's config is wrong."""
+    """A value in an engine config, sampling parameters or a checkpoint's config is wrong.
+
+    Attributes:
+        faults: each value that is refused, where a config model refuses them.
+    """
+
+    code = ErrorCode.CONFIG
+
+    def __init__(self, *args: object, faults: tuple[Fault, ...] = ()) -> None:
+        super().__init__(*args)
+        self.faults = faults
+
+    def named(self, name: Callable[[str], str]) -> str:
+        """The message with ``name(place)`` for each place; as it is where there are no faults."""
+        if not self.faults:
+            return str(self)
+        told = ((name(fault.place) if fault.place else "", fault) for fault in self.faults)
+        return "; ".join(f"{place}: {f.message}" if place else f.message for place, f in told)
 
 
 class OptionError(ConfigError):
     """A setting of the engine is well-formed, but not for this model, its files or this device."""
 
+    code = ErrorCode.OPTION
+
 
 class CheckpointError(EngineError):
     """A checkpoint cannot be used."""
+
+    code = ErrorCode.CHECKPOINT
 
 
 class CheckpointNotFoundError(CheckpointError):
     """The folder, file or hub id does not exist or cannot be reached."""
 
+    code = ErrorCode.CHECKPOINT_NOT_FOUND
+
 
 class CorruptCheckpointError(CheckpointError):
     """A file of the checkpoint is truncated, malformed, or contradicts its own header."""
+
+    code = ErrorCode.CHECKPOINT_CORRUPT
 
 
 class WeightsMismatchError(CheckpointError):
@@ -56,6 +146,8 @@ class WeightsMismatchError(CheckpointError):
         unexpected: names of tensors that no parameter took.
         wrong: messages, one for each tensor of a wrong shape.
     """
+
+    code = ErrorCode.WEIGHTS_MISMATCH
 
     def __init__(
         self,
@@ -74,25 +166,37 @@ class WeightsMismatchError(CheckpointError):
 class TokenizerError(EngineError):
     """The tokenizer or its chat template is missing or cannot be read."""
 
+    code = ErrorCode.TOKENIZER
+
 
 class PluginError(EngineError):
     """Something about a model-family plugin."""
+
+    code = ErrorCode.PLUGIN
 
 
 class PluginLoadError(PluginError):
     """A plugin or module-map file cannot be imported or does not keep the contract."""
 
+    code = ErrorCode.PLUGIN_LOAD
+
 
 class DuplicateArchitectureError(PluginError):
     """Two plugins claim the same architecture, or two config builders the same config."""
+
+    code = ErrorCode.ARCHITECTURE_AMBIGUOUS
 
 
 class UnknownArchitectureError(PluginError):
     """No installed plugin or module map knows the architecture."""
 
+    code = ErrorCode.ARCHITECTURE_UNKNOWN
+
 
 class CacheMemoryError(EngineError):
     """The memory set aside for the KV cache is too small for what is asked."""
+
+    code = ErrorCode.CACHE_MEMORY
 
 
 class RequestError(EngineError, ValueError):
@@ -102,18 +206,28 @@ class RequestError(EngineError, ValueError):
         param: the parameter at fault, as the caller named it; None if no single one is.
     """
 
-    def __init__(self, *args: object, param: str | None = None) -> None:
-        super().__init__(*args)
+    code = ErrorCode.REQUEST
+
+    def __init__(
+        self, *args: object, param: str | None = None, code: ErrorCode | None = None
+    ) -> None:
+        super().__init__(*args, code=code)
         self.param = param
 
 
 class QueueFullError(RequestError):
     """As many sequences wait as may; the request can be served later."""
 
+    code = ErrorCode.QUEUE_FULL
+
 
 class RequestTimeoutError(EngineError):
     """A request had a deadline and was ended at it."""
 
+    code = ErrorCode.TIMEOUT
+
 
 class EngineDeadError(EngineError):
     """The engine stopped on a failure; ``__cause__`` is the root cause."""
+
+    code = ErrorCode.ENGINE_DEAD

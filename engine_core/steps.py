@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from array import array
 
     from engine_core.configs import SamplingParams
+    from engine_core.errors import ErrorCode
     from engine_core.inputs import ProcessedPrompt
 
 
@@ -138,6 +139,22 @@ class Logprob:
 TokenLogprobs = Mapping[int, Logprob]
 
 
+class RowError(NamedTuple):
+    """Why a sequence ends with the reason "error".
+
+    Attributes:
+        code: the kind of error.
+        message: the same for people.
+    """
+
+    code: ErrorCode
+    message: str
+
+    def at(self, position: int) -> RowError:
+        """The error with the linear position of the token that could not be chosen."""
+        return self._replace(message=f"{self.message} at position {position}")
+
+
 class RowResult(NamedTuple):
     """One row's result of a step. Written by the runner. A named tuple as :class:`PlanRow` is.
 
@@ -155,7 +172,7 @@ class RowResult(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    error: str | None = None
+    error: RowError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +196,7 @@ class TokenUpdate(NamedTuple):
             every other.
         finish_reason: None while it goes on; see :class:`CompletionOutput`.
         stop_reason: the stop token; None for end of sequence.
-        error: the message if the reason is "error".
+        error: what went wrong if the reason is "error".
         num_cached_tokens: prompt tokens taken from the prefix cache.
         num_preemptions: how often it lost its blocks until now.
     """
@@ -190,7 +207,7 @@ class TokenUpdate(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
+    error: RowError | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
 
@@ -239,6 +256,7 @@ class CompletionOutput:
             "length" (max_tokens or the model's length), "abort" or "error".
         stop_reason: the stop string or token id that ended it; None for end of sequence.
         error: what went wrong if finish_reason is "error".
+        error_code: the same for programs.
     """
 
     index: int
@@ -249,6 +267,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_code: ErrorCode | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ from engine_core.errors import (
     CorruptCheckpointError,
     DuplicateArchitectureError,
     EngineError,
+    ErrorCode,
     OptionError,
     PluginError,
     RequestError,
@@ -304,7 +305,7 @@ class _Check:
             )
         except RequestError as error:
             # Rendering compiles the template first; that error alone is not the messages' fault.
-            if "not valid jinja" in str(error):
+            if error.code is ErrorCode.CHAT_TEMPLATE:
                 self._add("chat-template-invalid", "error", str(error))
             else:
                 self._add("chat-template-failed", "warning", str(error))

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import json
-import re
 import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
@@ -177,8 +176,8 @@ class OptionGroup(Generic[Config]):
         try:
             return self._model(**{**self._defaults, **self.given(options)})
         except ConfigError as error:
-            message = re.sub(
-                rf"\b{self._model.__name__}\.(\w+)", lambda match: _flag(match[1]), str(error)
+            message = error.named(
+                lambda place: ".".join((_flag(place.split(".")[0]), *place.split(".")[1:]))
             )
             raise typer.BadParameter(message) from None
 

@@ -6,17 +6,29 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, Fault
 
 
-def _explain(model: str, error: ValidationError) -> str:
-    lines = []
+class FieldError(ValueError):
+    """Raised by a validator of the whole model for the fault of one field."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def _faults(error: ValidationError) -> tuple[Fault, ...]:
+    faults = []
     for item in error.errors():
-        field = ".".join(str(part) for part in item["loc"])
-        offered = "" if item["type"] == "missing" else f", got {item['input']!r}"
+        place = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
-        lines.append(f"{model}.{field}: {message}{offered}" if field else f"{model}: {message}")
-    return "; ".join(lines)
+        if not place:
+            field = getattr(item.get("ctx", {}).get("error"), "field", None)
+            faults.append(Fault("", message, field))
+            continue
+        offered = "" if item["type"] == "missing" else f", got {item['input']!r}"
+        faults.append(Fault(place, f"{message}{offered}", place))
+    return tuple(faults)
 
 
 class FrozenConfig(BaseModel):
@@ -32,7 +44,9 @@ class FrozenConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(type(self).__name__, error)) from None
+            name, faults = type(self).__name__, _faults(error)
+            lines = (f"{name}.{f.place}".rstrip(".") + f": {f.message}" for f in faults)
+            raise ConfigError("; ".join(lines), faults=faults) from None
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated like a new one."""

@@ -125,9 +125,8 @@ def read_recommendation(
         SamplingParams(**values)
         min_tokens = SamplingParams(min_tokens=min_tokens, max_tokens=None).min_tokens
     except ConfigError as error:
-        message = str(error)
-        for name, ours in _SAME_MEANING.items():
-            message = message.replace(f"SamplingParams.{ours}:", f"{GENERATION_CONFIG}: {name}:")
+        theirs = {ours: f"{GENERATION_CONFIG}: {name}" for name, ours in _SAME_MEANING.items()}
+        message = error.named(lambda ours: theirs.get(ours, f"SamplingParams.{ours}"))
         raise ConfigError(message) from None
     return Recommendation(values, min_tokens)
 

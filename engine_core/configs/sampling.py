@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from engine_core.configs.base import FrozenConfig
+from engine_core.configs.base import FieldError, FrozenConfig
 
 JSON_WHITESPACE = r"[ \n\r\t]{1,32}"
 """White space between the parts of guided JSON: a model that does nothing but indent is stopped."""
@@ -313,8 +313,9 @@ class SamplingParams(FrozenConfig):
     @model_validator(mode="after")
     def _min_below_max(self) -> Self:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})"
+            raise FieldError(
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",
+                "min_tokens",
             )
         return self
 
@@ -322,9 +323,10 @@ class SamplingParams(FrozenConfig):
     def _guided_may_end(self) -> Self:
         if self.guided is not None and (self.min_tokens or self.ignore_eos):
             name = "min_tokens" if self.min_tokens else "ignore_eos"
-            raise ValueError(
+            raise FieldError(
                 f"{name} cannot be kept by a guided text, which ends where it is complete; leave "
-                "one of them out"
+                "one of them out",
+                name,
             )
         return self
 

@@ -29,6 +29,7 @@ from engine_core.steps import (
     CoreRequest,
     RequestMetrics,
     RequestOutput,
+    RowError,
     TokenLogprobs,
     TokenUpdate,
 )
@@ -85,7 +86,7 @@ class Completion:
         cumulative_logprob: sum over all tokens, or None.
         finish_reason: None while it goes on.
         stop_reason: see :class:`CompletionOutput`.
-        error: the message if the reason is "error".
+        error: what went wrong if the reason is "error".
         num_tokens: all tokens, taken or not.
         num_preemptions: how often it lost its blocks.
         changed: whether anything came since :meth:`State.delta`.
@@ -100,7 +101,7 @@ class Completion:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
+    error: RowError | None = None
     num_tokens: int = 0
     num_preemptions: int = 0
     changed: bool = False
@@ -117,7 +118,8 @@ class Completion:
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            error=self.error,
+            error=None if self.error is None else self.error.message,
+            error_code=None if self.error is None else self.error.code,
         )
 
     def delta(self, index: int) -> CompletionOutput:
@@ -130,7 +132,8 @@ class Completion:
             logprobs=self.logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            error=self.error,
+            error=None if self.error is None else self.error.message,
+            error_code=None if self.error is None else self.error.code,
         )
         self.token_ids = []
         self.text.clear()

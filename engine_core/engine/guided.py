@@ -6,11 +6,7 @@ from weakref import WeakKeyDictionary, ref
 
 from engine_core.configs import SamplingParams
 from engine_core.errors import RequestError
-from engine_core.runtime.guided import (
-    GRAMMAR_TOO_COMPLEX,
-    GRAMMAR_WITHOUT_END,
-    GrammarCompiler,
-)
+from engine_core.runtime.guided import GrammarCompiler
 from engine_core.text import Tokenizer, token_bytes
 
 _compilers: WeakKeyDictionary[Tokenizer, GrammarCompiler] = WeakKeyDictionary()
@@ -53,4 +49,4 @@ def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> GrammarCompiler:
     return compiler
 
 
-__all__ = ["GRAMMAR_TOO_COMPLEX", "GRAMMAR_WITHOUT_END", "check_guided", "grammar_compiler"]
+__all__ = ["check_guided", "grammar_compiler"]

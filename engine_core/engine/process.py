@@ -27,7 +27,7 @@ from engine_core import own_process
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.errors import EngineDeadError, EngineError, RequestError
 from engine_core.runtime.memory import CachePlan
-from engine_core.steps import CoreRequest, TokenUpdate
+from engine_core.steps import CoreRequest, RowError, TokenUpdate
 
 if TYPE_CHECKING:
     from engine_core.engine.core import EngineCore
@@ -343,7 +343,12 @@ def _add(core: EngineCore, requests: Sequence[CoreRequest], refused: list[TokenU
             core.add(request)
         except RequestError as error:
             refused.append(
-                TokenUpdate(request.request_id, (), finish_reason="error", error=str(error))
+                TokenUpdate(
+                    request.request_id,
+                    (),
+                    finish_reason="error",
+                    error=RowError(error.code, str(error)),
+                )
             )
 
 

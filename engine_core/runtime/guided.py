@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from engine_core.configs import GuidedParams
 from engine_core.configs.sampling import JSON_WHITESPACE
-from engine_core.errors import RequestError
+from engine_core.errors import ErrorCode, RequestError
+from engine_core.steps import RowError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, TokenizerWrapper
@@ -32,8 +33,11 @@ _LARGEST = 2**53
 _MOST_STEPS = 10**4
 # What llguidance calls the parts that have limits.
 _LIMITS = ("parser error", "lexer error")
-GRAMMAR_TOO_COMPLEX = "what the text must be is too complex to be followed"
-GRAMMAR_WITHOUT_END = "the guided text is complete, but the model has no end-of-sequence token"
+_WITHOUT_END = RowError(
+    ErrorCode.GRAMMAR_WITHOUT_END,
+    "the guided text is complete, but the model has no end-of-sequence token; name one in "
+    "stop_token_ids",
+)
 # Where a schema keeps what is referred to.
 _DEFINITIONS = ("$schema", "$defs", "definitions")
 # Compiled grammars kept for requests to come.
@@ -58,7 +62,7 @@ class Guide:
     def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
         self.matcher = matcher
         self.ends = frozenset(ends)
-        self.error: str | None = None
+        self.error: RowError | None = None
         self.ended = False
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -146,7 +150,7 @@ class GrammarCompiler:
         compiled = self._compile(params)
         guide = Guide(compiled.matcher.deep_copy(), ends)
         if compiled.error is not None:
-            guide.error = f"guided decoding failed: {compiled.error}"
+            guide.error = RowError(ErrorCode.GUIDED, f"guided decoding failed: {compiled.error}")
         return guide
 
     def masks(self, guides: Sequence[Guide]) -> Masks:
@@ -177,7 +181,7 @@ class GrammarCompiler:
                 continue
             may_end = int(row[end_word]) >> end_bit & 1
             if may_end and not guide.ends and matcher.is_stopped():
-                guide.error = f"{GRAMMAR_WITHOUT_END}; name one in stop_token_ids"
+                guide.error = _WITHOUT_END
             # A vocabulary may hold an end as ordinary text, which is then not to be cut off there.
             for token in guide.ends:
                 word, bit = token // 32, np.uint32(1 << token % 32)
@@ -263,12 +267,15 @@ class _Vocabulary:
         return self.longest_tokens(text)
 
 
-def _failure(matcher: LLMatcher) -> str:
+def _failure(matcher: LLMatcher) -> RowError:
     """Why a matcher cannot go on, in words that say whose fault it is."""
     error = _brief(matcher.get_error())
     # The library's limits on a grammar's size are not all noticed before they are reached.
-    whose = GRAMMAR_TOO_COMPLEX if error.startswith(_LIMITS) else "guided decoding failed"
-    return f"{whose}: {error}"
+    # The library has no code for them: its stop_reason is "InternalError".
+    if error.startswith(_LIMITS):
+        whose = "what the text must be is too complex to be followed"
+        return RowError(ErrorCode.GRAMMAR_TOO_COMPLEX, f"{whose}: {error}")
+    return RowError(ErrorCode.GUIDED, f"guided decoding failed: {error}")
 
 
 def _brief(message: str) -> str:

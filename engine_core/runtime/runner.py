@@ -32,7 +32,7 @@ from engine_core.runtime.recording import RecordedSteps
 from engine_core.runtime.sampler import REASONS, Sampler, is_hosted, token_logprobs
 from engine_core.runtime.swap import SwapSpace
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
-from engine_core.steps import Admission, RowResult, StepPlan, StepResult, TokenLogprobs
+from engine_core.steps import Admission, RowError, RowResult, StepPlan, StepResult, TokenLogprobs
 
 # Signed integers, by their bytes.
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -245,7 +245,7 @@ class ModelRunner:
         tokens, status = choose_greedy(logits)
         self._sampler.last_tokens[torch.tensor(rows)] = tokens
         errors = {
-            place: f"the model gave logits that are not finite at position {positions[place] + 1}"
+            place: REASONS[wrong].at(positions[place] + 1)
             for place, wrong in enumerate(status.tolist())
             if wrong
         }
@@ -414,7 +414,7 @@ class ModelRunner:
                 elif wrong is not None and any(wrong[place]):
                     turn = next(turn for turn, value in enumerate(wrong[place]) if value)
                     position = row.start + row.num_tokens + turn
-                    error = f"{REASONS[wrong[place][turn]]} at position {position}"
+                    error = REASONS[wrong[place][turn]].at(position)
                     rows.append(RowResult(row.request_id, (), error=error))
                 else:
                     rows.append(RowResult(row.request_id, tuple(columns[place])))
@@ -610,7 +610,7 @@ class ModelRunner:
             values = host_tokens.tolist()
             chosen = {index: values[place] for place, index in enumerate(sampled)}
             errors = {
-                sampled[place]: f"{error} at position {positions[place]}"
+                sampled[place]: error.at(positions[place])
                 for place, status in enumerate(host_status.tolist())
                 if (error := result.error(place, status)) is not None
             }
@@ -722,7 +722,7 @@ def _result(
     tokens: Mapping[int, int],
     logprobs: Mapping[int, TokenLogprobs],
     prompt_logprobs: Mapping[int, list[TokenLogprobs]],
-    errors: Mapping[int, str],
+    errors: Mapping[int, RowError],
 ) -> StepResult:
     rows = []
     for index, row in enumerate(plan.rows):

@@ -11,7 +11,7 @@ from engine_core.cache import BlockKey
 from engine_core.configs import SamplingParams
 from engine_core.errors import RequestError
 from engine_core.inputs import ProcessedPrompt, packed_token_ids
-from engine_core.steps import TokenLogprobs
+from engine_core.steps import RowError, TokenLogprobs
 
 
 class RequestStatus(Enum):
@@ -49,7 +49,7 @@ class Request:
         finish_reason: None, "stop", "length", "abort" or "error".
         stop_reason: the stop token, or what ``Scheduler.finish`` was given; None for end of
             sequence.
-        error: the message if the reason is "error".
+        error: what went wrong if the reason is "error".
         num_computed: positions whose keys and values completed steps have written.
         num_scheduled: positions that submitted steps write; what lies between is in flight.
         num_pending: samples of submitted steps that have not come back.
@@ -133,7 +133,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.error: str | None = None
+        self.error: RowError | None = None
         self.num_computed = 0
         self.num_scheduled = 0
         self.num_pending = 0

@@ -23,6 +23,7 @@ from engine_core.scheduler.request import Request, RequestStatus
 from engine_core.steps import (
     Admission,
     PlanRow,
+    RowError,
     RowResult,
     StepPlan,
     StepResult,
@@ -915,7 +916,7 @@ class Scheduler:
         request: Request,
         reason: str,
         stop_reason: int | str | None,
-        error: str | None = None,
+        error: RowError | None = None,
     ) -> None:
         running = request.status is RequestStatus.RUNNING
         self._remove(self._running if running else self._waiting, request)

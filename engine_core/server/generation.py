@@ -21,8 +21,8 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine_core.configs import GuidedParams, SamplingParams
-from engine_core.engine.guided import GRAMMAR_TOO_COMPLEX, GRAMMAR_WITHOUT_END, check_guided
-from engine_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from engine_core.engine.guided import check_guided
+from engine_core.errors import ConfigError, EngineDeadError, EngineError, ErrorCode, RequestError
 from engine_core.server.context import RequestContext
 from engine_core.server.encoding import DONE, event
 from engine_core.server.errors import ApiError, ClientGone, as_api_error, unavailable
@@ -43,10 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# Failures that no check can foresee: parameters that forbid every token, grammars that are too
-# large or do not end.
-_NO_TOKEN = "leave no token to choose"
-_OF_GRAMMARS = (GRAMMAR_TOO_COMPLEX, GRAMMAR_WITHOUT_END)
 _SAME_NAME = (
     "n",
     "temperature",
@@ -96,9 +92,9 @@ def sampling_params(
     try:
         return defaults(**values, **own, guided=_only(guided))
     except ConfigError as error:
-        message = str(error).replace("SamplingParams.", "").removeprefix("SamplingParams: ")
-        name = message.split(maxsplit=1)[0].rstrip(":")
-        param = name if name in type(body).model_fields else None
+        field = error.faults[0].field if error.faults else None
+        param = field if field in type(body).model_fields else None
+        message = error.named(lambda place: place)
         raise ApiError(400, message, param=param, code="conflicting_fields") from None
 
 
@@ -342,10 +338,11 @@ class Generation:
 
     def _check(self, completion: CompletionOutput) -> None:
         if completion.finish_reason == "error":
-            error = str(completion.error)
-            if any(reason in error for reason in _OF_GRAMMARS):
+            error, code = str(completion.error), completion.error_code
+            # What no check can foresee.
+            if code in (ErrorCode.GRAMMAR_TOO_COMPLEX, ErrorCode.GRAMMAR_WITHOUT_END):
                 raise ApiError(400, error, param=self._guided_by, code="invalid_request")
-            if _NO_TOKEN in error:
+            if code is ErrorCode.NO_TOKEN:
                 raise ApiError(400, error, code="invalid_request")
             raise ApiError(500, error, code="generation_failed")
         if completion.finish_reason == "abort":

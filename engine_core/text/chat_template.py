@@ -21,7 +21,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from engine_core.errors import RequestError
+from engine_core.errors import ErrorCode, RequestError
 
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
@@ -309,5 +309,6 @@ def _compile(template: str) -> jinja2.Template:
         return _environment().from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(
-            f"the chat template is not valid jinja: {error.message} (line {error.lineno})"
+            f"the chat template is not valid jinja: {error.message} (line {error.lineno})",
+            code=ErrorCode.CHAT_TEMPLATE,
         ) from error

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from random_examples import examples
 
 from engine_core.configs import GuidedParams, SamplingParams
+from engine_core.errors import ErrorCode
 from engine_core.runtime.guided import GrammarCompiler, Guide
 from engine_core.runtime.sampler import Sampler
 from engine_core.runtime.sampler.transforms import apply_bitmask
@@ -107,7 +108,9 @@ def test_a_rebuilt_guide_goes_on_where_it_was() -> None:
     rebuilt.advance(tokens)
     assert allowed(stepped) == allowed(rebuilt)
     rebuilt.advance([encode("x")[0]])
-    assert "failed" in (rebuilt.error or "")
+    assert rebuilt.error is not None
+    assert rebuilt.error.code is ErrorCode.GUIDED
+    assert "failed" in rebuilt.error.message
     assert (COMPILER.masks([rebuilt]) == 0xFFFFFFFF).all()
 
 

@@ -13,7 +13,7 @@ import pytest
 from guided_model import EOS, MODEL, VOCAB, write_tokenizer
 
 from engine_core import LLM, EngineConfig, GuidedParams, SamplingParams
-from engine_core.errors import ConfigError, RequestError
+from engine_core.errors import ConfigError, ErrorCode, RequestError
 
 PERSON = {
     "type": "object",
@@ -361,6 +361,7 @@ def test_parameters_that_leave_no_token_end_the_request_with_an_error(llm: LLM) 
     outputs = llm.generate(["Go:"] * 2, [params, good])
     assert outputs[0].outputs[0].finish_reason == "error"
     assert "leave no token" in outputs[0].outputs[0].error
+    assert outputs[0].outputs[0].error_code is ErrorCode.NO_TOKEN
     assert outputs[1].outputs[0].text == "abc"
 
 
@@ -372,6 +373,7 @@ def test_a_model_without_an_end_of_sequence_says_what_is_missing(tokenizer: str)
     with LLM(MODEL, config) as llm:
         (output,) = llm.generate("Go:", params)
         assert "name one in stop_token_ids" in output.outputs[0].error
+        assert output.outputs[0].error_code is ErrorCode.GRAMMAR_WITHOUT_END
         (output,) = llm.generate("Go:", params.replace(stop_token_ids=[VOCAB - 1]))
         assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("abc", "stop")
 

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from engine_core.configs import SamplingParams
+from engine_core.errors import ErrorCode
 from engine_core.kernels.sampling.reference import apply_penalties, ban_tokens
 from engine_core.runtime.sampler import Sampler
 
@@ -283,7 +284,7 @@ def test_a_failing_processor_fails_its_own_row_only(
     assert int(result.token_ids[1]) == 5
     assert errors[0] is not None
     with pytest.raises(RuntimeError, match=message):
-        raise RuntimeError(errors[0])
+        raise RuntimeError(errors[0].message)
     assert 0 <= int(result.token_ids[0]) < 8
 
 
@@ -297,7 +298,8 @@ def test_logits_that_are_not_finite_are_the_models_fault(
     logits = torch.zeros(1, 8)
     logits[0, 2] = bad
     result = sampler.sample(logits, [0], [1])
-    assert result.error(0, int(result.status)) == "the model gave logits that are not finite"
+    error = result.error(0, int(result.status))
+    assert error == (ErrorCode.NOT_FINITE, "the model gave logits that are not finite")
 
 
 def test_banning_leaves_no_token() -> None:
@@ -305,7 +307,10 @@ def test_banning_leaves_no_token() -> None:
     params = make({"allowed_token_ids": (7,), "min_tokens": 1}, 0)
     sampler.admit(0, [1], 1, params, EOS)
     result = sampler.sample(torch.zeros(1, VOCAB), [0], [1])
-    assert "leave no token" in str(result.error(0, int(result.status)))
+    error = result.error(0, int(result.status))
+    assert error is not None
+    assert error.code is ErrorCode.NO_TOKEN
+    assert "leave no token" in error.message
 
 
 def test_penalties_on_tensors_of_any_batch() -> None:

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 
 from engine_core.cache import KVCacheGroup
 from engine_core.configs import SamplingParams, SchedulerConfig
+from engine_core.errors import ErrorCode
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Request, RequestStatus, Scheduler
-from engine_core.steps import Admission, Logprob, RowResult, StepPlan, StepResult
+from engine_core.steps import Admission, Logprob, RowError, RowResult, StepPlan, StepResult
 
 VOCAB = 11
 EOS = 0
 NAN = "nan"
+NOT_FINITE = RowError(ErrorCode.NOT_FINITE, "logits are NaN")
 
 
 class ContractError(AssertionError):
@@ -163,7 +165,7 @@ class FakeRunner:
         self.num_tokens_run += plan.num_tokens * plan.repeat
         tokens: list[list[int]] = [[] for _ in rows]
         prompt_logprobs: list[list[dict[int, Logprob]]] = [[] for _ in rows]
-        errors: list[str | None] = [None] * len(rows)
+        errors: list[RowError | None] = [None] * len(rows)
         for run in range(plan.repeat):
             for i, (row, plan_row) in enumerate(zip(rows, plan.rows, strict=True)):
                 if not row.alive:
@@ -192,7 +194,7 @@ class FakeRunner:
                 if broken:
                     for position in range(start, end):
                         self._spoil(row, position)
-                    errors[i] = "logits are NaN"
+                    errors[i] = NOT_FINITE
                     row.alive = False
                 elif plan_row.sample:
                     self._sample(row, next_token(last))
@@ -495,7 +497,7 @@ class Workload:
                 assert outcome.tokens == tokens[: job.cut_at]
             elif request.finish_reason == "error":
                 assert job.fail_at is not None
-                assert request.error == "logits are NaN"
+                assert request.error == NOT_FINITE
                 assert outcome.num_finished == 1
                 assert outcome.tokens == tokens[: len(outcome.tokens)]
             else:

@@ -10,10 +10,10 @@ from scheduling import answer, planned, scheduler
 
 import engine_core.scheduler.scheduler as scheduler_module
 from engine_core.configs import SamplingParams, SchedulerConfig
-from engine_core.errors import ConfigError, RequestError
+from engine_core.errors import ConfigError, ErrorCode, RequestError
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Request, RequestStatus, Scheduler
-from engine_core.steps import Logprob, RowResult, StepPlan, StepResult
+from engine_core.steps import Logprob, RowError, RowResult, StepPlan, StepResult
 
 
 def request(
@@ -512,13 +512,14 @@ def test_a_row_error_ends_that_request_alone() -> None:
     sched.add(one)
     sched.add(other)
     plan = planned(sched)
-    rows = (RowResult("a", (), error="logits are NaN"), RowResult("b", (5,)))
+    error = RowError(ErrorCode.NOT_FINITE, "logits are NaN")
+    rows = (RowResult("a", (), error=error), RowResult("b", (5,)))
     updates = sched.update(StepResult(plan.step_id, rows))
     assert [(update.request, update.finished) for update in updates] == [
         (one, True),
         (other, False),
     ]
-    assert (one.finish_reason, one.error) == ("error", "logits are NaN")
+    assert (one.finish_reason, one.error) == ("error", error)
     assert other.finish_reason is None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine_core.configs import SamplingParams
 from engine_core.configs.sampling import takes_prompt
+from engine_core.errors import ErrorCode
 from engine_core.kernels.sampling import (
     BIASED,
     COUNTED,
@@ -27,13 +28,14 @@ from engine_core.kernels.sampling.state import FIRST_PENALTY
 from engine_core.runtime.guided import GrammarCompiler, Guide
 from engine_core.runtime.platform import all_to_device, to_device
 from engine_core.runtime.sampler.transforms import apply_bitmask
+from engine_core.steps import RowError
 
 # Banned tokens that there is room for at first.
 _BANS = 8
 
 REASONS = {
-    1: "the model gave logits that are not finite",
-    2: "the sampling parameters leave no token to choose",
+    1: RowError(ErrorCode.NOT_FINITE, "the model gave logits that are not finite"),
+    2: RowError(ErrorCode.NO_TOKEN, "the sampling parameters leave no token to choose"),
 }
 """What a status that is not 0 means."""
 
@@ -55,9 +57,9 @@ class SampledTokens:
 
     token_ids: Tensor
     status: Tensor
-    failures: dict[int, str]
+    failures: dict[int, RowError]
 
-    def error(self, place: int, status: int) -> str | None:
+    def error(self, place: int, status: int) -> RowError | None:
         """Why the token at ``place``, with its value of ``status``, means nothing; or None."""
         return self.failures.get(place) or REASONS.get(status)
 
@@ -268,7 +270,7 @@ class Sampler:
         for row, request in zip(rows, requests, strict=True):
             if not request.ready:
                 self._fill(row, request, logits.shape[-1])
-        failures: dict[int, str] = {}
+        failures: dict[int, RowError] = {}
         hosted = [place for place, request in enumerate(requests) if request.hosted]
         where = from_model = None
         if hosted:
@@ -301,7 +303,7 @@ class Sampler:
         requests: Sequence[_Request],
         rows: Sequence[int],
         positions: Sequence[int],
-        failures: dict[int, str],
+        failures: dict[int, RowError],
     ) -> None:
         """Bias, penalties, bans, processors and guides of hosted requests, in place."""
         for place in places:
@@ -333,7 +335,7 @@ class Sampler:
             for processor in request.processors:
                 error = processor.apply(request.prompt, request.output, logits[place])
                 if error is not None:
-                    failures[place] = error
+                    failures[place] = RowError(ErrorCode.LOGITS_PROCESSOR, error)
                     break
         guided = [place for place in places if requests[place].guide is not None]
         if guided:
@@ -344,7 +346,7 @@ class Sampler:
         logits: Tensor,
         places: Sequence[int],
         requests: Sequence[_Request],
-        failures: dict[int, str],
+        failures: dict[int, RowError],
     ) -> None:
         """Leave only what the guides allow, in place."""
         guides = {place: guide for place in places if (guide := requests[place].guide) is not None}
