@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar, cast
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.engine import process
 from engine_core.engine.arguments import check_model_and_config
-from engine_core.engine.frontend import Frontend, Message, Prompt, State, choose_tokenizer
+from engine_core.engine.frontend import Frontend, Prompt, State, choose_tokenizer
 from engine_core.engine.process import Decoder, Failure, Found, Ready
 from engine_core.errors import (
     ConfigError,
@@ -171,6 +171,7 @@ class AsyncEngine:
 
     Attributes:
         config: the engine's settings.
+        frontend: the half that knows text.
         model_config: the model's.
         tokenizer: None with ``skip_tokenizer_init``.
         max_model_len: tokens of a sequence, prompt and output together.
@@ -205,7 +206,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._link = link
         self._max_queued = max_queued_requests
-        self._frontend = Frontend(
+        self.frontend = Frontend(
             config,
             found.model_config,
             tokenizer,
@@ -290,7 +291,7 @@ class AsyncEngine:
         Raises:
             ConfigError: a field given is unknown or out of range, or fields contradict each other.
         """
-        return self._frontend.default_sampling_params(**given)
+        return self.frontend.default_sampling_params(**given)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, None if it was given as token ids, and its token ids.
@@ -298,29 +299,7 @@ class AsyncEngine:
         Raises:
             RequestError: it is no prompt, or its token ids are outside the vocabulary.
         """
-        return self._frontend.tokenize(prompt)[:2]
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        chat_template: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """The prompt that the chat template makes of one conversation, as token ids.
-
-        Raises:
-            RequestError: the messages do not fit the template, or there is none.
-        """
-        return self._frontend.render_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            chat_template=chat_template,
-            tools=tools,
-            template_kwargs=template_kwargs,
-        )
+        return self.frontend.tokenize(prompt)[:2]
 
     async def add_request(
         self,
@@ -398,7 +377,7 @@ class AsyncEngine:
         names: Sequence[str | None] = [None] * len(prompts) if request_ids is None else request_ids
         if len(names) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts need as many request ids, got {len(names)}")
-        frontend = self._frontend
+        frontend = self.frontend
         # What may take long goes to a thread, so that the event loop goes on meanwhile.
         if isinstance(sampling_params, SamplingParams) and sampling_params.guided is not None:
             async with self._compiling:
@@ -463,13 +442,13 @@ class AsyncEngine:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
-            for state in list(self._frontend.states.values()):
+            for state in list(self.frontend.states.values()):
                 self._abort(state)
 
     async def close(self) -> None:
         """Abort what there is and end the engine process; it may be called twice."""
         self._closing = True
-        for state in list(self._frontend.states.values()):
+        for state in list(self.frontend.states.values()):
             self._abort(state)
         await self._link.close(kill=False)
 
@@ -512,7 +491,7 @@ class AsyncEngine:
         self, state: State, requests: list[CoreRequest], timeout: float | None
     ) -> RequestStream:
         """Hand a request that was checked to the other process."""
-        self._frontend.keep(state)
+        self.frontend.keep(state)
         stream = RequestStream(self, state)
         self._streams[state.request_id] = stream
         self._idle.clear()
@@ -529,7 +508,7 @@ class AsyncEngine:
         """Take in what a step brought."""
         updates, self._stats = message
         self._heard = True
-        for state in self._frontend.apply(updates):
+        for state in self.frontend.apply(updates):
             stream = self._streams.get(state.request_id)
             if stream is not None:
                 stream._wake()
@@ -547,7 +526,7 @@ class AsyncEngine:
 
     def _forget(self, state: State) -> None:
         """Abort a request whose stream is gone."""
-        if self._frontend.states.get(state.request_id) is state:
+        if self.frontend.states.get(state.request_id) is state:
             self._abort(state)
 
     def _abort(self, state: State, error: EngineError | None = None) -> None:
@@ -555,7 +534,7 @@ class AsyncEngine:
 
         Its stream ends with ``error``, or with an output whose reason is "abort".
         """
-        self._frontend.drop(state.request_id)
+        self.frontend.drop(state.request_id)
         self._link.send(("abort", state.running))
         stream = self._streams.get(state.request_id)
         if stream is not None:
@@ -597,18 +576,18 @@ class AsyncEngine:
         )
 
     def _note_idle(self) -> None:
-        if not self._frontend.states:
+        if not self.frontend.states:
             self._idle.set()
 
     def _bury(self, error: EngineDeadError) -> None:
         """The engine process has ended."""
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._closing and not self._frontend.states:
+        if self._closing and not self.frontend.states:
             return
         self.dead = error
-        for state in list(self._frontend.states.values()):
-            self._frontend.drop(state.request_id)
+        for state in list(self.frontend.states.values()):
+            self.frontend.drop(state.request_id)
             stream = self._streams.get(state.request_id)
             if stream is not None:
                 # An error of its own: each reader adds its traceback to it.

@@ -323,8 +323,11 @@ class Frontend:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        check_text: Callable[[str], None] | None = None,
     ) -> list[int]:
         """The prompt that the chat template makes of one conversation, as token ids.
+
+        ``check_text`` is called with its text before that is tokenised.
 
         Raises:
             RequestError: the messages do not fit the template, or there is none.
@@ -332,15 +335,20 @@ class Frontend:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise RequestError("this engine has no tokenizer, so it cannot chat")
-        text = render_chat_text(
-            tokenizer,
-            self._model_config,
+        variables = {} if template_kwargs is None else template_kwargs
+        check_variables(variables)
+        if chat_template is None and not tokenizer.chat_templates:
+            chat_template = self._model_config.default_chat_template
+        text = tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=add_generation_prompt,
-            chat_template=chat_template,
             tools=tools,
-            template_kwargs=template_kwargs,
+            chat_template=chat_template,
+            **variables,
         )
+        if check_text is not None:
+            check_text(text)
+        # The template writes special tokens itself.
         return tokenizer.encode(text, add_special_tokens=False)
 
     def resolve(self, sampling_params: SamplingParams | None) -> SamplingParams:
@@ -619,36 +627,6 @@ def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> arr
     return packed_token_ids(token_ids)
 
 
-def render_chat_text(
-    tokenizer: Tokenizer,
-    model_config: ModelConfig,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool = True,
-    chat_template: str | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> str:
-    """The prompt that the chat template makes of one conversation, as text.
-
-    It is to be encoded with ``add_special_tokens=False``: the template writes them itself.
-
-    Raises:
-        RequestError: the messages do not fit the template, or there is none.
-    """
-    variables = {} if template_kwargs is None else template_kwargs
-    check_variables(variables)
-    if chat_template is None and not tokenizer.chat_templates:
-        chat_template = model_config.default_chat_template
-    return tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        tools=tools,
-        chat_template=chat_template,
-        **variables,
-    )
-
-
 def choose_tokenizer(
     config: EngineConfig, folder: Callable[[], Path], model_config: ModelConfig | None
 ) -> Tokenizer | None:
@@ -686,5 +664,4 @@ __all__ = [
     "TokensPrompt",
     "check_token_ids",
     "choose_tokenizer",
-    "render_chat_text",
 ]

@@ -64,8 +64,10 @@ class Executor(Protocol):
         """Capture one more step that is likely to be needed as a CUDA graph.
 
         Returns:
-            False if there is none left, too little memory for more, or one could not be captured.
+            False if there is none left, too little memory for more, or one could not be captured,
+            and where every kernel is launched by itself.
         """
+        return False
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """Record layers' outputs of the steps submitted in the ``with`` block."""
@@ -138,7 +140,7 @@ class InProcessExecutor:
     def capture_next(self) -> bool:
         """Capture one more step."""
         with platform.on(self._device):
-            return self._live().capture_next()
+            return self._live().runner.capture_next()
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """Record layers' outputs of the steps submitted in the ``with`` block.
@@ -164,7 +166,7 @@ class InProcessExecutor:
         return self._worker
 
 
-class ProcessExecutor:
+class ProcessExecutor(Executor):
     """Every rank in a spawned process; plans go out and results come back through pipes.
 
     Every rank samples the same tokens from the same gathered logits, so that only rank 0 answers;
@@ -213,10 +215,6 @@ class ProcessExecutor:
         """Send a step to every rank."""
         self._send("submit", plan)
         return PendingStep(self._next_result)
-
-    def capture_next(self) -> bool:
-        """There is nothing to capture: ranks launch every kernel by itself."""
-        return False
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """Refuse: the layers are in other processes.

@@ -132,16 +132,16 @@ class Worker:
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run a step; see :meth:`ModelRunner.submit`."""
-        assert self._runner is not None, "start comes before submit"
         if self._trace is None:
-            return self._runner.submit(plan)
+            return self.runner.submit(plan)
         with self._trace.step(plan):
-            return self._runner.submit(plan)
+            return self.runner.submit(plan)
 
-    def capture_next(self) -> bool:
-        """Capture one more step; see :meth:`ModelRunner.capture_next`."""
-        assert self._runner is not None, "start comes before capture_next"
-        return self._runner.capture_next()
+    @property
+    def runner(self) -> ModelRunner:
+        """The model with its cache, after :meth:`start`."""
+        assert self._runner is not None, "start comes first"
+        return self._runner
 
     @contextmanager
     def trace_layers(self) -> Iterator[LayerTrace]:

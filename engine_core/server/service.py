@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import Request
 
-from engine_core.engine.frontend import render_chat_text
-from engine_core.errors import EngineDeadError, RequestError
+from engine_core.errors import EngineDeadError
 from engine_core.server.body import now
 from engine_core.server.errors import ApiError, busy, unavailable
 from engine_core.server.metrics import Metrics
@@ -206,19 +205,13 @@ class Service:
             ApiError: 400; its text is too long.
             RequestError: the messages do not fit the template, or there is none.
         """
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None:
-            raise RequestError("the server was started without a tokenizer, so it cannot chat")
-        text = render_chat_text(
-            tokenizer,
-            self.engine.model_config,
+        return self.engine.frontend.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             template_kwargs=template_kwargs,
+            check_text=lambda text: self.check_text(text, "messages"),
         )
-        self.check_text(text, "messages")
-        return tokenizer.encode(text, add_special_tokens=False)
 
     async def run_text(self, size: int, work: Callable[[], Result]) -> Result:
         """Run ``work`` on a body of ``size`` bytes, in a thread if it is long."""

@@ -294,7 +294,8 @@ def test_long_texts_and_chats_become_the_same_prompts(
     params = GREEDY.replace(max_tokens=2)
     (expected,) = llm.generate(text, params)
     run(generate(engine, text, params)).check_same(expected)
-    ids = engine.render_chat([{"role": "user", "content": "hi"}], template_kwargs={"sign": "!"})
+    messages = [{"role": "user", "content": "hi"}]
+    ids = engine.frontend.render_chat(messages, template_kwargs={"sign": "!"})
     assert ids == engine.tokenize("user: hi!\n")[1]
     assert engine.tokenizer is not None
     assert engine.default_sampling_params() == llm.default_sampling_params()
