@@ -184,9 +184,9 @@ class StepResult:
 
 
 class TokenUpdate(NamedTuple):
-    """One sequence's new tokens from a step. Written by the core of the engine.
+    """One sequence's new tokens from a step. Written by the scheduler.
 
-    A named tuple, as it goes from process to process.
+    A named tuple, as there is one for each row of each step, and it goes from process to process.
 
     Attributes:
         request_id: as in :class:`CoreRequest`.
@@ -210,6 +210,11 @@ class TokenUpdate(NamedTuple):
     error: RowError | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the sequence ended with this step."""
+        return self.finish_reason is not None
 
 
 class EngineStats(NamedTuple):

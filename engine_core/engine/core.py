@@ -12,7 +12,7 @@ from engine_core.engine.step_stats import StepStats
 from engine_core.errors import EngineDeadError
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.runner import PendingStep
-from engine_core.scheduler import Request, RequestUpdate
+from engine_core.scheduler import Request
 from engine_core.steps import CoreRequest, EngineStats, StepPlan, TokenUpdate
 
 
@@ -141,7 +141,8 @@ class EngineCore:
             self.pacing.finished(done, early=pending.done)
             result = pending.result()
             stats.waited(done)
-            updates = self._token_updates(self.scheduler.update(result))
+            updates = self.scheduler.update(result)
+            self._count_updates(updates)
             stats.applied()
             return updates
         except Exception as error:
@@ -206,29 +207,11 @@ class EngineCore:
             if request.num_preemptions == 0:
                 self._prompt_tokens += request.prompt_len
 
-    def _token_updates(self, updates: Sequence[RequestUpdate]) -> list[TokenUpdate]:
-        made = []
-        generated = 0
+    def _count_updates(self, updates: Sequence[TokenUpdate]) -> None:
         for update in updates:
-            request = update.request
-            generated += len(update.new_token_ids)
-            made.append(
-                TokenUpdate(
-                    request.request_id,
-                    update.new_token_ids,
-                    update.logprobs,
-                    update.prompt_logprobs,
-                    request.finish_reason,
-                    request.stop_reason,
-                    request.error,
-                    request.num_cached_tokens,
-                    request.num_preemptions,
-                )
-            )
+            self._generated_tokens += len(update.new_token_ids)
             if update.finished:
-                del self._requests[request.request_id]
-        self._generated_tokens += generated
-        return made
+                del self._requests[update.request_id]
 
 
 __all__ = ["EngineCore"]

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import NamedTuple
 
 from engine_core.cache import (
     NULL_BLOCK,
@@ -29,32 +28,12 @@ from engine_core.steps import (
     StepResult,
     SwapPairs,
     TokenLogprobs,
+    TokenUpdate,
 )
 
 _Blocks = tuple[tuple[int, ...], ...]
 _rank = attrgetter("rank")
 _num_scheduled = attrgetter("num_scheduled")
-
-
-class RequestUpdate(NamedTuple):
-    """What one step brought for one request. Written by the scheduler.
-
-    A named tuple, as there is one for each row of each step.
-
-    Attributes:
-        request: whose it is.
-        new_token_ids: the tokens accepted; the last is the stop token if one ended the sequence.
-        logprobs: one mapping a token in ``new_token_ids``, or None.
-        prompt_logprobs: one mapping for each prompt token but the first, all in one update, the
-            one after which the prompt is computed; None in every other.
-        finished: whether the request ended with this step.
-    """
-
-    request: Request
-    new_token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None
-    finished: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +303,7 @@ class Scheduler:
         repeat = self._allocate_ahead(draft)
         return self._submit(draft, repeat)
 
-    def update(self, result: StepResult) -> list[RequestUpdate]:
+    def update(self, result: StepResult) -> list[TokenUpdate]:
         """Take in the results of the oldest step in flight.
 
         Returns:
@@ -717,7 +696,7 @@ class Scheduler:
 
     def _accept(
         self, request: Request, row: PlanRow, result: RowResult, repeat: int
-    ) -> RequestUpdate | None:
+    ) -> TokenUpdate | None:
         """Take in one row's result; the request has not finished."""
         # Taken apart at once: a field of a tuple is much slower to look up than a local name.
         request_id, _, start, num_tokens, _, sample = row
@@ -725,7 +704,7 @@ class Scheduler:
         assert result_id == request_id, f"result of {result_id!r} where the plan has {request_id!r}"
         if error is not None:
             self._finish(request, "error", None, error)
-            return RequestUpdate(request, (), None, None, finished=True)
+            return _update(request, (), None, None)
 
         reason: str | None = None
         stop_reason: int | None = None
@@ -777,7 +756,7 @@ class Scheduler:
             self._finish(request, reason, stop_reason)
         elif not new_tokens and prompt_logprobs is None:
             return None
-        return RequestUpdate(request, new_tokens, logprobs, prompt_logprobs, reason is not None)
+        return _update(request, new_tokens, logprobs, prompt_logprobs)
 
     def _chunk(self, request: Request, start: int, num_tokens: int, budget: int) -> int:
         """How many of the known tokens from ``start`` on fit the budget with no span split."""
@@ -959,3 +938,23 @@ class Scheduler:
             # The end first: a prefix is of use without what follows it, not the other way round.
             group.pool.release(reversed(table))
         self._blocked = None
+
+
+def _update(
+    request: Request,
+    new_token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprobs, ...] | None,
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None,
+) -> TokenUpdate:
+    """What a step brought for a request, and where the request stands after it."""
+    return TokenUpdate(
+        request.request_id,
+        new_token_ids,
+        logprobs,
+        prompt_logprobs,
+        request.finish_reason,
+        request.stop_reason,
+        request.error,
+        request.num_cached_tokens,
+        request.num_preemptions,
+    )

@@ -456,7 +456,7 @@ class Workload:
         updates = self.scheduler.update(self.runner.result())
         self.scheduler.check()
         for update in updates:
-            number = int(update.request.request_id[1:])
+            number = int(update.request_id[1:])
             outcome = self.outcomes[number]
             expect(outcome.num_finished == 0, f"r{number} goes on after its end")
             outcome.tokens.extend(update.new_token_ids)
@@ -466,7 +466,7 @@ class Workload:
             outcome.num_finished += update.finished
             cut_at = self.jobs[number].cut_at
             if cut_at is not None and len(outcome.tokens) >= cut_at and not update.finished:
-                self.scheduler.finish(update.request.request_id, "stop", "stop string")
+                self.scheduler.finish(update.request_id, "stop", "stop string")
                 self.scheduler.check()
 
     def verify(self) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from engine_core.cache import KVCacheGroup
 from engine_core.configs import CacheConfig, KVCacheSpec, SchedulerConfig
-from engine_core.scheduler import RequestUpdate, Scheduler
-from engine_core.steps import RowResult, StepPlan, StepResult
+from engine_core.scheduler import Scheduler
+from engine_core.steps import RowResult, StepPlan, StepResult, TokenUpdate
 
 
 def scheduler(
@@ -43,7 +43,7 @@ def planned(sched: Scheduler) -> StepPlan:
     return plan
 
 
-def answer(sched: Scheduler, plan: StepPlan, *tokens: Sequence[int]) -> list[RequestUpdate]:
+def answer(sched: Scheduler, plan: StepPlan, *tokens: Sequence[int]) -> list[TokenUpdate]:
     """Give each row of the plan its sampled tokens; 7s where none are named."""
     rows = []
     for index, row in enumerate(plan.rows):
