@@ -46,10 +46,10 @@ class Attention(Module):
     def __init__(
         self,
         num_heads: int,
-        head_size: int,
+        head_dim: int,
         *,
         num_kv_heads: int | None = None,
-        v_head_size: int | None = None,
+        v_head_dim: int | None = None,
         scale: float | None = None,
         alibi: bool = False,
         sliding_window: int | None = None,
@@ -59,10 +59,10 @@ class Attention(Module):
 
         Args:
             num_heads: query heads.
-            head_size: size of a query and key head.
+            head_dim: size of a query and key head.
             num_kv_heads: key and value heads; as many as ``num_heads`` if None.
-            v_head_size: size of a value head; ``head_size`` if None.
-            scale: of the scores; ``head_size ** -0.5`` if None.
+            v_head_dim: size of a value head; ``head_dim`` if None.
+            scale: of the scores; ``head_dim ** -0.5`` if None.
             alibi: add ALiBi's linear bias.
             sliding_window: how many keys a query sees, itself included; None for all.
             logit_softcapping: scores pass ``cap * tanh(score / cap)``; None for no cap.
@@ -71,9 +71,9 @@ class Attention(Module):
         context = current_build_context()
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads or num_heads
-        self.head_size = head_size
-        self.v_head_size = v_head_size or head_size
-        self.scale = head_size**-0.5 if scale is None else scale
+        self.head_dim = head_dim
+        self.v_head_dim = v_head_dim or head_dim
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.window = sliding_window
         self.softcap = logit_softcapping
         self.dtype = context.dtype or torch.get_default_dtype()
@@ -89,8 +89,8 @@ class Attention(Module):
         """What this layer keeps of each token."""
         return KVCacheSpec(
             num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_size,
-            v_head_dim=self.v_head_size,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
             dtype=dtype_name(str(self.dtype).removeprefix("torch.")),
             window=self.window,
         )
@@ -128,5 +128,5 @@ class Attention(Module):
             softcap=self.softcap,
             prefix_lens=attn_metadata.prefix_lens,
             memo=attn_metadata.memos.setdefault(self.group_id, {}),
-            batch_invariant=self.deterministic,
+            deterministic=self.deterministic,
         )

@@ -91,7 +91,7 @@ def config_builder(subject: Subject) -> None:
             {config.num_attention_heads},
             {layer.num_heads for layer in model.attention},
         ),
-        "head_dim": ({config.head_dim}, {layer.head_size for layer in model.attention}),
+        "head_dim": ({config.head_dim}, {layer.head_dim for layer in model.attention}),
     }
     for name, (stated, built) in found.items():
         if stated != built:

@@ -225,7 +225,7 @@ def test_preconditions(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.fixture(params=[False, True], ids=["", "invariant"])
-def batch_invariant(request: pytest.FixtureRequest) -> bool:
+def deterministic(request: pytest.FixtureRequest) -> bool:
     """Whether the kernel is the one whose results do not depend on the batch."""
     chosen: bool = request.param
     return chosen
@@ -254,7 +254,7 @@ KERNEL_PREFIX = torch.tensor([1, 20, 0, 70, 35, 128], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_kernel_options(name: str, batch_invariant: bool, launch_device: str) -> None:
+def test_kernel_options(name: str, deterministic: bool, launch_device: str) -> None:
     options = dict(OPTIONS[name])
     if "prefix_lens" in options:
         options["prefix_lens"] = KERNEL_PREFIX
@@ -266,7 +266,7 @@ def test_kernel_options(name: str, batch_invariant: bool, launch_device: str) ->
     }
     paged = make_paged(KERNEL_ROWS, device=launch_device, fused=True)
     expected = attend_by_reference(paged, 0.125, **options)
-    got = launch(paged, 0.125, batch_invariant=batch_invariant, **options)
+    got = launch(paged, 0.125, deterministic=deterministic, **options)
     assert error(got, expected) < 1e-5
 
 
@@ -287,28 +287,28 @@ def test_kernel_options(name: str, batch_invariant: bool, launch_device: str) ->
     ],
     ids=str,
 )
-def test_kernel_shapes(shape: dict[str, Any], batch_invariant: bool, launch_device: str) -> None:
+def test_kernel_shapes(shape: dict[str, Any], deterministic: bool, launch_device: str) -> None:
     paged = make_paged([(1, 63), (1, 130), (20, 70)], device=launch_device, **shape)
     expected = attend_by_reference(paged, 0.1)
-    got = launch(paged, 0.1, batch_invariant=batch_invariant)
+    got = launch(paged, 0.1, deterministic=deterministic)
     assert error(got, expected) < TOLERANCE[paged.q.dtype]
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 50}, {"window": 131}], ids=str)
 @pytest.mark.parametrize("block_size", [32, 64, 128, 256])
 def test_kernel_tiles_within_blocks(
-    block_size: int, options: dict[str, Any], batch_invariant: bool, launch_device: str
+    block_size: int, options: dict[str, Any], deterministic: bool, launch_device: str
 ) -> None:
     rows = [(1, 1), (1, 64), (1, 200), (1, 0), (1, 129), (1, 500), (70, 300)]
     paged = make_paged(rows, block_size=block_size, device=launch_device)
     expected = attend_by_reference(paged, 0.125, **options)
-    got = launch(paged, 0.125, batch_invariant=batch_invariant, **options)
+    got = launch(paged, 0.125, deterministic=deterministic, **options)
     assert error(got, expected) < 1e-5
 
 
-def test_kernel_without_splits(batch_invariant: bool, launch_device: str) -> None:
+def test_kernel_without_splits(deterministic: bool, launch_device: str) -> None:
     paged = make_paged([(1, 30), (1, 0), (1, 7)], device=launch_device)
-    got = launch(paged, 0.125, batch_invariant=batch_invariant)
+    got = launch(paged, 0.125, deterministic=deterministic)
     assert error(got, attend_by_reference(paged, 0.125)) < 1e-5
 
 
@@ -345,14 +345,14 @@ def test_kernel_layers_share_what_they_find_out_of_a_step(launch_device: str) ->
         assert error(launch(paged, 0.125, memo=memo, **options), expected) < 1e-5
 
 
-def test_kernel_grid_of_a_larger_context(batch_invariant: bool, launch_device: str) -> None:
+def test_kernel_grid_of_a_larger_context(deterministic: bool, launch_device: str) -> None:
     """A captured graph has splits for the longest context; short rows leave them unwritten."""
     from engine_core.kernels.attention import triton
 
     paged = make_paged([(1, 340), (1, 40), (1, 3)], device=launch_device)
     out = paged.poisoned_out()
     sizes = paged.sizes() | {"max_kv_len": 4096}
-    options = {"scale": 0.125, "batch_invariant": batch_invariant}
+    options = {"scale": 0.125, "deterministic": deterministic}
     for _ in range(2):  # the second launch finds the counts that the first one left
         triton.paged_attention(
             paged.q, paged.k_cache, paged.v_cache, out, **options, **paged.metadata(), **sizes
@@ -487,13 +487,13 @@ def test_queries_do_not_depend_on_what_else_there_is(
             max_kv_len=max_kv_len,
             num_decode_rows=int(decode),
             scale=0.1,
-            batch_invariant=True,
+            deterministic=True,
             **options,
             **given,
         )
 
     given = {"prefix_lens": prefix} if name == "prefix" else {}
-    together = attend(paged, 0.1, batch_invariant=True, **options, **given)
+    together = attend(paged, 0.1, deterministic=True, **options, **given)
     expected = attend_by_reference(paged, 0.1, **options, **given)
     assert error(together, expected) < TOLERANCE[dtype]
     for row, (num_queries, kv_len) in enumerate(rows):

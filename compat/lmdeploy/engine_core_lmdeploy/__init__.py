@@ -442,7 +442,7 @@ class Attention(core.Attention):
             divide(num_heads, ranks, "number of query heads"),
             head_size,
             num_kv_heads=max(1, num_kv_heads // ranks),
-            v_head_size=v_head_size,
+            v_head_dim=v_head_size,
             scale=scale,
             alibi=alibi,
             sliding_window=sliding_window,

@@ -30,7 +30,7 @@ def paged_attention(
     prefix_lens: Tensor | None = None,
     out: Tensor | None = None,
     memo: dict[Any, Any] | None = None,
-    batch_invariant: bool = False,
+    deterministic: bool = False,
 ) -> Tensor:
     """Softmax attention of each row's new tokens over all the tokens that its blocks hold.
 
@@ -67,7 +67,7 @@ def paged_attention(
             ``num_decode_rows`` and ``prefix_lens``, as in the layers of a step; empty before the
             first. It keeps what was found out of them. If later calls are captured in a CUDA graph,
             so is the first: a replay has to find it out anew.
-        batch_invariant: whether each query's result must be the same, bit for bit, whatever other
+        deterministic: whether each query's result must be the same, bit for bit, whatever other
             rows there are and however many queries of its own row. Only on a GPU.
 
     Returns:
@@ -139,7 +139,7 @@ def paged_attention(
             f"paged_attention: out must be contiguous [{num_tokens}, {num_heads}, {v_head_dim}], "
             f"got {tuple(out.shape)} with strides {out.stride()}"
         )
-    if batch_invariant and not q.is_cuda:
+    if deterministic and not q.is_cuda:
         raise ValueError(f"paged_attention: batch invariance is for a GPU, q is on {q.device}")
     if q.is_cuda:
         from engine_core.kernels.attention import triton
@@ -161,7 +161,7 @@ def paged_attention(
             softcap=softcap,
             prefix_lens=prefix_lens,
             memo=memo,
-            batch_invariant=batch_invariant,
+            deterministic=deterministic,
         )
     else:
         cpu.paged_attention(

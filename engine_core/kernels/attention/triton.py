@@ -621,7 +621,7 @@ def paged_attention(
     softcap: float | None = None,
     prefix_lens: Tensor | None = None,
     memo: dict[Any, Any] | None = None,
-    batch_invariant: bool = False,
+    deterministic: bool = False,
 ) -> None:
     """Write attention into ``out``; arguments as in the public wrapper."""
     num_rows = kv_lens.shape[0]
@@ -657,7 +657,7 @@ def paged_attention(
         "PRECISION": "ieee" if float32 else "tf32",
         **pdl_options(q.device),
     }
-    if batch_invariant:
+    if deterministic:
         from engine_core.kernels.attention.invariant import triton as invariant
 
         invariant.paged_attention(
