@@ -32,36 +32,34 @@ from typing import NamedTuple
 
 
 class ErrorCode(StrEnum):
-    """Kinds of errors: one for each class of the tree, and where one class has several.
+    """Kinds of errors: those of the tree's classes, and where one class has several.
 
     The last group are the ways in which one sequence ends with the reason "error".
     """
 
-    ENGINE = "engine_error"
-    CONFIG = "config_invalid"
-    OPTION = "option_invalid"
-    CHECKPOINT = "checkpoint_unsupported"
-    CHECKPOINT_NOT_FOUND = "checkpoint_not_found"
-    CHECKPOINT_CORRUPT = "checkpoint_corrupt"
-    WEIGHTS_MISMATCH = "weights_mismatch"
-    TOKENIZER = "tokenizer_unusable"
-    PLUGIN = "plugin_broken"
-    PLUGIN_LOAD = "plugin_unloadable"
-    ARCHITECTURE_AMBIGUOUS = "architecture_ambiguous"
-    ARCHITECTURE_UNKNOWN = "architecture_unknown"
-    CACHE_MEMORY = "cache_memory"
-    REQUEST = "request_invalid"
-    CHAT_TEMPLATE = "chat_template_invalid"
-    QUEUE_FULL = "queue_full"
+    ENGINE = "engine-error"
+    CONFIG = "config-invalid"
+    OPTION = "option-invalid"
+    CHECKPOINT = "checkpoint-unsupported"
+    CHECKPOINT_NOT_FOUND = "checkpoint-not-found"
+    CHECKPOINT_CORRUPT = "checkpoint-corrupt"
+    TOKENIZER = "tokenizer-unusable"
+    PLUGIN = "plugin-broken"
+    ARCHITECTURE_AMBIGUOUS = "architecture-ambiguous"
+    ARCHITECTURE_UNKNOWN = "architecture-unknown"
+    CACHE_MEMORY = "memory-cache-too-small"
+    REQUEST = "request-invalid"
+    CHAT_TEMPLATE = "chat-template-invalid"
+    QUEUE_FULL = "queue-full"
     TIMEOUT = "timeout"
-    ENGINE_DEAD = "engine_dead"
+    ENGINE_DEAD = "engine-dead"
 
-    NOT_FINITE = "logits_not_finite"
-    NO_TOKEN = "no_token_allowed"
-    LOGITS_PROCESSOR = "logits_processor_failed"
-    GUIDED = "guided_failed"
-    GRAMMAR_TOO_COMPLEX = "grammar_too_complex"
-    GRAMMAR_WITHOUT_END = "grammar_without_end"
+    NOT_FINITE = "logits-not-finite"
+    NO_TOKEN = "no-token-allowed"
+    LOGITS_PROCESSOR = "logits-processor-failed"
+    GUIDED = "guided-failed"
+    GRAMMAR_TOO_COMPLEX = "grammar-too-complex"
+    GRAMMAR_WITHOUT_END = "grammar-without-end"
 
 
 class EngineError(Exception):
@@ -147,8 +145,6 @@ class WeightsMismatchError(CheckpointError):
         wrong: messages, one for each tensor of a wrong shape.
     """
 
-    code = ErrorCode.WEIGHTS_MISMATCH
-
     def __init__(
         self,
         message: str,
@@ -177,8 +173,6 @@ class PluginError(EngineError):
 
 class PluginLoadError(PluginError):
     """A plugin or module-map file cannot be imported or does not keep the contract."""
-
-    code = ErrorCode.PLUGIN_LOAD
 
 
 class DuplicateArchitectureError(PluginError):

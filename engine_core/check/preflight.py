@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -46,17 +46,10 @@ from engine_core.engine.startup import (
 from engine_core.errors import (
     CacheMemoryError,
     CheckpointError,
-    CheckpointNotFoundError,
     ConfigError,
-    CorruptCheckpointError,
-    DuplicateArchitectureError,
     EngineError,
     ErrorCode,
-    OptionError,
-    PluginError,
     RequestError,
-    TokenizerError,
-    UnknownArchitectureError,
     WeightsMismatchError,
 )
 from engine_core.nn.attention import Attention
@@ -78,19 +71,6 @@ from engine_core.runtime.worker import complete_context
 from engine_core.step_context import BuildContext
 from engine_core.text import Tokenizer
 
-# The first that fits says the code.
-_CODES: tuple[tuple[type[EngineError], Code], ...] = (
-    (DuplicateArchitectureError, "architecture-ambiguous"),
-    (UnknownArchitectureError, "architecture-unknown"),
-    (PluginError, "plugin-broken"),
-    (CheckpointNotFoundError, "checkpoint-not-found"),
-    (CorruptCheckpointError, "checkpoint-corrupt"),
-    (CheckpointError, "checkpoint-unsupported"),
-    (TokenizerError, "tokenizer-unusable"),
-    (CacheMemoryError, "memory-cache-too-small"),
-    (OptionError, "option-invalid"),
-    (ConfigError, "config-invalid"),
-)
 # Errors that do not prevent loading the model and running it on token ids.
 _ABOUT_TEXT: frozenset[Code] = frozenset({"chat-template-invalid", "tokenizer-unusable"})
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
@@ -634,4 +614,4 @@ class _Collecting:
 
 
 def _code(error: EngineError) -> Code:
-    return next((code for kind, code in _CODES if isinstance(error, kind)), "config-invalid")
+    return cast("Code", error.code.value) if error.code.value in HINTS else "config-invalid"

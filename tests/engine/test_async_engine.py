@@ -25,12 +25,20 @@ from golden_fixtures import GOLDEN, golden_prompts
 from slow_llama import SETTINGS as SLOW
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine_core import LLM, AsyncEngine, EngineConfig, RequestOutput, SamplingParams
+from engine_core import (
+    LLM,
+    AsyncEngine,
+    CompletionOutput,
+    EngineConfig,
+    RequestOutput,
+    SamplingParams,
+)
 from engine_core.engine import RequestStream, process
 from engine_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     EngineDeadError,
+    ErrorCode,
     PluginLoadError,
     QueueFullError,
     RequestError,
@@ -303,6 +311,18 @@ def test_long_texts_and_chats_become_the_same_prompts(
     assert engine.eos_token_ids == llm.engine.eos_token_ids
     assert engine.cache_plan == llm.engine.cache_plan
     assert engine.startup["weights"] > 0
+
+
+def test_an_error_has_its_code_here_too(run: Run, engine: AsyncEngine) -> None:
+    params = GREEDY.replace(allowed_token_ids=(7,), stop_token_ids=(7,), min_tokens=1)
+
+    async def last() -> CompletionOutput:
+        stream = await engine.add_request(PROMPTS[1].input_ids, params)
+        return [output async for output in stream][-1].outputs[0]
+
+    completion = run(last())
+    assert (completion.finish_reason, completion.error_code) == ("error", ErrorCode.NO_TOKEN)
+    assert "leave no token to choose" in str(completion.error)
 
 
 def test_what_a_slow_reader_leaves_lies_in_one_output(
