@@ -6,6 +6,30 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.utils.hooks import RemovableHandle
+
+# In a module's __dict__: torch's count of registered hooks when none of them was the module's.
+_CHECKED = "_checked_for_hooks_at"
+
+
+def hooks_registered(module: nn.Module) -> bool:
+    """Whether a forward hook watches ``module``, a part of it, or every module there is.
+
+    While nobody registers a hook anywhere this compares one number. Every registration in torch
+    counts :attr:`RemovableHandle.next_id` up, on plain ``nn.Module`` parts too; after one, and as
+    long as there are hooks, all parts are looked at.
+    """
+    registered = RemovableHandle.next_id
+    if module.__dict__.get(_CHECKED) == registered:
+        return False
+    if (
+        _global_forward_hooks
+        or _global_forward_pre_hooks
+        or any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    ):
+        return True
+    module.__dict__[_CHECKED] = registered
+    return False
 
 
 class Module(nn.Module):
