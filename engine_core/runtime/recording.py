@@ -3,14 +3,14 @@
 A step of a small model takes as long in Python as in its kernels. So a step is recorded, as a CUDA
 graph is captured: the calls of our kernels and of torch's operations, on the tensors of the
 recording, which stay where they are. Another step with as many rows writes its numbers into the
-same inputs and makes the same calls.
+same tensor and makes the same calls.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_core.kernels import compiled
-from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
+from engine_core.runtime.step_batch import StepBatch, StepOutputs, StepState
+from engine_core.step_context import StepContext
 
 logger = logging.getLogger(__name__)
 
@@ -128,19 +129,17 @@ class _Recording:
     """One step's calls, and what they read and write.
 
     Attributes:
-        context: with the tensors into which each step's numbers are written.
-        calls: what computes ``logits`` of them.
-        logits: ``[R, V]``.
+        batch: with the numbers that each step's are written into.
+        calls: what computes ``outputs`` of them.
+        outputs: the logits.
         kept: everything whose address a call holds.
-        nbytes: of what is kept.
         proven: whether it has given once what the model gave.
     """
 
-    context: StepContext
+    batch: StepBatch
     calls: list[Callable[[], object]]
-    logits: Tensor
+    outputs: StepOutputs
     kept: list[Tensor]
-    nbytes: int
     proven: bool = False
 
 
@@ -152,111 +151,76 @@ class RecordedSteps:
     the step would not agree, and is not recorded any more.
     """
 
-    def __init__(self, model: Model, max_blocks: Sequence[int], max_model_len: int) -> None:
+    def __init__(
+        self, state: StepState, logits_of: Model, is_watched: Callable[[], bool] = lambda: False
+    ) -> None:
         """To be used under ``torch.inference_mode``.
 
         Args:
-            model: a step's context, of decode rows only, to logits ``[R, V]``.
-            max_blocks: for each cache group the blocks of the longest sequence.
-            max_model_len: tokens of the longest sequence.
+            state: what is kept from step to step.
+            logits_of: a step's context, of decode rows only, to logits ``[R, V]``.
+            is_watched: whether somebody waits for a part of the model to be called now.
         """
-        self._model = model
-        self._max_blocks = max_blocks
-        self._max_model_len = max_model_len
+        self._state = state
+        self._logits_of = logits_of
+        self._is_watched = is_watched
         # None is for a number of rows that came once.
         self._recordings: dict[int, _Recording | None] = {}
         self._nbytes = 0
         self._refused = False
 
-    def logits(self, context: StepContext) -> Tensor | None:
-        """``[R, V]`` of a step, overwritten by the next; None if the model has to be run for it.
-
-        Args:
-            context: a step of one token a row, without token state.
-        """
-        count = context.row_ids.shape[0]
-        if self._refused or count > _MOST_ROWS:
+    def run(self, batch: StepBatch) -> StepOutputs | None:
+        """Repeat a step; see :class:`~engine_core.runtime.step_batch.Steps`."""
+        count = batch.key.tokens
+        if not batch.decodes or self._refused or count > _MOST_ROWS or self._is_watched():
             return None
         if count not in self._recordings:
             self._recordings[count] = None
             return None
         recording = self._recordings[count]
-        if recording is not None and recording.context.row_state.keys() != context.row_state.keys():
-            self._nbytes -= recording.nbytes
-            recording = None
         if recording is None:
             if self._nbytes >= _MOST_BYTES:
                 return None
-            self._recordings[count] = recording = self._record(self._copy(context))
-            return None if recording is None else recording.logits
-        _write(context, recording.context)
+            recording = self._recordings[count] = self._record(batch)
+            return None if recording is None else recording.outputs
+        recording.batch.numbers.copy_(batch.numbers)
         for call in recording.calls:
             call()
         if not recording.proven:
             recording.proven = True
-            expected = self._model(recording.context)
-            if not torch.allclose(recording.logits, expected, rtol=0, atol=0, equal_nan=True):
-                self._refuse("what it computes hangs on more than its tensors")
-                return expected
-        return recording.logits
+            expected = self._run_model(recording.batch)
+            given = recording.outputs.logits
+            assert given is not None, "a recording gives logits"
+            if not torch.allclose(given, expected, rtol=0, atol=0, equal_nan=True):
+                self._refuse("what it computes depends on more than its tensors")
+                return StepOutputs(expected)
+        return recording.outputs
 
-    def _copy(self, context: StepContext) -> StepContext:
-        """The step in tensors of its own, which hold every step with as many rows."""
-        count = context.row_ids.shape[0]
-        metadata = context.attn_metadata
-        copy = StepContext(
-            input_ids=torch.empty_like(context.input_ids),
-            position_ids=torch.empty_like(context.position_ids),
-            row_ids=context.row_ids,
-            attn_metadata=AttentionMetadata(
-                query_start=metadata.query_start,
-                kv_lens=torch.empty_like(metadata.kv_lens),
-                max_query_len=1,
-                max_kv_len=self._max_model_len,
-                num_decode_rows=count,
-                groups=tuple(
-                    GroupMetadata(
-                        block_tables=torch.zeros(count, max_blocks, dtype=torch.int32),
-                        slot_mapping=torch.empty_like(group.slot_mapping),
-                    )
-                    for group, max_blocks in zip(metadata.groups, self._max_blocks, strict=True)
-                ),
-            ),
-            row_state={name: torch.empty_like(state) for name, state in context.row_state.items()},
-        )
-        _write(context, copy)
-        return copy
+    def forget(self) -> None:
+        """Drop all recordings, as families keep more for each row or token than when recorded."""
+        self._recordings.clear()
+        self._nbytes = 0
 
-    def _record(self, context: StepContext) -> _Recording | None:
+    def _run_model(self, batch: StepBatch) -> Tensor:
+        parts = self._state.split(batch, batch.numbers)
+        return self._logits_of(self._state.context(batch, parts))
+
+    def _record(self, batch: StepBatch) -> _Recording | None:
+        # The numbers become the recording's own. It holds every step with as many rows.
+        batch = replace(batch, max_kv_len=self._state.max_model_len)
         calls: list[Callable[[], object]] = []
         recorder = _Recorder(calls)
         try:
             with recorder, compiled.recording(calls):
-                logits = self._model(context)
+                logits = self._run_model(batch)
         except NotRecordableError as error:
             self._refuse(str(error))
             return None
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in recorder.kept}
-        nbytes = sum(storage.nbytes() for storage in storages.values())
-        self._nbytes += nbytes
-        return _Recording(context, calls, logits, recorder.kept, nbytes)
+        self._nbytes += sum(storage.nbytes() for storage in storages.values())
+        return _Recording(batch, calls, StepOutputs(logits), recorder.kept)
 
     def _refuse(self, why: str) -> None:
         logger.debug("decode steps are not recorded: %s", why)
         self._refused = True
         self._recordings.clear()
-
-
-def _write(context: StepContext, copy: StepContext) -> None:
-    """Put the numbers of a step into the tensors of a recording of it.
-
-    Row ids and query starts are the same in every step; the end of a block table is not read.
-    """
-    copy.input_ids.copy_(context.input_ids)
-    copy.position_ids.copy_(context.position_ids)
-    copy.attn_metadata.kv_lens.copy_(context.attn_metadata.kv_lens)
-    for ours, given in zip(copy.attn_metadata.groups, context.attn_metadata.groups, strict=True):
-        ours.block_tables[:, : given.block_tables.shape[1]].copy_(given.block_tables)
-        ours.slot_mapping.copy_(given.slot_mapping)
-    for name, state in context.row_state.items():
-        copy.row_state[name].copy_(state)

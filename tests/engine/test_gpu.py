@@ -22,7 +22,7 @@ from golden_fixtures import (
 from engine_core import LLM, AsyncEngine, EngineConfig, SamplingParams
 from engine_core.errors import EngineDeadError
 from engine_core.runtime import graphs
-from engine_core.runtime.graphs import Choice
+from engine_core.runtime.step_batch import Choice, GraphKey
 from engine_core.steps import StepPlan
 
 pytestmark = pytest.mark.gpu
@@ -173,10 +173,10 @@ def test_random_requests_leave_the_greedy_graphs_as_they_were() -> None:
     with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
         decode, _ = captured(llm)
         before = dict(decode)
-        assert {choice for _, choice in before} == {Choice.GREEDY}
+        assert {key.choice for key in before} == {Choice.GREEDY}
         llm.generate([golden_prompts("llama-gqa")[0].input_ids] * 13, every_kind())
         assert {key: decode[key] for key in before} == before
-        assert {choice for _, choice in decode} == {Choice.GREEDY, Choice.ADJUSTED}
+        assert {key.choice for key in decode} == {Choice.GREEDY, Choice.ADJUSTED}
 
 
 def test_steps_that_sample_nothing_are_not_run_ahead_of() -> None:
@@ -214,21 +214,23 @@ def test_stopping_late_loses_and_adds_nothing() -> None:
 
 
 PLAIN = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-AT_START = {(20, Choice.GREEDY), (1, Choice.GREEDY)}
+AT_START = {GraphKey(20, 20, 0), GraphKey(1, 1, 0)}
 DECODE = {
-    (rows, choice) for rows in (1, 2, 4, 8, 16, 20) for choice in (Choice.GREEDY, Choice.RANDOM)
+    GraphKey(rows, rows, 0, choice)
+    for rows in (1, 2, 4, 8, 16, 20)
+    for choice in (Choice.GREEDY, Choice.RANDOM)
 }
-PROMPT_AT_START = {(64, 0, 1)}
+PROMPT_AT_START = {GraphKey(64, 0, 1)}
 # Up to the size that holds the longest prompt, which has 160 tokens.
-PROMPTS = PROMPT_AT_START | {(tokens, 0, 1) for tokens in (128, 192)}
+PROMPTS = PROMPT_AT_START | {GraphKey(tokens, 0, 1) for tokens in (128, 192)}
 # And steps full of prompts, which takes more than 8 of them, without and with rows that decode.
-PROMPTS |= {(2048, 0, 32), (2080, 32, 32)}
+PROMPTS |= {GraphKey(2048, 0, 32), GraphKey(2080, 32, 32)}
 
 
 def captured(llm: LLM) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """The graphs that there are by now, of decode steps and of steps with prompts."""
     runner = llm.engine.core.executor._worker._runner
-    return runner._decode_graphs._graphs, runner._mixed_graphs._graphs
+    return runner._decode_graphs._graphs, runner._graph_steps._graphs
 
 
 def check_tokens(llm: LLM, name: str) -> None:

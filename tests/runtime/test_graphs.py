@@ -12,7 +12,7 @@ import logging
 import re
 from array import array
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,18 +24,12 @@ from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, Schedu
 from engine_core.errors import OptionError
 from engine_core.inputs import ProcessedPrompt
 from engine_core.nn import Embedding
-from engine_core.runtime.block_tables import BlockTables
-from engine_core.runtime.graphs import (
-    Choice,
-    DecodeGraphs,
-    GraphState,
-    MixedGraphs,
-    MixedStep,
-    largest_step_bytes,
-)
+from engine_core.runtime.block_tables import BlockTables, IntArray
+from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, largest_step_bytes
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.runner import ModelRunner
 from engine_core.runtime.sampler import Sampler
+from engine_core.runtime.step_batch import Choice, StepOutputs, StepState
 from engine_core.step_context import StepContext
 from engine_core.steps import Admission, PlanRow, StepPlan
 
@@ -87,6 +81,10 @@ class Device:
         return captured
 
 
+class Graph:
+    def replay(self) -> None: ...
+
+
 class Stream:
     def __init__(self, *_: Any) -> None: ...
 
@@ -107,7 +105,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", device.graph)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (device.free, 10**6))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: device.reserved)
@@ -119,15 +117,8 @@ def state_of(device: Device, max_rows: int) -> GraphState:
     cpu = torch.device("cpu")
     sampler = Sampler(max_rows + 1, cpu)
     tables = [BlockTables(max_rows, MAX_MODEL_LEN // 16, 16, cpu)]
-    return GraphState(
-        device.logits,
-        lambda: sampler.state,
-        tables,
-        sampler.last_tokens,
-        max_rows,
-        MAX_MODEL_LEN,
-        1000,
-    )
+    steps = StepState(tables, sampler.last_tokens, MAX_MODEL_LEN)
+    return GraphState(steps, device.logits, lambda: sampler.state, 1000)
 
 
 @pytest.fixture
@@ -135,24 +126,22 @@ def state(device: Device) -> GraphState:
     return state_of(device, ROWS)
 
 
-def step(tokens: int, prompts: int = 1, decodes: int = 0) -> MixedStep:
+@dataclass
+class Known:
+    token_ids: IntArray
+    token_state: dict[str, IntArray]
+
+
+def run(graphs: GraphSteps, tokens: int, prompts: int = 1, decodes: int = 0) -> StepOutputs | None:
     """A step of so many tokens of prompts, and rows that decode before them."""
-    count = decodes + prompts
-    lengths = np.full(prompts, tokens // prompts)
-    lengths[: tokens % prompts] += 1
-    starts = np.concatenate([np.arange(decodes), decodes + np.cumsum([0, *lengths])])
-    numbers = np.arange(decodes + tokens)
-    return MixedStep(
-        rows=np.arange(count),
-        starts=starts,
-        num_decode_rows=decodes,
-        token_ids=np.ones(decodes + tokens, np.int64),
-        positions=numbers,
-        row_ids=np.repeat(np.arange(count), np.diff(starts)),
-        slots=[numbers],
-        samples=np.ones(count, np.int64),
-        token_state={},
-    )
+    lengths = [1] * decodes + [tokens // prompts] * prompts
+    for extra in range(tokens % prompts):
+        lengths[decodes + extra] += 1
+    rows = [
+        PlanRow(str(row), row, 0, length, ((),), sample=True) for row, length in enumerate(lengths)
+    ]
+    known = {row: Known(np.ones(length, np.int64), {}) for row, length in enumerate(lengths)}
+    return graphs.run(graphs._steps.batch(rows, known, Choice.GREEDY, graphs.fit))
 
 
 def rows(count: int) -> tuple[list[int], list[int]]:
@@ -198,10 +187,8 @@ def test_what_was_needed_meanwhile_is_not_captured_again(device: Device, state: 
     assert device.take() == [(1, 1), (20, 20), (2, 2), (2, 2), (4, 4), *both]
 
 
-def test_one_row_at_a_time_has_few_graphs(device: Device, state: GraphState) -> None:
-    graphs = DecodeGraphs(
-        GraphState(state.logits_of, state.sampling, state.tables, state.last_tokens, 1, 64, 0)
-    )
+def test_one_row_at_a_time_has_few_graphs(device: Device) -> None:
+    graphs = DecodeGraphs(state_of(device, 1))
     graphs.capture_at_start()
     assert graphs.capture_next()
     assert not graphs.capture_next()
@@ -229,14 +216,15 @@ def test_a_short_prompt_comes_first_and_longer_ones_after_it(
     start: list[int],
     later: list[int],
 ) -> None:
-    graphs = MixedGraphs(state_of(device, 1), max_tokens, max_batched)
+    graphs = GraphSteps(state_of(device, 1), max_tokens, max_batched)
     graphs.capture_at_start()
     assert device.take() == [(tokens, 0) for tokens in start]
     while graphs.capture_next():
         pass
     assert device.take() == [(tokens, 0) for tokens in later]
-    for tokens in range(1, min(max_batched, max([0, *start, *later])) + 1):
-        assert graphs.begin(step(tokens)) is not None
+    # A row of one token counts among those that decode.
+    for tokens in range(2, min(max_batched, max([0, *start, *later])) + 1):
+        assert run(graphs, tokens) is not None
     assert device.take() == []
 
 
@@ -258,7 +246,7 @@ def test_full_steps_are_captured_before_they_come(
     max_batched: int,
     full: list[tuple[int, int]],
 ) -> None:
-    graphs = MixedGraphs(state_of(device, max_rows), 10**6, max_batched)
+    graphs = GraphSteps(state_of(device, max_rows), 10**6, max_batched)
     while graphs.capture_next():
         pass
     largest = min(max_batched, MAX_MODEL_LEN)
@@ -269,11 +257,11 @@ def test_full_steps_are_captured_before_they_come(
         # As few prompts as a full step can have, and as many as a captured one.
         for prompts in {-(-max_batched // MAX_MODEL_LEN), min(32, max_rows - decodes)}:
             if prompts * MAX_MODEL_LEN >= max_batched and decodes + prompts <= max_rows:
-                assert graphs.begin(step(max_batched, prompts, decodes)) is not None
+                assert run(graphs, max_batched, prompts, decodes) is not None
     assert device.take() == []
     # A step that is not full is captured when it comes.
     if max_rows > 1:
-        assert graphs.begin(step(64, 1, 1)) is not None
+        assert run(graphs, 64, 1, 1) is not None
         assert device.take() == [(96, 32)]
 
 
@@ -293,13 +281,13 @@ def test_without_memory_a_step_runs_without_a_graph(
     error: Exception,
     when: str,
 ) -> None:
-    decode, mixed = DecodeGraphs(state), MixedGraphs(state, 10**6, 8192)
+    decode, mixed = DecodeGraphs(state), GraphSteps(state, 10**6, 8192)
     decode.capture_at_start()
     mixed.capture_at_start()
     setattr(device, when, error)
     with caplog.at_level(logging.WARNING):
         assert decode.begin(*rows(4)) is None
-        assert mixed.begin(step(500)) is None
+        assert run(mixed, 500) is None
     said = [record.getMessage() for record in caplog.records]
     assert ["a decode step of up to 4 rows" in said[0], "of up to 512 tokens" in said[1]] == [
         True
@@ -311,11 +299,11 @@ def test_without_memory_a_step_runs_without_a_graph(
     assert not decode.capture_next()
     assert not mixed.capture_next()
     assert decode.begin(*rows(4)) is None
-    assert mixed.begin(step(500)) is None
+    assert run(mixed, 500) is None
     assert device.take() == []
     for count in (1, 2, 20):
         assert decode.begin(*rows(count)) is not None
-    assert mixed.begin(step(64)) is not None
+    assert run(mixed, 64) is not None
     assert device.take() == [(2, 2)]
     assert len(caplog.records) == 2
 
@@ -323,7 +311,7 @@ def test_without_memory_a_step_runs_without_a_graph(
 def test_memory_that_runs_out_ends_what_is_captured_ahead(
     device: Device, state: GraphState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decode, mixed = DecodeGraphs(state), MixedGraphs(state, 10**6, 8192)
+    decode, mixed = DecodeGraphs(state), GraphSteps(state, 10**6, 8192)
     decode.capture_at_start()
     mixed.capture_at_start()
     assert decode.capture_next()
@@ -345,13 +333,13 @@ def test_without_memory_for_the_first_request_there_is_no_start(
     with pytest.raises(OptionError, match=r"20 rows .*set kv_cache_memory lower to leave more"):
         DecodeGraphs(state).capture_at_start()
     with pytest.raises(OptionError, match=r"64 tokens .*set kv_cache_memory lower to leave more"):
-        MixedGraphs(state, 10**6, 8192).capture_at_start()
+        GraphSteps(state, 10**6, 8192).capture_at_start()
 
 
 def test_another_failure_is_not_taken_for_a_lack_of_memory(
     device: Device, state: GraphState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decode, mixed = DecodeGraphs(state), MixedGraphs(state, 10**6, 8192)
+    decode, mixed = DecodeGraphs(state), GraphSteps(state, 10**6, 8192)
     device.failure = ValueError("operation not permitted when stream is capturing")
     said = (
         "could not be captured as a CUDA graph: ValueError: operation not permitted when stream is "
@@ -362,7 +350,7 @@ def test_another_failure_is_not_taken_for_a_lack_of_memory(
     with pytest.raises(RuntimeError, match=re.escape(f"4 rows (random choice) {said}")):
         decode.begin(*rows(4), Choice.RANDOM)
     with pytest.raises(RuntimeError, match=re.escape(f"512 tokens with prompts among them {said}")):
-        mixed.begin(step(500))
+        run(mixed, 500)
     # What nobody has asked for yet is left alone, and with it the rest.
     assert caplog.records == []
     assert not decode.capture_next()
@@ -373,7 +361,7 @@ def test_another_failure_is_not_taken_for_a_lack_of_memory(
     assert not mixed.capture_next()
     assert decode.begin(*rows(20)) is None
     assert decode.begin(*rows(4)) is not None
-    assert mixed.begin(step(500)) is not None
+    assert run(mixed, 500) is not None
     assert device.take() == [(4, 4), (512, 0)]
     assert len(caplog.records) == 1
 
@@ -381,7 +369,7 @@ def test_another_failure_is_not_taken_for_a_lack_of_memory(
 def test_nothing_is_captured_ahead_with_less_memory_than_a_step_needs(
     device: Device, state: GraphState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decode, mixed = DecodeGraphs(state), MixedGraphs(state, 10**6, 8192)
+    decode, mixed = DecodeGraphs(state), GraphSteps(state, 10**6, 8192)
     # What PyTorch keeps for later use counts, what is in tensors does not.
     device.free, device.reserved, device.allocated = 400, 900, 300
     assert decode.capture_next()
@@ -397,7 +385,7 @@ def test_nothing_is_captured_ahead_with_less_memory_than_a_step_needs(
     assert "set kv_cache_memory lower to leave more" in record.getMessage()
     # What is needed is captured.
     assert decode.begin(*rows(4)) is not None
-    assert mixed.begin(step(200)) is not None
+    assert run(mixed, 200) is not None
     assert device.take() == [(4, 4), (256, 0)]
 
 
@@ -414,20 +402,6 @@ def test_a_step_takes_twice_its_widest_activation() -> None:
     assert largest_step_bytes(nn.Embedding(10, 4), 100) == 0
 
 
-def test_other_row_state_has_everything_captured_anew(device: Device) -> None:
-    graphs = MixedGraphs(state_of(device, 1), 10**6, 256)
-    graphs.capture_at_start()
-    while graphs.capture_next():
-        pass
-    assert device.take() == [(64, 0), (256, 0), (192, 0), (128, 0)]
-    graphs.set_state({"prompt_len": torch.zeros(2, dtype=torch.int64)}, {})
-    while graphs.capture_next():
-        pass
-    assert device.take() == [(64, 0), (256, 0), (192, 0), (128, 0)]
-    graphs.set_state({"prompt_len": torch.ones(2, dtype=torch.int64)}, {})
-    assert not graphs.capture_next()
-
-
 class Successor(nn.Module):
     """The token after t is t + 1."""
 
@@ -440,10 +414,8 @@ class Successor(nn.Module):
         return nn.functional.one_hot(input_ids + 1, VOCAB).float()
 
 
-def test_decode_steps_without_a_graph_do_not_take_those_of_mixed_steps(
-    device: Device, state: GraphState
-) -> None:
-    """Their repeats would use up the pinned buffers before anything is waited for."""
+@pytest.fixture
+def runner(device: Device) -> ModelRunner:
     plan = CachePlan(
         cache_config=CacheConfig(block_size=16, num_blocks=20),
         groups=(KVCacheSpec(num_kv_heads=1, head_dim=4, v_head_dim=4, dtype="float32"),),
@@ -452,19 +424,51 @@ def test_decode_steps_without_a_graph_do_not_take_those_of_mixed_steps(
         max_model_len=64,
     )
     config = SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=64, max_model_len=64)
-    runner = ModelRunner(Successor(), plan, config, torch.device("cpu"), eager=True)
-    processed = ProcessedPrompt(array("q", [1, 2, 3]), token_state={"kind": np.zeros(3, np.int64)})
+    return ModelRunner(Successor(), plan, config, torch.device("cpu"), eager=True)
+
+
+def submit(runner: ModelRunner, **prompt: Any) -> tuple[int, ...]:
+    """Admit a request to row 0 and run its prompt."""
+    processed = ProcessedPrompt(array("q", [1, 2, 3]), **prompt)
     params = SamplingParams(temperature=0.0, seed=0)
     admitted = Admission("a", 0, array("q", [1, 2, 3]), 3, params, processed)
     first = PlanRow("a", 0, 0, 3, ((1, 2),), sample=True)
-    result = runner.submit(StepPlan(0, (first,), admitted=(admitted,))).result()
-    assert result.rows[0].token_ids == (4,)
+    (row,) = runner.submit(StepPlan(0, (first,), admitted=(admitted,))).result().rows
+    return row.token_ids
+
+
+def test_other_row_state_has_everything_captured_anew(device: Device, runner: ModelRunner) -> None:
+    shared = replace(state_of(device, ROWS), steps=runner._state)
+    graphs = runner._graph_steps = GraphSteps(shared, 10**6, 256)
+    while graphs.capture_next():
+        pass
+    every = device.take()
+    assert every[0] == (64, 0)
+    submit(runner)
+    assert device.take() == []
+    for state in ({"row_state": {"mark": 1}}, {"token_state": {"kind": np.zeros((1, 3))}}):
+        submit(runner, **state)
+        assert device.captured == [(64, 0)]
+        while graphs.capture_next():
+            pass
+        assert sorted(device.take()) == sorted(every)
+        submit(runner, **state)
+        submit(runner)
+        assert not graphs.capture_next()
+        assert device.take() == []
+
+
+def test_decode_steps_without_a_graph_do_not_take_those_of_mixed_steps(
+    device: Device, state: GraphState, runner: ModelRunner
+) -> None:
+    """Where there is no memory for one graph there is none for another."""
+    assert submit(runner, token_state={"kind": np.zeros(3, np.int64)}) == (4,)
 
     def no_memory(*_: Any) -> Tensor:
         raise OUT_OF_MEMORY["allocator"]
 
     runner._decode_graphs = DecodeGraphs(replace(state, logits_of=no_memory))
-    runner._mixed_graphs = MixedGraphs(state, 10**6, 64)
+    runner._graph_steps = GraphSteps(state, 10**6, 64)
     rows = [PlanRow("a", 0, start, 1, ((),), sample=True) for start in (3, 11)]
     steps = [runner.submit(StepPlan(1 + i, (row,), repeat=8)) for i, row in enumerate(rows)]
     assert [step.result().rows[0].token_ids for step in steps] == [

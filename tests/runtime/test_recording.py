@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.kernels import compiled, rms_norm
 from engine_core.nn.decoder import Decoder
+from engine_core.runtime.block_tables import BlockTables
 from engine_core.runtime.recording import RecordedSteps
-from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
+from engine_core.runtime.step_batch import Choice, StepBatch, StepOutputs, StepState
+from engine_core.step_context import StepContext
 
 MAX_ROWS, BLOCK_SIZE, MAX_LEN = 20, 4, 64
 WIDTH, VOCAB = 8, 11
@@ -61,43 +63,29 @@ class Steps:
 
     def __init__(self, toy: Toy) -> None:
         self.toy = toy
-        self.last_tokens = torch.arange(MAX_ROWS)
-        self.prompt_len = torch.arange(MAX_ROWS) * 2
-        self.steps = RecordedSteps(toy, [MAX_LEN // BLOCK_SIZE], MAX_LEN)
+        self.state = StepState(
+            [BlockTables(MAX_ROWS, MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, torch.device("cpu"))],
+            torch.arange(MAX_ROWS + 1),
+            MAX_LEN,
+            {"prompt_len": torch.arange(MAX_ROWS + 1) * 2},
+        )
+        for row in range(MAX_ROWS):
+            first = 100 * row
+            self.state.tables[0].append(row, tuple(range(first, first + MAX_LEN // BLOCK_SIZE)))
+        self.steps = RecordedSteps(self.state, toy)
 
     def run(self, rows: list[int], positions: list[int]) -> Tensor | None:
         """A step of rows whose blocks are numbered on from a hundred times their own number."""
-        index, places = torch.tensor(rows), torch.tensor(positions)
-        used = -(-(max(positions) + 1) // BLOCK_SIZE)
-        group = GroupMetadata(
-            block_tables=(100 * index[:, None] + torch.arange(used)).int(),
-            slot_mapping=100 * index * BLOCK_SIZE + places,
-        )
-        metadata = AttentionMetadata(
-            query_start=torch.arange(len(rows) + 1, dtype=torch.int32),
-            kv_lens=(places + 1).int(),
-            max_query_len=1,
-            max_kv_len=max(positions) + 1,
-            num_decode_rows=len(rows),
-            groups=(group,),
-        )
-        return self.steps.logits(
-            StepContext(
-                input_ids=self.last_tokens[index][None],
-                position_ids=places[None],
-                row_ids=torch.arange(len(rows)),
-                attn_metadata=metadata,
-                row_state={"prompt_len": self.prompt_len[index]},
-            )
-        )
+        outputs = self.steps.run(self.state.decode_batch(rows, positions, Choice.GREEDY))
+        return None if outputs is None else outputs.logits
 
     def expected(self, rows: list[int], positions: list[int], more: float | Tensor = 0.0) -> Tensor:
         """By the definition of :class:`Toy`, without a context; ``more`` is what it adds extra."""
         index, places = torch.tensor(rows), torch.tensor(positions)
         slots = 100 * index * BLOCK_SIZE + places
-        x = self.toy.embedding[self.last_tokens[index]] + places.float().sin()[:, None]
+        x = self.toy.embedding[self.state.last_tokens[index]] + places.float().sin()[:, None]
         x = x * (places + 1)[:, None] + slots[:, None] + (100 * index)[:, None]
-        x = x - self.prompt_len[index][:, None] + more
+        x = x - self.state.row_state["prompt_len"][index][:, None] + more
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) + 0.5
         return x @ self.toy.head.T
 
@@ -118,7 +106,7 @@ def test_recorded_steps_follow_their_numbers(data: st.DataObject) -> None:
                 st.lists(st.integers(0, MAX_ROWS - 1), min_size=1, max_size=4, unique=True)
             )
             positions = [data.draw(st.integers(0, MAX_LEN - 1)) for _ in rows]
-            steps.last_tokens = torch.randint(0, 64, (MAX_ROWS,))
+            steps.state.last_tokens.random_(0, 64)
             logits = steps.run(rows, positions)
             if logits is not None:
                 torch.testing.assert_close(
@@ -208,14 +196,14 @@ def test_an_engine_gives_the_tokens_of_eager_steps(
         SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
     ]
     calls: list[int] = []
-    record = RecordedSteps.logits
+    record = RecordedSteps.run
 
-    def spy(self: RecordedSteps, *args: Any) -> Tensor | None:
-        logits = record(self, *args)
-        calls.append(logits is not None)
-        return logits
+    def spy(self: RecordedSteps, batch: StepBatch) -> StepOutputs | None:
+        outputs = record(self, batch)
+        calls.append(outputs is not None)
+        return outputs
 
-    monkeypatch.setattr(RecordedSteps, "logits", spy)
+    monkeypatch.setattr(RecordedSteps, "run", spy)
 
     def run(**options: Any) -> list[tuple[int, ...]]:
         config = EngineConfig(

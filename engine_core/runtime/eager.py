@@ -1,0 +1,67 @@
+"""The model itself: steps that launch every kernel, and what other ways capture or record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine_core.runtime.platform import to_device
+from engine_core.runtime.step_batch import StepBatch, StepOutputs, StepState
+from engine_core.step_context import StepContext
+
+
+class ForwardPass:
+    """A model and its cache."""
+
+    def __init__(self, model: nn.Module, kv_cache: list[Any]) -> None:
+        """``model`` keeps the interface that :class:`ModelRunner` asks for."""
+        self._model = model
+        self._kv_cache = kv_cache
+
+    def hidden(self, context: StepContext) -> Tensor:
+        """``[T, H]``, or the logits ``[T, V]`` of a model without ``get_logits``."""
+        prepare = getattr(self._model, "prepare_inputs_for_generation", None)
+        inputs: dict[str, Any] = (
+            prepare(self._kv_cache, context.inputs_embeds, context)
+            if prepare is not None
+            else context.model_inputs(self._kv_cache)
+        )
+        hidden: Tensor = self._model(**inputs)
+        return hidden[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[S, H]`` to ``[S, V]``, in the model's own type."""
+        get_logits = getattr(self._model, "get_logits", None)
+        logits: Tensor = hidden if get_logits is None else get_logits(hidden)
+        return logits
+
+    def __call__(self, context: StepContext, places: Tensor | None = None) -> Tensor:
+        """Logits ``[S, V]`` of the tokens at ``places [S]``, or ``[T, V]`` of every token."""
+        hidden = self.hidden(context)
+        return self.logits(hidden if places is None else hidden[places])
+
+
+class EagerSteps:
+    """Steps that run the model. There is none that they cannot take."""
+
+    def __init__(self, state: StepState, forward: ForwardPass) -> None:
+        self._state = state
+        self._forward = forward
+
+    def run(self, batch: StepBatch) -> StepOutputs:
+        """Run a step; see :class:`~engine_core.runtime.step_batch.Steps`."""
+        device = self._state.device
+        for table in self._state.tables:
+            table.flush()
+        parts = self._state.split(batch, to_device(batch.numbers, device))
+        hidden = self._forward.hidden(self._state.context(batch, parts))
+        if batch.decodes:
+            return StepOutputs(self._forward.logits(hidden))
+        if not batch.sampled:
+            return StepOutputs(hidden=hidden)
+        last = self._state.split(batch, batch.numbers)["last"]
+        where = last[torch.tensor([batch.places[index] for index in batch.sampled])]
+        logits = self._forward.logits(hidden[to_device(where, device)])
+        return StepOutputs(logits, hidden=hidden)

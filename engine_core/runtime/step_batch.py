@@ -1,0 +1,353 @@
+"""One step, as every way of running steps takes it and as each leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_core.runtime.block_tables import BlockTables, IntArray
+from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
+from engine_core.steps import PlanRow
+
+# Numbers of 64 bits: on a GPU each part of a batch begins at a multiple of 128 bytes, since Triton
+# compiles a kernel anew for tensors that lie otherwise.
+_ALIGNMENT = 16
+
+
+class Choice(IntEnum):
+    """How the rows of a captured step choose their tokens; each can do what those before it can."""
+
+    GREEDY = 0
+    RANDOM = 1
+    ADJUSTED = 2
+
+
+class GraphKey(NamedTuple):
+    """The shape of a step, and what is captured for it. A named tuple, whose hash is C's.
+
+    Attributes:
+        tokens: of all rows, padding included.
+        decode_rows: the first rows, of one token each.
+        prefill_rows: the rows after them.
+        choice: how their tokens are chosen inside a captured step.
+    """
+
+    tokens: int
+    decode_rows: int
+    prefill_rows: int
+    choice: Choice = Choice.GREEDY
+
+    @property
+    def rows(self) -> int:
+        """Rows in all."""
+        return self.decode_rows + self.prefill_rows
+
+
+class KnownRow(Protocol):
+    """What the host knows of the sequence in a row.
+
+    Attributes:
+        token_ids: ``[N]``, its first tokens.
+        token_state: what its family keeps for each token, ``[k, N]`` by name.
+    """
+
+    token_ids: IntArray
+    token_state: Mapping[str, IntArray]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The numbers of one step, on the host. R rows and T tokens, padding included.
+
+    Rows of padding are rows like others, in the last row of the persistent batch. They store
+    nothing, and nobody asks what they gave. :class:`StepState` makes batches and reads them.
+
+    Attributes:
+        key: R, T and how many rows decode.
+        numbers: everything that is sent, in one piece of int64: rows ``[R]``, tokens in the cache
+            ``[R]``, positions ``[T]`` and the slots ``[T]`` of each cache group; unless
+            ``decodes`` also where each row begins and ends, whether it samples, the row ``[T]`` and
+            the id ``[T]`` of each token, and its state. An id is -1 where only the device knows it.
+        decodes: whether there are only rows that compute the token they sampled last and choose
+            the next, and no padding: what the numbers leave out is the same for all such steps.
+        padded: whether it has the shape of a captured step.
+        max_query_len: bound of the tokens per row.
+        max_kv_len: bound of the tokens per row in the cache.
+        places: for each row of the plan, its row here.
+        sampled: which rows of the plan sample.
+        choice: how a captured step can choose all their tokens; None if the host has a part in it,
+            or reports more than the tokens.
+    """
+
+    key: GraphKey
+    numbers: Tensor
+    decodes: bool
+    padded: bool
+    max_query_len: int
+    max_kv_len: int
+    places: Sequence[int]
+    sampled: Sequence[int]
+    choice: Choice | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What a step left on the device. The next one may overwrite it.
+
+    Attributes:
+        logits: ``[S, V]`` of the rows that sample, in their order; None if none does, or if the
+            step chose the tokens itself.
+        tokens: ``[N]`` int64, chosen by the step.
+        status: ``[N]`` int8, as of :func:`~engine_core.kernels.sample_tokens`.
+        places: for each row of the plan, where its token is among the N; None for their order.
+        hidden: ``[T, H]``, what the model gave for each token, where that may be asked for.
+    """
+
+    logits: Tensor | None = None
+    tokens: Tensor | None = None
+    status: Tensor | None = None
+    places: Sequence[int] | None = None
+    hidden: Tensor | None = None
+
+
+class Steps(Protocol):
+    """A way to run steps."""
+
+    def run(self, batch: StepBatch) -> StepOutputs | None:
+        """Run a step; None if it cannot be run this way, and nothing was done."""
+
+
+class RowState(Mapping[str, Tensor]):
+    """Per-row family state for the rows of a step, gathered when it is asked for."""
+
+    def __init__(self, state: Mapping[str, Tensor], rows: Tensor) -> None:
+        self._state = state
+        self._rows = rows
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[name][self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+@dataclass(slots=True)
+class StepState:
+    """What the device keeps from step to step, by row of the persistent batch.
+
+    The last row is that of padding.
+
+    Attributes:
+        tables: the block tables of each cache group.
+        last_tokens: ``[max_rows + 1]`` int64, the token that each row sampled last.
+        max_model_len: tokens of the longest sequence.
+        row_state: what families keep for each row, ``[max_rows + 1, ...]`` by name.
+        token_state: the width of what they keep for each token, by name.
+        device: where steps run.
+        max_rows: sequences at once; also the number of the row of padding.
+        counting: ``[max_rows + 2]`` int64, numbers from 0 on.
+        query_start: the same in int32.
+    """
+
+    tables: Sequence[BlockTables]
+    last_tokens: Tensor
+    max_model_len: int
+    row_state: dict[str, Tensor] = field(default_factory=dict)
+    token_state: dict[str, int] = field(default_factory=dict)
+    device: torch.device = field(init=False)
+    max_rows: int = field(init=False)
+    counting: Tensor = field(init=False)
+    query_start: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = self.last_tokens.device
+        self.max_rows = len(self.last_tokens) - 1
+        self.counting = torch.arange(self.max_rows + 2, device=self.device)
+        self.query_start = self.counting.to(torch.int32)
+
+    def decode_batch(
+        self, rows: Sequence[int], positions: Sequence[int], choice: Choice | None
+    ) -> StepBatch:
+        """A batch of rows that compute the token they sampled last, for a CPU.
+
+        It is made without numpy. A model leaves neither the code nor the data of small calls in
+        the CPU's caches, so that dozens of them take several times as long as by themselves.
+        """
+        count = len(rows)
+        numbers = [*rows, *[position + 1 for position in positions], *positions]
+        for table in self.tables:
+            numbers += map(table.slot, rows, positions)
+        return StepBatch(
+            key=GraphKey(count, count, 0),
+            numbers=torch.tensor(numbers),
+            decodes=True,
+            padded=False,
+            max_query_len=1,
+            max_kv_len=max(positions) + 1,
+            places=range(count),
+            sampled=range(count),
+            choice=choice,
+        )
+
+    def batch(
+        self,
+        rows: Sequence[PlanRow],
+        known: Mapping[int, KnownRow],
+        choice: Choice | None = None,
+        fit: Callable[[GraphKey], GraphKey | None] | None = None,
+    ) -> StepBatch:
+        """A batch of any rows.
+
+        Args:
+            rows: decode rows first.
+            known: what is known of each row of the persistent batch.
+            choice: see :class:`StepBatch`.
+            fit: gives the shape to pad to, from that of the rows; None for none.
+        """
+        given = np.array(
+            [(row.row, row.start, row.num_tokens, row.sample) for row in rows], dtype=np.int64
+        )
+        numbers_of, first_of, lengths_of, samples_of = given.reshape(-1, 4).T
+        longer = np.flatnonzero(lengths_of != 1)
+        num_decode = int(longer[0]) if longer.size else len(rows)
+        own = GraphKey(int(lengths_of.sum()), num_decode, len(rows) - num_decode)
+        key = None if fit is None else fit(own)
+        padded = key is not None
+        key = key or own
+        gap = slice(num_decode, key.decode_rows)
+        places = np.arange(len(rows))
+        places[num_decode:] += key.decode_rows - num_decode
+
+        layout = self._layout(key, decodes=False)
+        size = max(part.stop for part in layout.values())
+        on_gpu = self.device.type == "cuda"
+        numbers = torch.empty(size, dtype=torch.int64, pin_memory=on_gpu)
+        host = numbers.numpy()
+        part = {name: host[where] for name, where in layout.items()}
+        lengths, first = np.zeros((2, key.rows), dtype=np.int64)
+        lengths[: key.decode_rows] = 1
+        lengths[places], first[places] = lengths_of, first_of
+        part["rows"][:] = self.max_rows
+        part["rows"][places] = numbers_of
+        part["kv_lens"][:] = 0
+        part["kv_lens"][places] = first_of + lengths_of
+        part["samples"][:] = 0
+        part["samples"][places] = samples_of
+        starts = part["starts"]
+        starts[0] = 0
+        np.cumsum(lengths, out=starts[1:])
+        np.maximum(starts[1:] - 1, 0, out=part["last"])
+        end = int(starts[-1])
+        for name in ("row_ids", "positions", "token_ids"):
+            part[name][end:] = 0
+        part["row_ids"][:end] = np.repeat(np.arange(key.rows), lengths)
+        positions = part["positions"][:end]
+        positions[:] = np.arange(end) + np.repeat(first - starts[:-1], lengths)
+        for group, table in enumerate(self.tables):
+            slots = part[f"slots {group}"]
+            slots[:end] = table.slots(part["rows"], lengths, positions)
+            slots[gap] = slots[end:] = -1
+        token_ids = part["token_ids"]
+        token_ids[:end] = -1
+        token_ids[gap] = 0
+        state = {
+            name: part[f"state {name}"].reshape(width, -1)
+            for name, width in self.token_state.items()
+        }
+        for values in state.values():
+            values[:] = 0
+        for row, begin in zip(rows, starts[places].tolist(), strict=True):
+            sequence, stop = known[row.row], row.start + row.num_tokens
+            tokens = sequence.token_ids[row.start : stop]
+            token_ids[begin : begin + len(tokens)] = tokens
+            for name, values in sequence.token_state.items():
+                piece = values[:, row.start : stop]
+                state[name][:, begin : begin + piece.shape[1]] = piece
+        return StepBatch(
+            key=key,
+            numbers=numbers,
+            decodes=False,
+            padded=padded,
+            max_query_len=key.tokens - key.decode_rows if padded else int(lengths.max()),
+            max_kv_len=self.max_model_len if padded else int(part["kv_lens"].max()),
+            places=places.tolist(),
+            sampled=np.flatnonzero(samples_of).tolist(),
+            choice=choice,
+        )
+
+    def split(self, batch: StepBatch, numbers: Tensor) -> dict[str, Tensor]:
+        """The parts of a batch's numbers by name."""
+        layout = self._layout(batch.key, decodes=batch.decodes)
+        return {name: numbers[where] for name, where in layout.items()}
+
+    def _layout(self, key: GraphKey, *, decodes: bool) -> dict[str, slice]:
+        """Where the parts of a batch of this shape lie among its numbers."""
+        tokens, rows = key.tokens, key.rows
+        sizes = {"rows": rows, "kv_lens": rows, "positions": tokens}
+        sizes |= {f"slots {group}": tokens for group in range(len(self.tables))}
+        if not decodes:
+            sizes |= {"starts": rows + 1, "last": rows, "samples": rows}
+            sizes |= {"row_ids": tokens, "token_ids": tokens}
+            sizes |= {f"state {name}": k * tokens for name, k in self.token_state.items()}
+        grain = _ALIGNMENT if self.device.type == "cuda" else 1
+        layout, begin = {}, 0
+        for name, size in sizes.items():
+            layout[name] = slice(begin, begin + size)
+            begin += -(-size // grain) * grain
+        return layout
+
+    def context(self, batch: StepBatch, parts: Mapping[str, Tensor]) -> StepContext:
+        """What the model is given of a batch whose parts are on the device."""
+        rows, tokens = parts["rows"], batch.key.tokens
+        if batch.decodes:
+            row_ids = self.counting[:tokens]
+            query_start = self.query_start[: tokens + 1]
+            input_ids = self.last_tokens[rows]
+        else:
+            row_ids = parts["row_ids"]
+            query_start = parts["starts"].to(torch.int32)
+            token_ids = parts["token_ids"]
+            # Sampled by an earlier step: only the device is sure to have it already.
+            input_ids = torch.where(token_ids < 0, self.last_tokens[rows][row_ids], token_ids)
+        return StepContext(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=parts["positions"].unsqueeze(0),
+            row_ids=row_ids,
+            attn_metadata=AttentionMetadata(
+                query_start=query_start,
+                kv_lens=parts["kv_lens"].to(torch.int32),
+                max_query_len=batch.max_query_len,
+                max_kv_len=batch.max_kv_len,
+                num_decode_rows=batch.key.decode_rows,
+                groups=tuple(
+                    GroupMetadata(
+                        table.device_table[rows, : -(-batch.max_kv_len // table.block_size)],
+                        parts[f"slots {group}"],
+                    )
+                    for group, table in enumerate(self.tables)
+                ),
+            ),
+            row_state=RowState(self.row_state, rows),
+            token_state=self.no_token_state(tokens)
+            if batch.decodes
+            else {
+                name: parts[f"state {name}"].view(width, tokens)
+                for name, width in self.token_state.items()
+            },
+        )
+
+    def no_token_state(self, tokens: int) -> dict[str, Tensor]:
+        """Token state of tokens that no prompt has."""
+        return {
+            name: torch.zeros(width, tokens, dtype=torch.int64, device=self.device)
+            for name, width in self.token_state.items()
+        }
