@@ -15,6 +15,7 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import forkserver
 
 with suppress(ImportError):  # a machine with a GPU may run its tests without hypothesis
     from hypothesis import settings
@@ -33,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     A shell without job control has what it starts in the background ignore them, and its children.
     """
     config.stash[_LEFT_OUT] = set()
+    # The engine's own process, and each rank's.
+    forkserver.spawn_from_here()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,15 +1,11 @@
-"""Real models for every test folder, which ``make models`` fetches, and quick processes."""
+"""Real models for every test folder, which ``make models`` fetches, and quick collections."""
 
 import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import forkserver
 import pytest
-
-# The engine's own process, and each rank's.
-forkserver.spawn_from_here()
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing.util
 import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 from golden_fixtures import GOLDEN
 
@@ -82,7 +84,11 @@ def test_a_process_of_ours_freezes_what_was_loaded_and_keeps_its_heap() -> None:
     assert heap
 
 
-def test_the_engine_process_freezes_what_was_loaded(tmp_path: Path) -> None:
+def test_the_engine_process_freezes_what_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In a fork of the tests' server all that it imported is frozen before.
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", forkserver.spawn_afresh)
     module_map = tmp_path / "watch.py"
     module_map.write_text(_WATCH)
 
