@@ -40,6 +40,7 @@ class ErrorCode(StrEnum):
     ENGINE = "engine-error"
     CONFIG = "config-invalid"
     OPTION = "option-invalid"
+    QUANTIZATION = "quantization-unsupported"
     CHECKPOINT = "checkpoint-unsupported"
     CHECKPOINT_NOT_FOUND = "checkpoint-not-found"
     CHECKPOINT_CORRUPT = "checkpoint-corrupt"
@@ -100,8 +101,10 @@ class ConfigError(EngineError, ValueError):
 
     code = ErrorCode.CONFIG
 
-    def __init__(self, *args: object, faults: tuple[Fault, ...] = ()) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, *args: object, faults: tuple[Fault, ...] = (), code: ErrorCode | None = None
+    ) -> None:
+        super().__init__(*args, code=code)
         self.faults = faults
 
     def named(self, name: Callable[[str], str]) -> str:

@@ -198,7 +198,7 @@ class _Check:
 
     def _understand(self, registry: Registry, checkpoint: Checkpoint) -> None:
         device = self.device or torch.device("cpu")
-        with self._collecting("quantization-unsupported"):
+        with self._collecting():
             self.scheme = find_scheme(checkpoint.hf_config, self.scheme, registry, device)
         with self._collecting():
             self.model_config = read_config(registry, checkpoint)

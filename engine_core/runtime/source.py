@@ -9,7 +9,7 @@ import torch
 
 from engine_core.checkpoint import Checkpoint, is_local, open_checkpoint, resolve_model
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig
-from engine_core.errors import ConfigError, CorruptCheckpointError, OptionError
+from engine_core.errors import ConfigError, CorruptCheckpointError, ErrorCode, OptionError
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.registry import Registry
 from engine_core.runtime import platform
@@ -213,7 +213,8 @@ def find_scheme(
     if name is None:
         raise ConfigError(
             f"config.json: the weights are quantised ({key} says {method!r}), which cannot be "
-            "read; take the model's unquantised checkpoint or a GGUF file of it"
+            "read; take the model's unquantised checkpoint or a GGUF file of it",
+            code=ErrorCode.QUANTIZATION,
         )
     if option is not None and option.name != name:
         raise OptionError(

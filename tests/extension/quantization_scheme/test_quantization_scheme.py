@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check import check_model
-from engine_core.errors import ConfigError, OptionError, WeightsMismatchError
+from engine_core.errors import ConfigError, ErrorCode, OptionError, WeightsMismatchError
 from engine_core.testing.imports import check_discovery
 
 HERE = Path(__file__).parent
@@ -133,6 +134,10 @@ def test_what_does_not_fit_is_refused(models: tuple[Path, Path]) -> None:
     ):
         with pytest.raises(OptionError, match=message):
             run(model, quantization=option)
+        config = EngineConfig(skip_tokenizer_init=True, quantization=option)
+        said = [p.message for p in check_model(model, config).errors if p.code == "option-invalid"]
+        assert len(said) == 1
+        assert re.search(message, said[0])
     assert run(packed, quantization="int8_groups")[0] == run(packed)[0]
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"]["group_size"] = 12
@@ -146,8 +151,9 @@ def test_what_does_not_fit_is_refused(models: tuple[Path, Path]) -> None:
 
 def test_without_the_package_the_checkpoint_is_refused(models: tuple[Path, Path]) -> None:
     packed, _ = models
-    with pytest.raises(ConfigError, match=r"quantization_config says 'int8_groups'.* cannot be r"):
+    with pytest.raises(ConfigError, match=r"says 'int8_groups'.* cannot be read") as caught:
         run(packed)
+    assert caught.value.code is ErrorCode.QUANTIZATION
 
 
 @pytest.mark.usefixtures("installed")
