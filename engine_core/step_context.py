@@ -1,8 +1,8 @@
 """Contexts of a forward pass and of a model's construction.
 
 Forward metadata are arguments, so that a layer can be run alone. Construction has a context,
-because the ``build_*`` functions of :mod:`engine_core.nn` take neither rank nor quantisation: the
-runner enters :func:`building` around the model's constructor.
+because the ``build_*`` functions of :mod:`engine_core.nn` take no rank: the loader enters
+:func:`building` around the model's constructor.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from engine_core.testing.imports import check_discovery
 HERE = Path(__file__).parent
 PACKAGE = HERE / "engine_core_int8_groups"
 GROUP = 4
+BASE: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu"}
 PROMPTS = [[1, 5, 9, 200], [7] * 20]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=4)
 
@@ -81,7 +82,7 @@ def models(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def run(model: Path, **options: Any) -> tuple[list[list[int]], list[dict[int, float]]]:
-    config = EngineConfig(skip_tokenizer_init=True, kv_cache_memory="8MiB", **options)
+    config = EngineConfig(**BASE, kv_cache_memory="8MiB", **options)
     with LLM(str(model), config) as llm:
         outputs = [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY)]
     return (
@@ -108,7 +109,7 @@ def test_it_is_dequantising_and_multiplying(models: tuple[Path, Path], size: int
 @pytest.mark.usefixtures("installed")
 def test_the_check_plans_what_is_stored(models: tuple[Path, Path]) -> None:
     packed, _ = models
-    report = check_model(packed, EngineConfig(skip_tokenizer_init=True))
+    report = check_model(packed, EngineConfig(**BASE))
     assert report.exit_code == 0
     assert "dtype-converted" not in {problem.code for problem in report.problems}
     assert report.memory is not None
@@ -134,7 +135,7 @@ def test_what_does_not_fit_is_refused(models: tuple[Path, Path]) -> None:
     ):
         with pytest.raises(OptionError, match=message):
             run(model, quantization=option)
-        config = EngineConfig(skip_tokenizer_init=True, quantization=option)
+        config = EngineConfig(**BASE, quantization=option)
         said = [p.message for p in check_model(model, config).errors if p.code == "option-invalid"]
         assert len(said) == 1
         assert re.search(message, said[0])
