@@ -87,7 +87,7 @@ class PlanRow(NamedTuple):
 
 
 SwapPairs = tuple[tuple[int, int], ...]
-"""``(block, slot)`` of each block of one cache group that is copied to or from host memory."""
+"""``(block, slot)`` of each block of the cache that is copied to or from host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class StepPlan:
         admitted: requests whose row begins with this step; applied before the rows run.
         repeat: how often the whole step is run; above 1 only if every row decodes and its blocks
             cover all repeats.
-        swap_out: for each cache group, pairs of a block and the slot of host memory that it is
-            copied to, in this order, after every earlier step and before anything of this one. The
-            block may belong to a row of this step already. Empty if there is nothing to copy.
+        swap_out: pairs of a block and the slot of host memory that it is copied to, in this order,
+            after every earlier step and before anything of this one. The block may belong to a row
+            of this step already.
         swap_in: the same in the other direction, after ``swap_out`` and before the rows run.
     """
 
@@ -111,8 +111,8 @@ class StepPlan:
     rows: tuple[PlanRow, ...]
     admitted: tuple[Admission, ...] = ()
     repeat: int = 1
-    swap_out: tuple[SwapPairs, ...] = ()
-    swap_in: tuple[SwapPairs, ...] = ()
+    swap_out: SwapPairs = ()
+    swap_in: SwapPairs = ()
 
     @property
     def num_tokens(self) -> int:

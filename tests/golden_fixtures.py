@@ -134,10 +134,10 @@ def check_prefix_cache(name: str, **settings: Any) -> None:
 def check_preemption(name: str) -> None:
     """Requests that lost their cache blocks on the way end the same."""
     prompts = golden_prompts(name)
-    with golden_llm(name) as llm:
-        one_token = llm.engine.cache_plan.bytes_per_block // 16
-    # 40 blocks of 4 hold one sequence of 160 tokens, so that running together they must preempt.
-    memory = one_token * 4 * 41
+    with golden_llm(name, block_size=4) as llm:
+        plan = llm.engine.cache_plan
+    # Blocks of 4 for one sequence of 160 tokens, so that running together they must preempt.
+    memory = plan.bytes_per_block * (1 + plan.cache_config.max_blocks(160, 256))
     settings = {"block_size": 4, "kv_cache_memory": memory, "max_num_batched_tokens": 256}
     with golden_llm(name, **settings) as llm:
         outputs = llm.generate([p.input_ids for p in prompts] * 3, greedy_params(name))

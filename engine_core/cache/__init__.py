@@ -1,7 +1,7 @@
 """Which blocks of the paged KV cache hold whose tokens. Pure Python: the tensors live elsewhere."""
 
 from engine_core.cache.block_pool import NULL_BLOCK, BlockPool
-from engine_core.cache.kv_cache_group import KVCacheGroup, longest_cached_prefix
+from engine_core.cache.kv_cache_group import KVCacheGroup, longest_cached_prefix, open_groups
 from engine_core.cache.prefix_cache import (
     BlockKey,
     PrefixCache,
@@ -18,4 +18,5 @@ __all__ = [
     "cut_before_span",
     "extend_block_keys",
     "longest_cached_prefix",
+    "open_groups",
 ]

@@ -11,12 +11,15 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Reference-counted block ids ``1..num_blocks - 1`` of one cache group.
+    """Reference-counted block ids ``1..num_blocks - 1``, which all cache groups draw from.
 
     The life of a block: ``allocate`` gives it one reference, ``acquire`` one more for each request
-    that shares it, ``release`` takes one away. At zero it goes to the end of the free list, which
+    that shares it, ``release`` takes one away. At zero it goes to the end of a free list, which
     is used from its front: the least recently freed block first. A block that was given a key by
     ``register`` is found by it, free or not, until ``allocate`` hands it to a new owner.
+
+    There are two free lists. Blocks that were never used and those that a window has passed are
+    used before the others: a hit at the end of a sequence, by far the most likely, needs none.
 
     Every operation takes constant time a block. The null block 0 is never handed out.
 
@@ -33,25 +36,27 @@ class BlockPool:
         self._index: dict[Hashable, int] = {}
         # An OrderedDict is a linked list in C: a plain dict is slow to find its first item after
         # many removals at the front.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._spare: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
         """Blocks that ``allocate`` can hand out now; keyed ones are among them."""
-        return len(self._free)
+        return len(self._free) + len(self._spare)
 
     @property
     def num_used(self) -> int:
         """Blocks that somebody holds."""
-        return self.num_blocks - 1 - len(self._free)
+        return self.num_blocks - 1 - self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """The ``count`` least recently freed blocks, each with one reference and no key."""
-        assert count <= len(self._free), f"asked for {count} blocks, {len(self._free)} are free"
-        refs, keys, free = self._refs, self._keys, self._free
-        blocks = list(islice(free, count))
-        for block in blocks:
-            del free[block]
+        """``count`` blocks, each with one reference and no key."""
+        assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
+        refs, keys, spare, free = self._refs, self._keys, self._spare, self._free
+        num_spare = min(count, len(spare))
+        blocks = [*islice(spare, num_spare), *islice(free, count - num_spare)]
+        for place, block in enumerate(blocks):
+            del (spare if place < num_spare else free)[block]
             key = keys[block]
             if key is not None:
                 del self._index[key]
@@ -62,12 +67,15 @@ class BlockPool:
     def acquire(self, block: int) -> None:
         """One more reference to a block that ``find`` gave."""
         if self._refs[block] == 0:
-            del self._free[block]
+            del (self._spare if block in self._spare else self._free)[block]
         self._refs[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """One reference less to each block, in this order; null blocks are passed over."""
-        refs, free = self._refs, self._free
+    def release(self, blocks: Iterable[int], *, passed: bool = False) -> None:
+        """One reference less to each block, in this order; null blocks are skipped.
+
+        ``passed`` says that a window has passed them.
+        """
+        refs, free = self._refs, self._spare if passed else self._free
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -103,13 +111,14 @@ class BlockPool:
             AssertionError: one is broken; the message gives the numbers.
         """
         assert self._refs[NULL_BLOCK] == 0, f"null block has {self._refs[NULL_BLOCK]} references"
-        assert NULL_BLOCK not in self._free, "null block is in the free list"
+        free = [*self._spare, *self._free]
+        assert NULL_BLOCK not in free, "null block is in the free list"
         held = sum(1 for count in self._refs if count > 0)
         assert min(self._refs) >= 0, f"reference count {min(self._refs)} below zero"
-        assert held + len(self._free) == self.num_blocks - 1, (
-            f"{held} held + {len(self._free)} free != {self.num_blocks - 1} blocks"
+        assert held + len(free) == len({*free}) + held == self.num_blocks - 1, (
+            f"{held} held + {len(free)} free != {self.num_blocks - 1} blocks"
         )
-        for block in self._free:
+        for block in free:
             assert self._refs[block] == 0, f"block {block} is free with {self._refs[block]} refs"
         keyed = sum(1 for key in self._keys if key is not None)
         assert keyed == len(self._index), f"{keyed} keyed blocks, {len(self._index)} index entries"

@@ -6,39 +6,43 @@ from collections.abc import Sequence
 
 from engine_core.cache.block_pool import BlockPool
 from engine_core.cache.prefix_cache import BlockKey, PrefixCache, Spans, cut_before_span
-from engine_core.configs import CacheConfig, KVCacheSpec
+from engine_core.configs import CacheConfig
 
 
 class KVCacheGroup:
-    """The block pool and prefix index of the layers with one cache spec.
-
-    Every group has its own block ids: block 7 of one group and block 7 of another are different
-    memory.
+    """One cache group's part of the pool, and its findable blocks.
 
     Args:
-        spec: what each layer of the group keeps.
-        cache_config: block size, number of blocks, and whether prefixes are shared.
+        config: the cache.
+        index: which of its groups this is.
+        pool: the block ids that all groups draw from.
 
     Attributes:
-        spec: as given.
-        cache_config: as given.
-        block_size: tokens a block.
+        spec: what each layer of the group keeps.
+        block_size: tokens of a block.
         enable_prefix_caching: whether full blocks may be registered and found.
-        pool: the group's block ids.
-        prefix: its findable blocks.
+        pool: as given.
+        prefix: the group's findable blocks.
     """
 
-    def __init__(self, spec: KVCacheSpec, cache_config: CacheConfig) -> None:
-        self.spec = spec
-        self.cache_config = cache_config
-        self.block_size = cache_config.block_size
-        self.enable_prefix_caching = cache_config.enable_prefix_caching
-        self.pool = BlockPool(cache_config.num_blocks)
-        self.prefix = PrefixCache(self.pool, self.block_size, spec.window)
+    def __init__(self, config: CacheConfig, index: int, pool: BlockPool) -> None:
+        self.spec = config.groups[index].spec
+        self.block_size = config.groups[index].block_size
+        self.enable_prefix_caching = config.enable_prefix_caching
+        self.pool = pool
+        self.prefix = PrefixCache(
+            pool, self.spec, self.block_size, self.block_size // config.block_size, index
+        )
 
     def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """See :meth:`KVCacheSpec.max_blocks`."""
-        return self.spec.max_blocks(num_tokens, block_size=self.block_size, max_chunk=max_chunk)
+        """See :meth:`~engine_core.configs.CacheSpec.max_blocks`."""
+        return self.spec.max_blocks(num_tokens, self.block_size, max_chunk)
+
+
+def open_groups(config: CacheConfig) -> tuple[KVCacheGroup, ...]:
+    """The groups of a cache, over one new pool."""
+    pool = BlockPool(config.num_blocks)
+    return tuple(KVCacheGroup(config, index, pool) for index in range(len(config.groups)))
 
 
 def longest_cached_prefix(
@@ -47,20 +51,20 @@ def longest_cached_prefix(
     max_tokens: int,
     spans: Spans = (),
 ) -> int:
-    """The most blocks, cached in every group, after which a request can go on.
+    """The most keys after whose tokens a request can go on, by what every group has cached.
 
     Args:
-        groups: all groups of the model; their block size is the same.
-        keys: keys of the request's full blocks.
+        groups: all groups of the model.
+        keys: keys of the request, one for each of the smallest blocks.
         max_tokens: the prefix holds no more tokens than this.
         spans: the prompt's atomic spans; the prefix ends inside none.
     """
-    block_size = groups[0].block_size
-    count = min(len(keys), max_tokens // block_size)
+    key_size = min(group.block_size for group in groups)
+    count = min(len(keys), max_tokens // key_size)
     before = -1
     while count != before:
         before = count
         for group in groups:
             count = group.prefix.longest(keys, count)
-        count = cut_before_span(count * block_size, spans) // block_size
+        count = cut_before_span(count * key_size, spans) // key_size
     return count

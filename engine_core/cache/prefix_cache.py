@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 from hashlib import blake2b
 
 from engine_core.cache.block_pool import NULL_BLOCK, BlockPool
+from engine_core.configs import CacheSpec
 
 BlockKey = tuple[bytes, tuple[Hashable, ...]]
 """Digest of the token chain, and the salts."""
@@ -78,63 +79,74 @@ def extend_block_keys(
 class PrefixCache:
     """The findable blocks of one group.
 
+    A block of several keys is known by the last of them, which stands for those before it.
+
     Args:
         pool: whose blocks they are; it keeps the index, because it knows when a block is reused.
-        block_size: tokens a block.
-        window: number of keys a query sees, itself included, or None for all.
+        spec: says which blocks a hit needs.
+        block_size: tokens of a block.
+        keys_per_block: keys of a block.
+        group: index of the group, as block ids and token chains are the same in all of them.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, window: int | None) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        spec: CacheSpec,
+        block_size: int,
+        keys_per_block: int = 1,
+        group: int = 0,
+    ) -> None:
         self._pool = pool
+        self._first_needed = spec.first_needed
         self._block_size = block_size
-        self._window = window
+        self._keys_per_block = keys_per_block
+        self._group = group
 
-    def first_visible_block(self, position: int) -> int:
-        """Index of the first block that a query at ``position`` or later sees any token of."""
-        if self._window is None:
-            return 0
-        return max(0, position - self._window + 1) // self._block_size
+    def first_needed_block(self, position: int) -> int:
+        """Index of the first block that a token at ``position`` or later needs any part of."""
+        return self._first_needed(position) // self._block_size
 
     def longest(self, keys: Sequence[BlockKey], limit: int) -> int:
-        """The largest ``n <= limit`` such that a request can go on after ``n`` cached blocks.
+        """The most keys, at most ``limit``, after whose cached blocks a request can go on.
 
-        That is, every block is cached that a query at the first token after them sees.
+        That is, whole blocks all of which are cached that a token right after them needs.
         """
-        find = self._pool.find
-        if self._window is None:
+        per_block = self._keys_per_block
+        limit //= per_block
+        if self.first_needed_block(limit * self._block_size) == 0:
             for index in range(limit):
-                if find(keys[index]) is None:
-                    return index
-            return limit
+                if self._find(keys, index) is None:
+                    return index * per_block
+            return limit * per_block
         # From the right: the run of cached blocks [index, count) grows until it covers what is
-        # seen from count, or breaks, and then no count down to the gap can do.
+        # needed from count, or breaks, and then no count down to the gap can do.
         count = index = limit
-        while index > self.first_visible_block(count * self._block_size):
+        while index > self.first_needed_block(count * self._block_size):
             index -= 1
-            if find(keys[index]) is None:
+            if self._find(keys, index) is None:
                 count = index
-        return count
+        return count * per_block
 
     def blocks(self, keys: Sequence[BlockKey], count: int, first: int) -> list[int]:
-        """The cached blocks ``first`` to ``count - 1``; ``count`` comes from ``longest``.
+        """The cached blocks from ``first`` on, to the end of a prefix that ``longest`` gave.
 
         Args:
-            keys: keys of the request's full blocks.
-            count: length of the cached prefix, in blocks.
-            first: index of the first block that the request sees; blocks before it may be gone.
+            keys: keys of the request.
+            count: length of the cached prefix, in keys.
+            first: index of the first block that the request needs; blocks before it may be gone.
         """
         found = []
-        for index in range(first, count):
-            block = self._pool.find(keys[index])
-            assert block is not None, f"block {index} of a cached prefix of {count} is not cached"
+        for index in range(first, count // self._keys_per_block):
+            block = self._find(keys, index)
+            assert block is not None, f"block {index} of a prefix of {count} keys is not cached"
             found.append(block)
         return found
 
     def acquire(self, keys: Sequence[BlockKey], count: int, first: int) -> list[int]:
-        """A block table of cached blocks, with a reference to each visible one.
+        """A block table of cached blocks, with a reference to each one needed.
 
-        The arguments are those of :meth:`blocks`. Blocks before ``first`` are the null block; the
-        table has ``max(first, count)`` entries.
+        The arguments are those of :meth:`blocks`. Blocks before ``first`` are the null block.
         """
         table = [NULL_BLOCK] * first
         for block in self.blocks(keys, count, first):
@@ -147,6 +159,9 @@ class PrefixCache:
         is_free = self._pool.is_free
         return sum(is_free(block) for block in self.blocks(keys, count, first))
 
-    def register(self, block: int, key: BlockKey) -> None:
-        """Make a full block findable; every token in it is computed and accepted."""
-        self._pool.register(block, key)
+    def register(self, block: int, keys: Sequence[BlockKey], index: int) -> None:
+        """Make the full block ``index`` of a request findable; every token in it is accepted."""
+        self._pool.register(block, (self._group, keys[(index + 1) * self._keys_per_block - 1]))
+
+    def _find(self, keys: Sequence[BlockKey], index: int) -> int | None:
+        return self._pool.find((self._group, keys[(index + 1) * self._keys_per_block - 1]))

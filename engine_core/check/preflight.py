@@ -34,7 +34,7 @@ from engine_core.check.report import (
     WeightsInfo,
 )
 from engine_core.checkpoint import Checkpoint, resolve_model
-from engine_core.configs import EngineConfig, KVCacheSpec, ModelConfig
+from engine_core.configs import CacheSpec, EngineConfig, ModelConfig
 from engine_core.configs.builder import token_ids
 from engine_core.configs.generation import read_recommendation
 from engine_core.engine.startup import (
@@ -52,7 +52,7 @@ from engine_core.errors import (
     RequestError,
     WeightsMismatchError,
 )
-from engine_core.nn.attention import Attention
+from engine_core.nn.attention import cached_layers
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
@@ -325,8 +325,8 @@ class _Check:
             if self.scheme is None or self.scheme.settings is None:
                 self._check_dtype(checkpoint, dtype)
         if max_model_len is not None:
-            layers = [m for m in self.network.modules() if isinstance(m, Attention)]
-            self._plan(self.network, [layer.cache_spec() for layer in layers], max_model_len)
+            specs = [layer.cache_spec() for layer in cached_layers(self.network)]
+            self._plan(self.network, specs, max_model_len)
 
     def _check_dtype(self, checkpoint: Checkpoint, dtype: str) -> None:
         stored = Counter[str]()
@@ -352,7 +352,7 @@ class _Check:
                 message = f"{len(names)} tensors {what}: {', '.join(names[:4])}{more}"
                 self._add(code, "error", message, names)
 
-    def _plan(self, network: nn.Module, specs: list[KVCacheSpec], max_model_len: int) -> None:
+    def _plan(self, network: nn.Module, specs: list[CacheSpec], max_model_len: int) -> None:
         config, device = self.config, self.device
         weights = weight_bytes(network)
         source: Literal["memory", "gpu", "machine"] = "machine"
@@ -386,24 +386,18 @@ class _Check:
                 )
         budget = max(budget, 0)
         block_size = platform.resolve_block_size(config, device or torch.device("cuda"))
-        per_token = sum(spec.bytes_per_token for spec in specs)
-        planned = 0
+        block_bytes = sum(spec.bytes_per_block(block_size) for spec in specs)
+        plan: CachePlan | None = None
         try:
             plan = plan_cache(
-                specs,
-                block_size=block_size,
-                budget=budget,
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=max_model_len,
-                shorten=config.max_model_len is None,
-                enable_prefix_caching=config.enable_prefix_caching,
+                specs, config, block_size=block_size, budget=budget, max_model_len=max_model_len
             )
-            planned = plan.max_model_len
         except CacheMemoryError as error:
             if weights <= total:
                 self._add("memory-cache-too-small", "error", str(error))
         else:
             self._check_batch(plan, source, total)
+        planned = 0 if plan is None else plan.max_model_len
         if 0 < planned < max_model_len:
             self._add(
                 "length-cut",
@@ -411,8 +405,6 @@ class _Check:
                 f"the KV cache holds {planned} tokens, so sequences may be no longer than that, "
                 f"not the {max_model_len} that the model can do",
             )
-        # Block 0 is never handed out.
-        blocks = max(0, budget // max(1, per_token * block_size) - 1)
         counts = Counter(specs)
         self.memory_info = MemoryInfo(
             source=source,
@@ -420,12 +412,12 @@ class _Check:
             num_ranks=config.tensor_parallel_size,
             total_bytes=total,
             weights_bytes=weights,
-            kv_bytes_per_token=per_token,
+            kv_bytes_per_token=block_bytes // block_size,
             block_size=block_size,
             cache_bytes=budget,
-            max_tokens=blocks * block_size,
+            max_tokens=0 if plan is None else plan.max_tokens,
             max_model_len=planned,
-            full_sequences=blocks // -(-planned // block_size) if planned else 0,
+            full_sequences=0 if plan is None else plan.full_sequences,
             groups=tuple(CacheGroupInfo.of(spec, count) for spec, count in counts.items()),
         )
 

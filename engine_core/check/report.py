@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine_core.configs import KVCacheSpec
+from engine_core.configs import CacheSpec
 
 Severity = Literal["error", "warning", "info"]
 
@@ -150,17 +150,19 @@ class CacheGroupInfo(_Model):
     """Layers with the same KV cache spec."""
 
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str
+    kind: str = Field(description="The class of their cache spec.")
+    num_kv_heads: int | None = Field(description="Null if its spec does not say, as the next four.")
+    head_dim: int | None
+    v_head_dim: int | None
+    dtype: str | None
     window: int | None = Field(description="Keys a query sees; null for all.")
 
     @classmethod
-    def of(cls, spec: KVCacheSpec, num_layers: int) -> CacheGroupInfo:
+    def of(cls, spec: CacheSpec, num_layers: int) -> CacheGroupInfo:
         """The info of ``num_layers`` layers with ``spec``."""
-        fields = {name: getattr(spec, name) for name in cls.model_fields if name != "num_layers"}
-        return cls(num_layers=num_layers, **fields)
+        names = [name for name in cls.model_fields if name not in ("num_layers", "kind")]
+        fields = {name: getattr(spec, name, None) for name in names}
+        return cls(num_layers=num_layers, kind=type(spec).__name__, **fields)
 
 
 class MemoryInfo(_Model):

@@ -11,7 +11,13 @@ from engine_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from engine_core.configs.builder import ConfigBuilder, DefaultConfigBuilder, check_kinds
-    from engine_core.configs.cache import CacheConfig, KVCacheSpec
+    from engine_core.configs.cache import (
+        CacheConfig,
+        CacheGroup,
+        CacheSpec,
+        CacheTensor,
+        KVCacheSpec,
+    )
     from engine_core.configs.engine import EngineConfig
     from engine_core.configs.hf_config import HFConfig
     from engine_core.configs.model import ModelConfig
@@ -23,6 +29,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "BeamSearchParams": "engine_core.configs.sampling",
     "CacheConfig": "engine_core.configs.cache",
+    "CacheGroup": "engine_core.configs.cache",
+    "CacheSpec": "engine_core.configs.cache",
+    "CacheTensor": "engine_core.configs.cache",
     "ConfigBuilder": "engine_core.configs.builder",
     "DefaultConfigBuilder": "engine_core.configs.builder",
     "EngineConfig": "engine_core.configs.engine",
@@ -42,6 +51,9 @@ _HOMES = {
 __all__ = [
     "BeamSearchParams",
     "CacheConfig",
+    "CacheGroup",
+    "CacheSpec",
+    "CacheTensor",
     "ConfigBuilder",
     "DefaultConfigBuilder",
     "EngineConfig",

@@ -1,17 +1,86 @@
-"""The KV cache's contents and size."""
+"""What the cache holds of a sequence, layer by layer, and how much of it there is."""
 
 from __future__ import annotations
 
+from functools import cached_property
+from math import prod
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from engine_core.configs.base import FrozenConfig
 from engine_core.configs.dtypes import DType, itemsize
 
+CacheDType = Literal[
+    "float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "int8", "uint8"
+]
 
-class KVCacheSpec(FrozenConfig):
-    """One attention layer's cache per token; layers with equal specs form a group.
+
+class CacheTensor(FrozenConfig):
+    """One tensor of a layer's cache.
+
+    Attributes:
+        name: what its author calls it; for messages.
+        shape: of one block.
+        dtype: element type.
+        zeroed: whether a block is filled with zeros before a sequence writes to it first. If not it
+            holds what its last owner left, which may be read as any number, NaN included.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: CacheDType
+    zeroed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block."""
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+class CacheSpec(FrozenConfig):
+    """What one layer keeps of a sequence. Layers with equal specs share block tables.
+
+    A layer's author derives from it and says with :meth:`tensors` what a block holds. A layer that
+    does not look at all earlier tokens overrides :meth:`first_needed` too; how many blocks a
+    sequence holds and what a hit of the prefix cache needs follow from it.
+    """
+
+    def tensors(self, block_size: int) -> tuple[CacheTensor, ...]:
+        """The layer's tensors, in the order in which the layer is given them.
+
+        Args:
+            block_size: tokens of a block.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what its tensors are")
+
+    def first_needed(self, position: int) -> int:
+        """The first position whose contents a token at ``position`` or later needs.
+
+        It never falls as ``position`` grows. Blocks before it are given back, and a cached prefix
+        that ends at ``position`` needs no blocks before it.
+        """
+        return 0
+
+    def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
+        """The most blocks that a sequence of ``num_tokens`` holds at once when it runs alone.
+
+        Args:
+            num_tokens: length of the sequence.
+            block_size: tokens of a block.
+            max_chunk: tokens that one step computes.
+        """
+        held = num_tokens - self.first_needed(max(0, num_tokens - max_chunk))
+        # What is held may begin and end inside a block.
+        return min(-(-num_tokens // block_size), -(-held // block_size) + 1)
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes that one layer keeps in a block."""
+        return sum(tensor.nbytes for tensor in self.tensors(block_size))
+
+
+class KVCacheSpec(CacheSpec):
+    """The keys and values of an attention layer.
 
     Attributes:
         num_kv_heads: key and value heads on this rank.
@@ -19,7 +88,6 @@ class KVCacheSpec(FrozenConfig):
         v_head_dim: size of a value head.
         dtype: element type of keys and values.
         window: number of keys a query sees, itself included, or None for all.
-        kind: what the tensors mean to the attention kernel.
     """
 
     num_kv_heads: int = Field(gt=0)
@@ -27,12 +95,30 @@ class KVCacheSpec(FrozenConfig):
     v_head_dim: int = Field(gt=0)
     dtype: DType
     window: int | None = Field(default=None, gt=0)
-    kind: Literal["attention"] = "attention"
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one layer keeps of one token."""
-        return self.num_kv_heads * (self.head_dim + self.v_head_dim) * itemsize(self.dtype)
+    def tensors(self, block_size: int) -> tuple[CacheTensor, ...]:
+        """Keys and values, ``[block_size, num_kv_heads, head_dim or v_head_dim]``."""
+        shape = (block_size, self.num_kv_heads)
+        return (
+            CacheTensor(name="keys", shape=(*shape, self.head_dim), dtype=self.dtype),
+            CacheTensor(name="values", shape=(*shape, self.v_head_dim), dtype=self.dtype),
+        )
+
+    def first_needed(self, position: int) -> int:
+        """The first key that a query at ``position`` sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
+class CacheGroup(FrozenConfig):
+    """Layers that share block tables.
+
+    Attributes:
+        spec: what each of them keeps.
+        block_size: tokens of a block.
+    """
+
+    spec: CacheSpec
+    block_size: int = Field(gt=0)
 
     def max_blocks(self, num_tokens: int, *, block_size: int, max_chunk: int) -> int:
         """The most blocks that a sequence of ``num_tokens`` holds at once when it runs alone.
@@ -48,14 +134,38 @@ class KVCacheSpec(FrozenConfig):
 
 
 class CacheConfig(FrozenConfig):
-    """The size of the paged cache, for every group alike.
+    """The paged cache: groups of layers that draw blocks of equal bytes from one pool.
 
     Attributes:
-        block_size: tokens a block.
-        num_blocks: blocks a group, the null block 0 included.
+        groups: the cache groups of the model. Each block size is a multiple of the smallest.
+        num_blocks: blocks of the pool, the null block 0 included.
         enable_prefix_caching: whether full blocks are kept and shared by their hash.
     """
 
-    block_size: int = Field(gt=0)
+    groups: tuple[CacheGroup, ...] = Field(min_length=1)
     num_blocks: int = Field(gt=1)
     enable_prefix_caching: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> CacheConfig:
+        sizes = [group.block_size for group in self.groups]
+        largest = max(sizes)
+        if any(largest % size or size % min(sizes) for size in sizes):
+            raise ValueError(f"block sizes must divide one another, got {sizes}")
+        return self
+
+    @cached_property
+    def block_size(self) -> int:
+        """Tokens of the smallest block."""
+        return min(group.block_size for group in self.groups)
+
+    def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        """The most blocks of all groups together that a sequence holds when it runs alone.
+
+        Args:
+            num_tokens: length of the sequence.
+            max_chunk: tokens that one step computes.
+        """
+        return sum(
+            group.spec.max_blocks(num_tokens, group.block_size, max_chunk) for group in self.groups
+        )

@@ -7,7 +7,16 @@ from typing import Literal, get_args
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEMSIZE = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+}
 
 
 def dtype_name(value: str) -> DType:

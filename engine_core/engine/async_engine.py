@@ -417,7 +417,7 @@ class AsyncEngine:
                     max_model_len=self.max_model_len,
                 ),
                 self._scheduler_config,
-                ((spec, self.cache_plan.cache_config) for spec in self.cache_plan.groups),
+                self.cache_plan.cache_config,
             )
             if state.request_id in prepared:
                 raise RequestError(f"two requests are called {state.request_id!r}; rename one")

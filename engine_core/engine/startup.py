@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_core import own_process
-from engine_core.cache import KVCacheGroup
 from engine_core.checkpoint import Checkpoint
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.configs.builder import token_ids
@@ -142,8 +141,7 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
                     config.swap_space, plan, config.tensor_parallel_size
                 ),
             )
-            groups = [KVCacheGroup(spec, plan.cache_config) for spec in plan.groups]
-            scheduler = Scheduler(scheduler_config, groups)
+            scheduler = Scheduler(scheduler_config, plan.cache_config)
             executor.start(
                 plan,
                 scheduler_config,
@@ -239,12 +237,10 @@ def _plan_cache(
 ) -> CachePlan:
     plan = plan_cache(
         report.specs,
+        config,
         block_size=platform.resolve_block_size(config, source.device),
         budget=report.cache_budget,
-        max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
-        shorten=config.max_model_len is None,
-        enable_prefix_caching=config.enable_prefix_caching,
     )
     check_memory(
         plan,

@@ -1,7 +1,13 @@
 """What a model author writes with: layers that know ranks, quantisation and the paged cache."""
 
 from engine_core.nn.activation import GeluAndMul, SiluAndMul, build_gated_activation
-from engine_core.nn.attention import Attention, KVCacheLayer, alibi_slopes
+from engine_core.nn.attention import (
+    Attention,
+    CachedLayer,
+    KVCacheLayer,
+    alibi_slopes,
+    cached_layers,
+)
 from engine_core.nn.blocks import CosSin, DecoderLayer, GatedMLP, SelfAttention
 from engine_core.nn.causal_lm import CausalLM
 from engine_core.nn.decoder import Decoder, RotaryCausalLM
@@ -31,6 +37,7 @@ from engine_core.nn.rotary import (
 __all__ = [
     "ApplyRotaryEmb",
     "Attention",
+    "CachedLayer",
     "CausalLM",
     "CosSin",
     "Decoder",
@@ -63,6 +70,7 @@ __all__ = [
     "build_rotary_embedding",
     "build_rotary_embedding_from_config",
     "build_rowwise_linear",
+    "cached_layers",
     "load_stacked_weights",
     "load_weight",
     "rope_lengths",

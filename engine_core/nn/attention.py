@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from engine_core.configs import KVCacheSpec
+from engine_core.configs import CacheSpec, KVCacheSpec
 from engine_core.configs.dtypes import dtype_name
 from engine_core.kernels import paged_attention, store_kv
 from engine_core.nn.module import Module
@@ -34,12 +34,30 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device="cpu")
 
 
-class Attention(Module):
-    """Stores this step's keys and values and attends over all of them.
+class CachedLayer(Module):
+    """A layer that keeps something of each sequence in the paged cache.
+
+    The engine gives every such layer its tensors, as its spec names them, in the model's
+    ``past_key_values``, in the order of ``model.modules()``.
 
     Attributes:
         group_id: index of its cache group in ``AttentionMetadata.groups``; set by the runner.
     """
+
+    group_id: int = 0
+
+    def cache_spec(self) -> CacheSpec:
+        """What this layer keeps of a sequence, on this rank."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it keeps")
+
+
+def cached_layers(model: nn.Module) -> list[CachedLayer]:
+    """The layers of a model that keep something in the cache, in its order."""
+    return [module for module in model.modules() if isinstance(module, CachedLayer)]
+
+
+class Attention(CachedLayer):
+    """Stores this step's keys and values and attends over all of them."""
 
     slopes: Tensor | None
 
@@ -77,7 +95,6 @@ class Attention(Module):
         self.window = sliding_window
         self.softcap = logit_softcapping
         self.dtype = context.dtype or torch.get_default_dtype()
-        self.group_id = 0
         self.deterministic = context.deterministic
         slopes = None
         if alibi:

@@ -53,6 +53,10 @@ class BlockTables:
         if not self._shared:
             self._changed.append((row * self._host.shape[1] + begin, len(blocks)))
 
+    def unwritten(self, row: int, blocks: tuple[int, ...], start: int) -> tuple[int, ...]:
+        """Those of ``blocks``, about to be appended, that hold nothing from before ``start``."""
+        return blocks[max(0, -(-start // self.block_size) - self._counts[row]) :]
+
     @property
     def changed(self) -> bool:
         """Whether the device's copy is behind."""

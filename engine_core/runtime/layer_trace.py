@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from engine_core.nn.attention import Attention
+from engine_core.nn.attention import CachedLayer
 from engine_core.steps import StepPlan
 
 Phase = Literal["prefill", "decode"]
@@ -140,13 +140,13 @@ def decoder_layers(model: nn.Module, count: int | None = None) -> list[str]:
 
     Args:
         model: any model.
-        count: how many there must be; if None each must hold an :class:`Attention` instead.
+        count: how many there must be; if None each must hold a :class:`CachedLayer` instead.
     """
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
             continue
         if count is None:
-            fits = all(any(isinstance(m, Attention) for m in item.modules()) for item in module)
+            fits = all(any(isinstance(m, CachedLayer) for m in item.modules()) for item in module)
         else:
             fits = len(module) == count
         if fits:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine_core.configs import CacheConfig, KVCacheSpec
+from engine_core.configs import CacheConfig, CacheGroup, CacheSpec, EngineConfig
 from engine_core.errors import CacheMemoryError, OptionError
 
 # What a row of the persistent batch takes besides its block tables. For each token of the
@@ -21,79 +22,168 @@ _STEP_ITEMSIZE = 8
 _HIDDEN_STATES = 2
 
 
+# Inside a block every tensor begins at a multiple of so many bytes, as vector loads and TMA ask.
+ALIGNMENT = 16
+# Bytes of a block that padding may take of what any kind of layer keeps, if it can be helped.
+_PADDING = 0.1
+# A kind of layer that keeps little of a token has blocks of at most so many times more tokens.
+_MOST_TOKENS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class CachePlan:
     """The cache that a budget buys.
 
+    All groups draw from one pool, so that a block has the same bytes in each of them. A block lies
+    in one or more planes, each of which holds its part of all blocks, one after the other.
+
     Attributes:
-        cache_config: block size and blocks a group.
-        groups: the distinct specs, in order of their first layer.
+        cache_config: groups of layers, and the number of blocks.
         layer_groups: for each layer, the index of its group.
-        bytes_per_block: bytes that one block takes over all groups and layers.
+        planes: bytes of a block in each plane. If there are several, they are those of the tensors
+            of the group with the most, in order; those of any other group take the first of them.
+            In a single plane a group's tensors follow one another, each aligned to 16 bytes.
         max_model_len: longest sequence that fits.
+        full_sequences: sequences of ``max_model_len`` that fit at once.
+        max_tokens: tokens that fit in all, in sequences of about ``max_model_len``.
     """
 
     cache_config: CacheConfig
-    groups: tuple[KVCacheSpec, ...]
     layer_groups: tuple[int, ...]
-    bytes_per_block: int
+    planes: tuple[int, ...]
     max_model_len: int
+    full_sequences: int = 0
+    max_tokens: int = 0
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block takes over all layers of any one group."""
+        return sum(self.planes)
 
 
 def plan_cache(
-    specs: Sequence[KVCacheSpec],
+    specs: Sequence[CacheSpec],
+    config: EngineConfig,
     *,
     block_size: int,
     budget: int,
-    max_num_seqs: int,
     max_model_len: int,
-    shorten: bool,
-    enable_prefix_caching: bool,
 ) -> CachePlan:
     """Divide ``budget`` bytes into blocks.
 
     Args:
-        specs: one a layer.
-        block_size: tokens a block.
-        budget: bytes for the cache.
-        max_num_seqs: sequences at once; more blocks than they can fill are not made.
+        specs: one for each layer.
+        config: rows, tokens of a step, prefix caching; a length that may not be shortened.
+        block_size: tokens of a block; layers that keep less of a token may get larger ones.
+        budget: bytes for the cache. No more blocks are made than ``max_num_seqs`` sequences fill.
         max_model_len: longest sequence wanted.
-        shorten: whether a smaller ``max_model_len`` may be planned if the budget asks for it.
-        enable_prefix_caching: passed on.
 
     Raises:
-        CacheMemoryError: one sequence of ``max_model_len`` does not fit and ``shorten`` is false,
-            or not even one block does.
+        CacheMemoryError: one sequence of ``max_model_len`` does not fit and the user asked for that
+            length, or not even one block does.
     """
-    groups = tuple(dict.fromkeys(specs))
-    layer_groups = tuple(groups.index(spec) for spec in specs)
-    bytes_per_block = block_size * sum(spec.bytes_per_token for spec in specs)
-    blocks_a_sequence = -(-max_model_len // block_size)
+    members, layer_groups = _group_layers(specs, block_size)
+    planes = _planes(members)
+    page = sum(planes)
+
+    def planned(num_blocks: int) -> CacheConfig:
+        return CacheConfig(
+            groups=tuple(group for group, _ in members),
+            num_blocks=max(2, num_blocks),
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+
+    max_chunk = config.max_num_batched_tokens
+
+    def needed(num_tokens: int, chunk: int = max_chunk) -> int:
+        return sizes.max_blocks(num_tokens, chunk)
+
     # Block 0 is never handed out: padding is written there.
-    usable = budget // bytes_per_block - 1
-    if usable < blocks_a_sequence:
-        if not shorten or usable < 1:
-            shorter = (
-                f", or set max_model_len to at most {usable * block_size}" if usable > 0 else ""
-            )
+    usable = budget // page - 1
+    sizes = planned(usable + 1)
+    whole = sizes.block_size
+    most = needed(max_model_len)
+    if usable < most:
+        lengths = range(whole, max_model_len + whole, whole)
+        shortened = whole * bisect_right(lengths, usable, key=needed)
+        if config.max_model_len is not None or shortened == 0:
+            shorter = f", or set max_model_len to at most {shortened}" if shortened > 0 else ""
             raise CacheMemoryError(
-                f"a sequence of {max_model_len} tokens needs "
-                f"{(blocks_a_sequence + 1) * bytes_per_block} bytes of KV cache, but "
-                f"kv_cache_memory is {budget}: raise it{shorter}"
+                f"a sequence of {max_model_len} tokens needs {(most + 1) * page} bytes of KV "
+                f"cache, but kv_cache_memory is {budget}: raise it{shorter}"
             )
-        max_model_len = usable * block_size
-    num_blocks = 1 + min(usable, max_num_seqs * blocks_a_sequence)
+        max_model_len = shortened
+    most = needed(max_model_len)
+    # Between their chunks sequences hold less; one budget of tokens at once is for all of them.
+    held = needed(max_model_len, 1)
     return CachePlan(
-        cache_config=CacheConfig(
-            block_size=block_size,
-            num_blocks=num_blocks,
-            enable_prefix_caching=enable_prefix_caching,
-        ),
-        groups=groups,
+        cache_config=planned(1 + min(usable, config.max_num_seqs * most)),
         layer_groups=layer_groups,
-        bytes_per_block=bytes_per_block,
+        planes=planes,
         max_model_len=max_model_len,
+        full_sequences=1 + (usable - most) // held,
+        max_tokens=usable * (-(-max_model_len // whole) * whole) // held,
     )
+
+
+def _group_layers(
+    specs: Sequence[CacheSpec], block_size: int
+) -> tuple[list[tuple[CacheGroup, int]], tuple[int, ...]]:
+    """Divide layers into groups whose blocks are about as large.
+
+    Layers of one kind need not be in one group: a block then holds a few layers, of any kind. The
+    more layers it holds the fewer block tables there are, but the more is lost where a kind's
+    layers do not fill its last group.
+
+    Returns:
+        each group with its number of layers, and the group of each layer.
+    """
+    kinds = list(dict.fromkeys(specs))
+    counts = [specs.count(kind) for kind in kinds]
+    largest = max(kind.bytes_per_block(block_size) for kind in kinds)
+    sizes = []
+    for kind in kinds:
+        size = block_size
+        while size < _MOST_TOKENS * block_size and kind.bytes_per_block(2 * size) <= largest:
+            size *= 2
+        sizes.append(size)
+    weights = [kind.bytes_per_block(size) for kind, size in zip(kinds, sizes, strict=True)]
+
+    def padding(width: int) -> float:
+        """What the worst kind loses of its bytes in blocks of ``width`` layers of the largest."""
+        shares = []
+        for count, weight in zip(counts, weights, strict=True):
+            needed = -(-count // min(count, width * largest // weight))
+            shares.append(needed * width * largest / (count * weight) - 1)
+        return max(shares)
+
+    widths = range(max(counts), 0, -1)
+    width = next((w for w in widths if padding(w) <= _PADDING), None) or min(widths, key=padding)
+    members: list[tuple[CacheGroup, int]] = []
+    layer_groups = [0] * len(specs)
+    for kind, count, size, weight in zip(kinds, counts, sizes, weights, strict=True):
+        layers = [index for index, spec in enumerate(specs) if spec == kind]
+        most = min(count, width * largest // weight)
+        for first in range(0, count, most):
+            for layer in layers[first : first + most]:
+                layer_groups[layer] = len(members)
+            members.append((CacheGroup(spec=kind, block_size=size), len(layers[first:][:most])))
+    return members, tuple(layer_groups)
+
+
+def _planes(members: Sequence[tuple[CacheGroup, int]]) -> tuple[int, ...]:
+    """Bytes of a block in each plane; see :class:`CachePlan`.
+
+    A plane for each tensor, as kernels like best, if the tensors of all groups are of equal bytes.
+    """
+    tensors = [
+        [tensor.nbytes for tensor in group.spec.tensors(group.block_size)] * num_layers
+        for group, num_layers in members
+    ]
+    longest = max(tensors, key=len)
+    if all(sizes == longest[: len(sizes)] for sizes in tensors):
+        return tuple(longest)
+    return (max(sum(-(-size // ALIGNMENT) for size in sizes) * ALIGNMENT for sizes in tensors),)
 
 
 def check_memory(
@@ -125,17 +215,16 @@ def check_memory(
             f"kv_cache_memory is for a KV cache of {cache} bytes, but there are {total}: set it "
             "lower"
         )
-    blocks = -(-plan.max_model_len // plan.cache_config.block_size)
-    row = (
-        len(plan.groups) * blocks * _TABLE_ITEMSIZE + vocab_size * _ROW_BYTES_PER_TOKEN + _ROW_BYTES
-    )
+    groups = plan.cache_config.groups
+    blocks = sum(-(-plan.max_model_len // group.block_size) for group in groups)
+    row = blocks * _TABLE_ITEMSIZE + vocab_size * _ROW_BYTES_PER_TOKEN + _ROW_BYTES
     if max_num_seqs * row > total - cache:
         raise OptionError(
             f"max_num_seqs is {max_num_seqs}, and the batch takes up to {row} bytes a sequence, "
             f"{max_num_seqs * row} in all, but the KV cache leaves {total - cache} of the {total} "
             f"bytes that there are: set it to at most {(total - cache) // row}"
         )
-    numbers = (_STEP_NUMBERS + len(plan.groups)) * _STEP_ITEMSIZE
+    numbers = (_STEP_NUMBERS + len(groups)) * _STEP_ITEMSIZE
     token = numbers + _HIDDEN_STATES * hidden_bytes
     if max_num_batched_tokens * token > total - cache:
         raise OptionError(

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.kernels import choose_greedy, compiled
-from engine_core.nn.attention import Attention
+from engine_core.nn.attention import cached_layers
 from engine_core.nn.module import hooks_registered
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.runtime.eager import EagerSteps, ForwardPass
 from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, largest_step_bytes
 from engine_core.runtime.guided import GrammarCompiler
+from engine_core.runtime.kv_cache import KVCache
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.platform import all_to_device, to_device
 from engine_core.runtime.recording import RecordedSteps
@@ -111,29 +112,22 @@ class ModelRunner:
         self.device = device
         self._eos_token_ids = eos_token_ids
         rows = scheduler_config.max_num_seqs
-        config = plan.cache_config
-        longest = -(-scheduler_config.max_model_len // config.block_size)
-        self._tables = [BlockTables(rows, longest, config.block_size, device) for _ in plan.groups]
-        layers = [module for module in model.modules() if isinstance(module, Attention)]
+        groups = plan.cache_config.groups
+        longest = [-(-scheduler_config.max_model_len // group.block_size) for group in groups]
+        self._tables = [
+            BlockTables(rows, most, group.block_size, device)
+            for most, group in zip(longest, groups, strict=True)
+        ]
+        layers = cached_layers(model)
         assert len(layers) == len(plan.layer_groups), (
-            f"{len(layers)} attention layers, but the cache is planned for {len(plan.layer_groups)}"
+            f"{len(layers)} layers with a cache, but it is planned for {len(plan.layer_groups)}"
         )
-        self.kv_cache: list[tuple[Tensor, Tensor]] = []
         for layer, group_id in zip(layers, plan.layer_groups, strict=True):
             layer.group_id = group_id
-            spec = plan.groups[group_id]
-            shape = (config.num_blocks, config.block_size, spec.num_kv_heads)
-            dtype = getattr(torch, spec.dtype)
-            self.kv_cache.append(
-                (
-                    _zeros((*shape, spec.head_dim), dtype, device),
-                    _zeros((*shape, spec.v_head_dim), dtype, device),
-                )
-            )
+        self._cache = KVCache(plan, device)
+        self.kv_cache = self._cache.layers
         num_slots = scheduler_config.num_swap_blocks
-        self._swap_space = (
-            SwapSpace(self.kv_cache, plan.layer_groups, num_slots) if num_slots > 0 else None
-        )
+        self._swap_space = SwapSpace(self._cache.planes, num_slots) if num_slots > 0 else None
         self._rows: dict[int, _Row] = {}
         # One row more than there are sequences: a graph's padding is computed in it.
         self._sampler = Sampler(rows + 1, device, grammar_compiler)
@@ -191,6 +185,10 @@ class ModelRunner:
                 self._swap_space.copy_in(plan.swap_in)
         if plan.admitted:
             self._admit(plan.admitted)
+        for group_id in self._cache.zeroed_groups:
+            table = self._tables[group_id]
+            given = [(row.row, row.new_blocks[group_id], row.start) for row in plan.rows]
+            self._cache.clear(group_id, [b for each in given for b in table.unwritten(*each)])
         for row in plan.rows:
             for table, blocks in zip(self._tables, row.new_blocks, strict=True):
                 table.append(row.row, blocks)
@@ -469,18 +467,6 @@ class _Results:
             if reason is not None:
                 return reason.at(row.start + row.num_tokens + turn)
         return None
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, because what lies behind an attention mask must be finite.
-
-    On a CPU they come from numpy, whose calloc takes memory page by page as it is written, where
-    torch would write all of it at once: 4 GiB take 13 s.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _supports_graphs(model: nn.Module) -> bool:

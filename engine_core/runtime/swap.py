@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ _STAGING_BYTES = 64 * 2**20
 
 
 def count_swap_blocks(swap_space: int, plan: CachePlan, num_ranks: int) -> int:
-    """How many blocks of each cache group fit into ``swap_space`` bytes of host memory.
+    """How many blocks of the cache fit into ``swap_space`` bytes of host memory.
 
     Args:
         swap_space: bytes for each of ``num_ranks`` processes; 0 for none.
@@ -45,75 +44,55 @@ def count_swap_blocks(swap_space: int, plan: CachePlan, num_ranks: int) -> int:
     return swap_space // plan.bytes_per_block
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """One cache group: ``[num_blocks, width]`` a key or value tensor, and ``[num_slots, sum]``."""
-
-    layers: list[Tensor]
-    host: Tensor
-
-
 class SwapSpace:
-    """Slots of host memory, each for one block of all layers of a cache group, and the copies.
+    """Slots of host memory, each for one block of the cache, and the copies.
 
     Copies are queued on the current stream, in order with the steps before and after, and nothing
     waits for them. The memory is page-locked if the cache is on a GPU.
     """
 
-    def __init__(
-        self,
-        kv_cache: Sequence[tuple[Tensor, Tensor]],
-        layer_groups: Sequence[int],
-        num_slots: int,
-    ) -> None:
+    def __init__(self, planes: Sequence[Tensor], num_slots: int) -> None:
         """Take the memory.
 
         Args:
-            kv_cache: keys and values of each layer, ``[num_blocks, block_size, heads, head_dim]``.
-            layer_groups: for each layer, the index of its group.
-            num_slots: blocks a group.
+            planes: ``[num_blocks, bytes]`` uint8 each, together all of a block.
+            num_slots: blocks that there is room for.
 
         Raises:
             CacheMemoryError: the memory cannot be locked.
         """
-        self._device = kv_cache[0][0].device
-        self._groups = []
-        for index in range(max(layer_groups) + 1):
-            layers = [
-                tensor.view(tensor.shape[0], -1)
-                for pair, group in zip(kv_cache, layer_groups, strict=True)
-                for tensor in pair
-                if group == index
-            ]
-            width = sum(layer.shape[1] for layer in layers)
-            host = torch.empty(num_slots, width, dtype=layers[0].dtype)
-            self._groups.append(_Group(layers, host))
+        self._planes = list(planes)
+        self._widths = [plane.shape[1] for plane in planes]
+        self._device = planes[0].device
+        self._host = torch.empty(num_slots, sum(self._widths), dtype=torch.uint8)
         if self._device.type == "cuda":
-            for group in self._groups:
-                self._lock(group.host)
+            self._lock(self._host)
 
-    def copy_out(self, copies: Sequence[SwapPairs]) -> None:
-        """Copy blocks to slots: for each group its ``(block, slot)`` pairs, in order."""
-        for group, pairs in zip(self._groups, copies, strict=True):
-            for some in _pieces(group, pairs):
-                blocks = self._blocks(some)
-                staging = torch.cat([layer[blocks] for layer in group.layers], dim=1)
-                for line, (_, slot) in zip(staging, some, strict=True):
-                    group.host[slot].copy_(line, non_blocking=True)
+    def copy_out(self, pairs: SwapPairs) -> None:
+        """Copy blocks to slots, in order."""
+        for some in self._pieces(pairs):
+            blocks = self._blocks(some)
+            staging = torch.cat([plane[blocks] for plane in self._planes], dim=1)
+            for line, (_, slot) in zip(staging, some, strict=True):
+                self._host[slot].copy_(line, non_blocking=True)
 
-    def copy_in(self, copies: Sequence[SwapPairs]) -> None:
-        """Copy slots to blocks: for each group its ``(block, slot)`` pairs, no block twice."""
-        for group, pairs in zip(self._groups, copies, strict=True):
-            for some in _pieces(group, pairs):
-                staging = torch.empty(
-                    len(some), group.host.shape[1], dtype=group.host.dtype, device=self._device
-                )
-                for line, (_, slot) in zip(staging, some, strict=True):
-                    line.copy_(group.host[slot], non_blocking=True)
-                blocks = self._blocks(some)
-                widths = [layer.shape[1] for layer in group.layers]
-                for layer, part in zip(group.layers, staging.split(widths, dim=1), strict=True):
-                    layer.index_copy_(0, blocks, part)
+    def copy_in(self, pairs: SwapPairs) -> None:
+        """Copy slots to blocks; no block is named twice."""
+        for some in self._pieces(pairs):
+            staging = torch.empty(
+                len(some), self._host.shape[1], dtype=torch.uint8, device=self._device
+            )
+            for line, (_, slot) in zip(staging, some, strict=True):
+                line.copy_(self._host[slot], non_blocking=True)
+            blocks = self._blocks(some)
+            parts = staging.split(self._widths, dim=1)
+            for plane, part in zip(self._planes, parts, strict=True):
+                plane.index_copy_(0, blocks, part)
+
+    def _pieces(self, pairs: SwapPairs) -> list[SwapPairs]:
+        """The pairs in runs whose blocks fit the staging memory, or single ones."""
+        most = max(1, _STAGING_BYTES // self._host.shape[1])
+        return [pairs[start : start + most] for start in range(0, len(pairs), most)]
 
     def _blocks(self, pairs: SwapPairs) -> Tensor:
         return to_device(torch.tensor([block for block, _ in pairs]), self._device)
@@ -132,13 +111,6 @@ class SwapSpace:
                 "or raise the limit of locked memory (ulimit -l)"
             )
         weakref.finalize(self, _unlock, host, self._device)
-
-
-def _pieces(group: _Group, pairs: SwapPairs) -> list[SwapPairs]:
-    """The pairs in runs whose blocks fit the staging memory, or single ones."""
-    size = group.host.shape[1] * group.host.element_size()
-    most = max(1, _STAGING_BYTES // size)
-    return [pairs[start : start + most] for start in range(0, len(pairs), most)]
 
 
 def _unlock(host: Tensor, device: torch.device) -> None:

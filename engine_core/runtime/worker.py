@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine_core import own_process
-from engine_core.configs import EngineConfig, KVCacheSpec, SchedulerConfig
+from engine_core.configs import CacheSpec, EngineConfig, SchedulerConfig
 from engine_core.errors import ConfigError
-from engine_core.nn.attention import Attention
+from engine_core.nn.attention import cached_layers
 from engine_core.runtime import platform
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
@@ -35,12 +35,12 @@ class WorkerReport:
     """What a rank found out while it loaded.
 
     Attributes:
-        specs: the cache spec of each attention layer on this rank.
+        specs: the spec of each layer with a cache, on this rank.
         cache_budget: bytes that this rank has for its KV cache.
         phases: seconds that each part of loading took.
     """
 
-    specs: tuple[KVCacheSpec, ...]
+    specs: tuple[CacheSpec, ...]
     cache_budget: int
     phases: Phases
 
@@ -79,8 +79,7 @@ class Worker:
             self._model = build_on_meta(
                 source.model_class, source.model_config, self._context, source.scheme
             )
-            layers = [m for m in self._model.modules() if isinstance(m, Attention)]
-            specs = tuple(layer.cache_spec() for layer in layers)
+            specs = tuple(layer.cache_spec() for layer in cached_layers(self._model))
             checkpoint = source.checkpoint
             if config.load_format != "dummy":
                 account = check_weights(self._model, checkpoint, source.name)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
 from engine_core.cache import (
     NULL_BLOCK,
-    KVCacheGroup,
     cut_before_span,
     extend_block_keys,
     longest_cached_prefix,
+    open_groups,
 )
-from engine_core.configs import CacheConfig, KVCacheSpec, SchedulerConfig
-from engine_core.errors import ConfigError, RequestError
+from engine_core.configs import CacheConfig, CacheGroup, SchedulerConfig
+from engine_core.errors import RequestError
 from engine_core.scheduler.request import Request, RequestStatus
 from engine_core.steps import (
     Admission,
@@ -26,7 +26,6 @@ from engine_core.steps import (
     RowResult,
     StepPlan,
     StepResult,
-    SwapPairs,
     TokenLogprobs,
     TokenUpdate,
 )
@@ -55,17 +54,17 @@ class _Draft:
         chunks: requests that compute more, and how many.
         new_blocks: by request id, the blocks appended to each group's table.
         admitted: requests that got a row.
-        swap_in: for each group, pairs of a block and the slot that is copied to it.
+        swap_in: pairs of a block and the slot that is copied to it.
         short_of_blocks: some request waits for blocks that are on their way back to it; nobody
             of a higher rank may take any.
     """
 
     budget: int
     repeat: int
-    swap_in: list[list[tuple[int, int]]]
     singles: list[Request] = field(default_factory=list)
     chunks: list[tuple[Request, int]] = field(default_factory=list)
     new_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     short_of_blocks: bool = False
 
@@ -76,14 +75,8 @@ class _Draft:
             self.chunks.append((request, count))
 
 
-def check_request(
-    request: Request,
-    config: SchedulerConfig,
-    groups: Iterable[tuple[KVCacheSpec, CacheConfig]],
-) -> None:
+def check_request(request: Request, config: SchedulerConfig, cache: CacheConfig) -> None:
     """Refuse a request that a scheduler of these limits could never run, whatever else it holds.
-
-    ``groups`` says of each cache group what a layer keeps and how many blocks there are.
 
     Raises:
         RequestError: says why.
@@ -125,17 +118,13 @@ def check_request(
                 "max_num_batched_tokens"
             )
     # The last token is never computed.
-    positions = request.limit - 1
-    for spec, cache in groups:
-        blocks = spec.max_blocks(
-            positions, block_size=cache.block_size, max_chunk=config.max_num_batched_tokens
+    blocks = cache.max_blocks(request.limit - 1, config.max_num_batched_tokens)
+    if blocks > cache.num_blocks - 1:
+        raise RequestError(
+            f"{name}: {request.limit} tokens of prompt and output need {blocks} blocks of "
+            f"{cache.block_size}, the cache has {cache.num_blocks - 1}; lower max_tokens or give "
+            "the cache more memory"
         )
-        if blocks > cache.num_blocks - 1:
-            raise RequestError(
-                f"{name}: {request.limit} tokens of prompt and output need {blocks} blocks of "
-                f"{cache.block_size}, the cache has {cache.num_blocks - 1}; lower "
-                "max_tokens or give the cache more memory"
-            )
 
 
 class Scheduler:
@@ -174,34 +163,34 @@ class Scheduler:
 
     Args:
         config: limits.
-        groups: the cache groups of the model; all have the same block size.
+        cache: the cache groups of the model, and the blocks that they draw from one pool.
 
     Attributes:
+        groups: the cache groups.
+        pool: their blocks.
         repeat_limit: how often a plan may be replayed now; its user may lower it from
             ``config.max_repeat`` and raise it again.
         prefix_cache_queries: tokens of requests that got their first row, looked up in the cache.
         prefix_cache_hits: how many of them were found there.
         num_preemptions: how often a running request lost its row and blocks.
         num_swaps: how many of these preemptions copied the blocks to host memory.
-
-    Raises:
-        ConfigError: there is no group, or block sizes or prefix caching differ.
     """
 
-    def __init__(self, config: SchedulerConfig, groups: Sequence[KVCacheGroup]) -> None:
-        if len({(group.block_size, group.enable_prefix_caching) for group in groups}) != 1:
-            offered = [(group.block_size, group.enable_prefix_caching) for group in groups]
-            raise ConfigError(
-                "cache groups need one block size and one setting of prefix caching, got "
-                f"(block_size, enable_prefix_caching) {offered}"
-            )
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         self.config = config
-        self.groups = tuple(groups)
+        self.cache = cache
+        self.groups = open_groups(cache)
+        self.pool = self.groups[0].pool
         self.repeat_limit = config.max_repeat
-        self._block_size = groups[0].block_size
-        self._prefix_caching = groups[0].enable_prefix_caching
-        self._windowed = [i for i, group in enumerate(groups) if group.spec.window is not None]
-        self._no_blocks: _Blocks = ((),) * len(groups)
+        self._key_size = cache.block_size
+        self._prefix_caching = cache.enable_prefix_caching
+        self._no_blocks: _Blocks = ((),) * len(self.groups)
+        # Groups that give the same blocks back at the same time, if they give back any.
+        kinds: dict[CacheGroup, list[int]] = {}
+        for index, group in enumerate(cache.groups):
+            if group.spec.first_needed(config.max_model_len) > 0:
+                kinds.setdefault(group, []).append(index)
+        self._windowed = tuple(kinds.values())
 
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
@@ -222,9 +211,9 @@ class Scheduler:
         # back. Whether what has been preempted for it is on its way.
         self._blocked: Request | None = None
         self._blocked_is_next = False
-        # Slots of host memory a group, and the copies to them that the next plan makes.
-        self._free_slots = [list(range(config.num_swap_blocks)) for _ in groups]
-        self._swap_out: list[list[tuple[int, int]]] = [[] for _ in groups]
+        # Slots of host memory, and the copies to them that the next plan makes.
+        self._free_slots = list(range(config.num_swap_blocks))
+        self._swap_out: list[tuple[int, int]] = []
 
     @property
     def num_waiting(self) -> int:
@@ -243,8 +232,8 @@ class Scheduler:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks that requests hold, in [0, 1], in the fullest group."""
-        return max(group.pool.num_used / (group.pool.num_blocks - 1) for group in self.groups)
+        """Share of the blocks that requests hold, in [0, 1]."""
+        return self.pool.num_used / (self.pool.num_blocks - 1)
 
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
@@ -278,11 +267,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run before a result comes in or a request."""
-        draft = _Draft(
-            self.config.max_num_batched_tokens,
-            self.repeat_limit,
-            swap_in=[[] for _ in self.groups],
-        )
+        draft = _Draft(self.config.max_num_batched_tokens, self.repeat_limit)
         running = self._running.copy()
         planned = 0
         # By rank: the running requests before the first waiting one, that one, and so on.
@@ -356,14 +341,17 @@ class Scheduler:
                 f"{request}: {scheduled} positions scheduled, blocks for {request.capacity}"
             )
             assert known <= request.limit, f"{request}: {known} tokens, limit {request.limit}"
-            for table in request.block_tables:
-                assert len(table) * self._block_size == request.capacity, (
-                    f"{request}: table of {len(table)} blocks, capacity {request.capacity}"
-                )
+            capacity = min(
+                len(table) * group.block_size
+                for table, group in zip(request.block_tables, self.groups, strict=True)
+            )
+            assert capacity == request.capacity, (
+                f"{request}: blocks for {capacity} tokens, capacity {request.capacity}"
+            )
         newest: dict[int, int] = {}
         for request in self._running:
             newest[request.priority] = request.order
-        slots = [free.copy() for free in self._free_slots]
+        slots = self._free_slots.copy()
         for request in self._waiting:
             assert request.status is RequestStatus.WAITING, f"{request} is among the waiting"
             assert request.row is None, f"{request} waits but has row {request.row}"
@@ -373,17 +361,16 @@ class Scheduler:
             assert request.num_swapped <= len(request.token_ids) + request.num_pending - 1, (
                 f"{request}: {request.num_swapped} positions swapped"
             )
-            for mine, group, free in zip(
-                request.swap_slots, self.groups, slots, strict=bool(request.num_swapped)
+            for mine, group in zip(
+                request.swap_slots, self.groups, strict=bool(request.num_swapped)
             ):
-                first = group.prefix.first_visible_block(request.num_swapped)
-                blocks = -(-request.num_swapped // self._block_size) - first
+                first = group.prefix.first_needed_block(request.num_swapped)
+                blocks = -(-request.num_swapped // group.block_size) - first
                 assert len(mine) == blocks, f"{request}: {len(mine)} slots for {blocks} blocks"
-                free.extend(mine)
-        for index, found in enumerate(slots):
-            assert sorted(found) == list(range(self.config.num_swap_blocks)), (
-                f"slots of group {index} leaked: {sorted(found)}"
-            )
+                slots.extend(mine)
+        assert sorted(slots) == list(range(self.config.num_swap_blocks)), (
+            f"slots leaked: {sorted(slots)}"
+        )
         for step, holdings in self._deferred.items():
             assert step > self._completed_step, (
                 f"blocks wait for step {step}, but {self._completed_step} is complete"
@@ -393,12 +380,17 @@ class Scheduler:
         assert sorted(rows) == list(range(self.config.max_num_seqs)), f"rows leaked: {sorted(rows)}"
         live = len(self._running) + len(self._waiting)
         assert live == len(self._requests), f"{live} queued, {len(self._requests)} unfinished"
-        for index, group in enumerate(self.groups):
-            group.pool.check()
-            held = Counter(block for table in tables for block in table[index])
-            del held[NULL_BLOCK]
-            refs = {b: n for b in range(group.pool.num_blocks) if (n := group.pool.refs(b))}
-            assert held == refs, f"group {index}: tables hold {dict(held)}, the pool says {refs}"
+        self.pool.check()
+        owners: Counter[int] = Counter()
+        for index in range(len(self.groups)):
+            owners.update({block for of_groups in tables for block in of_groups[index]})
+        del owners[NULL_BLOCK]
+        shared = [block for block, count in owners.items() if count > 1]
+        assert not shared, f"blocks {shared} are held in several groups"
+        held = Counter(block for of_groups in tables for table in of_groups for block in table)
+        del held[NULL_BLOCK]
+        refs = {b: n for b in range(self.pool.num_blocks) if (n := self.pool.refs(b))}
+        assert held == refs, f"tables hold {dict(held)}, the pool says {refs}"
 
     def _validate(self, request: Request) -> None:
         name = f"request {request.request_id!r}"
@@ -407,7 +399,7 @@ class Scheduler:
             raise RequestError(f"{name}: an unfinished request has this id; choose another")
         if request.order >= 0:
             raise RequestError(f"{name} was added before; make a new Request")
-        check_request(request, config, ((group.spec, group.cache_config) for group in self.groups))
+        check_request(request, config, self.cache)
         try:
             hash(request.prompt.cache_salts)
         except TypeError as error:
@@ -415,7 +407,6 @@ class Scheduler:
 
     def _continue_running(self, requests: Sequence[Request], draft: _Draft) -> None:
         """Plan running requests, which are given by rank."""
-        block_size = self._block_size
         for request in requests:
             if request.row is None:  # preempted just now, and so are all of a higher rank
                 return
@@ -437,8 +428,8 @@ class Scheduler:
                 if count == 0:
                     continue
             if start + count > request.capacity:
-                needed = -(-(start + count - request.capacity) // block_size)
-                if draft.short_of_blocks or not self._make_room(request, needed):
+                needed = self._missing(request, start + count)
+                if draft.short_of_blocks or not self._make_room(request, sum(needed)):
                     draft.short_of_blocks = True
                     continue
                 draft.new_blocks[request.request_id] = self._grow(request, needed)
@@ -467,7 +458,6 @@ class Scheduler:
 
     def _admit(self, request: Request, draft: _Draft) -> int:
         """Give the request a row and blocks for its first chunk, whose size is returned, or 0."""
-        block_size = self._block_size
         num_tokens = len(request.token_ids)
         keys = request.block_keys
         cached = 0
@@ -476,14 +466,14 @@ class Scheduler:
             self._extend_keys(request)
             spans = request.prompt.atomic_spans
             cached = longest_cached_prefix(self.groups, keys, num_tokens - 1, spans)
-        start = max(cached * block_size, request.num_swapped)
+        start = max(cached * self._key_size, request.num_swapped)
         count = self._chunk(request, start, num_tokens, draft.budget)
         if count == 0:
             return 0
-        num_blocks = -(-(start + count) // block_size)
-        if not self._has_room(request, start, num_blocks, cached):
-            coming = self._preempt_for(request, start, num_blocks, cached)
-            if not self._has_room(request, start, num_blocks, cached):
+        end = start + count
+        if not self._has_room(request, start, end, cached):
+            coming = self._preempt_for(request, start, end, cached)
+            if not self._has_room(request, start, end, cached):
                 self._blocked = request
                 self._blocked_is_next = draft.short_of_blocks = coming
                 return 0
@@ -494,14 +484,14 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.row = heappop(self._free_rows)
         request.block_tables = []
-        request.num_dropped = []
         for group in self.groups:
-            first = group.prefix.first_visible_block(start)
-            table = group.prefix.acquire(keys, cached, first)
-            table.extend(group.pool.allocate(num_blocks - len(table)))
-            request.block_tables.append(table)
-            request.num_dropped.append(first)
-        request.capacity = num_blocks * block_size
+            first = group.prefix.first_needed_block(start)
+            request.block_tables.append(group.prefix.acquire(keys, cached, first))
+        request.num_dropped = [
+            self.groups[kind[0]].prefix.first_needed_block(start) for kind in self._windowed
+        ]
+        # No group takes free blocks before all have acquired theirs, which may be free as well.
+        self._grow(request, self._missing(request, end))
         draft.new_blocks[request.request_id] = request.block_tables
         request.num_computed = request.num_scheduled = start
         request.num_registered = cached
@@ -527,45 +517,39 @@ class Scheduler:
         )
         return count
 
-    def _has_room(self, request: Request, start: int, num_blocks: int, cached: int) -> bool:
+    def _has_room(self, request: Request, start: int, end: int, cached: int) -> bool:
         """Whether there is a row and blocks for a request that is admitted with these numbers.
 
         Args:
             request: a waiting one.
             start: the first position that it would compute.
-            num_blocks: the length of its block tables after the first chunk.
-            cached: how many of these blocks are in the prefix cache.
+            end: the position after its first chunk.
+            cached: keys of the prefix that is in the prefix cache.
         """
-        if not self._free_rows:
-            return False
-        wanted = self._wanted(request, start, num_blocks, cached, len(self._running))
-        return all(
-            count <= group.pool.num_free for group, count in zip(self.groups, wanted, strict=True)
-        )
+        wanted = self._wanted(request, start, end, cached, len(self._running))
+        return bool(self._free_rows) and wanted <= self.pool.num_free
 
-    def _wanted(
-        self, request: Request, start: int, num_blocks: int, cached: int, num_running: int
-    ) -> list[int]:
-        """Blocks of each group that must be free for an admission beside ``num_running`` others.
+    def _wanted(self, request: Request, start: int, end: int, cached: int, num_running: int) -> int:
+        """Blocks that must be free for an admission beside ``num_running`` others.
 
         The other arguments are those of :meth:`_has_room`.
         """
         num_tokens = len(request.token_ids)
-        wanted = []
+        wanted = 0
         for group in self.groups:
-            first = group.prefix.first_visible_block(start)
-            present = max(cached, first)
-            count = num_blocks - present
+            first = group.prefix.first_needed_block(start)
+            present = max(cached * self._key_size // group.block_size, first)
+            count = -(-end // group.block_size) - present
             if num_running:
                 # Room for all its tokens, and for every request to grow by a block: otherwise it
                 # would soon be preempted, its work lost. Alone, it needs no such reserve.
                 whole = group.max_blocks(num_tokens, self.config.max_num_batched_tokens)
-                rest = -(-num_tokens // self._block_size) - present
+                rest = -(-num_tokens // group.block_size) - present
                 count = max(count, min(whole, rest)) + num_running + 1
-            wanted.append(count + group.prefix.num_free_taken(request.block_keys, cached, first))
+            wanted += count + group.prefix.num_free_taken(request.block_keys, cached, first)
         return wanted
 
-    def _preempt_for(self, request: Request, start: int, num_blocks: int, cached: int) -> bool:
+    def _preempt_for(self, request: Request, start: int, end: int, cached: int) -> bool:
         """Preempt requests of less important priority, if that makes room for a waiting one.
 
         The arguments are those of :meth:`_has_room`. What is on its way back already is counted.
@@ -578,37 +562,35 @@ class Scheduler:
             return False
         leaving = [holding for holdings in self._deferred.values() for holding in holdings]
         num_rows = len(self._free_rows) + len(leaving)
-        free = [group.pool.num_free for group in self.groups]
-        held: list[Counter[int]] = [Counter() for _ in self.groups]
-        own = [
-            set(
-                group.prefix.blocks(
-                    request.block_keys, cached, group.prefix.first_visible_block(start)
-                )
-            )
-            for group in self.groups
-        ]
+        free = self.pool.num_free
+        held: Counter[int] = Counter()
+        own: set[int] = set()
+        for group in self.groups:
+            first = group.prefix.first_needed_block(start)
+            own.update(group.prefix.blocks(request.block_keys, cached, first))
 
-        def give_back(tables: Sequence[Sequence[int]]) -> None:
-            for index, table in enumerate(tables):
+        def given_back(tables: Sequence[Sequence[int]]) -> int:
+            """How many more blocks are free once these tables are given up."""
+            count = 0
+            for table in tables:
                 for block in table:
-                    held[index][block] += 1
+                    held[block] += 1
                     # Shared blocks come back with the last who holds them; those of its own
                     # prefix are taken again.
-                    if (
+                    count += (
                         block != NULL_BLOCK
-                        and held[index][block] == self.groups[index].pool.refs(block)
-                        and block not in own[index]
-                    ):
-                        free[index] += 1
+                        and held[block] == self.pool.refs(block)
+                        and block not in own
+                    )
+            return count
 
         for holding in leaving:
-            give_back(holding.block_tables)
+            free += given_back(holding.block_tables)
         count = 0
         num_running = len(self._running)
         while True:
-            wanted = self._wanted(request, start, num_blocks, cached, num_running - count)
-            if num_rows > 0 and all(w <= f for w, f in zip(wanted, free, strict=True)):
+            wanted = self._wanted(request, start, end, cached, num_running - count)
+            if num_rows > 0 and wanted <= free:
                 break
             if count == num_running or (
                 (victim := self._running[-1 - count]).priority <= request.priority
@@ -616,7 +598,7 @@ class Scheduler:
                 return False
             count += 1
             num_rows += 1
-            give_back(victim.block_tables)
+            free += given_back(victim.block_tables)
         for victim in self._running[num_running - count :][::-1]:
             self._preempt(victim)
         return True
@@ -626,24 +608,19 @@ class Scheduler:
         repeat = draft.repeat
         if repeat == 1:
             return 1
-        block_size = self._block_size
         growing = [r for r in draft.singles if r.num_scheduled + repeat > r.capacity]
         if not growing:
             return repeat
 
-        def needed(request: Request, repeat: int) -> int:
-            return max(0, -(-(request.num_scheduled + repeat - request.capacity) // block_size))
-
         def needed_by_all(repeat: int) -> int:
-            return sum(needed(request, repeat) for request in growing)
+            return sum(sum(self._missing(r, r.num_scheduled + repeat)) for r in growing)
 
         candidates = range(2, repeat + 1)
-        available = 0 if draft.short_of_blocks else self._num_free()
+        available = 0 if draft.short_of_blocks else self.pool.num_free
         repeat = 1 + bisect_right(candidates, available, key=needed_by_all)
         for request in growing:
-            count = needed(request, repeat)
-            if count > 0:
-                grown = self._grow(request, count)
+            if request.num_scheduled + repeat > request.capacity:
+                grown = self._grow(request, self._missing(request, request.num_scheduled + repeat))
                 before = draft.new_blocks.setdefault(request.request_id, grown)
                 if before is not grown:
                     for table, blocks in zip(before, grown, strict=True):
@@ -683,13 +660,8 @@ class Scheduler:
             request.num_pending = int(sample)
             request.last_step = step_id
             requests.append(request)
-        swap_out: tuple[SwapPairs, ...] = ()
-        swap_in: tuple[SwapPairs, ...] = ()
-        if any(self._swap_out):
-            swap_out = tuple(tuple(pairs) for pairs in self._swap_out)
-            self._swap_out = [[] for _ in self.groups]
-        if any(draft.swap_in):
-            swap_in = tuple(tuple(pairs) for pairs in draft.swap_in)
+        swap_out, swap_in = tuple(self._swap_out), tuple(draft.swap_in)
+        self._swap_out.clear()
         plan = StepPlan(step_id, tuple(rows), tuple(draft.admitted), repeat, swap_out, swap_in)
         self._in_flight.append((plan, requests))
         return plan
@@ -747,9 +719,9 @@ class Scheduler:
         if request.row is not None:  # a preempted request computes these positions again
             request.num_computed = end
             if self._prefix_caching:
-                num_full = end // self._block_size
-                if num_full > request.num_registered:
-                    self._register(request, num_full)
+                num_keys = end // self._key_size
+                if num_keys > request.num_registered:
+                    self._register(request, num_keys)
             if self._windowed:
                 self._drop_unseen(request)
         if reason is not None:
@@ -764,8 +736,8 @@ class Scheduler:
         return cut_before_span(end, request.prompt.atomic_spans) - start
 
     def _make_room(self, request: Request, needed: int) -> bool:
-        """Whether ``needed`` blocks are free in every group, if need be after preemptions."""
-        while self._num_free() < needed:
+        """Whether ``needed`` blocks are free, if need be after preemptions."""
+        while self.pool.num_free < needed:
             # Blocks are on their way back already; preempting more would waste work.
             if self._blocks_return():
                 return False
@@ -774,7 +746,7 @@ class Scheduler:
                 # Alone it fits, see _validate; but blocks that only its own steps in flight see
                 # are not back yet.
                 assert request.last_step > self._completed_step, (
-                    f"{request} runs alone and needs {needed} blocks, {self._num_free()} are free"
+                    f"{request} runs alone and needs {needed} blocks, {self.pool.num_free} are free"
                 )
                 return False
             self._preempt(last)
@@ -791,15 +763,22 @@ class Scheduler:
             for table in holding.block_tables
         )
 
-    def _num_free(self) -> int:
-        return min(group.pool.num_free for group in self.groups)
+    def _missing(self, request: Request, end: int) -> list[int]:
+        """How many blocks each group's table lacks for the positions up to ``end``."""
+        return [
+            max(0, -(-end // group.block_size) - len(table))
+            for group, table in zip(self.groups, request.block_tables, strict=True)
+        ]
 
-    def _grow(self, request: Request, count: int) -> list[list[int]]:
-        """Append ``count`` blocks to the table of each group; the blocks, a list a group."""
-        grown = [group.pool.allocate(count) for group in self.groups]
+    def _grow(self, request: Request, counts: Sequence[int]) -> list[list[int]]:
+        """Append so many blocks to the table of each group, and return them by group."""
+        grown = [self.pool.allocate(count) for count in counts]
         for table, blocks in zip(request.block_tables, grown, strict=True):
             table.extend(blocks)
-        request.capacity += count * self._block_size
+        request.capacity = min(
+            len(table) * group.block_size
+            for group, table in zip(self.groups, request.block_tables, strict=True)
+        )
         return grown
 
     def _extend_keys(self, request: Request) -> None:
@@ -807,33 +786,34 @@ class Scheduler:
             extend_block_keys(
                 request.block_keys,
                 request.token_ids,
-                self._block_size,
+                self._key_size,
                 spans=request.prompt.atomic_spans,
                 salts=request.prompt.cache_salts,
             )
 
-    def _register(self, request: Request, num_blocks: int) -> None:
-        """Make the first ``num_blocks`` blocks findable: computed, and all tokens accepted."""
+    def _register(self, request: Request, num_keys: int) -> None:
+        """Make the blocks of the first ``num_keys`` keys findable: their tokens are accepted."""
         self._extend_keys(request)
         keys = request.block_keys
         for group, table in zip(self.groups, request.block_tables, strict=True):
-            for index in range(request.num_registered, num_blocks):
-                # What came back from host memory begins with the blocks still seen.
+            per_block = group.block_size // self._key_size
+            for index in range(request.num_registered // per_block, num_keys // per_block):
+                # What came back from host memory begins with the blocks still needed.
                 if table[index] != NULL_BLOCK:
-                    group.prefix.register(table[index], keys[index])
-        request.num_registered = num_blocks
+                    group.prefix.register(table[index], keys, index)
+        request.num_registered = num_keys
 
     def _drop_unseen(self, request: Request) -> None:
-        """Give back the blocks that no query after the computed positions sees."""
-        for index in self._windowed:
-            group = self.groups[index]
-            first = group.prefix.first_visible_block(request.num_computed)
-            dropped = request.num_dropped[index]
+        """Give back the blocks that no query after the computed positions needs."""
+        for kind, indices in enumerate(self._windowed):
+            first = self.groups[indices[0]].prefix.first_needed_block(request.num_computed)
+            dropped = request.num_dropped[kind]
             if first > dropped:
-                table = request.block_tables[index]
-                group.pool.release(table[dropped:first])
-                table[dropped:first] = [NULL_BLOCK] * (first - dropped)
-                request.num_dropped[index] = first
+                for index in indices:
+                    table = request.block_tables[index]
+                    self.pool.release(table[dropped:first], passed=True)
+                    table[dropped:first] = [NULL_BLOCK] * (first - dropped)
+                request.num_dropped[kind] = first
                 self._blocked = None
 
     def _preempt(self, request: Request) -> None:
@@ -853,40 +833,40 @@ class Scheduler:
         Steps in flight still write up to ``num_scheduled``; the copy comes after them, and they
         are accepted, so all that is kept. Blocks that only those steps see stay in the table.
         """
-        num_blocks = -(-request.num_scheduled // self._block_size)
-        firsts = [group.prefix.first_visible_block(request.num_scheduled) for group in self.groups]
-        if num_blocks == 0 or any(
-            num_blocks - first > len(slots)
-            for first, slots in zip(firsts, self._free_slots, strict=True)
-        ):
+        end = request.num_scheduled
+        ranges = [
+            (group.prefix.first_needed_block(end), -(-end // group.block_size))
+            for group in self.groups
+        ]
+        if end == 0 or sum(last - first for first, last in ranges) > len(self._free_slots):
             return
-        for index, group in enumerate(self.groups):
-            table = request.block_tables[index]
-            blocks = table[firsts[index] : num_blocks]
-            slots = [self._free_slots[index].pop() for _ in blocks]
-            self._swap_out[index].extend(zip(blocks, slots, strict=True))
+        for (first, last), table in zip(ranges, request.block_tables, strict=True):
+            blocks = table[first:last]
+            slots = [self._free_slots.pop() for _ in blocks]
+            self._swap_out.extend(zip(blocks, slots, strict=True))
             request.swap_slots.append(slots)
-            group.pool.release(reversed(blocks))
-            del table[firsts[index] : num_blocks]
+            self.pool.release(reversed(blocks))
+            del table[first:last]
         request.num_swapped = request.num_scheduled
         self.num_swaps += 1
         self._blocked = None
 
     def _swap_in(self, request: Request, draft: _Draft, cached: int) -> None:
-        """Have the blocks after the ``cached`` ones copied back, and free the slots.
+        """Have the blocks after the ``cached`` keys copied back, and free the slots.
 
         No copy of this plan goes to these slots, which would come before: as long as the request
         waited, nobody of a higher rank was admitted, so that there is nobody to preempt now.
         """
-        num_blocks = -(-request.num_swapped // self._block_size)
-        for index, slots in enumerate(request.swap_slots):
-            table = request.block_tables[index]
-            first = num_blocks - len(slots)
-            draft.swap_in[index].extend(
-                (table[block], slots[block - first])
-                for block in range(max(first, cached), num_blocks)
+        for group, table, slots in zip(
+            self.groups, request.block_tables, request.swap_slots, strict=True
+        ):
+            end = -(-request.num_swapped // group.block_size)
+            first = end - len(slots)
+            present = cached * self._key_size // group.block_size
+            draft.swap_in.extend(
+                (table[block], slots[block - first]) for block in range(max(first, present), end)
             )
-            self._free_slots[index].extend(slots)
+            self._free_slots.extend(slots)
         request.num_swapped = 0
         request.swap_slots = []
 
@@ -904,8 +884,8 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         request.error = error
-        for free, slots in zip(self._free_slots, request.swap_slots, strict=False):
-            free.extend(slots)
+        for slots in request.swap_slots:
+            self._free_slots.extend(slots)
         request.num_swapped = 0
         request.swap_slots = []
         if request is self._blocked:
@@ -934,9 +914,9 @@ class Scheduler:
 
     def _release(self, holding: _Holding) -> None:
         heappush(self._free_rows, holding.row)
-        for group, table in zip(self.groups, holding.block_tables, strict=True):
+        for table in holding.block_tables:
             # The end first: a prefix is of use without what follows it, not the other way round.
-            group.pool.release(reversed(table))
+            self.pool.release(reversed(table))
         self._blocked = None
 
 

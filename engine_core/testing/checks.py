@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine_core.checkpoint import TensorHeader
-from engine_core.configs import EngineConfig, HFConfig, SamplingParams
+from engine_core.configs import EngineConfig, HFConfig, KVCacheSpec, SamplingParams
 from engine_core.engine import LLM
 from engine_core.errors import (
     ConfigError,
@@ -218,10 +218,11 @@ def logits(subject: Subject) -> None:
 def _check_window(subject: Subject) -> None:
     """A window that no prompt reaches is not checked."""
     longest = max(len(prompt.sequence) for prompt in subject.checkpoint.prompts)
-    for layer in subject.model.attention:
-        if layer.window is not None and layer.window >= longest:
+    for spec in subject.model.groups:
+        window = spec.window if isinstance(spec, KVCacheSpec) else None
+        if window is not None and window >= longest:
             raise ConformanceError(
-                f"the sliding window of {layer.window} is longer than every prompt ({longest} "
+                f"the sliding window of {window} is longer than every prompt ({longest} "
                 "tokens with what follows), so nothing shows it; shorten it in the case's config"
             )
 

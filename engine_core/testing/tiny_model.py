@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.inputs import InputProcessor, ProcessedPrompt
-from engine_core.nn import Attention
+from engine_core.nn import cached_layers
 from engine_core.runtime.layer_trace import decoder_layers
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 from engine_core.testing.trace import Recorder, Trace
@@ -91,7 +91,7 @@ class TinyModel:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
-        self.attention = [m for m in self.network.modules() if isinstance(m, Attention)]
+        self.attention = cached_layers(self.network)
         specs = [layer.cache_spec() for layer in self.attention]
         self.groups = list(dict.fromkeys(specs))
         for layer, spec in zip(self.attention, specs, strict=True):
@@ -180,15 +180,17 @@ class PagedCache:
             blocks = list(range(1, sum(counts) + 1))
             draw.shuffle(blocks)
             self._tables.append([[blocks.pop() for _ in range(count)] for count in counts])
-        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.layers: list[tuple[Tensor, ...]] = []
         for layer in model.attention:
-            spec = model.groups[layer.group_id]
-            shape = (sum(counts) + 1, block_size, spec.num_kv_heads)
-            dtype = getattr(torch, spec.dtype)
+            tensors = model.groups[layer.group_id].tensors(block_size)
             self.layers.append(
-                (
-                    torch.full((*shape, spec.head_dim), _UNWRITTEN, dtype=dtype).to(self._device),
-                    torch.full((*shape, spec.v_head_dim), _UNWRITTEN, dtype=dtype).to(self._device),
+                tuple(
+                    torch.full(
+                        (sum(counts) + 1, *tensor.shape),
+                        0.0 if tensor.zeroed else _UNWRITTEN,
+                        dtype=getattr(torch, tensor.dtype),
+                    ).to(self._device)
+                    for tensor in tensors
                 )
             )
 

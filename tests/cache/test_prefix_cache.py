@@ -15,8 +15,9 @@ from engine_core.cache import (
     cut_before_span,
     extend_block_keys,
     longest_cached_prefix,
+    open_groups,
 )
-from engine_core.configs import CacheConfig, KVCacheSpec
+from engine_core.configs import CacheConfig, CacheGroup, KVCacheSpec
 
 
 def block_keys(
@@ -30,18 +31,34 @@ def block_keys(
     return keys
 
 
-def group(window: int | None = None, block_size: int = 2, num_blocks: int = 32) -> KVCacheGroup:
-    return KVCacheGroup(
-        KVCacheSpec(num_kv_heads=1, head_dim=8, v_head_dim=8, dtype="float16", window=window),
-        CacheConfig(block_size=block_size, num_blocks=num_blocks),
+def groups(*windows: int | None, block_sizes: Sequence[int] = (2,)) -> tuple[KVCacheGroup, ...]:
+    """Groups over one pool; the last block size is that of all that follow."""
+    sizes = [*block_sizes, *[block_sizes[-1]] * len(windows)]
+    config = CacheConfig(
+        groups=tuple(
+            CacheGroup(
+                spec=KVCacheSpec(
+                    num_kv_heads=1, head_dim=8, v_head_dim=8, dtype="float16", window=window
+                ),
+                block_size=size,
+            )
+            for window, size in zip(windows, sizes, strict=False)
+        ),
+        num_blocks=32,
     )
+    return open_groups(config)
+
+
+def group(window: int | None = None, block_size: int = 2) -> KVCacheGroup:
+    [only] = groups(window, block_sizes=(block_size,))
+    return only
 
 
 def fill(cache_group: KVCacheGroup, keys: Sequence[BlockKey]) -> list[int]:
     """Blocks with these keys, free but findable."""
     blocks = cache_group.pool.allocate(len(keys))
-    for block, key in zip(blocks, keys, strict=True):
-        cache_group.prefix.register(block, key)
+    for index, block in enumerate(blocks):
+        cache_group.prefix.register(block, keys, index)
     cache_group.pool.release(reversed(blocks))
     return blocks
 
@@ -146,7 +163,7 @@ def test_a_prefix_is_found_up_to_the_first_miss() -> None:
 
 def test_a_prefix_is_cached_in_every_group() -> None:
     keys = block_keys([1, 2, 3, 4, 5, 6])
-    one, other = group(), group()
+    one, other = groups(None, None)
     fill(one, keys)
     assert longest_cached_prefix([one, other], keys, 6) == 0
     fill(other, keys[:2])

@@ -20,7 +20,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
+from engine_core.configs import (
+    CacheConfig,
+    CacheGroup,
+    KVCacheSpec,
+    SamplingParams,
+    SchedulerConfig,
+)
 from engine_core.errors import OptionError
 from engine_core.inputs import ProcessedPrompt
 from engine_core.nn import Embedding
@@ -416,11 +422,11 @@ class Successor(nn.Module):
 
 @pytest.fixture
 def runner(device: Device) -> ModelRunner:
+    spec = KVCacheSpec(num_kv_heads=1, head_dim=4, v_head_dim=4, dtype="float32")
     plan = CachePlan(
-        cache_config=CacheConfig(block_size=16, num_blocks=20),
-        groups=(KVCacheSpec(num_kv_heads=1, head_dim=4, v_head_dim=4, dtype="float32"),),
+        cache_config=CacheConfig(groups=(CacheGroup(spec=spec, block_size=16),), num_blocks=20),
         layer_groups=(),
-        bytes_per_block=0,
+        planes=(),
         max_model_len=64,
     )
     config = SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=64, max_model_len=64)

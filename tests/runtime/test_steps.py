@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
+from engine_core.configs import (
+    CacheConfig,
+    CacheGroup,
+    KVCacheSpec,
+    SamplingParams,
+    SchedulerConfig,
+)
 from engine_core.inputs import ProcessedPrompt
 from engine_core.runtime.block_tables import BlockTables
 from engine_core.runtime.memory import CachePlan
@@ -45,10 +51,11 @@ class Successor(nn.Module):
 def runner(model: nn.Module, device: str) -> ModelRunner:
     spec = KVCacheSpec(num_kv_heads=1, head_dim=4, v_head_dim=4, dtype="float32")
     plan = CachePlan(
-        cache_config=CacheConfig(block_size=BLOCK_SIZE, num_blocks=20),
-        groups=(spec,),
+        cache_config=CacheConfig(
+            groups=(CacheGroup(spec=spec, block_size=BLOCK_SIZE),), num_blocks=20
+        ),
         layer_groups=(),
-        bytes_per_block=0,
+        planes=(),
         max_model_len=40,
     )
     config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, max_model_len=40)

@@ -6,65 +6,60 @@ import pytest
 import torch
 
 import engine_core.runtime.swap as swap
-from engine_core.configs import CacheConfig, KVCacheSpec
+from engine_core.configs import CacheConfig, CacheGroup, KVCacheSpec
 from engine_core.errors import CacheMemoryError
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.swap import SwapSpace, count_swap_blocks
 
-NUM_BLOCKS, BLOCK_SIZE = 9, 4
-LAYER_GROUPS = (0, 1, 0)
+NUM_BLOCKS = 9
 
 
-def random_cache(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Three layers of two groups, whose keys, values and heads differ in size."""
+def random_planes() -> list[torch.Tensor]:
+    """Planes of different widths, and views that begin inside a buffer."""
     torch.manual_seed(0)
-    sizes = [(2, 8, 6), (1, 4, 4), (2, 8, 6)]
+    buffer = torch.randint(256, (NUM_BLOCKS * 100,), dtype=torch.uint8)
+    widths, starts = (64, 4, 31), (0, 576, 612)
     return [
-        (
-            torch.randn(NUM_BLOCKS, BLOCK_SIZE, heads, size).to(dtype),
-            torch.randn(NUM_BLOCKS, BLOCK_SIZE, heads, v_size).to(dtype),
-        )
-        for heads, size, v_size in sizes
+        buffer[start : start + NUM_BLOCKS * width].view(NUM_BLOCKS, width)
+        for start, width in zip(starts, widths, strict=True)
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("staging", [1, 2**20], ids=["block by block", "at once"])
 def test_blocks_come_back_wherever_they_are_put(
-    dtype: torch.dtype, staging: int, monkeypatch: pytest.MonkeyPatch
+    staging: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swap, "_STAGING_BYTES", staging)
-    cache = random_cache(dtype)
-    before = [(keys.clone(), values.clone()) for keys, values in cache]
-    space = SwapSpace(cache, LAYER_GROUPS, num_slots=5)
-    out = (((3, 4), (1, 0), (8, 2)), ((5, 1),))
-    space.copy_out(out)
-    for pair in cache:
-        for tensor in pair:
-            tensor.fill_(7.0)
-    space.copy_in((((6, 0), (2, 4)), ((5, 1),)))
-    came = [{6: 1, 2: 3}, {5: 5}]  # block now: block before, by group
-    for layer, group in enumerate(LAYER_GROUPS):
-        for now, old in zip(cache[layer], before[layer], strict=True):
-            for block in range(NUM_BLOCKS):
-                source = came[group].get(block)
-                expected = torch.full_like(now[block], 7.0) if source is None else old[source]
-                assert torch.equal(now[block], expected), (layer, block)
+    planes = random_planes()
+    before = [plane.clone() for plane in planes]
+    space = SwapSpace(planes, num_slots=5)
+    space.copy_out(((3, 4), (1, 0), (8, 2)))
+    for plane in planes:
+        plane.fill_(7)
+    space.copy_in(((6, 0), (2, 4)))
+    came = {6: 1, 2: 3}  # block now: block before
+    for now, old in zip(planes, before, strict=True):
+        for block in range(NUM_BLOCKS):
+            expected = torch.full_like(now[block], 7)
+            if block in came:
+                expected = old[came[block]]
+            assert torch.equal(now[block], expected), block
 
 
 def test_a_slot_written_twice_holds_the_later_block() -> None:
-    cache = random_cache(torch.float32)
-    expected = cache[1][0][2].clone()
-    space = SwapSpace(cache, LAYER_GROUPS, num_slots=1)
-    space.copy_out(((), ((6, 0), (2, 0))))
-    space.copy_in(((), ((4, 0),)))
-    assert torch.equal(cache[1][0][4], expected)
+    planes = random_planes()
+    expected = [plane[2].clone() for plane in planes]
+    space = SwapSpace(planes, num_slots=1)
+    space.copy_out(((6, 0), (2, 0)))
+    space.copy_in(((4, 0),))
+    assert all(torch.equal(plane[4], old) for plane, old in zip(planes, expected, strict=True))
 
 
 @pytest.fixture
 def plan() -> CachePlan:
     spec = KVCacheSpec(num_kv_heads=1, head_dim=8, v_head_dim=8, dtype="float16")
-    return CachePlan(CacheConfig(block_size=16, num_blocks=4), (spec,), (0, 0), 1024, 48)
+    config = CacheConfig(groups=(CacheGroup(spec=spec, block_size=16),), num_blocks=4)
+    return CachePlan(config, layer_groups=(0, 0), planes=(256,) * 4, max_model_len=48)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine_core.cache import KVCacheGroup
-from engine_core.configs import SamplingParams, SchedulerConfig
+from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
 from engine_core.errors import ErrorCode
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Request, RequestStatus, Scheduler
@@ -89,28 +88,32 @@ class DeviceRow:
 
 
 class FakeRunner:
-    """Runs plans for ``config`` and ``groups``; ``fail_at`` gives NaN at a request's n-th token."""
+    """Runs plans for ``config`` and ``cache``; ``fail_at`` gives NaN at a request's n-th token."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        groups: Sequence[KVCacheGroup],
+        cache: CacheConfig,
         *,
         stops_on_device: bool = True,
         fail_at: Mapping[str, int] | None = None,
     ) -> None:
         self.config = config
-        self.block_size = groups[0].block_size
-        self.windows = [group.spec.window for group in groups]
-        self.num_blocks = [group.pool.num_blocks for group in groups]
+        self.block_sizes = [group.block_size for group in cache.groups]
+        self.windows: list[int | None] = []
+        for group in cache.groups:
+            assert isinstance(group.spec, KVCacheSpec)
+            self.windows.append(group.spec.window)
+        self.num_blocks = cache.num_blocks
         self.stops_on_device = stops_on_device
         self.fail_at = dict(fail_at or {})
         self.rows: dict[int, DeviceRow] = {}
-        self.memory: dict[tuple[int, int, int], int | str] = {}
-        self.host: dict[tuple[int, int, int], int | str | None] = {}
-        self.writer: dict[tuple[int, int], DeviceRow] = {}
+        # Blocks are of one pool: by block and offset, whatever group they hold.
+        self.memory: dict[tuple[int, int], int | str] = {}
+        self.host: dict[tuple[int, int], int | str | None] = {}
+        self.writer: dict[int, tuple[int, DeviceRow]] = {}
         self.claims: dict[int, list[tuple[int, int, DeviceRow]]] = {}
-        self.saved: dict[tuple[int, int], int] = {}
+        self.saved: dict[int, int] = {}
         self.flight: deque[tuple[StepPlan, list[DeviceRow]]] = deque()
         self.last_step = -1
         self.max_repeat_seen = 0
@@ -128,14 +131,11 @@ class FakeRunner:
         lone = [row.num_tokens == 1 for row in plan.rows]
         expect(lone == sorted(lone, reverse=True), "decode rows do not come first")
         expect(plan.repeat == 1 or (all(lone) and not plan.admitted), "repeated prefill")
-        for group, pairs in enumerate(plan.swap_out):
-            for block, slot in pairs:
-                expect(0 < block < self.num_blocks[group], f"block {block} is swapped")
-                expect(0 <= slot < self.config.num_swap_blocks, f"no slot {slot}")
-                self.saved[group, block] = plan.step_id
-        restored = [{block for block, _ in pairs} for pairs in plan.swap_in] or [
-            set() for _ in self.windows
-        ]
+        for block, slot in plan.swap_out:
+            expect(0 < block < self.num_blocks, f"block {block} is swapped")
+            expect(0 <= slot < self.config.num_swap_blocks, f"no slot {slot}")
+            self.saved[block] = plan.step_id
+        restored = {block for block, _ in plan.swap_in}
         self.claims[plan.step_id] = []
         for admission in plan.admitted:
             self._admit(admission)
@@ -151,9 +151,9 @@ class FakeRunner:
             for group, blocks in enumerate(row.new_blocks):
                 for block in blocks:
                     fresh = self._append(device_row, group, block, row.start)
-                    if fresh or block in restored[group]:
+                    if fresh or block in restored:
                         self._claim(plan, device_row, group, block)
-                capacity = len(device_row.tables[group]) * self.block_size
+                capacity = len(device_row.tables[group]) * self.block_sizes[group]
                 needed = row.start + row.num_tokens - 1 + plan.repeat
                 expect(needed <= capacity, f"{needed} positions, blocks for {capacity}")
         self.flight.append((plan, in_step))
@@ -240,79 +240,81 @@ class FakeRunner:
     def _append(self, row: DeviceRow, group: int, block: int, start: int) -> bool:
         """Add a block to a table; whether nothing before ``start`` lies in it."""
         table = row.tables[group]
-        begin = len(table) * self.block_size
+        block_size = self.block_sizes[group]
+        begin = len(table) * block_size
         table.append(block)
-        expect(0 <= block < self.num_blocks[group], f"no block {block}")
+        expect(0 <= block < self.num_blocks, f"no block {block}")
         if block == 0:
-            unseen = begin + self.block_size <= first_seen(start, self.windows[group])
+            unseen = begin + block_size <= first_seen(start, self.windows[group])
             expect(unseen, f"null block for positions from {begin}, first query {start}")
         return block != 0 and begin >= start
 
     def _claim(self, plan: StepPlan, row: DeviceRow, group: int, block: int) -> None:
         """A row begins to write a block: no step in flight may use it without a copy after it."""
         for earlier, others in self.flight:
-            if self.saved.get((group, block), -1) > earlier.step_id:
+            if self.saved.get(block, -1) > earlier.step_id:
                 continue
             for other, used in zip(others, earlier.rows, strict=True):
-                first = first_seen(used.start, self.windows[group]) // self.block_size
-                last = (used.start + used.num_tokens - 2 + earlier.repeat) // self.block_size
-                expect(
-                    block not in other.tables[group][first : last + 1],
-                    f"{row.request_id} gets block {block} of group {group}, which step "
-                    f"{earlier.step_id} in flight uses for {other.request_id}",
-                )
+                end = used.start + used.num_tokens - 2 + earlier.repeat
+                for index, (window, size) in enumerate(
+                    zip(self.windows, self.block_sizes, strict=True)
+                ):
+                    first = first_seen(used.start, window) // size
+                    expect(
+                        block not in other.tables[index][first : end // size + 1],
+                        f"{row.request_id} gets block {block} for group {group}, which step "
+                        f"{earlier.step_id} in flight uses for group {index} of "
+                        f"{other.request_id}",
+                    )
         self.claims[plan.step_id].append((group, block, row))
 
     def _copy_and_claim(self, plan: StepPlan) -> None:
         """Apply a plan's changes of memory before its rows run."""
-        offsets = range(self.block_size)
-        for group, pairs in enumerate(plan.swap_out):
-            for block, slot in pairs:
-                for offset in offsets:
-                    self.host[group, slot, offset] = self.memory.get((group, block, offset))
-        for group, block, row in self.claims.pop(plan.step_id):
-            self.writer[group, block] = row
+        offsets = range(max(self.block_sizes))
+        for block, slot in plan.swap_out:
             for offset in offsets:
-                self.memory.pop((group, block, offset), None)
-        for group, pairs in enumerate(plan.swap_in):
-            for block, slot in pairs:
-                for offset in offsets:
-                    value = self.host.get((group, slot, offset))
-                    if value is not None:
-                        self.memory[group, block, offset] = value
+                self.host[slot, offset] = self.memory.get((block, offset))
+        for group, block, row in self.claims.pop(plan.step_id):
+            self.writer[block] = (group, row)
+            for offset in offsets:
+                self.memory.pop((block, offset), None)
+        for block, slot in plan.swap_in:
+            for offset in offsets:
+                value = self.host.get((slot, offset))
+                if value is not None:
+                    self.memory[block, offset] = value
 
     def _compute(self, row: DeviceRow, position: int) -> int:
         extend_values(row.values, row.prompt, row.tokens, self.windows)
-        index, offset = divmod(position, self.block_size)
         seen = []
-        for group, window in enumerate(self.windows):
+        for group, (window, size) in enumerate(zip(self.windows, self.block_sizes, strict=True)):
             values = []
             for other in range(first_seen(position, window), position):
-                block = row.tables[group][other // self.block_size]
-                value = self.memory.get((group, block, other % self.block_size))
+                block = row.tables[group][other // size]
+                value = self.memory.get((block, other % size))
                 expect(
-                    value == row.values[other],
+                    value == row.values[other] + group,
                     f"{row.request_id} at {position} reads position {other} in block {block} of "
-                    f"group {group} and finds {value}, not its own {row.values[other]}",
+                    f"group {group} and finds {value}, not its own {row.values[other] + group}",
                 )
                 values.append(row.values[other])
             seen.append(values)
         value = value_at(row.prompt, row.tokens, position, seen)
-        for group in range(len(self.windows)):
-            block = row.tables[group][index]
-            owner = self.writer.get((group, block))
+        for group, size in enumerate(self.block_sizes):
+            block = row.tables[group][position // size]
+            owner = self.writer.get(block)
             expect(
-                owner is row,
+                owner == (group, row),
                 f"{row.request_id} writes position {position} into block {block} of group {group}"
-                f", which belongs to {owner.request_id if owner else None}",
+                f", which belongs to {owner and (owner[0], owner[1].request_id)}",
             )
-            self.memory[group, block, offset] = value
+            # What a group keeps is its own: no other group's block can stand in for it.
+            self.memory[block, position % size] = value + group
         return value
 
     def _spoil(self, row: DeviceRow, position: int) -> None:
-        index, offset = divmod(position, self.block_size)
-        for group, table in enumerate(row.tables):
-            self.memory[group, table[index], offset] = NAN
+        for table, size in zip(row.tables, self.block_sizes, strict=True):
+            self.memory[table[position // size], position % size] = NAN
 
     def _sample(self, row: DeviceRow, token: int) -> None:
         row.tokens.append(token)
@@ -415,8 +417,8 @@ class Workload:
                 self._fetch()
             turn += 1
             expect(turn < most, f"no end after {turn} turns")
-        for group in self.scheduler.groups:
-            expect(group.pool.num_used == 0, f"{group.pool.num_used} blocks leaked")
+        num_used = self.scheduler.pool.num_used
+        expect(num_used == 0, f"{num_used} blocks leaked")
         self.scheduler.check()
         return self.outcomes
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scheduling import answer, planned, scheduler
+from scheduling import answer, cache, planned, scheduler
 
 import engine_core.scheduler.scheduler as scheduler_module
-from engine_core.configs import SamplingParams, SchedulerConfig
+from engine_core.configs import SamplingParams
 from engine_core.errors import ConfigError, ErrorCode, RequestError
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Request, RequestStatus, Scheduler
@@ -525,11 +525,12 @@ def test_a_row_error_ends_that_request_alone() -> None:
 
 def test_blocks_out_of_the_window_are_given_back() -> None:
     sched = scheduler(block_size=2, windows=(None, 4))
-    sched.add(request("a", max_tokens=30))
+    one = request("a", max_tokens=30)
+    sched.add(one)
     while sched.has_unfinished():
         answer(sched, planned(sched))
         # A query sees its window of 4, which lies in at most 3 blocks.
-        assert sched.groups[1].pool.num_used <= 3
+        assert sched.pool.num_used <= -(-len(one.token_ids) // 2) + 3
 
 
 @pytest.mark.parametrize(
@@ -609,13 +610,12 @@ def test_a_sequence_longer_than_the_pool_runs_if_its_window_is_not() -> None:
     assert one.num_preemptions == 0
 
 
-def test_groups_have_one_block_size() -> None:
-    one, other = scheduler(block_size=2).groups[0], scheduler(block_size=4).groups[0]
-    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=4)
-    with pytest.raises(ConfigError, match=r"\(2, True\), \(4, True\)"):
-        Scheduler(config, [one, other])
-    with pytest.raises(ConfigError, match=r"\[\]"):
-        Scheduler(config, [])
+def test_block_sizes_of_groups_divide_one_another() -> None:
+    assert cache(block_size=(4, 2, 8), windows=(None, 3, None)).block_size == 2
+    with pytest.raises(ConfigError, match=r"divide one another, got \[2, 3\]"):
+        cache(block_size=(2, 3), windows=(None, 3))
+    with pytest.raises(ConfigError, match="groups"):
+        cache(windows=())
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from paged_fake_runner import FakeRunner, Job, Workload
 from random_examples import examples
+from scheduling import cache
 
-from engine_core.cache import KVCacheGroup
-from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
+from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Scheduler
 
@@ -83,21 +83,18 @@ def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
         min(config.max_model_len, len(j.prompt.token_ids) + (j.sampling.max_tokens or 10**6))
         for j in work
     )
-    cache_config = CacheConfig(
-        block_size=block_size,
-        num_blocks=1 + max(1, -(-(longest - 1) // block_size)) + draw(st.integers(0, 6)),
+    windows = draw(
+        st.sampled_from([(None,), (None, 3), (5,), (2, 7), (None, 1), (None, None), (None, 4, 4)])
+    )
+    sizes = [block_size * draw(st.sampled_from([1, 1, 1, 2, 4])) for _ in windows]
+    one = cache(block_size=sizes, windows=windows)
+    enough = one.max_blocks(max(1, longest - 1), config.max_num_batched_tokens)
+    cache_config = one.replace(
+        num_blocks=1 + enough + draw(st.integers(0, 6)),
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
     )
-    windows = draw(st.sampled_from([(None,), (None, 3), (5,), (2, 7), (None, 1)]))
-    groups = [
-        KVCacheGroup(
-            KVCacheSpec(num_kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32", window=window),
-            cache_config,
-        )
-        for window in windows
-    ]
-    runner = FakeRunner(config, groups, stops_on_device=draw(st.booleans()))
-    return Workload(Scheduler(config, groups), runner, work, depth=draw(st.integers(0, 3)))
+    runner = FakeRunner(config, cache_config, stops_on_device=draw(st.booleans()))
+    return Workload(Scheduler(config, cache_config), runner, work, depth=draw(st.integers(0, 3)))
 
 
 def run_and_verify(workload: Workload) -> None:

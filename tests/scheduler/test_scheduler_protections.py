@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 from paged_fake_runner import EOS, ContractError, FakeRunner, Job, Workload, reference
+from scheduling import cache
 
 import engine_core.scheduler.scheduler as scheduler_module
-from engine_core.cache import BlockPool, KVCacheGroup, PrefixCache
-from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
+from engine_core.cache import BlockPool, PrefixCache
+from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Request, Scheduler
 
@@ -47,15 +48,10 @@ def workload(
         max_repeat=limits.get("max_repeat", 1),
         num_swap_blocks=limits.get("num_swap_blocks", 0),
     )
-    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks)
-    groups = [
-        KVCacheGroup(
-            KVCacheSpec(num_kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32", window=window),
-            cache,
-        )
-        for window in windows
-    ]
-    return Workload(Scheduler(config, groups), FakeRunner(config, groups), jobs, depth)
+    config_of_cache = cache(block_size=block_size, num_blocks=num_blocks, windows=windows)
+    return Workload(
+        Scheduler(config, config_of_cache), FakeRunner(config, config_of_cache), jobs, depth
+    )
 
 
 def job_that_stops_at_a_block_end(block_size: int) -> tuple[Job, list[int]]:
@@ -190,7 +186,7 @@ def swapped() -> Workload:
     return workload(
         [job([1, 2, 3, 4], 12), job([5, 6, 7, 8], 12)],
         depth=3,
-        num_blocks=9,
+        num_blocks=17,
         windows=(None, 5),
         num_swap_blocks=20,
     )
@@ -201,8 +197,8 @@ def release_blocks_at_once(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: Scheduler, request: Request) -> None:
         if request.row is not None:
-            for group, table in zip(self.groups, request.block_tables, strict=True):
-                group.pool.release(reversed(table))
+            for table in request.block_tables:
+                self.pool.release(reversed(table))
             request.block_tables = [[] for _ in self.groups]
         detach(self, request)
 
@@ -227,7 +223,7 @@ def register_uncomputed_blocks(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: Scheduler, request: Request, *args: Any) -> None:
         if request.row is not None:
-            full = len(request.token_ids) // self._block_size
+            full = len(request.token_ids) // self._key_size
             self._register(request, min(full, len(request.block_tables[0])))
         finish(self, request, *args)
 
@@ -284,8 +280,8 @@ def keep_keys_of_reused_blocks(patch: pytest.MonkeyPatch) -> None:
 def share_without_a_reference(patch: pytest.MonkeyPatch) -> None:
     release = BlockPool.release
 
-    def mutant(self: BlockPool, blocks: Iterable[int]) -> None:
-        release(self, [block for block in blocks if self.refs(block) > 0])
+    def mutant(self: BlockPool, blocks: Iterable[int], **how: Any) -> None:
+        release(self, [block for block in blocks if self.refs(block) > 0], **how)
 
     patch.setattr(BlockPool, "acquire", lambda self, block: None)
     patch.setattr(BlockPool, "release", mutant)
@@ -323,12 +319,12 @@ def repeat_beyond_the_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def drop_one_block_more(patch: pytest.MonkeyPatch) -> None:
-    first = PrefixCache.first_visible_block
+    first = PrefixCache.first_needed_block
 
     def mutant(self: PrefixCache, position: int) -> int:
         return first(self, position + self._block_size)
 
-    patch.setattr(PrefixCache, "first_visible_block", mutant)
+    patch.setattr(PrefixCache, "first_needed_block", mutant)
 
 
 def drop_what_steps_in_flight_see(patch: pytest.MonkeyPatch) -> None:
@@ -382,7 +378,7 @@ def leave_out_the_last_copy_in(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: Scheduler, request: Request, draft: Any, cached: int) -> None:
         swap_in(self, request, draft, cached)
-        draft.swap_in[0].pop()
+        draft.swap_in.pop()
 
     patch.setattr(Scheduler, "_swap_in", mutant)
 

@@ -14,15 +14,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
 def small_cache(name: str, **settings: Any) -> EngineConfig:
-    """40 blocks of 4: one sequence of 160 tokens, so that several must preempt one another."""
+    """Blocks of 4 for one sequence of 160 tokens, so that several must preempt one another."""
     config = EngineConfig(
         skip_tokenizer_init=True, max_model_len=160, block_size=4, device="cpu", dtype="float32"
     )
     with LLM(str(GOLDEN / name), config) as llm:
-        block = llm.engine.cache_plan.bytes_per_block
-    return config.replace(
-        **{"kv_cache_memory": 41 * block, "max_num_batched_tokens": 256, **settings}
-    )
+        plan = llm.engine.cache_plan
+    memory = (1 + plan.cache_config.max_blocks(160, 256)) * plan.bytes_per_block
+    return config.replace(**{"kv_cache_memory": memory, "max_num_batched_tokens": 256, **settings})
 
 
 def run(name: str, config: EngineConfig, depth: int) -> None:
