@@ -20,8 +20,11 @@ def small_cache(name: str, **settings: Any) -> EngineConfig:
     )
     with LLM(str(GOLDEN / name), config) as llm:
         plan = llm.engine.cache_plan
-    memory = (1 + plan.cache_config.max_blocks(160, 256)) * plan.bytes_per_block
-    return config.replace(**{"kv_cache_memory": memory, "max_num_batched_tokens": 256, **settings})
+    # With windows, what a long chunk may take is enough for several sequences.
+    chunk = 32 if len(plan.cache_config.groups) > 1 else 256
+    memory = (1 + plan.cache_config.max_blocks(160, chunk)) * plan.bytes_per_block
+    limits = {"kv_cache_memory": memory, "max_num_batched_tokens": chunk}
+    return config.replace(**{**limits, **settings})
 
 
 def run(name: str, config: EngineConfig, depth: int) -> None:
