@@ -101,6 +101,7 @@ class PrefixCache:
         self._first_needed = spec.first_needed
         self._block_size = block_size
         self._keys_per_block = keys_per_block
+        self._last_key = keys_per_block - 1
         self._group = group
 
     def first_needed_block(self, position: int) -> int:
@@ -161,7 +162,9 @@ class PrefixCache:
 
     def register(self, block: int, keys: Sequence[BlockKey], index: int) -> None:
         """Make the full block ``index`` of a request findable; every token in it is accepted."""
-        self._pool.register(block, (self._group, keys[(index + 1) * self._keys_per_block - 1]))
+        self._pool.register(
+            block, (self._group, keys[index * self._keys_per_block + self._last_key])
+        )
 
     def _find(self, keys: Sequence[BlockKey], index: int) -> int | None:
-        return self._pool.find((self._group, keys[(index + 1) * self._keys_per_block - 1]))
+        return self._pool.find((self._group, keys[index * self._keys_per_block + self._last_key]))

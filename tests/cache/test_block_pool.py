@@ -26,6 +26,20 @@ def test_uses_the_least_recently_freed_block_first() -> None:
     assert pool.allocate(1) == [second]
 
 
+def test_blocks_that_a_window_has_passed_are_used_before_others() -> None:
+    pool = BlockPool(6)
+    first, second, third, fourth = pool.allocate(4)
+    pool.register(second, "key")
+    pool.release([first])
+    pool.release([third, second], passed=True)
+    assert pool.find("key") == second
+    [unused] = set(range(1, 6)) - {first, second, third, fourth}
+    assert pool.allocate(2) == [unused, third]
+    pool.acquire(second)
+    assert pool.allocate(1) == [first]
+    pool.check()
+
+
 def test_refuses_more_blocks_than_are_free() -> None:
     pool = BlockPool(3)
     with pytest.raises(AssertionError, match="asked for 3 blocks, 2 are free"):

@@ -170,6 +170,31 @@ def test_a_prefix_is_cached_in_every_group() -> None:
     assert longest_cached_prefix([one, other], keys, 6) == 2
 
 
+def test_a_hit_ends_at_a_block_of_every_group() -> None:
+    keys = block_keys(list(range(16)))
+    small, large = groups(None, None, block_sizes=(2, 4))
+    fill(small, keys)
+    assert longest_cached_prefix([small, large], keys, 16) == 0
+    blocks = large.pool.allocate(3)
+    for index, block in enumerate(blocks):
+        large.prefix.register(block, keys, index)
+    # Eight keys of two tokens; three blocks of four tokens are cached.
+    assert longest_cached_prefix([small, large], keys, 16) == 6
+    assert longest_cached_prefix([small, large], keys, 11) == 4
+    assert longest_cached_prefix([small, large], keys, 16, ((9, 11),)) == 6
+    assert longest_cached_prefix([small, large], keys, 16, ((11, 13),)) == 4
+    assert large.prefix.acquire(keys, 6, 1) == [0, *blocks[1:]]
+
+
+def test_a_larger_block_depends_on_all_its_keys() -> None:
+    _, large = groups(None, None, block_sizes=(2, 4))
+    [block] = large.pool.allocate(1)
+    large.prefix.register(block, block_keys([1, 2, 3, 4]), 0)
+    assert large.prefix.longest(block_keys([1, 2, 3, 4]), 2) == 2
+    assert large.prefix.longest(block_keys([1, 2, 3, 5]), 2) == 0
+    assert large.prefix.longest(block_keys([1, 2]), 1) == 0
+
+
 @pytest.mark.parametrize(("max_tokens", "blocks"), [(6, 3), (5, 2), (4, 2), (1, 0)])
 def test_a_prefix_leaves_tokens_to_compute(max_tokens: int, blocks: int) -> None:
     keys = block_keys([1, 2, 3, 4, 5, 6])

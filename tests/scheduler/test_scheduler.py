@@ -610,6 +610,63 @@ def test_a_sequence_longer_than_the_pool_runs_if_its_window_is_not() -> None:
     assert one.num_preemptions == 0
 
 
+def test_what_a_window_gives_back_another_group_takes() -> None:
+    # Of 31 computed tokens one group holds 16 blocks of 2 in the end, the other at most 5.
+    sched = scheduler(block_size=2, windows=(None, 4), num_blocks=22, max_num_batched_tokens=4)
+    one = request(tokens=range(10), max_tokens=22)
+    sched.add(one)
+    while sched.has_unfinished():
+        answer(sched, planned(sched))
+    assert one.num_output_tokens == 22
+    assert one.num_preemptions == 0
+
+
+def test_groups_must_fit_together() -> None:
+    sched = scheduler(windows=(None, None), num_blocks=13)
+    # Of blocks of 4 each group needs 6, and they have 12 together.
+    sched.add(request("fits", tokens=range(20), max_tokens=5))
+    with pytest.raises(RequestError, match="need 14 blocks of 4, the cache has 12"):
+        sched.add(request("does not", tokens=range(20), max_tokens=6))
+
+
+@pytest.mark.parametrize(
+    ("windows", "block_size"),
+    [((None, None), 2), ((None, 5, 5, 5), 1), ((None, 3), (4, 1)), ((6, 2, None), (1, 2, 8))],
+    ids=str,
+)
+def test_the_first_goes_on_when_groups_run_out_of_blocks(
+    windows: tuple[int | None, ...], block_size: int | tuple[int, ...]
+) -> None:
+    whole = cache(windows=windows, block_size=block_size)
+    sched = scheduler(
+        windows=windows,
+        block_size=block_size,
+        num_blocks=1 + whole.max_blocks(39, 4),
+        max_num_batched_tokens=4,
+        max_model_len=40,
+    )
+    requests = [request(name, max_tokens=30, max_model_len=40) for name in "abc"]
+    for one in requests:
+        sched.add(one)
+    in_flight: list[StepPlan] = []
+    while sched.has_unfinished():
+        first = next(one for one in requests if not one.finished)
+        before = first.num_scheduled
+        plan = sched.schedule()
+        sched.check()
+        assert first.num_scheduled > before or in_flight
+        if plan is not None:
+            in_flight.append(plan)
+        if plan is None or len(in_flight) == 3:
+            answer(sched, in_flight.pop(0))
+    for plan in in_flight:
+        answer(sched, plan)
+    assert [one.num_output_tokens for one in requests] == [30, 30, 30]
+    assert requests[0].num_preemptions == 0
+    assert sched.num_preemptions > 0
+    assert sched.kv_cache_usage == 0
+
+
 def test_block_sizes_of_groups_divide_one_another() -> None:
     assert cache(block_size=(4, 2, 8), windows=(None, 3, None)).block_size == 2
     with pytest.raises(ConfigError, match=r"divide one another, got \[2, 3\]"):

@@ -16,7 +16,7 @@ from paged_fake_runner import EOS, ContractError, FakeRunner, Job, Workload, ref
 from scheduling import cache
 
 import engine_core.scheduler.scheduler as scheduler_module
-from engine_core.cache import BlockPool, PrefixCache
+from engine_core.cache import BlockKey, BlockPool, PrefixCache
 from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Request, Scheduler
@@ -36,7 +36,7 @@ def workload(
     jobs: Sequence[Job],
     *,
     depth: int = 0,
-    block_size: int = 2,
+    block_size: int | Sequence[int] = 2,
     num_blocks: int = 64,
     windows: Sequence[int | None] = (None,),
     **limits: int,
@@ -190,6 +190,82 @@ def swapped() -> Workload:
         windows=(None, 5),
         num_swap_blocks=20,
     )
+
+
+def swapped_from_groups_of_several_sizes() -> Workload:
+    """The same with blocks of one, two and four tokens, and two groups that keep all."""
+    return workload(
+        [job([1, 2, 3, 4], 12), job([5, 6, 7, 8], 12)],
+        depth=3,
+        block_size=(1, 2, 4),
+        num_blocks=26,
+        windows=(4, None, None),
+        max_num_batched_tokens=4,
+        num_swap_blocks=30,
+    )
+
+
+def abort_in_flight_with_groups() -> Workload:
+    """A request is aborted with steps in flight; what it held of one group goes to another."""
+    return workload(
+        [job([1, 2, 3, 4, 5], 12, abort_at=5), job([6, 7, 8, 9, 1, 2, 3, 4, 5], 8, arrival=5)],
+        depth=3,
+        block_size=(4, 1),
+        num_blocks=22,
+        windows=(None, 4),
+        max_num_seqs=2,
+    )
+
+
+def windows_of_two_groups() -> Workload:
+    """Two groups give blocks back at once, with steps in flight, and a third takes them."""
+    return workload(
+        [job([1, 2, 3, 4, 5], 20), job([6, 7, 8], 20, arrival=2)],
+        depth=3,
+        block_size=1,
+        num_blocks=45,
+        windows=(None, 4, 4),
+        max_num_batched_tokens=6,
+    )
+
+
+def prefix_within_a_larger_block() -> Workload:
+    """Two prompts agree in half of a block of the second group; the first needs no other."""
+    return workload(
+        [job([1, 2, 3, 4, 5, 6, 7, 8, 8]), job([1, 2, 3, 4, 5, 6, 9, 9, 8], arrival=16)],
+        block_size=(2, 4),
+        windows=(1, None),
+    )
+
+
+def two_groups_with_one_prompt() -> Workload:
+    """A prompt comes again, to two groups whose token chains and block sizes are the same."""
+    prompt = [1, 2, 3, 4, 5]
+    return workload([job(prompt), job(prompt, arrival=12)], windows=(None, 3))
+
+
+def know_larger_blocks_by_their_first_key(patch: pytest.MonkeyPatch) -> None:
+    find, register = PrefixCache._find, PrefixCache.register
+
+    def first_of_each(self: PrefixCache, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        step = self._keys_per_block
+        return [keys[index // step * step] for index in range(len(keys))]
+
+    patch.setattr(
+        PrefixCache, "_find", lambda self, keys, index: find(self, first_of_each(self, keys), index)
+    )
+    patch.setattr(
+        PrefixCache,
+        "register",
+        lambda self, block, keys, index: register(self, block, first_of_each(self, keys), index),
+    )
+
+
+def share_keys_between_groups(patch: pytest.MonkeyPatch) -> None:
+    find, register = BlockPool.find, BlockPool.register
+    patch.setattr(BlockPool, "find", lambda self, key: find(self, key[1]))
+    patch.setattr(BlockPool, "register", lambda self, block, key: register(self, block, key[1]))
+    patch.setattr(Scheduler, "check", lambda self: None)
 
 
 def release_blocks_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -415,6 +491,24 @@ PROTECTIONS: dict[str, tuple[Scenario, Mutation]] = {
     "windows of hits are whole": (window_over_a_hit, drop_one_block_more),
     "what is in flight is copied": (swapped, copy_what_is_computed),
     "copies come back in order": (swapped, come_back_in_another_order),
+    "copies of several sizes come back in order": (
+        swapped_from_groups_of_several_sizes,
+        come_back_in_another_order,
+    ),
+    "blocks of all groups wait for steps in flight": (
+        abort_in_flight_with_groups,
+        release_blocks_at_once,
+    ),
+    "windows of all groups are whole": (windows_of_two_groups, drop_one_block_more),
+    "steps in flight keep the windows of all groups": (
+        windows_of_two_groups,
+        drop_what_steps_in_flight_see,
+    ),
+    "larger blocks are known by their last key": (
+        prefix_within_a_larger_block,
+        know_larger_blocks_by_their_first_key,
+    ),
+    "a group finds its own blocks only": (two_groups_with_one_prompt, share_keys_between_groups),
     "every block is copied out": (swapped, forget_the_copies_out),
     "every block is copied in": (swapped, leave_out_the_last_copy_in),
     "copies come before blocks are used anew": (swapped, copies_out_after_the_step),
