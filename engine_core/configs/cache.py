@@ -120,18 +120,6 @@ class CacheGroup(FrozenConfig):
     spec: CacheSpec
     block_size: int = Field(gt=0)
 
-    def max_blocks(self, num_tokens: int, *, block_size: int, max_chunk: int) -> int:
-        """The most blocks that a sequence of ``num_tokens`` holds at once when it runs alone.
-
-        With a window, blocks that no query sees any more are given back, so that only the window
-        and the ``max_chunk`` tokens computed at once count, and the two blocks they begin and end
-        in.
-        """
-        blocks = -(-num_tokens // block_size)
-        if self.window is None:
-            return blocks
-        return min(blocks, -(-(self.window + max_chunk) // block_size) + 1)
-
 
 class CacheConfig(FrozenConfig):
     """The paged cache: groups of layers that draw blocks of equal bytes from one pool.
