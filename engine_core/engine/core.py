@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -23,8 +24,7 @@ class EngineCore:
 
     Args:
         loaded: what it is made of.
-        serving: whether requests arrive while others run, so that little may be in flight; see
-            :class:`Pacing`.
+        pacing: how far the host runs ahead of the device; as offline if None.
 
     Attributes:
         scheduler: decides what each step computes.
@@ -33,15 +33,15 @@ class EngineCore:
         step_stats: where the time of its steps went; put a new one here to begin anew.
     """
 
-    def __init__(self, loaded: Loaded, *, serving: bool = False) -> None:
+    def __init__(self, loaded: Loaded, pacing: Pacing | None = None) -> None:
         self.scheduler = loaded.scheduler
         self.executor = loaded.executor
-        self.pacing = Pacing(loaded.scheduler, loaded.depth, serving=serving)
+        self.pacing = pacing or Pacing(loaded.scheduler, loaded.depth)
         self.step_stats = StepStats()
         self._eos_token_ids = loaded.eos_token_ids
         self._max_model_len = loaded.cache_plan.max_model_len
         self._requests: dict[str, Request] = {}
-        self._flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._flight: deque[tuple[StepPlan, float, PendingStep]] = deque()
         self._dead: BaseException | None = None
         self._aborted = 0
         self._added = 0
@@ -130,16 +130,19 @@ class EngineCore:
             plan = self.scheduler.schedule()
             stats.scheduled()
             if plan is not None:
-                self._flight.append((plan, self.executor.submit(plan)))
+                begin = time.perf_counter()
+                self._flight.append((plan, begin, self.executor.submit(plan)))
                 stats.submitted(plan)
                 self._steps += plan.repeat
                 if plan.admitted:
                     self._count_admitted(plan)
             if not self._flight or (plan is not None and len(self._flight) <= self.pacing.depth):
                 return []
-            done, pending = self._flight.popleft()
-            self.pacing.finished(done, early=pending.done)
+            done, begin, pending = self._flight.popleft()
+            early = pending.done
+            self.pacing.waiting(done, early=early)
             result = pending.result()
+            self.pacing.finished(done, begin, early=early)
             stats.waited(done)
             updates = self.scheduler.update(result)
             self._count_updates(updates)

@@ -40,6 +40,11 @@ _BUFFER_BYTES = 4 << 20  # asked for; the system gives what it allows
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 # How long a core that has work and can do none of it waits for something to change.
 _STALLED_SECONDS = 0.001
+# By the kind of device: seconds that a step with decoding rows should take unless a user says so,
+# and the tokens of prompts in it before any step was seen. No reader notices a gap of 30 ms; two
+# cores of a CPU need 250 ms for prompts to get on at all.
+_STEP_SECONDS = {"cpu": 0.25, "cuda": 0.03}
+_FIRST_BUDGET = {"cpu": 128, "cuda": 512}
 # How long nobody must have wanted anything before a step is captured that may be needed later: a
 # client that sends one request after the other does not wait for one capture after the other.
 _IDLE_SECONDS = 0.1
@@ -227,7 +232,14 @@ class _Channel:
             unsent.clear()  # Reading tells that the other side is gone.
 
 
-def main(end: socket.socket, parent: int, log_level: int, model: str, config: EngineConfig) -> None:
+def main(
+    end: socket.socket,
+    parent: int,
+    log_level: int,
+    model: str,
+    config: EngineConfig,
+    max_step_time: float | None,
+) -> None:
     """The life of the engine process: load ``model``, then serve until ``end`` is closed.
 
     It ends with code 1 if the model cannot run or fails, and says why before.
@@ -238,6 +250,8 @@ def main(end: socket.socket, parent: int, log_level: int, model: str, config: En
         log_level: what is less severe than this is not worth sending.
         model: a checkpoint folder, a GGUF file or a hub id.
         config: the engine's settings.
+        max_step_time: seconds that a step with decoding rows should take at most; None for what
+            suits the device.
     """
     own_process.claim()
     # Both go to every process of a terminal or a service; the parent decides what they mean.
@@ -250,7 +264,7 @@ def main(end: socket.socket, parent: int, log_level: int, model: str, config: En
     channel = _Channel(end)
     logging.basicConfig(level=log_level, handlers=[channel.log_handler()], force=True)
     try:
-        _serve(channel, model, config)
+        _serve(channel, model, config, max_step_time)
     except EOFError:
         return
     except EngineDeadError as error:
@@ -266,8 +280,11 @@ def main(end: socket.socket, parent: int, log_level: int, model: str, config: En
     sys.exit(1)
 
 
-def _serve(channel: _Channel, model: str, config: EngineConfig) -> None:
+def _serve(
+    channel: _Channel, model: str, config: EngineConfig, max_step_time: float | None
+) -> None:
     from engine_core.engine.core import EngineCore
+    from engine_core.engine.pacing import Pacing
     from engine_core.engine.startup import load, open_engine
 
     opened = open_engine(model, config)
@@ -286,8 +303,19 @@ def _serve(channel: _Channel, model: str, config: EngineConfig) -> None:
         )
     )
     loaded = load(opened)
-    core = EngineCore(loaded, serving=True)
+    kind = source.device.type
+    core = EngineCore(
+        loaded,
+        Pacing(
+            loaded.scheduler,
+            loaded.depth,
+            max_step_time=max_step_time or _STEP_SECONDS[kind],
+            first_budget=_FIRST_BUDGET[kind],
+        ),
+    )
     try:
+        # Whoever comes to a server is not to wait for a capture.
+        _capture_expected(core)
         channel.send(Ready(loaded.cache_plan, loaded.scheduler_config, dict(opened.phases)))
         _run(channel, core)
     finally:
@@ -335,6 +363,16 @@ def _run(channel: _Channel, core: EngineCore) -> None:
             channel.send((refused + updates, core.stats()))
         busy = 0.0 if moved else _STALLED_SECONDS
         wait = busy if core.has_unfinished else _IDLE_SECONDS
+
+
+def _capture_expected(core: EngineCore) -> None:
+    """Capture all steps that are expected, as a server does before it takes requests."""
+    begin, captured = time.monotonic(), 0
+    while core.capture_next():
+        captured += 1
+    if captured:
+        seconds = time.monotonic() - begin
+        logger.info("captured %d more CUDA graphs at start, in %.1f s", captured, seconds)
 
 
 def _add(core: EngineCore, requests: Sequence[CoreRequest], refused: list[TokenUpdate]) -> None:

@@ -48,7 +48,9 @@ class _Draft:
     """A plan in the making: lives inside one call of ``schedule``.
 
     Attributes:
-        budget: tokens of prompts that may still be computed.
+        whole_budget: tokens of prompts that may be computed.
+        budget: how many of these are left.
+        prompts: requests not planned yet that want some of the budget; 0 if they need not share.
         repeat: upper bound from what has been planned so far.
         singles: requests that compute one token.
         chunks: requests that compute more, and how many.
@@ -59,7 +61,9 @@ class _Draft:
             of a higher rank may take any.
     """
 
+    whole_budget: int
     budget: int
+    prompts: int
     repeat: int
     singles: list[Request] = field(default_factory=list)
     chunks: list[tuple[Request, int]] = field(default_factory=list)
@@ -170,6 +174,11 @@ class Scheduler:
         pool: their blocks.
         repeat_limit: how often a plan may be replayed now; its user may lower it from
             ``config.max_repeat`` and raise it again.
+        prompt_budget: tokens of prompts in a step in which a row decodes, at most; its user may
+            change it between steps. None for ``config.max_num_batched_tokens`` in every step, which
+            makes the plans of equal runs equal. Where it holds, a prompt that takes several steps
+            leaves half of what there is to those behind it, so that a short one need not wait for
+            the end of a long one.
         prefix_cache_queries: tokens of requests that got their first row, looked up in the cache.
         prefix_cache_hits: how many of them were found there.
         num_preemptions: how often a running request lost its row and blocks.
@@ -182,6 +191,7 @@ class Scheduler:
         self.groups = open_groups(cache)
         self.pool = self.groups[0].pool
         self.repeat_limit = config.max_repeat
+        self.prompt_budget: int | None = None
         self._key_size = cache.block_size
         self._prefix_caching = cache.enable_prefix_caching
         self._no_blocks: _Blocks = ((),) * len(self.groups)
@@ -204,6 +214,8 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs))  # a heap: low rows are used first
         self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
         self._deferred: dict[int, list[_Holding]] = {}
+        # Whether the last plan computed more than one token of some request.
+        self._had_chunks = False
         self._next_step = 0
         self._completed_step = -1
         self._next_order = 0
@@ -267,8 +279,9 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run before a result comes in or a request."""
-        draft = _Draft(self.config.max_num_batched_tokens, self.repeat_limit)
         running = self._running.copy()
+        budget, prompts = self._prompt_budget(running)
+        draft = _Draft(budget, budget, prompts, self.repeat_limit)
         planned = 0
         # By rank: the running requests before the first waiting one, that one, and so on.
         while self._waiting:
@@ -405,6 +418,19 @@ class Scheduler:
         except TypeError as error:
             raise RequestError(f"{name}: its cache salts must be hashable: {error}") from None
 
+    def _prompt_budget(self, running: Sequence[Request]) -> tuple[int, int]:
+        """Tokens of prompts that the next step may compute, and how many requests share them."""
+        limit = self.config.max_num_batched_tokens
+        # Without prompts nothing is asked of the budget, and looking at all rows would cost a
+        # decode step of 1,024 rows a tenth of its host time.
+        if self.prompt_budget is None or not (self._waiting or self._had_chunks):
+            return limit, 0
+        left = [len(r.token_ids) + r.num_pending - r.num_scheduled for r in running]
+        prompts = sum(1 for count in left if count > 1)
+        if self._waiting and self._waiting[0] is not self._blocked:
+            prompts += len(self._waiting)
+        return (min(limit, self.prompt_budget) if 1 in left else limit), prompts
+
     def _continue_running(self, requests: Sequence[Request], draft: _Draft) -> None:
         """Plan running requests, which are given by rank."""
         for request in requests:
@@ -424,7 +450,7 @@ class Scheduler:
                 if start >= request.admitted_len and not request.needs_host:
                     repeat = left
             else:
-                count = self._chunk(request, start, num_tokens, draft.budget)
+                count = self._chunk(request, start, num_tokens, draft)
                 if count == 0:
                     continue
             if start + count > request.capacity:
@@ -436,7 +462,7 @@ class Scheduler:
             if repeat < draft.repeat:
                 draft.repeat = repeat
             if num_tokens - start > 1:
-                draft.budget -= count
+                draft.budget = max(0, draft.budget - count)
             draft.add(request, count)
 
     def _admit_first(self, draft: _Draft) -> bool:
@@ -452,7 +478,7 @@ class Scheduler:
         if count == 0:
             return False
         draft.repeat = 1
-        draft.budget -= count
+        draft.budget = max(0, draft.budget - count)
         draft.add(request, count)
         return True
 
@@ -467,7 +493,7 @@ class Scheduler:
             spans = request.prompt.atomic_spans
             cached = longest_cached_prefix(self.groups, keys, num_tokens - 1, spans)
         start = max(cached * self._key_size, request.num_swapped)
-        count = self._chunk(request, start, num_tokens, draft.budget)
+        count = self._chunk(request, start, num_tokens, draft)
         if count == 0:
             return 0
         end = start + count
@@ -664,6 +690,7 @@ class Scheduler:
         self._swap_out.clear()
         plan = StepPlan(step_id, tuple(rows), tuple(draft.admitted), repeat, swap_out, swap_in)
         self._in_flight.append((plan, requests))
+        self._had_chunks = bool(draft.chunks)
         return plan
 
     def _accept(
@@ -730,10 +757,19 @@ class Scheduler:
             return None
         return _update(request, new_tokens, logprobs, prompt_logprobs)
 
-    def _chunk(self, request: Request, start: int, num_tokens: int, budget: int) -> int:
+    def _chunk(self, request: Request, start: int, num_tokens: int, draft: _Draft) -> int:
         """How many of the known tokens from ``start`` on fit the budget with no span split."""
-        end = min(num_tokens, start + budget)
-        return cut_before_span(end, request.prompt.atomic_spans) - start
+        budget = draft.budget
+        draft.prompts -= 1
+        if draft.prompts > 0 and num_tokens - start > budget:
+            budget = -(-budget // 2)
+        spans = request.prompt.atomic_spans
+        count = cut_before_span(min(num_tokens, start + budget), spans) - start
+        if count == 0 and draft.budget == draft.whole_budget:
+            # A span is larger than what prompts have beside decodes. It goes without other prompts.
+            budget = self.config.max_num_batched_tokens
+            count = cut_before_span(min(num_tokens, start + budget), spans) - start
+        return count
 
     def _make_room(self, request: Request, needed: int) -> bool:
         """Whether ``needed`` blocks are free, if need be after preemptions."""

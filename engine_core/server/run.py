@@ -152,6 +152,7 @@ async def _load(
             config,
             max_queued_requests=settings.max_queued_requests,
             step_timeout=settings.step_timeout,
+            max_step_time=settings.max_step_time,
         )
     )
     stopped = asyncio.ensure_future(stop.wait())

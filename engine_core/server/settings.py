@@ -74,6 +74,13 @@ class ServerSettings(FrozenConfig):
         description="Seconds that the engine may go without ending a step before it counts as hung "
         "and the server ends.",
     )
+    max_step_time: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds that a step should take at most while texts are being generated; "
+        "prompts that come meanwhile are computed in pieces. 0.03 on a GPU and 0.25 on a CPU if "
+        "not set.",
+    )
     drain_timeout: float = Field(
         default=30.0,
         ge=0,

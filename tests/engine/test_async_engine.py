@@ -571,6 +571,7 @@ def test_lists_that_are_none_are_refused(
         ({"config": {}}, "config must be an EngineConfig, got {}"),
         ({"max_queued_requests": "x"}, "max_queued_requests is a number .*, got 'x'"),
         ({"step_timeout": "x"}, "step_timeout is a number .*, got 'x'"),
+        ({"max_step_time": 0}, "max_step_time is a number .*, got 0"),
     ],
 )
 def test_what_no_engine_can_be_made_of_is_refused(

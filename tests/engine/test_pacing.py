@@ -4,42 +4,40 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.cache import KVCacheGroup
-from engine_core.configs import CacheConfig, KVCacheSpec, SchedulerConfig
+from engine_core.configs import CacheConfig, CacheGroup, KVCacheSpec, SchedulerConfig
 from engine_core.engine.pacing import Pacing
 from engine_core.scheduler import Scheduler
 from engine_core.steps import PlanRow, StepPlan
 
 
 def scheduler() -> Scheduler:
-    group = KVCacheGroup(
-        KVCacheSpec(num_kv_heads=1, head_dim=1, v_head_dim=1, dtype="float32"),
-        CacheConfig(block_size=16, num_blocks=9),
+    spec = KVCacheSpec(num_kv_heads=1, head_dim=1, v_head_dim=1, dtype="float32")
+    cache = CacheConfig(groups=(CacheGroup(spec=spec, block_size=16),), num_blocks=9)
+    config = SchedulerConfig(
+        max_num_seqs=2, max_num_batched_tokens=8192, max_model_len=99, max_repeat=8
     )
-    return Scheduler(
-        SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=128, max_repeat=8),
-        [group],
-    )
+    return Scheduler(config, cache)
 
 
 def decode(repeat: int) -> StepPlan:
     return StepPlan(0, (PlanRow("a", 0, 5, 1, ((),), True),), repeat=repeat)
 
 
-def prefill() -> StepPlan:
-    return StepPlan(0, (PlanRow("a", 0, 0, 5, ((1,),), True),))
+def prefill(tokens: int = 5, *, decoding: bool = False) -> StepPlan:
+    rows = (PlanRow("a", 0, 5, 1, ((),), True), PlanRow("b", 1, 0, tokens, ((1,),), True))
+    return StepPlan(0, rows if decoding else rows[1:])
 
 
 def run(pacing: Pacing, sched: Scheduler, early: list[bool]) -> int:
     """The replays allowed after decode steps of which each used what was allowed."""
     for each in early:
-        pacing.finished(decode(sched.repeat_limit), early=each)
+        pacing.waiting(decode(sched.repeat_limit), early=each)
     return sched.repeat_limit
 
 
 def test_offline_a_few_early_steps_double_the_replays_up_to_the_limit() -> None:
     sched = scheduler()
-    pacing = Pacing(sched, 2, serving=False)
+    pacing = Pacing(sched, 2)
     assert (pacing.depth, sched.repeat_limit) == (2, 1)
     assert run(pacing, sched, [True] * 4) == 2
     assert run(pacing, sched, [True] * 40) == 8
@@ -51,7 +49,7 @@ def test_offline_a_few_early_steps_double_the_replays_up_to_the_limit() -> None:
 
 def test_a_server_keeps_one_step_queued_and_replays_only_while_the_device_waits() -> None:
     sched = scheduler()
-    pacing = Pacing(sched, 2, serving=True)
+    pacing = Pacing(sched, 2, max_step_time=0.03)
     assert (pacing.depth, sched.repeat_limit) == (1, 1)
     assert run(pacing, sched, ([True] * 31 + [False]) * 3) == 1
     assert run(pacing, sched, [True] * 32) == 2
@@ -60,24 +58,83 @@ def test_a_server_keeps_one_step_queued_and_replays_only_while_the_device_waits(
 
 def test_who_arrives_at_a_server_ends_the_replays() -> None:
     sched = scheduler()
-    pacing = Pacing(sched, 2, serving=True)
+    pacing = Pacing(sched, 2, max_step_time=0.03)
     assert run(pacing, sched, [True] * 96) == 8
     pacing.arrived()
     assert run(pacing, sched, [True] * 31) == 1
 
 
 def test_on_a_cpu_nothing_is_queued() -> None:
-    assert Pacing(scheduler(), 0, serving=True).depth == 0
+    assert Pacing(scheduler(), 0, max_step_time=0.03).depth == 0
 
 
-@pytest.mark.parametrize("serving", [False, True])
-def test_steps_with_prompts_and_short_plans_say_nothing(serving: bool) -> None:
+@pytest.mark.parametrize("max_step_time", [None, 0.03])
+def test_steps_with_prompts_and_short_plans_say_nothing(max_step_time: float | None) -> None:
     sched = scheduler()
-    pacing = Pacing(sched, 2, serving=serving)
+    pacing = Pacing(sched, 2, max_step_time=max_step_time)
     run(pacing, sched, [True] * 32)
     replays = sched.repeat_limit
     assert replays > 1
     for _ in range(200):
-        pacing.finished(prefill(), early=False)
-        pacing.finished(decode(1), early=False)
+        pacing.waiting(prefill(), early=False)
+        pacing.waiting(decode(1), early=False)
     assert sched.repeat_limit == replays
+
+
+class Clock:
+    """A device whose decode steps take 5 ms, and a token of a prompt ``token_seconds`` more."""
+
+    def __init__(self, token_seconds: float) -> None:
+        self.now = 100.0
+        self.token_seconds = token_seconds
+
+    def __call__(self) -> float:
+        return self.now
+
+    def run(self, pacing: Pacing, plan: StepPlan, *, early: bool = False) -> None:
+        submitted = self.now - 0.001  # while the step before still ran
+        prompts = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
+        decodes = any(row.num_tokens == 1 for row in plan.rows)
+        self.now += 0.005 * decodes * plan.repeat + self.token_seconds * prompts
+        pacing.finished(plan, submitted, early=early)
+
+
+@pytest.mark.parametrize(
+    ("token_seconds", "budget"),
+    [
+        (20e-6, 1024),  # 1,250 fit into 25 ms
+        (100e-6, 192),  # 250
+        (5e-6, 4096),  # 5,000
+        (1e-6, 8192),  # 25,000: what a step may compute at all
+        (1e-3, 64),  # 25: prompts get on all the same
+    ],
+)
+def test_prompts_beside_decodes_have_what_keeps_a_step_within_its_time(
+    token_seconds: float, budget: int
+) -> None:
+    sched = scheduler()
+    clock = Clock(token_seconds)
+    pacing = Pacing(sched, 2, max_step_time=0.03, first_budget=500, clock=clock)
+    assert sched.prompt_budget == 500
+    for _ in range(5):
+        clock.run(pacing, decode(1))
+        clock.run(pacing, prefill(400, decoding=True))
+    assert sched.prompt_budget == budget
+    # One that waited for a compile, and ends that nobody saw, change nothing.
+    clock.now += 3.0
+    pacing.finished(prefill(400), clock.now - 3.0, early=False)
+    clock.now += 9.0
+    for _ in range(20):
+        pacing.finished(prefill(400), clock.now - 9.0, early=True)
+    clock.run(pacing, prefill(400))
+    assert sched.prompt_budget == budget
+
+
+def test_offline_every_step_has_the_same_budget() -> None:
+    sched = scheduler()
+    clock = Clock(1e-3)
+    pacing = Pacing(sched, 2, clock=clock)
+    for _ in range(9):
+        clock.run(pacing, decode(1))
+        clock.run(pacing, prefill(400, decoding=True))
+    assert sched.prompt_budget is None

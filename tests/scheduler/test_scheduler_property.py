@@ -94,7 +94,9 @@ def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
     )
     runner = FakeRunner(config, cache_config, stops_on_device=draw(st.booleans()))
-    return Workload(Scheduler(config, cache_config), runner, work, depth=draw(st.integers(0, 3)))
+    scheduler = Scheduler(config, cache_config)
+    scheduler.prompt_budget = draw(st.none() | st.integers(1, 16))
+    return Workload(scheduler, runner, work, depth=draw(st.integers(0, 3)))
 
 
 def run_and_verify(workload: Workload) -> None:
