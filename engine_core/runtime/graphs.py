@@ -141,6 +141,8 @@ class _Graphs(ABC):
         self._at_start = tuple(dict.fromkeys(at_start))
         self._expected = tuple(dict.fromkeys((*at_start, *later)))
         self._graphs: dict[GraphKey, Captured] = {}
+        # Whether all that is expected was captured, as somebody took the time to ask for.
+        self._complete = False
         self._pool = torch.cuda.graph_pool_handle()
         # One for all: captures share memory only with those on the same stream.
         self._stream = torch.cuda.Stream(self._device)
@@ -148,6 +150,7 @@ class _Graphs(ABC):
     def forget(self) -> None:
         """Drop all graphs, as families keep more for each row or token than when captured."""
         self._graphs.clear()
+        self._complete = False
 
     def capture_at_start(self) -> None:
         """Capture what the first greedy request with a short prompt needs.
@@ -170,6 +173,7 @@ class _Graphs(ABC):
             False if there is none left, or too little memory, or one could not be captured.
         """
         key = next((key for key in self._expected if key not in self._graphs), None)
+        self._complete = key is None
         if key is None or not self._state.ahead:
             return False
         free = _free_memory(self._device)
@@ -398,6 +402,8 @@ class DecodeGraphs(_Graphs):
 # is not is a token of padding; prompts that there are not take next to nothing.
 _DECODE_ROWS = (0, 32, 64, 128, 192, 256, 384, 512)
 _PREFILL_ROWS = (1, 8, 32)
+# Those that steps are captured for before they come, whatever prompts are beside them.
+_DECODE_ROWS_BESIDE = (32, 64, 128, 256, 512)
 
 
 def _chunk_bucket(tokens: int) -> int:
@@ -418,11 +424,24 @@ def _full_steps(max_num_batched_tokens: int, max_chunk: int, max_rows: int) -> I
                 yield GraphKey(decode + tokens, decode, prefill)
 
 
+def _steps_beside(sizes: Sequence[int], max_rows: int) -> Iterator[GraphKey]:
+    """Steps of prompts of any of these sizes beside rows that decode: few, which hold all others.
+
+    More prompts than there are cost programs that end at once, so these have room for several.
+    """
+    prefill = next(size for size in _PREFILL_ROWS if size >= min(8, max_rows - 1))
+    for fewer, decode in pairwise((0, *_DECODE_ROWS_BESIDE)):
+        if fewer < max_rows - 1:
+            for tokens in sizes:
+                yield GraphKey(decode + tokens, decode, prefill)
+
+
 class GraphSteps(_Graphs):
     """Steps with prefill chunks, one graph for each number of tokens, decode and prefill rows.
 
     They are padded as :meth:`fit` says: rows that decode, padding, rows that prefill, padding. The
-    host sends all of a step's numbers in one transfer.
+    host sends all of a step's numbers in one transfer. Once all expected steps are captured, no
+    step is captured by need any more: it takes a larger graph, or runs without one.
     """
 
     def __init__(self, state: GraphState, max_tokens: int, max_num_batched_tokens: int) -> None:
@@ -432,9 +451,9 @@ class GraphSteps(_Graphs):
             state: what is shared with the runner.
             max_tokens: in a step of more the device is the slower one, and a graph's padding would
                 only add to its work.
-            max_num_batched_tokens: tokens of prompts in a step at most. Steps full of them, which
-                are what comes under load, and prompts that come alone are captured before they are
-                needed, for the sake of the first of each size.
+            max_num_batched_tokens: tokens of prompts in a step at most. Captured before they are
+                needed, for the sake of the first of each size, are steps full of them, prompts that
+                come alone, and prompts beside rows that decode.
         """
         max_chunk = min(max_num_batched_tokens, state.steps.max_model_len)
         sizes = [0]
@@ -443,12 +462,34 @@ class GraphSteps(_Graphs):
         alone = [GraphKey(tokens, 0, 1) for tokens in sizes[1:]]
         full = _full_steps(max_num_batched_tokens, max_chunk, state.steps.max_rows)
         expected = [key for key in (*alone, *full) if key.tokens <= max_tokens]
+        if state.steps.max_rows > 1:
+            # Their padding is next to nothing where prompts are cut to these sizes, as a server
+            # cuts them, so they may be somewhat longer.
+            beside = _steps_beside(sizes[1:], state.steps.max_rows)
+            expected += [key for key in beside if key.tokens <= max_tokens * 5 // 4]
         # The largest of the others first: what comes after reuses its memory.
         super().__init__(state, at_start=expected[:1], later=sorted(expected[1:], reverse=True))
         self._max_tokens = max_tokens
 
     def fit(self, key: GraphKey) -> GraphKey | None:
         """The captured step that holds one of this shape; None if it is to run without a graph."""
+        own = self._own_shape(key)
+        if own in self._graphs:
+            return own
+        prompts = key.tokens - key.decode_rows
+        holding = [
+            held
+            for held in self._graphs
+            if held.decode_rows >= key.decode_rows
+            and held.prefill_rows >= key.prefill_rows
+            and held.tokens - held.decode_rows >= prompts
+        ]
+        if self._complete or own is None:
+            return min(holding, default=None)
+        return own
+
+    def _own_shape(self, key: GraphKey) -> GraphKey | None:
+        """The closest shape that a step of this one is captured for by need; None for none."""
         decode = next((size for size in _DECODE_ROWS if size >= key.decode_rows), None)
         prefill = next((size for size in _PREFILL_ROWS if size >= key.prefill_rows), None)
         if decode is None or prefill is None:
