@@ -24,7 +24,7 @@ class VocabularyMatrix(PackedMatrix, Protocol):
 
 
 class VocabularyMethod(Protocol):
-    """What a quantisation scheme makes of the vocabulary's matrix."""
+    """Packing of the vocabulary's matrix, chosen by a quantisation scheme."""
 
     def pack(self, weight: Tensor) -> VocabularyMatrix:
         """The matrix that takes the place of the loaded ``weight``."""

@@ -81,7 +81,7 @@ _CORE = _Source(
         "gguf": "engine_core.nn.quantization.GGUFScheme",
     },
 )
-"""What the core itself offers under names that packages add to."""
+"""Offers of the core itself, under names to which packages add theirs."""
 
 
 class Registry:

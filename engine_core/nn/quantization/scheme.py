@@ -70,7 +70,7 @@ class QuantizationScheme:
         raise NotImplementedError(f"{type(self).__name__} has no linear_method")
 
     def vocabulary_method(self, name: str, layer: VocabularySplit) -> VocabularyMethod | None:
-        """What the embedding or the head is packed with; None to leave it as it is."""
+        """The method that packs the embedding or the head; None to leave it as it is."""
         return None
 
     def prepare(self, model: nn.Module) -> None:
