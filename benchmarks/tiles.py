@@ -5,10 +5,10 @@
 Each ``--try`` is one or more settings, separated by spaces, measured against the current settings:
 
 - ``4096x14336=128,128,4,wx,8,4,256``: the tile of linears with a weight ``[N, K]`` as it is stored
-  (a gate and up's has both), the fields of ``kernels.linear.triton.Tile`` in their order.
+  (a gate and up's has both), the fields of ``kernels.linear.tiles.Tile`` in their order.
 - ``attention=64,2,3,2``: the fields of ``kernels.attention.triton._DecodeTile`` in their order.
 - ``stretch=1.1``: how many times the mean a row is as long that is split where splits are rare.
-- ``undivided=64``: the norms of more tokens divide, whatever the linears around them.
+- ``deferred=64``: the norms of more tokens divide, whatever the linears around them.
 
 Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
 random, the longest first. The least and the median of ``--rounds`` rounds of 20 replays between
@@ -52,14 +52,14 @@ def settings(text: str) -> Iterator[None]:
         SystemExit: one is not of the forms above.
     """
     attention = importlib.import_module("engine_core.kernels.attention.triton")
-    linear = importlib.import_module("engine_core.kernels.linear.triton")
-    blocks = importlib.import_module("engine_core.nn.blocks")
-    takes_undivided: Callable[..., bool] = blocks.takes_undivided
+    linear = importlib.import_module("engine_core.kernels.linear.tiles")
+    epilogue = importlib.import_module("engine_core.nn.epilogue")
+    declined: Callable[..., str | None] = epilogue.Deferral.declined
     tiles: dict[tuple[int, int], Any] = {}
     choose: Callable[..., Any] = linear.choose_tile
 
-    def chosen(rows: int, n: int, k: int, gated: bool, device: torch.device) -> Any:
-        return tiles.get((n, k)) or choose(rows, n, k, gated, device)
+    def chosen(rows: int, n: int, k: int, gated: bool, gpu: Any) -> Any:
+        return tiles.get((n, k)) or choose(rows, n, k, gated, gpu)
 
     with contextlib.ExitStack() as stack:
         for setting in text.split():
@@ -68,14 +68,14 @@ def settings(text: str) -> Iterator[None]:
             if key == "stretch":
                 for name in ("_STRETCH", "_NARROW_STRETCH"):
                     stack.enter_context(patch.object(attention, name, float(values)))
-            elif key == "undivided":
+            elif key == "deferred":
                 most = int(values)
                 stack.enter_context(
                     patch.object(
-                        blocks,
-                        "takes_undivided",
-                        lambda x, *weights, most=most, **of: (
-                            x.shape[-2] <= most and takes_undivided(x, *weights, **of)
+                        epilogue.Deferral,
+                        "declined",
+                        lambda self, call, most=most: (
+                            declined(self, call) if call.rows <= most else "too many rows"
                         ),
                     )
                 )

@@ -10,15 +10,19 @@ of a CPU is.
 from engine_core.kernels.activation import gelu_and_mul, silu_and_mul
 from engine_core.kernels.attention import paged_attention
 from engine_core.kernels.decode_inputs import DecodeInputs, decode_inputs
+from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.greedy import choose_greedy
 from engine_core.kernels.kv_store import store_kv
 from engine_core.kernels.linear import (
-    Undivided,
+    Activation,
+    DeferredRMSNorm,
+    adds_residual,
+    has_gated_kernel,
+    has_kernel,
     linear,
     linear_add,
     linear_add_norm,
     linear_rotary_store,
-    takes_undivided,
 )
 from engine_core.kernels.norm import layer_norm, rms_norm
 from engine_core.kernels.rotary import apply_rotary, rotary_angles
@@ -27,12 +31,18 @@ from engine_core.kernels.rotary_store import rotary_store
 from engine_core.kernels.sampling import sample_tokens
 
 __all__ = [
+    "GPU",
+    "Activation",
     "DecodeInputs",
-    "Undivided",
+    "DeferredRMSNorm",
+    "adds_residual",
     "apply_rotary",
     "choose_greedy",
     "decode_inputs",
     "gelu_and_mul",
+    "gpu_of",
+    "has_gated_kernel",
+    "has_kernel",
     "layer_norm",
     "linear",
     "linear_add",
@@ -46,5 +56,4 @@ __all__ = [
     "sample_tokens",
     "silu_and_mul",
     "store_kv",
-    "takes_undivided",
 ]

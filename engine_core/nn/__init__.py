@@ -8,10 +8,11 @@ from engine_core.nn.attention import (
     alibi_slopes,
     cached_layers,
 )
-from engine_core.nn.blocks import CosSin, DecoderLayer, GatedMLP, SelfAttention
+from engine_core.nn.blocks import MLP, Branch, DecoderLayer, GatedMLP, PreNormed, SelfAttention
 from engine_core.nn.causal_lm import CausalLM
 from engine_core.nn.decoder import Decoder, RotaryCausalLM
 from engine_core.nn.embedding import Embedding, LMHead, build_embedding, build_lm_head
+from engine_core.nn.epilogue import CosSin
 from engine_core.nn.linear import (
     Linear,
     LinearMethod,
@@ -35,8 +36,10 @@ from engine_core.nn.rotary import (
 )
 
 __all__ = [
+    "MLP",
     "ApplyRotaryEmb",
     "Attention",
+    "Branch",
     "CachedLayer",
     "CausalLM",
     "CosSin",
@@ -50,6 +53,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "LinearMethod",
+    "PreNormed",
     "QKVLinear",
     "RMSNorm",
     "RotaryCausalLM",

@@ -1,42 +1,60 @@
-"""The blocks that most decoders are made of; here is where their kernels can be fused."""
+"""The blocks that most decoders are made of. They ask their linears for epilogues.
+
+See :mod:`engine_core.nn.epilogue`. Which of them a linear fuses is its method's affair.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
-from engine_core.kernels import (
-    Undivided,
-    linear,
-    linear_add,
-    linear_add_norm,
-    linear_rotary_store,
-    rotary_store,
-    rotary_store_is_fused,
-    takes_undivided,
-)
-from engine_core.nn.activation import SiluAndMul, build_gated_activation
+from engine_core.kernels import GPU, DeferredRMSNorm, gpu_of
+from engine_core.nn.activation import build_activation, build_gated_activation
 from engine_core.nn.attention import Attention, KVCacheLayer
+from engine_core.nn.epilogue import (
+    Activated,
+    AddNorm,
+    Call,
+    CosSin,
+    Deferral,
+    Divide,
+    Epilogue,
+    RotateStore,
+)
 from engine_core.nn.linear import (
     Linear,
-    UnquantizedLinearMethod,
+    build_colwise_linear,
     build_down_linear,
     build_gateup_linear,
     build_o_proj,
     build_qkv_proj,
 )
-from engine_core.nn.module import Module
+from engine_core.nn.module import Module, hooks_registered
 from engine_core.nn.norm import RMSNorm
 from engine_core.nn.rotary import ApplyRotaryEmb
 from engine_core.step_context import AttentionMetadata
 
-CosSin = tuple[Tensor, Tensor]
+
+class Branch(Module):
+    """An attention or feed-forward block between a first and a last linear.
+
+    Its ``forward`` takes, after its own arguments, ``*then``: an epilogue of the last linear and
+    the epilogue's operands, whose result it then returns. A subclass whose ``forward`` has no
+    ``*then`` is run without.
+    """
+
+    def ends(self) -> tuple[Linear, Epilogue, Linear]:
+        """The first linear, its epilogue, and the last linear."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its linears are")
 
 
-class SelfAttention(Module):
+class SelfAttention(Branch):
     """Project to q, k, v; normalise q and k if wanted; rotate; store; attend; project back."""
 
     def __init__(
@@ -71,103 +89,57 @@ class SelfAttention(Module):
             alibi=alibi,
             sliding_window=sliding_window,
         )
+        self._epilogue: RotateStore | None = None
+
+    def ends(self) -> tuple[Linear, RotateStore, Linear]:
+        """q, k and v's projection, which rotates and stores, and the one back."""
+        epilogue = self._epilogue
+        if epilogue is None:  # made here, not before: a subclass may have norms of its own
+            epilogue = self._epilogue = RotateStore(
+                self.rotate, self.rotate.interleaved, self.q_norm, self.k_norm
+            )
+        return self.qkv_proj, epilogue, self.o_proj
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | DeferredRMSNorm,
         cos_sin: CosSin | None,
         cache: KVCacheLayer,
         attn_metadata: AttentionMetadata,
-    ) -> Tensor:
+        *then: Any,
+    ) -> Any:
         """``x [1, T, H]`` to ``[1, T, H]``; ``cos_sin`` None for no rotation."""
-        projected: Tensor = self.o_proj(self.heads(x, cos_sin, cache, attn_metadata))
-        return projected
-
-    def heads(
-        self,
-        x: Tensor | Undivided,
-        cos_sin: CosSin | None,
-        cache: KVCacheLayer,
-        attn_metadata: AttentionMetadata,
-    ) -> Tensor:
-        """What is projected back, ``[1, T, heads * head_dim]``."""
-        q, k, v = self.qkv_proj.split_qkv(self.qkv_proj(x))
-        if cos_sin is None or not rotary_store_is_fused(q):
-            return self._one_by_one(q, k, v, cos_sin, cache, attn_metadata)
-        self._normalise_rotate_store(q, k, v, cos_sin, cache, attn_metadata)
-        return self._attended(q, cache, attn_metadata)
-
-    def fused_heads(
-        self,
-        x: Tensor | Undivided,
-        cos_sin: CosSin | None,
-        cache: KVCacheLayer,
-        attn_metadata: AttentionMetadata,
-    ) -> Tensor:
-        """What :meth:`heads` gives, if ``qkv_proj`` is an unquantised linear of this rank alone.
-
-        One launch may project, rotate and store.
-        """
-        if cos_sin is None or self.q_norm is not None:
-            return self.heads(x, cos_sin, cache, attn_metadata)
-        q = linear_rotary_store(
-            x,
-            self.qkv_proj.weight,
-            self.qkv_proj.bias,
-            *cos_sin,
-            *cache[:2],
-            attn_metadata.groups[self.attend.group_id].slot_mapping,
-            interleaved=self.rotate.interleaved,
-        )
-        return self._attended(q, cache, attn_metadata)
-
-    def _attended(self, q: Tensor, cache: KVCacheLayer, attn_metadata: AttentionMetadata) -> Tensor:
-        """The heads of rotated queries, whose keys and values are stored."""
-        return self.attend.attend(q, *cache[:2], attn_metadata).flatten(1).unsqueeze(0)
-
-    def _one_by_one(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos_sin: CosSin | None,
-        cache: KVCacheLayer,
-        attn_metadata: AttentionMetadata,
-    ) -> Tensor:
-        """The heads of queries, keys and values by the modules that this one has."""
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if cos_sin is not None:
-            q, k = self.rotate(q, k, *cos_sin)
-        out: Tensor = self.attend(q, k, v, *cache[:2], attn_metadata)
-        return out.flatten(1).unsqueeze(0)
-
-    def _normalise_rotate_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos_sin: CosSin,
-        cache: KVCacheLayer,
-        attn_metadata: AttentionMetadata,
-    ) -> None:
-        """In one launch what the norms, ``rotate`` and the first half of ``attend`` do."""
-        q_norm, k_norm = self.q_norm, self.k_norm
-        rotary_store(
-            q,
-            k,
-            v,
-            *cos_sin,
-            *cache[:2],
-            attn_metadata.groups[self.attend.group_id].slot_mapping,
-            q_weight=None if q_norm is None else q_norm.weight,
-            k_weight=None if k_norm is None else k_norm.weight,
-            eps=0.0 if q_norm is None else q_norm.eps,
-            interleaved=self.rotate.interleaved,
-        )
+        first, epilogue, last = self.ends()
+        if hooks_registered(self):
+            q, k, v = epilogue.watched(first, x, cos_sin)
+            heads = self.attend(q, k, v, *cache[:2], attn_metadata)
+        else:
+            slots = attn_metadata.groups[self.attend.group_id].slot_mapping
+            q = first(x, epilogue, cos_sin, cache, slots)
+            heads = self.attend.attend(q, *cache[:2], attn_metadata)
+        return last(heads.flatten(1).unsqueeze(0), *then)
 
 
-class GatedMLP(Module):
+class FeedForward(Branch):
+    """A linear, an activation, and a linear back; see :class:`GatedMLP` and :class:`MLP`."""
+
+    act: nn.Module
+    _epilogue: Activated | None = None
+
+    def forward(self, x: Tensor | DeferredRMSNorm, *then: Any) -> Any:
+        """``[1, T, H]`` to ``[1, T, H]``."""
+        first, epilogue, last = self.ends()
+        if hooks_registered(self):
+            return last(epilogue.plain(first, x), *then)
+        return last(first(x, epilogue), *then)
+
+    def _between(self, first: Linear, last: Linear) -> tuple[Linear, Epilogue, Linear]:
+        if self._epilogue is None:
+            self._epilogue = Activated(self.act)
+        return first, self._epilogue, last
+
+
+class GatedMLP(FeedForward):
     """``down(act(gate(x)) * up(x))``."""
 
     def __init__(
@@ -185,58 +157,88 @@ class GatedMLP(Module):
         self.down_proj = build_down_linear(intermediate_size, hidden_size, bias=bias)
         self.act = build_gated_activation(activation)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[1, T, H]`` to ``[1, T, H]``."""
-        out: Tensor = self.down_proj(self.gate_and_up(x))
-        return out
+    def ends(self) -> tuple[Linear, Epilogue, Linear]:
+        """The gate's and up's linear, which is activated, and down's."""
+        return self._between(self.gate_up_proj, self.down_proj)
 
-    def gate_and_up(self, x: Tensor | Undivided) -> Tensor:
-        """What is projected down, ``[1, T, intermediate_size]``."""
-        layer = self.gate_up_proj
-        fused = isinstance(self.act, SiluAndMul) and type(layer.method) is UnquantizedLinearMethod
-        if isinstance(x, Undivided) or (x.is_cuda and fused):
-            deterministic = layer.context.deterministic
-            return linear(x, layer.weight, layer.bias, gated=True, batch_invariant=deterministic)
-        out: Tensor = self.act(layer(x))
-        return out
+
+class MLP(FeedForward):
+    """``down(act(up(x)))``."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.up_proj = build_colwise_linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = build_down_linear(intermediate_size, hidden_size, bias=bias)
+        self.act = build_activation(activation)
+
+    def ends(self) -> tuple[Linear, Epilogue, Linear]:
+        """The linear up, which is activated, and the one down."""
+        return self._between(self.up_proj, self.down_proj)
 
 
 @dataclass(frozen=True, slots=True)
-class Normalised:
-    """What a :class:`DecoderLayer` gives to the one after it, whose input norm it has applied.
+class PreNormed:
+    """The output of a :class:`DecoderLayer` whose successor's input norm is applied already.
 
     Attributes:
-        values: ``[1, T, H]``.
+        values: ``[1, T, H]``, perhaps without the norm's division.
     """
 
-    values: Tensor
+    values: Tensor | DeferredRMSNorm
 
 
 class DecoderLayer(Module):
     """A pre-norm decoder layer: attention, then feed-forward, each added to the residual.
 
-    On a GPU the additions and norms are fused with the linears before them. Where few tokens are
-    computed, the norms' divisions are part of the linears after them: see :class:`Undivided`.
+    The additions and norms are epilogues of the linears before them. Where two neighbouring linears
+    agreed on it, a norm's division is left to the second: see :func:`agree`.
     """
 
-    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module]) -> None:
-        """``norm`` makes each of the two norms; it takes ``(x, residual)`` as RMSNorm does."""
+    def __init__(
+        self,
+        self_attn: nn.Module,
+        mlp: nn.Module,
+        norm: Callable[[], nn.Module],
+        *,
+        sandwich: bool = False,
+        residual_after_norm: bool = False,
+    ) -> None:
+        """``norm`` makes each norm; those before a branch take ``(x, residual)`` as RMSNorm does.
+
+        Args:
+            self_attn: takes ``(x, cos_sin, cache, attn_metadata)``.
+            mlp: takes ``x``.
+            norm: makes a norm.
+            sandwich: whether a branch is normalised after it too, before it is added (Gemma 2).
+                Then ``post_attention_layernorm`` and ``post_feedforward_layernorm`` do that, and
+                ``pre_feedforward_layernorm`` stands before the feed-forward.
+            residual_after_norm: whether a branch is added to what the norm before it gave, not to
+                what that norm was given (BLOOM has both).
+        """
         super().__init__()
         self.self_attn = self_attn
         self.mlp = mlp
         self.input_layernorm = norm()
         self.post_attention_layernorm = norm()
+        if sandwich:
+            self.pre_feedforward_layernorm = norm()
+            self.post_feedforward_layernorm = norm()
+        self.sandwich = sandwich
+        self.residual_after_norm = residual_after_norm
         # The layer after this one, in a tuple, which keeps it from being a part of this one.
         self._next: tuple[DecoderLayer, ...] = ()
+        self._joints: tuple[_Joint, _Joint | None] | None = None
 
     def forward(
         self,
-        x: Tensor | Undivided | Normalised,
+        x: Tensor | PreNormed,
         residual: Tensor | None,
         cos_sin: CosSin | None,
         cache: KVCacheLayer,
         attn_metadata: AttentionMetadata,
-    ) -> tuple[Tensor | Undivided | Normalised, Tensor]:
+    ) -> tuple[Tensor | PreNormed, Tensor]:
         """``(x, residual)`` to the next layer's.
 
         Their sum is the residual stream; where x comes from a linked layer and the input norm has
@@ -244,74 +246,114 @@ class DecoderLayer(Module):
         """
         # Below, the residual is what came with such an x, or the sum that the input norm makes; but
         # in the first layer it is the caller's x.
-        owned = residual is not None
-        normed: Tensor | Undivided
-        if isinstance(x, Undivided | Normalised):
-            assert residual is not None, "the layer before gives the residual too"
-            normed = x.values if isinstance(x, Normalised) else x
+        owned = residual is not None or self.residual_after_norm
+        normed: Any
+        if isinstance(x, PreNormed):
+            normed = x.values
         elif residual is None:
             residual, normed = x, self.input_layernorm(x)
         else:
             normed, residual = self.input_layernorm(x, residual)
-        parts = self._fused_parts(residual)
-        if parts is None:
-            x = self.self_attn(normed, cos_sin, cache, attn_metadata)
-            x, residual = self.post_attention_layernorm(x, residual)
-            return self.mlp(x), residual
-        attention, mlp = parts
-        heads = attention.fused_heads(normed, cos_sin, cache, attn_metadata)
-        normed, residual = _add(
-            attention.o_proj,
-            heads,
-            residual,
-            self.post_attention_layernorm,
-            undivided=isinstance(mlp.act, SiluAndMul)
-            and takes_undivided(
-                residual, attention.o_proj.weight, mlp.gate_up_proj.weight, gated=True
-            ),
-            may_overwrite=owned,
-        )
-        gated = mlp.gate_and_up(normed)
-        for layer in self._next:
-            following = layer._fused_parts(residual)
-            if following is not None:
-                normed, residual = _add(
-                    mlp.down_proj,
-                    gated,
-                    residual,
-                    layer.input_layernorm,
-                    undivided=takes_undivided(
-                        residual, mlp.down_proj.weight, following[0].qkv_proj.weight
-                    ),
-                    may_overwrite=True,
-                )
-                given = normed if isinstance(normed, Undivided) else Normalised(normed)
-                return given, residual
-        return mlp.down_proj(gated), residual
+        if self.residual_after_norm:
+            residual = normed
+        assert residual is not None, "the layer before gives the residual too"
+        watched = hooks_registered(self)
+        middle, end = self._joints or self.join()
+        inputs = (normed, cos_sin, cache, attn_metadata)
+        normed, residual = middle.run(self.self_attn, inputs, residual, owned, watched)
+        if self.residual_after_norm:
+            residual = normed
+        if end is None or watched or hooks_registered(self._next[0]):
+            out = self.mlp(normed)
+            return self.post_feedforward_layernorm(out) if self.sandwich else out, residual
+        normed, residual = end.run(self.mlp, (normed,), residual, True, False)
+        return PreNormed(normed), residual
 
-    def _fused_parts(self, x: Tensor) -> tuple[SelfAttention, GatedMLP] | None:
-        """Attention and MLP if the layer's norms may be part of other launches than their own."""
-        attention, mlp = self.self_attn, self.mlp
-        if not x.is_cuda or type(attention) is not SelfAttention or type(mlp) is not GatedMLP:
-            return None
-        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        fits = (
-            type(self.input_layernorm) is RMSNorm
-            and type(self.post_attention_layernorm) is RMSNorm
-            and all(type(layer.method) is UnquantizedLinearMethod for layer in linears)
-            and all(layer.context.tp_size == 1 for layer in linears)
-            # How they add up depends on the number of rows.
-            and not any(layer.context.deterministic for layer in linears)
-            # Who watches a module is shown what it says that it takes and gives.
-            and not any(
-                module._forward_hooks or module._forward_pre_hooks
-                for module in (
-                    *(self, self.input_layernorm, self.post_attention_layernorm),
-                    *(attention, mlp, mlp.act, *linears),
-                )
-            )
-        )
-        return (attention, mlp) if fits else None
+    def join(self, gpu: GPU | None = None) -> tuple[_Joint, _Joint | None]:
+        """Ask, once the layer is whole, how its branches meet the residual and the norms.
+
+        ``gpu`` is what it will run on; without one no division is left to a later linear.
+        """
+        middle_add, end_norm = AddNorm(self.post_attention_layernorm), None
+        if self.sandwich:
+            middle_add = AddNorm(self.pre_feedforward_layernorm, self.post_attention_layernorm)
+            end_norm = self.post_feedforward_layernorm
+        middle = _Joint.between(self.self_attn, middle_add, self.mlp, gpu, self.residual_after_norm)
+        end = None
+        for layer in self._next:
+            add = AddNorm(layer.input_layernorm, end_norm)
+            end = _Joint.between(self.mlp, add, layer.self_attn, gpu, layer.residual_after_norm)
+        self._joints = (middle, end)
+        return self._joints
+
+    def joints(self) -> Iterator[_Joint]:
+        """The places where a branch meets the residual and a norm, as :meth:`join` left them."""
+        return (joint for joint in self._joints or self.join() if joint is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joint:
+    """A branch's end, the residual and the norm before the next branch.
+
+    Attributes:
+        add: the epilogue of the branch's last linear.
+        asks: whether the branch takes it; it follows the branch otherwise.
+        deferral: what the linears on both sides of the norm agreed on; None for nothing.
+        refusal: why they did not; None if they did.
+    """
+
+    add: AddNorm
+    asks: bool
+    deferral: Deferral | None
+    refusal: str | None
+
+    @classmethod
+    def between(
+        cls,
+        branch: nn.Module,
+        add: AddNorm,
+        following: nn.Module,
+        gpu: GPU | None,
+        needs_norm: bool,
+    ) -> _Joint:
+        """The joint of two branches; ``needs_norm`` if more than the second reads the norm."""
+        asks = "then" in inspect.signature(branch.forward).parameters
+        if not asks or not isinstance(following, Branch) or not isinstance(branch, Branch):
+            return cls(add, asks, None, "a branch does not say what its linears are")
+        if needs_norm:
+            return cls(add, asks, None, "the residual is what the norm gives")
+        first, epilogue, _ = following.ends()
+        before = branch.ends()[2]
+        deferral = Deferral(before, replace(add, deferred=True), first, Divide(epilogue))
+        refusals = {deferral.declined(Call(rows, before.dtype, gpu)) for rows in _PROBED_ROWS}
+        if None in refusals:
+            return cls(add, asks, deferral, None)
+        return cls(add, asks, None, next(iter(refusals)))
+
+    def run(
+        self,
+        branch: nn.Module,
+        inputs: tuple[Any, ...],
+        residual: Tensor,
+        owned: bool,
+        watched: bool,
+    ) -> tuple[Any, Tensor]:
+        """The norm of ``residual + branch(*inputs)``, perhaps without its division, and that sum.
+
+        The sum may take the place of an ``owned`` residual. Where somebody watches the layer's
+        parts, each gives what it says that it gives.
+        """
+        if watched or not self.asks:
+            return self.add.follow(branch(*inputs), residual)
+        add = self.add
+        if self.deferral is not None and self.deferral.declined(Call.of(residual)) is None:
+            add = self.deferral.leaving
+        normed, total = branch(*inputs, add, residual, owned)
+        return normed, total
+
+
+# Rows of which one at least must do for an agreement to be made.
+_PROBED_ROWS = (1, 2, 16, 32, 64, 128, 256, 1024, 4096)
 
 
 def link_layers(layers: Sequence[nn.Module]) -> None:
@@ -320,22 +362,26 @@ def link_layers(layers: Sequence[nn.Module]) -> None:
     To be called where ``(x, residual)`` of one layer goes to the next and nowhere else.
     """
     for layer, following in pairwise(layers):
-        if type(layer) is DecoderLayer and type(following) is DecoderLayer:
+        if _runs_as_decoder_layer(layer) and _runs_as_decoder_layer(following):
             layer._next = (following,)
+            layer._joints = None
 
 
-def _add(
-    layer: Linear,
-    x: Tensor,
-    residual: Tensor,
-    norm: nn.Module,
-    *,
-    undivided: bool,
-    may_overwrite: bool,
-) -> tuple[Tensor | Undivided, Tensor]:
-    """The norm of ``residual + layer(x)``, perhaps without its division, and that sum."""
-    assert isinstance(norm, RMSNorm), "what the layer's parts are was looked at before"
-    given = (x, layer.weight, layer.bias, residual, norm.weight, norm.eps)
-    if undivided:
-        return linear_add(*given)
-    return linear_add_norm(*given, may_overwrite=may_overwrite)
+def _runs_as_decoder_layer(layer: nn.Module) -> TypeGuard[DecoderLayer]:
+    """Whether its ``forward`` is :class:`DecoderLayer`'s, not a subclass's own."""
+    return getattr(layer.forward, "__func__", None) is DecoderLayer.forward
+
+
+def agree(model: nn.Module, device: torch.device) -> None:
+    """Let the neighbouring linears of a loaded model agree on the norms between them.
+
+    A norm's division by the root mean square commutes with the linear after it. Where a linear can
+    leave sums of squares beside its result, and the next one can make up for the division, the norm
+    needs no launch of its own.
+    """
+    gpu = gpu_of(device)
+    for module in model.modules():
+        if isinstance(module, DecoderLayer):
+            module.join(gpu)
+        elif isinstance(module, Branch):
+            module.ends()  # Its epilogue is made now: a step leaves a model as it is.

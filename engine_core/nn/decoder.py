@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
 from engine_core.nn.attention import KVCacheLayer
-from engine_core.nn.blocks import CosSin, link_layers
+from engine_core.nn.blocks import link_layers
 from engine_core.nn.causal_lm import CausalLM
 from engine_core.nn.embedding import build_embedding, build_lm_head
+from engine_core.nn.epilogue import CosSin
 from engine_core.nn.loading import Weights, load_stacked_weights
 from engine_core.nn.norm import RMSNorm
 from engine_core.nn.rotary import (

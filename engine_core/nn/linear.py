@@ -10,15 +10,29 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine_core.kernels import Undivided, linear
+from engine_core.kernels import (
+    DeferredRMSNorm,
+    adds_residual,
+    has_gated_kernel,
+    has_kernel,
+    linear,
+    linear_add,
+    linear_add_norm,
+    linear_rotary_store,
+)
 from engine_core.nn.distributed import IndivisibleError, all_reduce, divide
+from engine_core.nn.epilogue import Activated, AddNorm, Call, Divide, Epilogue, RotateStore
 from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
+from engine_core.nn.norm import LayerNorm, RMSNorm
 from engine_core.nn.packing import MatrixModule, OneDNNMatrix, PackedMatrix, onednn_packs
 from engine_core.step_context import current_build_context
 
 
 class LinearMethod(Protocol):
-    """How a linear keeps its weight and multiplies by it; quantisation schemes are methods."""
+    """How a linear keeps its weight and multiplies by it; quantisation schemes are methods.
+
+    To be inherited: the defaults fuse nothing.
+    """
 
     def create_weights(
         self,
@@ -40,11 +54,36 @@ class LinearMethod(Protocol):
     def process_after_load(self, layer: Linear) -> None:
         """Repack the loaded weights for :meth:`apply`, if that is worth it."""
 
-    def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x [..., in_features] @ weight.T + bias``."""
+    def apply(self, layer: Linear, x: Tensor | DeferredRMSNorm, bias: Tensor | None) -> Tensor:
+        """``x [..., in_features] @ weight.T + bias``.
+
+        x lacks a norm's division only after :meth:`declined` agreed to make up for it.
+        """
+
+    def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
+        """Why an epilogue is left to plain operations in such a call; None if it is fused.
+
+        The answer may depend on the layer's parameters but not on their values: it is asked of
+        models on meta too.
+        """
+        del layer, epilogue, call
+        return f"{type(self).__name__} fuses nothing"
+
+    def apply_with(
+        self, layer: Linear, x: Tensor | DeferredRMSNorm, epilogue: Epilogue, *operands: Any
+    ) -> Any:
+        """The product, the layer's bias and an epilogue that was not declined.
+
+        The result and the operands are those of :meth:`Epilogue.plain`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} says that it fuses {epilogue}")
 
 
-class UnquantizedLinearMethod:
+_NEEDS_CUBLAS = "for so many rows cuBLAS and operations of their own are faster"
+_NEEDS_ALONE = "a batch-invariant sum of a row is a kernel of its own"
+
+
+class UnquantizedLinearMethod(LinearMethod):
     """A plain weight ``[out_features, in_features]``; on a CPU in oneDNN's layout."""
 
     def create_weights(
@@ -73,11 +112,104 @@ class UnquantizedLinearMethod:
         if packed is not None:
             layer.set_packed(packed, "weight")
 
-    def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, layer: Linear, x: Tensor | DeferredRMSNorm, bias: Tensor | None) -> Tensor:
         """``x @ weight.T + bias``."""
         if layer.packed is not None:
+            assert isinstance(x, Tensor), "a packed weight takes no norm without its division"
             return layer.packed.multiply(x, bias)
         return linear(x, layer.weight, bias, batch_invariant=layer.context.deterministic)
+
+    def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
+        """Why not: mostly because no kernel takes so many rows of this weight."""
+        if call.gpu is None or layer.packed is not None:
+            return "no kernel on this device fuses it"
+        deterministic = layer.context.deterministic
+        n, k = layer.out_features, layer.in_features
+        shape = (call.rows, n, k, call.dtype, call.gpu)
+        if isinstance(epilogue, Activated):
+            activation = getattr(epilogue.module, "activation", None)
+            if activation is None:
+                return f"{type(epilogue.module).__name__} is not an activation of a kernel"
+            gated = bool(epilogue.module.gated)
+            if has_kernel(*shape, gated=gated, batch_invariant=deterministic):
+                return None
+            wide = gated and activation == "silu" and call.dtype.itemsize == 2
+            if wide and not deterministic and has_gated_kernel(call.rows, n, k, call.gpu):
+                return None
+            return _NEEDS_CUBLAS
+        if isinstance(epilogue, RotateStore):
+            if epilogue.q_norm is not None:
+                return "a norm of q and k needs whole heads; it is one kernel with the rotation"
+            if getattr(layer, "head_size", None) != getattr(layer, "head_size_v", None):
+                return "heads of values have another size"
+            return None if has_kernel(*shape, batch_invariant=deterministic) else _NEEDS_CUBLAS
+        if deterministic:
+            return _NEEDS_ALONE
+        if isinstance(epilogue, Divide):
+            then = epilogue.then
+            gated = (
+                isinstance(then, Activated)
+                and bool(getattr(then.module, "gated", False))
+                and self.declined(layer, then, call) is None
+            )
+            if call.dtype is not torch.bfloat16:
+                return "without the division float16 could overflow"
+            return None if has_kernel(*shape, gated=gated) else _NEEDS_CUBLAS
+        if isinstance(epilogue, AddNorm):
+            return self._declined_norm(layer, epilogue, call)
+        return f"no kernel does {epilogue}"
+
+    def _declined_norm(self, layer: Linear, epilogue: AddNorm, call: Call) -> str | None:
+        if epilogue.before is not None:
+            return "the product has a norm of its own"
+        forward = type(epilogue.norm).forward
+        if forward not in (RMSNorm.forward, LayerNorm.forward):
+            return f"{type(epilogue.norm).__name__} is not a norm of a kernel"
+        shape = (call.rows, layer.out_features, layer.in_features, call.dtype, call.gpu)
+        if epilogue.deferred:
+            if forward is not RMSNorm.forward:
+                return "LayerNorm takes the mean away, which no later linear makes up for"
+            return None if has_kernel(*shape) else _NEEDS_CUBLAS
+        if adds_residual(*shape, with_bias=layer.bias is not None):
+            return None
+        return "for so few rows the residual costs nothing beside the norm"
+
+    def apply_with(
+        self, layer: Linear, x: Tensor | DeferredRMSNorm, epilogue: Epilogue, *operands: Any
+    ) -> Any:
+        """One launch, or one with the norm after it."""
+        product = (x, layer.weight, layer.bias)
+        deterministic = layer.context.deterministic
+        if isinstance(epilogue, Activated):
+            act: Any = epilogue.module
+            return linear(
+                *product, gated=act.gated, activation=act.activation, batch_invariant=deterministic
+            )
+        if isinstance(epilogue, RotateStore):
+            cos_sin, cache, slot_mapping = operands
+            return linear_rotary_store(
+                *product,
+                cos_sin and cos_sin[0],
+                cos_sin and cos_sin[1],
+                cache[0],
+                cache[1],
+                slot_mapping,
+                interleaved=epilogue.interleaved,
+                batch_invariant=deterministic,
+            )
+        assert isinstance(epilogue, AddNorm), f"{epilogue} was declined"
+        assert isinstance(x, Tensor), "no norm stands before a linear that adds the residual"
+        residual, may_overwrite = operands
+        norm: Any = epilogue.norm
+        if epilogue.deferred:
+            return linear_add(x, *product[1:], residual, norm.weight, norm.eps)
+        centred = isinstance(norm, LayerNorm)
+        return linear_add_norm(
+            *(x, *product[1:], residual, norm.weight, norm.eps),
+            norm_bias=norm.bias if centred else None,
+            centred=centred,
+            may_overwrite=may_overwrite,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,13 +437,26 @@ class Linear(MatrixModule):
             )
         return list(tensor.split(sizes, output_dim))
 
-    def forward(self, x: Tensor | Undivided) -> Tensor:
+    def declined(self, epilogue: Epilogue, call: Call) -> str | None:
+        """Why an epilogue is not fused in such a call; None if it is."""
+        if self.rowwise and self.context.tp_size > 1:
+            return "the sum over the ranks comes before it"
+        return self.method.declined(self, epilogue, call)
+
+    def forward(
+        self, x: Tensor | DeferredRMSNorm, epilogue: Epilogue | None = None, *operands: Any
+    ) -> Any:
         """``x [..., in_features of this rank]`` to ``[..., out_features of this rank]``.
 
-        Only a plain linear that is not split over ranks takes an :class:`Undivided`.
+        With an epilogue, its result; ``operands`` are those of :meth:`Epilogue.plain`. Whoever
+        passes one has looked whether anybody watches the layer's parts. x lacks a norm's division
+        only where a :class:`~engine_core.nn.epilogue.Deferral` said so.
         """
-        if isinstance(x, Undivided):
-            return linear(x, self.weight, self.bias)
+        if epilogue is not None:
+            call = Call.of(x.values if isinstance(x, DeferredRMSNorm) else x)
+            if self.declined(epilogue, call) is None:
+                return self.method.apply_with(self, x, epilogue, *operands)
+            return epilogue.plain(self, x, *operands)
         if not self.rowwise or self.context.tp_size == 1:
             # Past Module.__getattr__, which takes half a microsecond.
             return self.method.apply(self, x, self._parameters["bias"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine_core.checkpoint import Checkpoint
 from engine_core.configs import ModelConfig
 from engine_core.errors import CheckpointError, ConfigError, EngineError, OptionError
+from engine_core.nn.blocks import agree
 from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.loading import LoadAccount, load_account, materialize
 from engine_core.nn.quantization import QuantizationScheme
@@ -160,10 +161,10 @@ def load_weights(
     if device.type == "cuda":
         # What the tensors took is for the cache.
         torch.cuda.empty_cache()
-    if packer is None:
-        return 0.0
-    packer.finish()
-    return packer.seconds
+    if packer is not None:
+        packer.finish()
+    agree(model, device)
+    return 0.0 if packer is None else packer.seconds
 
 
 def _opened(
@@ -196,4 +197,5 @@ def dummy_weights(model: nn.Module, device: torch.device, seed: int) -> float:
             param.data.normal_(0.0, 0.02, generator=generator)
     packer = Packer(model)
     packer.finish()
+    agree(model, device)
     return packer.seconds

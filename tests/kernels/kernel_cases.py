@@ -494,13 +494,13 @@ def _linear_rotary_store_cases(device: str, dtype: torch.dtype) -> Iterator[Case
         slots = torch.randperm(2 * tokens, generator=generator, device=device)[:tokens]
         slots[1::3] = -1
         norm = 0.5 + torch.rand(tokens, 1, generator=generator, device=device)
-        undivided = (x / norm).to(dtype)
+        deferred = (x / norm).to(dtype)
         # Whose mean and 0.25 make up for the division by norm.
         squares = (k * (1 / norm**2 - 0.25) / 3).expand(tokens, 3).contiguous()
         worst = 0.0
         for given, rows in (
             (x, x.float()),
-            (kernels.Undivided(undivided, squares, 0.25), undivided.float() * norm),
+            (kernels.DeferredRMSNorm(deferred, squares, 0.25), deferred.float() * norm),
         ):
             shape = (tokens // 8 + 1, 16, kv_heads, head_dim)
             caches = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]

@@ -12,15 +12,16 @@ from kernel_cases import TOLERANCE, error
 from torch import Tensor
 
 from engine_core.kernels import (
-    Undivided,
+    DeferredRMSNorm,
     linear,
     linear_add,
     linear_add_norm,
     rms_norm,
-    takes_undivided,
 )
-from engine_core.kernels.linear import cublas
+from engine_core.kernels.gpu import GPU
+from engine_core.kernels.linear import tiles
 
+HOPPER, ADA = (GPU.of_capability(capability) for capability in ((9, 0), (8, 9)))
 SHAPES = [(1, 40, 96), (3, 40, 96), (17, 40, 64), (5, 6, 24), (2, 130, 72), (64, 16, 8)]
 
 
@@ -118,11 +119,11 @@ def check_norm_between(op_add: Any, op: Any, rows: int, device: str, dtype: torc
     normed = total.double() / (mean + 1e-5).sqrt() * norm_weight.double()
     expected = formula(normed, second, second_bias, True)
     for _ in range(2):  # the second launch finds the counts that the first one left
-        undivided, got_total = op_add(x, first, bias, residual, norm_weight, 1e-5)
-        got = op(undivided, second, second_bias)
+        deferred, got_total = op_add(x, first, bias, residual, norm_weight, 1e-5)
+        got = op(deferred, second, second_bias)
         tolerance = 2 * TOLERANCE[dtype]
         assert error(got_total, total) < tolerance
-        assert error(undivided.squares.double().sum(-1), total.double().square().sum(-1)) < (
+        assert error(deferred.squares.double().sum(-1), total.double().square().sum(-1)) < (
             hidden * tolerance
         )
         assert error(got, expected) < tolerance
@@ -130,11 +131,10 @@ def check_norm_between(op_add: Any, op: Any, rows: int, device: str, dtype: torc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_norm_between_two_linears(dtype: torch.dtype) -> None:
-    def gated(x: Undivided, weight: Tensor, bias: Tensor) -> Tensor:
+    def gated(x: DeferredRMSNorm, weight: Tensor, bias: Tensor) -> Tensor:
         return linear(x, weight, bias, gated=True)
 
     check_norm_between(linear_add, gated, 3, "cpu", dtype)
-    assert not takes_undivided(torch.zeros(1, 8), torch.zeros(8, 4), torch.zeros(4, 8))
 
 
 @pytest.mark.parametrize("most_rows", [16, 128])
@@ -148,12 +148,12 @@ def test_kernel_of_a_norm_between_two_linears(
 
     def add(
         x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> tuple[Undivided, Tensor]:
+    ) -> tuple[DeferredRMSNorm, Tensor]:
         given = (x, weight, bias, tile, residual, norm_weight)
         values, squares, total = triton.linear_add(*given)
-        return Undivided(values, squares, eps), total
+        return DeferredRMSNorm(values, squares, eps), total
 
-    def gated(x: Undivided, weight: Tensor, bias: Tensor) -> Tensor:
+    def gated(x: DeferredRMSNorm, weight: Tensor, bias: Tensor) -> Tensor:
         return triton.linear(x.values, weight, bias, tile, gated=True, squares=x.squares, eps=x.eps)
 
     for dtype in (torch.float32, torch.float16):
@@ -268,32 +268,28 @@ def test_linears_and_norms_after_them_in_a_graph(rows: int) -> None:
 def test_parts_of_a_linear_are_chosen_as_they_were_seen_to_be_faster(
     n: int, k: int, parts: int
 ) -> None:
-    assert [cublas.choose_parts(rows, n, k) for rows in (65, 96, 256)] == [parts] * 3
+    assert [tiles.choose_parts(rows, n, k, HOPPER) for rows in (65, 96, 256)] == [parts] * 3
     for rows in (0, 1, 64, 257, 8192):
-        assert cublas.choose_parts(rows, n, k) == 1
-    assert [cublas.adds(rows) for rows in (0, 64, 65, 256, 257, 8192)] == [False] * 4 + [True] * 2
+        assert tiles.choose_parts(rows, n, k, HOPPER) == 1
+    assert tiles.choose_parts(96, n, k, None) == 1
+    assert tiles.choose_parts(96, n, k, ADA) == 1
+    assert tiles.table_of(HOPPER).adds_from == tiles.table_of(ADA).adds_from == 257
 
 
 @pytest.mark.parametrize(
     ("rows", "n", "k", "gated"),
     [(1, 28672, 4096, True), (32, 4096, 14336, False), (64, 896, 4864, False)],
 )
-def test_shapes_of_the_table_have_a_tile(
-    rows: int, n: int, k: int, gated: bool, monkeypatch: pytest.MonkeyPatch, launch_device: str
-) -> None:
-    from engine_core.kernels.linear import triton
-
-    monkeypatch.setattr(triton, "fits", lambda device: True)
-    device = torch.device(launch_device)
-    assert triton.choose_tile(rows, n, k, gated, device) is not None
-    assert triton.choose_tile(rows, n, k + 4, gated, device) is None
-    assert triton.choose_tile(4096, n, k, gated, device) is None
+def test_shapes_of_the_table_have_a_tile(rows: int, n: int, k: int, gated: bool) -> None:
+    assert tiles.choose_tile(rows, n, k, gated, HOPPER) is not None
+    assert tiles.choose_tile(rows, n, k + 4, gated, HOPPER) is None
+    assert tiles.choose_tile(4096, n, k, gated, HOPPER) is None
+    for other in (None, ADA):
+        assert tiles.choose_tile(rows, n, k, gated, other) is None
 
 
-def test_every_tile_can_multiply_its_rows(launch_device: str) -> None:
-    from engine_core.kernels.linear import triton
-
-    for shapes in triton._TILES:
+def test_every_tile_can_multiply_its_rows() -> None:
+    for shapes in tiles.HOPPER.tiles:
         assert shapes.rows[1] == 1 or shapes.tile.mode != "vector"
         assert shapes.tile.prefetch % 8 == 0
         # Arrivals are counted a tile.
@@ -434,7 +430,9 @@ def test_gated_linear_on_hopper_leaves_what_it_does_not_fit(hopper: ModuleType) 
     ],
 )
 def test_the_gated_linear_on_hopper_is_used_where_it_was_seen_to_be_faster(
-    n: int, k: int, rows: tuple[int, ...], worse: tuple[int, ...], hopper: ModuleType
+    n: int, k: int, rows: tuple[int, ...], worse: tuple[int, ...]
 ) -> None:
     """The measurements are in benchmarks/notes/linears.md."""
-    assert [count for count in sorted(rows + worse) if hopper.wins(count, n, k, 132)] == [*rows]
+    assert [count for count in sorted(rows + worse) if tiles.hopper_wins(count, n, k, 132)] == [
+        *rows
+    ]

@@ -10,7 +10,7 @@ import torch
 from kernel_cases import TOLERANCE, by_complex_numbers, error, stored
 from torch import Tensor
 
-from engine_core.kernels import Undivided, linear_rotary_store
+from engine_core.kernels import DeferredRMSNorm, linear_rotary_store
 
 ROWS = 5
 SHAPES: list[dict[str, int]] = [
@@ -91,7 +91,7 @@ def test_makes_up_for_the_division_of_a_norm() -> None:
     case = Case(ROWS, torch.float32, False, **SHAPES[0])
     scale = torch.rand(ROWS, 1) + 0.5
     squares = (48 / scale**2 - 48 * 0.25).expand(ROWS, 2) / 2
-    x = Undivided(case.x / scale, squares, 0.25)
+    x = DeferredRMSNorm(case.x / scale, squares, 0.25)
     case.check(linear_rotary_store(x, case.weight, case.bias, *case.arguments()))
 
 

@@ -11,6 +11,19 @@ from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wa
 
 
 @triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """The activation of float32 values; "silu", "gelu_tanh" or "gelu"."""
+    if ACTIVATION == "silu":
+        y = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is sigmoid(2u); 2 * sqrt(2 / pi) = 1.5957691216.
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return y
+
+
+@triton.jit
 def _act_and_mul_kernel(
     out_ptr,
     x_ptr,
@@ -29,14 +42,8 @@ def _act_and_mul_kernel(
     wait(PDL)
     gate = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + SIZE + cols, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        y = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(u)) / 2 is sigmoid(2u); 2 * sqrt(2 / pi) = 1.5957691216.
-        y = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        y = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    tl.store(out_ptr + row * SIZE + cols, (y * up).to(out_ptr.dtype.element_ty), mask=mask)
+    y = activated(gate, ACTIVATION) * up
+    tl.store(out_ptr + row * SIZE + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def act_and_mul(x: Tensor, activation: str) -> Tensor:

@@ -1,32 +1,36 @@
-"""Linears, with the gated activation or the norm that may follow them."""
+"""Linears, with the activation or the norm that may follow them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine_core.kernels.linear import cublas, reference
-from engine_core.kernels.norm import rms_norm
+from engine_core.kernels.gpu import GPU, gpu_of
+from engine_core.kernels.kv_store import store_kv
+from engine_core.kernels.linear import cublas, reference, tiles
+from engine_core.kernels.linear.reference import Activation
+from engine_core.kernels.norm import layer_norm, rms_norm
 from engine_core.kernels.rotary_store import rotary_store
 
-if TYPE_CHECKING:
-    from engine_core.kernels.linear.triton import Tile
-
 __all__ = [
-    "Undivided",
+    "Activation",
+    "DeferredRMSNorm",
+    "adds_residual",
+    "has_gated_kernel",
+    "has_kernel",
     "linear",
     "linear_add",
     "linear_add_norm",
     "linear_rotary_store",
-    "takes_undivided",
 ]
+
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Undivided:
+class DeferredRMSNorm:
     """An RMSNorm's result that still lacks the division by the root mean square.
 
     The division commutes with a linear, which can make up for it: so the norm needs no launch.
@@ -44,16 +48,17 @@ class Undivided:
 
 
 def linear(
-    x: Tensor | Undivided,
+    x: Tensor | DeferredRMSNorm,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
     gated: bool = False,
+    activation: Activation | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """``x @ weight.T + bias``, or :func:`~engine_core.kernels.silu_and_mul` of it if ``gated``.
+    """``x @ weight.T + bias``, and its activation.
 
-    Rounded before silu_and_mul too. On a GPU, shapes for which a kernel was seen to beat cuBLAS
+    Rounded before the activation too. On a GPU, shapes for which a kernel was seen to beat cuBLAS
     take that kernel, which accumulates in float32: few rows of bfloat16 or float16, and on Hopper
     many rows if ``gated``.
 
@@ -61,9 +66,11 @@ def linear(
         x: ``[..., K]``, or what an RMSNorm gave without its division.
         weight: ``[N, K]``, x's dtype; if ``gated`` N is even, the gate's rows before those of up.
         bias: ``[N]``, or None.
-        gated: whether silu_and_mul follows.
+        gated: whether the first half of the columns is activated and multiplies the second.
+        activation: of the result, or of the gate, "silu" if it is None; "gelu_tanh" is the
+            approximation by tanh.
         batch_invariant: whether each row of the result must be the same, bit for bit, however many
-            rows there are. Only on a GPU, with a contiguous weight and no :class:`Undivided`.
+            rows there are. Only on a GPU, with a contiguous weight and no :class:`DeferredRMSNorm`.
 
     Returns:
         ``[..., N]``, or ``[..., N / 2]`` if ``gated``, x's dtype.
@@ -77,24 +84,20 @@ def linear(
     if gated and weight.shape[0] % 2:
         raise ValueError(f"linear: a gated weight must have an even N, got {tuple(weight.shape)}")
     if batch_invariant:
-        if squares is not None or not x.is_cuda or x.dtype != weight.dtype:
-            raise ValueError(
-                "linear: batch invariance takes x on a GPU in the weight's dtype and with its norm "
-                f"divided, got {x.dtype} on {x.device} and a weight of {weight.dtype}"
-            )
-        if not weight.is_contiguous() or weight.data_ptr() % 16:
-            raise ValueError(
-                "linear: batch invariance takes a contiguous weight that begins at a multiple of "
-                f"16 bytes, got strides {weight.stride()} at {weight.data_ptr():#x}"
-            )
+        _check_invariant("linear", x, weight, squares)
         from engine_core.kernels.linear.invariant import triton as invariant
 
         rows = x.reshape(-1, x.shape[-1])
         out = invariant.linear(
-            rows if rows.stride(-1) == 1 else rows.contiguous(), weight, bias, gated=gated
+            rows if rows.stride(-1) == 1 else rows.contiguous(),
+            weight,
+            bias,
+            gated=gated,
+            activation=activation,
         )
         return out.view(*x.shape[:-1], out.shape[-1])
-    if gated and squares is None and _hopper_wins(x, weight):
+    silu = activation in (None, "silu")
+    if gated and silu and squares is None and _hopper_wins(x, weight):
         from engine_core.kernels.linear.hopper import triton as hopper
 
         out = hopper.gated_linear(x.view(-1, x.shape[-1]), weight, bias)
@@ -104,9 +107,13 @@ def linear(
         from engine_core.kernels.linear import triton
 
         rows = x.reshape(-1, x.shape[-1])
-        out = triton.linear(rows, weight, bias, tile, gated=gated, squares=squares, eps=eps)
+        out = triton.linear(
+            rows, weight, bias, tile, gated=gated, activation=activation, squares=squares, eps=eps
+        )
         return out.view(*x.shape[:-1], out.shape[-1])
-    return reference.linear(x, weight, bias, gated=gated, squares=squares, eps=eps)
+    return reference.linear(
+        x, weight, bias, gated=gated, activation=activation, squares=squares, eps=eps
+    )
 
 
 def linear_add(
@@ -116,7 +123,7 @@ def linear_add(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
-) -> tuple[Undivided, Tensor]:
+) -> tuple[DeferredRMSNorm, Tensor]:
     """A linear, the addition of the residual and the RMSNorm that follow it; one launch on a GPU.
 
     The linear and the sum are rounded as they are by ops of their own; the norm's result is rounded
@@ -141,14 +148,14 @@ def linear_add(
     tile = _tile(x, weight, gated=False)
     if tile is None:
         values, squares, total = reference.linear_add(x, weight, bias, residual, norm_weight)
-        return Undivided(values, squares, eps), total
+        return DeferredRMSNorm(values, squares, eps), total
     from engine_core.kernels.linear import triton
 
     rows = x.reshape(-1, x.shape[-1])
     values, squares, total = triton.linear_add(
         rows, weight, bias, tile, residual.reshape(-1, shape[-1]), norm_weight
     )
-    return Undivided(values.view(shape), squares, eps), total.view(shape)
+    return DeferredRMSNorm(values.view(shape), squares, eps), total.view(shape)
 
 
 def linear_add_norm(
@@ -159,21 +166,25 @@ def linear_add_norm(
     norm_weight: Tensor,
     eps: float,
     *,
+    norm_bias: Tensor | None = None,
+    centred: bool = False,
     may_overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A linear, the addition of the residual and the RMSNorm that follow it, divided.
+    """A linear, the addition of the residual and the norm that follow it, divided.
 
     On a GPU, where that was seen to be faster, the norm adds up partial sums of the linear, or the
     linear adds the residual: then the sum of both is rounded once. Elsewhere the linear is rounded
-    before, too, as by an op of its own. The norm rounds as :func:`~engine_core.kernels.rms_norm`.
+    before, too, as by an op of its own. The norm rounds as one by itself.
 
     Args:
         x: ``[..., K]``.
         weight: ``[N, K]``, x's dtype.
         bias: ``[N]``, or None.
         residual: ``[..., N]``, x's dtype, the last dimension contiguous.
-        norm_weight: ``[N]``, of the RMSNorm, contiguous.
-        eps: of the RMSNorm.
+        norm_weight: ``[N]``, of the norm, contiguous.
+        eps: of the norm.
+        norm_bias: ``[N]``, of a LayerNorm, contiguous, or None.
+        centred: whether it is a LayerNorm, not an RMSNorm.
         may_overwrite: whether the sum may take the place of ``residual``, which is then returned.
 
     Returns:
@@ -184,34 +195,44 @@ def linear_add_norm(
     """
     _check_added("linear_add_norm", x, weight, bias, residual, norm_weight)
     n, k = weight.shape
-    dense = all(t is None or t.is_contiguous() for t in (x, weight, bias, norm_weight))
+    rows = x.numel() // k
+    dense = all(t is None or t.is_contiguous() for t in (x, weight, bias, norm_weight, norm_bias))
     if x.is_cuda and dense and _tile(x, weight, gated=False) is None:
-        rows = x.view(-1, k)
-        parts = _parts(rows, weight)
+        parts = 1
+        if x.dtype in _SIXTEEN_BITS:
+            parts = tiles.choose_parts(rows, n, k, gpu_of(x.device))
         if parts > 1:
             from engine_core.kernels.norm import triton as norm
 
-            partial = cublas.partial_sums(rows, weight, parts)
-            return norm.sum_add_norm(partial, bias, residual, norm_weight, eps)
+            partial = cublas.partial_sums(x.view(-1, k), weight, parts)
+            return norm.sum_add_norm(
+                partial, bias, residual, norm_weight, norm_bias, eps, centred=centred
+            )
         # Into another tensor cuBLAS would copy the residual first, and it adds no bias besides.
         in_place = may_overwrite and bias is None and residual.is_contiguous()
-        if in_place and cublas.adds(len(rows)):
-            residual.view(-1, n).addmm_(rows, weight.t())
+        if in_place and rows >= tiles.table_of(gpu_of(x.device)).adds_from:
+            residual.view(-1, n).addmm_(x.view(-1, k), weight.t())
+            if centred:
+                return layer_norm(residual, norm_weight, norm_bias, eps), residual
             return rms_norm(residual, norm_weight, eps), residual
-    return rms_norm(linear(x, weight, bias), norm_weight, eps, residual=residual)
+    product = linear(x, weight, bias)
+    if centred:
+        return layer_norm(product, norm_weight, norm_bias, eps, residual=residual)
+    return rms_norm(product, norm_weight, eps, residual=residual)
 
 
 def linear_rotary_store(
-    x: Tensor | Undivided,
+    x: Tensor | DeferredRMSNorm,
     weight: Tensor,
     bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
     *,
     interleaved: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """A linear to queries, keys and values, their rotation, and the storing of keys and values.
 
@@ -222,12 +243,13 @@ def linear_rotary_store(
         x: ``[..., K]`` of T rows, or what an RMSNorm gave without its division.
         weight: ``[(Hq + 2 Hk) * D, K]``, x's dtype: the rows of all queries, keys, then values.
         bias: ``[(Hq + 2 Hk) * D]``, or None.
-        cos: ``[T, half]``, or ``[S, T, half]`` for S sections; float32.
-        sin: cos' shape; float32.
+        cos: ``[T, half]``, or ``[S, T, half]`` for S sections; float32; None for no rotation.
+        sin: cos' shape; float32; None with it.
         k_cache: ``[num_blocks, block_size, Hk, D]``, written; last dimension contiguous.
         v_cache: likewise.
         slot_mapping: ``[T]`` int64; a token whose slot is negative is not stored.
         interleaved: how dimensions pair in the rotation.
+        batch_invariant: as of :func:`linear`.
 
     Returns:
         The rotated queries ``[T, Hq, D]``.
@@ -245,8 +267,17 @@ def linear_rotary_store(
             f"keys and values of {num_kv_heads} key heads of {head_dim}"
         )
     rows = values.reshape(-1, values.shape[-1])
-    tile = _tile(rows, weight, gated=False)
-    if tile is not None and _rotates_and_stores(rows, cos, sin, k_cache, v_cache, slot_mapping):
+    tile: tiles.Tile | None = None
+    if _rotates_and_stores(rows, cos, sin, k_cache, v_cache, slot_mapping):
+        if not batch_invariant:
+            tile = _tile(rows, weight, gated=False)
+        elif 0 < len(rows) <= tiles.few_rows_of_invariant(len(weight)):
+            _check_invariant("linear_rotary_store", rows, weight, squares)
+            from engine_core.kernels.linear.invariant import triton as invariant
+
+            size, _ = weight.shape
+            tile = invariant.few_rows_tile(len(rows), size, rows.shape[1], False, rows)
+    if tile is not None:
         from engine_core.kernels.linear import triton
 
         q = triton.linear(
@@ -258,8 +289,8 @@ def linear_rotary_store(
             squares=squares,
             eps=eps,
             stored=triton.Stored(
-                cos.contiguous(),
-                sin.contiguous(),
+                None if cos is None else cos.contiguous(),
+                None if sin is None else sin.contiguous(),
                 k_cache,
                 v_cache,
                 slot_mapping.contiguous(),
@@ -267,35 +298,73 @@ def linear_rotary_store(
             ),
         )
         return q.view(-1, num_heads, head_dim)
-    qkv = linear(x, weight, bias).view(-1, num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = qkv.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    rotary_store(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved=interleaved)
+    qkv = linear(x, weight, bias, batch_invariant=batch_invariant)
+    heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if cos is None or sin is None:
+        store_kv(k, v, k_cache, v_cache, slot_mapping)
+    else:
+        rotary_store(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved=interleaved)
     return q
 
 
-def takes_undivided(x: Tensor, before: Tensor, after: Tensor, *, gated: bool = False) -> bool:
-    """Whether the linears around a norm of ``x`` run as kernels that fuse it.
+def has_kernel(
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    gpu: GPU | None,
+    *,
+    gated: bool = False,
+    batch_invariant: bool = False,
+) -> bool:
+    """Whether a kernel that can fuse what follows takes a weight ``[n, k]`` of this dtype."""
+    if batch_invariant:
+        return gpu is not None and rows <= tiles.few_rows_of_invariant(n)
+    return dtype in _SIXTEEN_BITS and tiles.choose_tile(rows, n, k, gated, gpu) is not None
 
-    That is so for few rows of bfloat16 on a GPU; float16 could overflow without the division.
 
-    Args:
-        x: ``[..., H]``, the residual that the norm's input is added to.
-        before: ``[H, K]``, the weight of the linear whose result is normalised.
-        after: ``[N, H]``, that of the linear which takes what is normalised.
-        gated: whether that one is.
-    """
-    if not x.is_cuda or x.dtype != torch.bfloat16:
-        return False
-    rows = x.numel() // x.shape[-1]
+def has_gated_kernel(rows: int, n: int, k: int, gpu: GPU | None) -> bool:
+    """Whether the kernel for Hopper takes a gated weight ``[n, k]`` of 16 bits for many rows."""
     return (
-        _tile_of(rows, x, before, gated=False) is not None
-        and _tile_of(rows, x, after, gated) is not None
+        gpu is not None
+        and gpu.capability == (9, 0)
+        and k % 64 == 0
+        and n % 16 == 0
+        and tiles.hopper_wins(rows, n, k, gpu.num_multiprocessors)
     )
 
 
-def _taken_apart(x: Tensor | Undivided) -> tuple[Tensor, Tensor | None, float]:
+def adds_residual(
+    rows: int, n: int, k: int, dtype: torch.dtype, gpu: GPU | None, *, with_bias: bool
+) -> bool:
+    """Whether :func:`linear_add_norm` does more at once than the linear and the norm alone.
+
+    For many rows that is so if the residual may be overwritten.
+    """
+    if gpu is None or has_kernel(rows, n, k, dtype, gpu):
+        return False
+    if dtype in _SIXTEEN_BITS and tiles.choose_parts(rows, n, k, gpu) > 1:
+        return True
+    return not with_bias and rows >= tiles.table_of(gpu).adds_from
+
+
+def _taken_apart(x: Tensor | DeferredRMSNorm) -> tuple[Tensor, Tensor | None, float]:
     """Its values, and what they lack: squares, None if there is nothing to divide by, and eps."""
-    return (x.values, x.squares, x.eps) if isinstance(x, Undivided) else (x, None, 0.0)
+    return (x.values, x.squares, x.eps) if isinstance(x, DeferredRMSNorm) else (x, None, 0.0)
+
+
+def _check_invariant(op: str, x: Tensor, weight: Tensor, squares: Tensor | None) -> None:
+    if squares is not None or not x.is_cuda or x.dtype != weight.dtype:
+        raise ValueError(
+            f"{op}: batch invariance takes x on a GPU in the weight's dtype and with its norm "
+            f"divided, got {x.dtype} on {x.device} and a weight of {weight.dtype}"
+        )
+    if not weight.is_contiguous() or weight.data_ptr() % 16:
+        raise ValueError(
+            f"{op}: batch invariance takes a contiguous weight that begins at a multiple of "
+            f"16 bytes, got strides {weight.stride()} at {weight.data_ptr():#x}"
+        )
 
 
 def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -326,16 +395,26 @@ def _check_added(
 
 
 def _rotates_and_stores(
-    x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
 ) -> bool:
     """Whether a linear's kernel can: whole heads, by angles of one section, into like caches.
 
     What nothing takes is not among them, and is left to :func:`rotary_store` to refuse.
     """
     tokens, head_dim = len(x), k_cache.shape[-1]
+    angles = head_dim % 2 == 0
+    if cos is not None and sin is not None:
+        angles = (
+            cos.shape == sin.shape == (tokens, head_dim / 2)
+            and cos.dtype == sin.dtype == torch.float32
+        )
     return (
-        cos.shape == sin.shape == (tokens, head_dim / 2)
-        and cos.dtype == sin.dtype == torch.float32
+        angles
         and slot_mapping.shape == (tokens,)
         and slot_mapping.dtype == torch.int64
         and k_cache.shape == v_cache.shape
@@ -344,43 +423,29 @@ def _rotates_and_stores(
     )
 
 
-def _parts(x: Tensor, weight: Tensor) -> int:
-    """Parts of K in which ``x [M, K]``, on a GPU, is multiplied; 1 for a plain linear."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return 1
-    from engine_core.kernels.linear import triton
-
-    return cublas.choose_parts(len(x), *weight.shape) if triton.fits(x.device) else 1
-
-
 def _hopper_wins(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel for Hopper takes this gated linear, and was seen to be faster."""
+    n, k = weight.shape
     if not x.is_cuda or not x.is_contiguous():
         return False
-    from engine_core.kernels.launch.triton import num_multiprocessors, runs_gluon
+    if not has_gated_kernel(x.numel() // k, n, k, gpu_of(x.device)):
+        return False
+    from engine_core.kernels.launch.triton import runs_gluon
 
     if not runs_gluon(x.device):
         return False
     from engine_core.kernels.linear.hopper import triton as hopper
 
-    rows = x.view(-1, x.shape[-1])
-    n, k = weight.shape
-    return hopper.fits(rows, weight) and hopper.wins(len(rows), n, k, num_multiprocessors(x.device))
+    return hopper.fits(x.view(-1, k), weight)
 
 
-def _tile(x: Tensor, weight: Tensor, gated: bool) -> Tile | None:
+def _tile(x: Tensor, weight: Tensor, gated: bool) -> tiles.Tile | None:
     """How a kernel cuts this linear; None where none is used."""
     if not x.is_cuda or x.stride(-1) != 1:
         return None
-    return _tile_of(x.numel() // x.shape[-1], x, weight, gated)
-
-
-def _tile_of(rows: int, x: Tensor, weight: Tensor, gated: bool) -> Tile | None:
-    if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
+    if x.dtype not in _SIXTEEN_BITS or x.dtype != weight.dtype:
         return None
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return None
-    from engine_core.kernels.linear import triton
-
     n, k = weight.shape
-    return triton.choose_tile(rows, n, k, gated, x.device)
+    return tiles.choose_tile(x.numel() // x.shape[-1], n, k, gated, gpu_of(x.device))

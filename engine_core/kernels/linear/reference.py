@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_core.kernels.activation import silu_and_mul
+from engine_core.kernels.activation import gelu_and_mul, silu_and_mul
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+def activate(x: Tensor, gated: bool, activation: Activation | None) -> Tensor:
+    """The activation of ``x [..., N]``, or that of its first half times the second if ``gated``."""
+    approximate: Literal["tanh", "none"] = "tanh" if activation == "gelu_tanh" else "none"
+    if gated:
+        silu = activation in (None, "silu")
+        return silu_and_mul(x) if silu else gelu_and_mul(x, approximate)
+    if activation is None:
+        return x
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate=approximate)
 
 
 def linear(
@@ -15,17 +30,18 @@ def linear(
     bias: Tensor | None,
     *,
     gated: bool,
+    activation: Activation | None = None,
     squares: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """``x @ weight.T + bias``, and silu_and_mul of it if ``gated``; x divided if ``squares``."""
+    """``x @ weight.T + bias``, and its activation; x divided if ``squares``."""
     if squares is None:
         out = F.linear(x, weight, bias)
     else:
         inverse = torch.rsqrt(squares.sum(-1) / x.shape[-1] + eps).view(*x.shape[:-1], 1)
         out = F.linear(x.float(), weight.float()) * inverse
         out = (out if bias is None else out + bias.float()).to(x.dtype)
-    return silu_and_mul(out) if gated else out
+    return activate(out, gated, activation)
 
 
 def linear_add(

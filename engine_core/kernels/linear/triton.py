@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.activation.triton import activated
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -18,6 +18,7 @@ from engine_core.kernels.launch.triton import (
     prefetch_l2,
     wait,
 )
+from engine_core.kernels.linear.tiles import Tile
 
 
 @triton.jit
@@ -164,6 +165,7 @@ def _rotate_and_store(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    ROTATES: tl.constexpr,
 ):
     """Outputs of a qkv from ``first`` on, neighbours rotating together: q, or k and v, rotated.
 
@@ -176,9 +178,13 @@ def _rotate_and_store(
     in_head = pairs % (D // 2)
     a_dims = 2 * in_head if INTERLEAVED else in_head
     b_dims = a_dims + 1 if INTERLEAVED else in_head + D // 2
-    rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[None, :]
-    turned_a = tl.where(rotates, a * cos - b * sin, a).to(ELEMENT)
-    turned_b = tl.where(rotates, b * cos + a * sin, b).to(ELEMENT)
+    if ROTATES:
+        rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[None, :]
+        turned_a = tl.where(rotates, a * cos - b * sin, a).to(ELEMENT)
+        turned_b = tl.where(rotates, b * cos + a * sin, b).to(ELEMENT)
+    else:
+        turned_a = a.to(ELEMENT)
+        turned_b = b.to(ELEMENT)
     q_ptrs = q_ptr + (rows * NUM_HEADS)[:, None] * D + (heads * D)[None, :]
     mask = row_mask[:, None] & (heads < NUM_HEADS)[None, :]
     tl.store(q_ptrs + a_dims[None, :], turned_a, mask=mask)
@@ -246,6 +252,8 @@ def _linear_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    ROTATES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
     PRELOAD: tl.constexpr,
@@ -313,12 +321,15 @@ def _linear_kernel(
         residual = tl.load(residual_ptr + first_row * N + offsets, mask=mask, other=0.0)
     if NUM_HEADS:
         first = tile * BLOCK_N
-        cos_ptr += first_row * (HEAD_DIM // 2)
-        sin_ptr += first_row * (HEAD_DIM // 2)
         slots = tl.load(slots_ptr + first_row + rows, mask=row_mask, other=-1)
-        ROTATED_HEADS: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
-        cos = _load_angles(cos_ptr, first, rows, row_mask, ROTATED_HEADS, HEAD_DIM, BLOCK_N)
-        sin = _load_angles(sin_ptr, first, rows, row_mask, ROTATED_HEADS, HEAD_DIM, BLOCK_N)
+        cos = 0.0
+        sin = 0.0
+        if ROTATES:
+            cos_ptr += first_row * (HEAD_DIM // 2)
+            sin_ptr += first_row * (HEAD_DIM // 2)
+            ROTATED_HEADS: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
+            cos = _load_angles(cos_ptr, first, rows, row_mask, ROTATED_HEADS, HEAD_DIM, BLOCK_N)
+            sin = _load_angles(sin_ptr, first, rows, row_mask, ROTATED_HEADS, HEAD_DIM, BLOCK_N)
     acc = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
     up = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
     if PRELOAD:
@@ -383,13 +394,16 @@ def _linear_kernel(
             # Rounded where a linear followed by silu_and_mul rounds.
             up = _biased(up, bias_ptr, N + n, n_mask, HAS_BIAS)
             gate = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
-            acc = gate * tl.sigmoid(gate) * up.to(out_ptr.dtype.element_ty).to(tl.float32)
+            up = up.to(out_ptr.dtype.element_ty).to(tl.float32)
+            acc = activated(gate, ACTIVATION) * up
+        elif ACTIVATION is not None:
+            acc = activated(acc.to(out_ptr.dtype.element_ty).to(tl.float32), ACTIVATION)
         if NUM_HEADS:
             _rotate_and_store(
                 acc, cos, sin, slots, out_ptr, k_cache_ptr, v_cache_ptr, k_block_stride,
                 k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride, first,
                 rows, row_mask, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N,
-                INTERLEAVED,
+                INTERLEAVED, ROTATES,
             )  # fmt: skip
         else:
             tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -398,137 +412,6 @@ def _linear_kernel(
 # The first wave of programs prefetches: four on each multiprocessor of an H200. With all of them at
 # it a decode step of Llama 3 8B takes 4% longer.
 _PREFETCH_PROGRAMS = 528
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a linear is cut.
-
-    Attributes:
-        block_n: output columns of a program.
-        block_k: columns of the weight that it multiplies at a time.
-        splits: programs that share the columns of the weight.
-        mode: "wx" multiplies the weight by x (the matrix units of Hopper want 64 rows of the
-            first operand), "xw" x by the weight, "vector" without matrix units (one row).
-        num_warps: warps of a program.
-        num_stages: tiles in flight.
-        prefetch: columns of the weight brought to the L2 cache before x is waited for.
-        least_rows: rows that x is filled up to at least. From 64 on Hopper's matrix units read the
-            first operand from shared memory.
-        most_rows: rows of a program at most.
-    """
-
-    block_n: int
-    block_k: int
-    splits: int = 1
-    mode: str = "xw"
-    num_warps: int = 4
-    num_stages: int = 4
-    prefetch: int = 0
-    least_rows: int = 16
-    most_rows: int = 128
-
-
-@dataclass(frozen=True, slots=True)
-class _Shapes:
-    """Shapes for which a tile was seen to win; bounds are inclusive."""
-
-    gated: bool
-    rows: tuple[int, int]
-    n: tuple[int, int]
-    k: tuple[int, int]
-    tile: Tile
-
-
-# On an H200 in bfloat16. Above the tiles are the shapes that they were chosen at, and us of a chain
-# with cuBLAS and with a first tile: 8 layers of Llama 3 8B, or 24 of Qwen2 0.5B, at 1024 tokens,
-# and their heads, in a CUDA graph. Some tiles were replaced since by better ones in whole decode
-# steps in which the norms are fused.
-_TILES = (
-    # 28672x4096: 1 row 1331, 1296; 16 rows 1503, 1465; 32 rows 1746, 1705; 64 rows 1924, 1886;
-    # 128 rows 2485, 2450.
-    _Shapes(True, (1, 1), (8192, 1 << 20), (2048, 1 << 15), Tile(2, 1024, 1, "vector", 4, 3)),
-    _Shapes(True, (17, 32), (8192, 1 << 20), (2048, 1 << 15), Tile(64, 128, 1, "wx", 4, 4, 256)),
-    _Shapes(True, (2, 64), (8192, 1 << 20), (2048, 1 << 15), Tile(64, 128, 1, "wx", 4, 4)),
-    # One turn of 132 multiprocessors, where Hopper's kernel does not take them: 37888x3584 takes
-    # more, and 117 us where cuBLAS with an activation takes 79.
-    _Shapes(True, (65, 128), (16384, 33792), (2048, 1 << 15), Tile(128, 64, 1, "xw", 8, 4, 256)),
-    # 9728x896: 1 row 1002, 914; 16 rows 1119, 1020; 32 rows 1246, 1144; 64 rows 1357, 1273.
-    _Shapes(True, (1, 16), (4096, 1 << 20), (512, 2047), Tile(64, 128, 1, "wx", 4, 4)),
-    _Shapes(True, (17, 64), (4096, 1 << 20), (512, 2047), Tile(64, 64, 1, "wx", 4, 6, 256)),
-    # Alone cuBLAS is as fast, but with it the norm before needs a launch. ms of a decode step with
-    # cuBLAS and with this: 80 rows 1.207, 1.185; 96 rows 1.268, 1.241; 128 rows 1.378, 1.347; in
-    # two blocks of rows 160 rows 1.520, 1.680. 17920x1536 alone took twice cuBLAS's time.
-    _Shapes(True, (65, 128), (4096, 12288), (512, 1023), Tile(64, 64, 1, "wx", 8, 4, 256)),
-    # 128256x4096: 1 row 1237, 1224; 16 rows 1413, 1403; 32 rows 1646, 1631; 64 rows 1843, 1819.
-    _Shapes(False, (1, 1), (65536, 1 << 20), (2048, 8192), Tile(16, 256, 1, "vector", 4, 4, 512)),
-    _Shapes(False, (2, 32), (65536, 1 << 20), (2048, 8192), Tile(64, 128, 1, "wx", 4, 4, 256)),
-    _Shapes(False, (33, 64), (65536, 1 << 20), (2048, 8192), Tile(128, 64, 1, "wx", 4, 4)),
-    # 6144x4096: 1 row 1267, 1264; 16 rows 1444, 1438; 32 rows 1682, 1669; 64 rows 1862, 1855.
-    _Shapes(False, (1, 1), (5121, 8192), (2048, 8192), Tile(8, 512, 1, "vector", 4, 3, 512)),
-    _Shapes(False, (2, 16), (5121, 8192), (2048, 8192), Tile(64, 256, 1, "wx", 4, 3, 256)),
-    _Shapes(False, (17, 32), (5121, 8192), (2048, 8192), Tile(64, 256, 1, "wx", 4, 4, 256)),
-    _Shapes(False, (33, 64), (5121, 8192), (2048, 8192), Tile(64, 128, 1, "wx", 4, 4, 256)),
-    # 4096x14336: 1 row 1296, 1267; 4096x4096: 1264, 1237.
-    _Shapes(False, (1, 1), (2048, 5120), (2048, 8191), Tile(4, 1024, 1, "vector", 4, 3, 1024)),
-    _Shapes(False, (1, 1), (2048, 5120), (8192, 1 << 15), Tile(8, 512, 1, "vector", 4, 3, 512)),
-    # 4096x14336: 16 rows 1465, 1444; 32 rows 1705, 1682; 4096x4096: 1438, 1413; 1669, 1648.
-    _Shapes(False, (2, 32), (2048, 5120), (2048, 1 << 15), Tile(64, 256, 2, "wx", 4, 3, 256)),
-    # 4096x14336: 64 rows 1886, 1862; 4096x4096: 1855, 1843.
-    _Shapes(False, (33, 64), (2048, 5120), (8192, 1 << 15), Tile(64, 128, 2, "xw", 4, 4, 256)),
-    _Shapes(False, (33, 64), (2048, 5120), (2048, 8191), Tile(32, 256, 1, "xw", 4, 4, 512)),
-    # 896x4864: 1 row 914, 826; 16 rows 1020, 963; 32 rows 1144, 1095; 64 rows 1273, 1234.
-    _Shapes(False, (1, 1), (512, 2047), (2048, 1 << 15), Tile(4, 1024, 1, "vector", 4, 3)),
-    _Shapes(False, (2, 16), (512, 2047), (2048, 1 << 15), Tile(64, 128, 4, "wx", 4, 4, 256)),
-    _Shapes(False, (17, 32), (512, 2047), (2048, 1 << 15), Tile(64, 256, 4, "wx", 4, 3, 256)),
-    _Shapes(False, (33, 64), (512, 2047), (2048, 1 << 15), Tile(32, 256, 4, "xw", 4, 4, 512)),
-    # 1152x896: 1 row 826, 747; 16 rows 962, 934. 896x896: 16 rows 934, 919. For 1 row, and for 17
-    # and more, cuBLAS is as fast, but fuses no norm: with it 64 rows take 1223, without 1121.
-    _Shapes(False, (1, 1), (1024, 2047), (512, 2047), Tile(4, 1024, 1, "vector", 4, 3)),
-    _Shapes(False, (1, 1), (512, 1023), (512, 2047), Tile(8, 512, 1, "vector", 4, 3)),
-    _Shapes(False, (2, 64), (1024, 2047), (512, 2047), Tile(64, 128, 1, "wx", 4, 4, 256)),
-    _Shapes(False, (2, 16), (512, 1023), (512, 2047), Tile(64, 256, 2, "wx", 4, 3, 512)),
-    _Shapes(False, (17, 32), (512, 1023), (512, 2047), Tile(32, 128, 1, "xw", 8, 4, 256)),
-    _Shapes(False, (33, 64), (512, 1023), (512, 2047), Tile(16, 128, 1, "xw", 4, 4, 256)),
-    # Alone cuBLAS is as fast, but it is launched late and fuses nothing. ms of a decode step with
-    # it, with the first for 1152x896, which rotates and stores, and with both: 80 rows 1.355,
-    # 1.253, 1.186; 128 rows 1.518, 1.429, 1.370; 192 rows 1.807, 1.712, 1.676; 256 rows 2.054,
-    # 1.979, 1.942.
-    _Shapes(
-        False, (65, 96), (1024, 2047), (512, 1023), Tile(32, 128, 1, "xw", 4, 4, 256, most_rows=64)
-    ),
-    _Shapes(
-        False, (97, 256), (1024, 2047), (512, 1023), Tile(64, 128, 1, "wx", 4, 4, 256, most_rows=64)
-    ),
-    _Shapes(
-        False, (65, 256), (512, 1023), (512, 1023), Tile(32, 128, 1, "xw", 4, 4, 256, most_rows=64)
-    ),
-)
-# With more there is nothing to look for: prompts ask several times a layer.
-_MOST_ROWS = max(shapes.rows[1] for shapes in _TILES)
-
-
-def choose_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> Tile | None:
-    """The tile for ``rows`` of 16-bit values by a weight ``[n, k]``, or None where cuBLAS wins."""
-    if rows > _MOST_ROWS or k % 8 or not fits(device):
-        return None
-    for shapes in _TILES:
-        if shapes.gated == gated and all(
-            low <= size <= high
-            for size, (low, high) in ((rows, shapes.rows), (n, shapes.n), (k, shapes.k))
-        ):
-            return shapes.tile
-    return None
-
-
-@functools.cache
-def fits(device: torch.device) -> bool:
-    """Whether it is a GPU with the shared memory of the one that the tiles were chosen on."""
-    if device.type != "cuda":
-        return False
-    properties = torch.cuda.get_device_properties(device)
-    shared_memory: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return torch.version.hip is None and shared_memory >= 227 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,7 +436,7 @@ class Stored:
     """What a linear to queries, keys and values does besides: it rotates, and stores k and v.
 
     Attributes:
-        cos: ``[M, D / 2]`` float32, contiguous.
+        cos: ``[M, D / 2]`` float32, contiguous; None for no rotation.
         sin: likewise.
         k_cache: ``[num_blocks, block_size, Hk, D]``, written; last dimension contiguous.
         v_cache: likewise.
@@ -561,8 +444,8 @@ class Stored:
         interleaved: how dimensions pair in the rotation.
     """
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
     k_cache: Tensor
     v_cache: Tensor
     slot_mapping: Tensor
@@ -576,12 +459,16 @@ def linear(
     tile: Tile,
     *,
     gated: bool,
+    activation: str | None = None,
     squares: Tensor | None = None,
     eps: float = 0.0,
     added: Added | None = None,
     stored: Stored | None = None,
 ) -> Tensor:
     """``x [M, K]`` by ``weight [N, K]`` to ``[M, N]``, or ``[M, N / 2]`` if ``gated``.
+
+    ``activation`` is "silu", "gelu_tanh" or "gelu", of the gate if there is one, then "silu" if
+    None.
 
     K is a multiple of 8, x's rows are contiguous, the weight is, and starts at a multiple of 16
     bytes. With ``squares [M, parts]`` x is divided by the root of their mean plus ``eps``; with
@@ -651,6 +538,8 @@ def linear(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         INTERLEAVED=stored is not None and stored.interleaved,
+        ROTATES=stored is not None and stored.cos is not None,
+        ACTIVATION=activation or ("silu" if gated else None),
         EVEN_K=k % (tile.block_k * tile.splits) == 0,
         STAGES=tile.num_stages,
         # Its tiles are small enough to be kept in registers.

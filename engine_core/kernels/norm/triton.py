@@ -99,9 +99,16 @@ def norm(
 
 
 def sum_add_norm(
-    partial: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    partial: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    *,
+    centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of ``residual [..., H]``, ``bias [H]`` and ``partial [parts, rows, H]`` added up.
+    """Norm of ``residual [..., H]``, ``bias [H]`` and ``partial [parts, rows, H]`` added up.
 
     The sum is float32, the parts in their order first, and rounded once. Returns the result and
     that sum, both of residual's shape and dtype.
@@ -111,7 +118,7 @@ def sum_add_norm(
     if total.numel() == 0:
         return out, total
     residual = residual.reshape(1, *partial.shape[1:])
-    _launch(partial[:, None], bias, residual, weight, None, eps, out, total, centred=False)
+    _launch(partial[:, None], bias, residual, weight, norm_bias, eps, out, total, centred=centred)
     return out, total
 
 

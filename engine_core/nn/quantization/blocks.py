@@ -7,12 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine_core.nn.linear import Linear
+from engine_core.kernels import DeferredRMSNorm
+from engine_core.nn.linear import Linear, LinearMethod
 from engine_core.nn.packing import MatrixModule
 from engine_core.nn.quantization.int4 import GROUP_SIZE, Int4Matrix
 
 
-class BlockLinearMethod:
+class BlockLinearMethod(LinearMethod):
     """A weight ``scales * codes + minima`` in groups of 32, as the checkpoint stores it.
 
     Only the scales and minima change: they are rounded to bfloat16, as torch's kernel has them.
@@ -46,7 +47,8 @@ class BlockLinearMethod:
         matrix = Int4Matrix(codes, scales, minima + 8 * scales, layer.dtype)
         layer.set_packed(matrix, "qweight", "scales", "minima")
 
-    def apply(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, layer: Linear, x: Tensor | DeferredRMSNorm, bias: Tensor | None) -> Tensor:
         """``x @ weight.T + bias``."""
+        assert isinstance(x, Tensor), "it agrees to no norm without its division"
         assert layer.packed is not None, "the weights are packed after they are loaded"
         return layer.packed.multiply(x, bias)

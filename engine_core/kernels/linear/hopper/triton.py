@@ -252,37 +252,6 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-# What an activation by itself takes of the time of cuBLAS, times K: it reads and writes 3 values at
-# 4 TB/s where cuBLAS multiplies and adds 2 K at 700 TFLOP/s.
-_ACTIVATION = 262
-
-
-def wins(rows: int, n: int, k: int, programs: int) -> bool:
-    """Whether cuBLAS and an activation by itself are slower for a weight ``[n, k]``, as was seen.
-
-    It depends on how much of the last turn of the programs through the tiles has work, and on the
-    activation's share. Up to 256 rows the time is more that of reading the weight; 64 and fewer
-    have kernels of their own. us on H200s, cuBLAS and this: 28672x4096, 96 rows 68.1 and 64.7, 128
-    rows 72.8 and 65.9 (70.6 with a tile of :mod:`engine_core.kernels.linear.triton`), 192 rows 84.8
-    and 96.8, 256 rows 106.5 and 96.5, 512 rows 186 and 205, 1024 rows 371 and 362, 1536 rows 529
-    and 593, 4096 rows 1499 and 1453, 8192 rows 2951 and 2891; 17920x1536, 128 rows 22.3 and 19.9
-    (32.0), 256 rows 26.5 and 35.3, 8192 rows 748 and 690; 9728x896, 128 rows 10.0 and 11.2 (10.3),
-    256 rows 13.3 and 11.8, 512 rows 20.1 and 22.1, 1024 rows 36.5 and 34.0, 4096 rows 159 and 125.
-    """
-    if rows <= _ROWS.value:
-        return False
-    row_tiles = triton.cdiv(rows, 2 * _ROWS.value)
-    tiles = row_tiles * triton.cdiv(n, 2 * _COLS.value)
-    turns = triton.cdiv(tiles, programs)
-    busy = tiles / (turns * programs)
-    filled = rows / (row_tiles * 2 * _ROWS.value)
-    if row_tiles > 2:
-        return bool(busy * filled * (1 + _ACTIVATION / k) >= 0.99)
-    return bool(
-        filled >= (0.75 if row_tiles == 1 else 0.85) and busy > (0.5 if turns == 1 else 0.8)
-    )
-
-
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """silu_and_mul of ``x [M, K]`` by ``weight [2 N, K]``: ``[M, N]``.
 

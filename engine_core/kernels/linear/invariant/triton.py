@@ -17,20 +17,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine_core.kernels.activation import silu_and_mul
+from engine_core.kernels.gpu import gpu_of
 from engine_core.kernels.launch.triton import (
     launch_dependents,
     num_multiprocessors,
     pdl_options,
     wait,
 )
+from engine_core.kernels.linear import tiles
 from engine_core.kernels.linear import triton as few_rows
-from engine_core.kernels.linear.triton import Tile, choose_tile
-
-# Rows of x for which the kernel of few rows is faster. It reads the weight from memory once; where
-# the weight has few rows, that counts for less.
-_FEW_ROWS = 128
-_FEW_ROWS_OF_NARROW = 64
+from engine_core.kernels.linear.reference import Activation, activate
+from engine_core.kernels.linear.tiles import Tile
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_programs"])
@@ -102,16 +99,18 @@ def _block(rows: int, n: int) -> _Block:
     return _Block(64, 128, 64, 4, 5)
 
 
-def _few_rows_tile(rows: int, n: int, k: int, gated: bool, x: Tensor) -> Tile:
+def few_rows_tile(rows: int, n: int, k: int, gated: bool, x: Tensor) -> Tile:
     """A tile that does not split K, for any number of rows.
 
-    Chosen as those of :func:`choose_tile`, of which the ones that do not split are taken too.
+    Chosen as those of :func:`~engine_core.kernels.linear.tiles.choose_tile`, of which the ones that
+    do not split are taken too.
     """
     if x.dtype == torch.float32:
         return Tile(32, 32, num_stages=2)
-    if not few_rows.fits(x.device) or k % 8 or rows > _FEW_ROWS:
+    gpu = gpu_of(x.device)
+    if tiles.table_of(gpu) is tiles.PORTABLE or k % 8 or rows > 128:
         return Tile(64, 64, mode="wx", num_stages=3)
-    tile = choose_tile(max(rows, 2), n, k, gated, x.device)
+    tile = tiles.choose_tile(max(rows, 2), n, k, gated, gpu)
     if tile is not None and tile.splits == 1:
         return tile
     if gated and rows > 64:
@@ -143,8 +142,15 @@ def _has_tensor_maps(x: Tensor, n: int) -> bool:
     )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
-    """``x [M, K]`` by ``weight [N, K]`` to ``[M, N]``, or silu_and_mul of it if ``gated``.
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    gated: bool,
+    activation: Activation | None = None,
+) -> Tensor:
+    """``x [M, K]`` by ``weight [N, K]`` to ``[M, N]``, or ``[M, N / 2]`` if ``gated``; activated.
 
     The rows of x and of the weight are contiguous, and the weight begins at a multiple of 16 bytes.
     """
@@ -152,16 +158,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Te
     n, k = weight.shape
     if num_rows == 0:
         return x.new_empty((0, n // 2 if gated else n))
-    few = _FEW_ROWS if n > 2048 else _FEW_ROWS_OF_NARROW
-    if num_rows <= few or not _has_tensor_maps(x, n):
-        tile = _few_rows_tile(num_rows, n, k, gated, x)
-        return few_rows.linear(x, weight, bias, tile, gated=gated)
+    if num_rows <= tiles.few_rows_of_invariant(n) or not _has_tensor_maps(x, n):
+        tile = few_rows_tile(num_rows, n, k, gated, x)
+        return few_rows.linear(x, weight, bias, tile, gated=gated, activation=activation)
     block = _block(num_rows, n)
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(num_rows, block.m) * triton.cdiv(n, block.n)
+    blocks = triton.cdiv(num_rows, block.m) * triton.cdiv(n, block.n)
     # Of small tiles two fit on a multiprocessor.
     most = num_multiprocessors(x.device) * (1 if block.num_warps == 8 else 2)
-    programs = min(tiles, most)
+    programs = min(blocks, most)
     _matmul_kernel[(programs,)](
         TensorDescriptor.from_tensor(out, [block.m, block.n]),
         TensorDescriptor.from_tensor(x, [block.m, block.k]),
@@ -179,4 +184,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Te
         num_warps=block.num_warps,
         **pdl_options(x.device),
     )
-    return silu_and_mul(out) if gated else out
+    return activate(out, gated, activation)

@@ -1,0 +1,224 @@
+"""How linears are cut on each kind of GPU, and who multiplies how many rows: tables, no code.
+
+Another GPU gets a :class:`LinearTable` of its own in ``_TABLES``; without one it takes cuBLAS.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from engine_core.kernels.gpu import GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a linear is cut.
+
+    Attributes:
+        block_n: output columns of a program.
+        block_k: columns of the weight that it multiplies at a time.
+        splits: programs that share the columns of the weight.
+        mode: "wx" multiplies the weight by x (the matrix units of Hopper want 64 rows of the
+            first operand), "xw" x by the weight, "vector" without matrix units (one row).
+        num_warps: warps of a program.
+        num_stages: tiles in flight.
+        prefetch: columns of the weight brought to the L2 cache before x is waited for.
+        least_rows: rows that x is filled up to at least. From 64 on Hopper's matrix units read the
+            first operand from shared memory.
+        most_rows: rows of a program at most.
+    """
+
+    block_n: int
+    block_k: int
+    splits: int = 1
+    mode: str = "xw"
+    num_warps: int = 4
+    num_stages: int = 4
+    prefetch: int = 0
+    least_rows: int = 16
+    most_rows: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Shapes for which a tile was seen to win; bounds are inclusive."""
+
+    gated: bool
+    rows: tuple[int, int]
+    n: tuple[int, int]
+    k: tuple[int, int]
+    tile: Tile
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTable:
+    """Who multiplies what on one kind of GPU, as it was seen to be fastest.
+
+    Attributes:
+        tiles: shapes that take a kernel of ours.
+        parted_rows: rows for which cuBLAS multiplies parts of K, which the norm adds up.
+        parted_columns: the widest results for which it does.
+        adds_from: rows from which cuBLAS adds its product to the residual, where it may.
+        most_rows: rows beyond which no shape has a tile: prompts ask several times a layer.
+    """
+
+    tiles: tuple[Shapes, ...] = ()
+    parted_rows: range = range(0)
+    parted_columns: int = 0
+    adds_from: int = 257
+    most_rows: int = 0
+
+
+# On an H200 in bfloat16. Above the tiles are the shapes that they were chosen at, and us of a chain
+# with cuBLAS and with a first tile: 8 layers of Llama 3 8B, or 24 of Qwen2 0.5B, at 1024 tokens,
+# and their heads, in a CUDA graph. Some tiles were replaced since by better ones in whole decode
+# steps in which the norms are fused.
+_HOPPER_TILES = (
+    # 28672x4096: 1 row 1331, 1296; 16 rows 1503, 1465; 32 rows 1746, 1705; 64 rows 1924, 1886;
+    # 128 rows 2485, 2450.
+    Shapes(True, (1, 1), (8192, 1 << 20), (2048, 1 << 15), Tile(2, 1024, 1, "vector", 4, 3)),
+    Shapes(True, (17, 32), (8192, 1 << 20), (2048, 1 << 15), Tile(64, 128, 1, "wx", 4, 4, 256)),
+    Shapes(True, (2, 64), (8192, 1 << 20), (2048, 1 << 15), Tile(64, 128, 1, "wx", 4, 4)),
+    # One turn of 132 multiprocessors, where Hopper's kernel does not take them: 37888x3584 takes
+    # more, and 117 us where cuBLAS with an activation takes 79.
+    Shapes(True, (65, 128), (16384, 33792), (2048, 1 << 15), Tile(128, 64, 1, "xw", 8, 4, 256)),
+    # 9728x896: 1 row 1002, 914; 16 rows 1119, 1020; 32 rows 1246, 1144; 64 rows 1357, 1273.
+    Shapes(True, (1, 16), (4096, 1 << 20), (512, 2047), Tile(64, 128, 1, "wx", 4, 4)),
+    Shapes(True, (17, 64), (4096, 1 << 20), (512, 2047), Tile(64, 64, 1, "wx", 4, 6, 256)),
+    # Alone cuBLAS is as fast, but with it the norm before needs a launch. ms of a decode step with
+    # cuBLAS and with this: 80 rows 1.207, 1.185; 96 rows 1.268, 1.241; 128 rows 1.378, 1.347; in
+    # two blocks of rows 160 rows 1.520, 1.680. 17920x1536 alone took twice cuBLAS's time.
+    Shapes(True, (65, 128), (4096, 12288), (512, 1023), Tile(64, 64, 1, "wx", 8, 4, 256)),
+    # 128256x4096: 1 row 1237, 1224; 16 rows 1413, 1403; 32 rows 1646, 1631; 64 rows 1843, 1819.
+    Shapes(False, (1, 1), (65536, 1 << 20), (2048, 8192), Tile(16, 256, 1, "vector", 4, 4, 512)),
+    Shapes(False, (2, 32), (65536, 1 << 20), (2048, 8192), Tile(64, 128, 1, "wx", 4, 4, 256)),
+    Shapes(False, (33, 64), (65536, 1 << 20), (2048, 8192), Tile(128, 64, 1, "wx", 4, 4)),
+    # 6144x4096: 1 row 1267, 1264; 16 rows 1444, 1438; 32 rows 1682, 1669; 64 rows 1862, 1855.
+    Shapes(False, (1, 1), (5121, 8192), (2048, 8192), Tile(8, 512, 1, "vector", 4, 3, 512)),
+    Shapes(False, (2, 16), (5121, 8192), (2048, 8192), Tile(64, 256, 1, "wx", 4, 3, 256)),
+    Shapes(False, (17, 32), (5121, 8192), (2048, 8192), Tile(64, 256, 1, "wx", 4, 4, 256)),
+    Shapes(False, (33, 64), (5121, 8192), (2048, 8192), Tile(64, 128, 1, "wx", 4, 4, 256)),
+    # 4096x14336: 1 row 1296, 1267; 4096x4096: 1264, 1237.
+    Shapes(False, (1, 1), (2048, 5120), (2048, 8191), Tile(4, 1024, 1, "vector", 4, 3, 1024)),
+    Shapes(False, (1, 1), (2048, 5120), (8192, 1 << 15), Tile(8, 512, 1, "vector", 4, 3, 512)),
+    # 4096x14336: 16 rows 1465, 1444; 32 rows 1705, 1682; 4096x4096: 1438, 1413; 1669, 1648.
+    Shapes(False, (2, 32), (2048, 5120), (2048, 1 << 15), Tile(64, 256, 2, "wx", 4, 3, 256)),
+    # 4096x14336: 64 rows 1886, 1862; 4096x4096: 1855, 1843.
+    Shapes(False, (33, 64), (2048, 5120), (8192, 1 << 15), Tile(64, 128, 2, "xw", 4, 4, 256)),
+    Shapes(False, (33, 64), (2048, 5120), (2048, 8191), Tile(32, 256, 1, "xw", 4, 4, 512)),
+    # 896x4864: 1 row 914, 826; 16 rows 1020, 963; 32 rows 1144, 1095; 64 rows 1273, 1234.
+    Shapes(False, (1, 1), (512, 2047), (2048, 1 << 15), Tile(4, 1024, 1, "vector", 4, 3)),
+    Shapes(False, (2, 16), (512, 2047), (2048, 1 << 15), Tile(64, 128, 4, "wx", 4, 4, 256)),
+    Shapes(False, (17, 32), (512, 2047), (2048, 1 << 15), Tile(64, 256, 4, "wx", 4, 3, 256)),
+    Shapes(False, (33, 64), (512, 2047), (2048, 1 << 15), Tile(32, 256, 4, "xw", 4, 4, 512)),
+    # 1152x896: 1 row 826, 747; 16 rows 962, 934. 896x896: 16 rows 934, 919. For 1 row, and for 17
+    # and more, cuBLAS is as fast, but fuses no norm: with it 64 rows take 1223, without 1121.
+    Shapes(False, (1, 1), (1024, 2047), (512, 2047), Tile(4, 1024, 1, "vector", 4, 3)),
+    Shapes(False, (1, 1), (512, 1023), (512, 2047), Tile(8, 512, 1, "vector", 4, 3)),
+    Shapes(False, (2, 64), (1024, 2047), (512, 2047), Tile(64, 128, 1, "wx", 4, 4, 256)),
+    Shapes(False, (2, 16), (512, 1023), (512, 2047), Tile(64, 256, 2, "wx", 4, 3, 512)),
+    Shapes(False, (17, 32), (512, 1023), (512, 2047), Tile(32, 128, 1, "xw", 8, 4, 256)),
+    Shapes(False, (33, 64), (512, 1023), (512, 2047), Tile(16, 128, 1, "xw", 4, 4, 256)),
+    # Alone cuBLAS is as fast, but it is launched late and fuses nothing. ms of a decode step with
+    # it, with the first for 1152x896, which rotates and stores, and with both: 80 rows 1.355,
+    # 1.253, 1.186; 128 rows 1.518, 1.429, 1.370; 192 rows 1.807, 1.712, 1.676; 256 rows 2.054,
+    # 1.979, 1.942.
+    Shapes(
+        False, (65, 96), (1024, 2047), (512, 1023), Tile(32, 128, 1, "xw", 4, 4, 256, most_rows=64)
+    ),
+    Shapes(
+        False, (97, 256), (1024, 2047), (512, 1023), Tile(64, 128, 1, "wx", 4, 4, 256, most_rows=64)
+    ),
+    Shapes(
+        False, (65, 256), (512, 1023), (512, 1023), Tile(32, 128, 1, "xw", 4, 4, 256, most_rows=64)
+    ),
+)
+
+PORTABLE = LinearTable()
+# cuBLAS: fewer than 65 rows have kernels of ours. For more than 256, 896x4864 in parts still gains
+# (512 rows 10.8, 9.5 us) and 4096x4096 loses (320 rows 17.3, 18.6). No columns beyond 4096 were
+# seen. us of linear, addition and norm, and with the addition in the linear, at 4096 and 8192 rows:
+# 4096x4096 219, 200; 450, 417. 896x896 17.1, 15.3; 37.2, 32.1. 896x4864 54.0, 52.3; 126.6, 120.8.
+HOPPER = LinearTable(
+    _HOPPER_TILES,
+    parted_rows=range(65, 257),
+    parted_columns=4096,
+    most_rows=max(shapes.rows[1] for shapes in _HOPPER_TILES),
+)
+# By the least shared memory of a program that a table's tiles need, in bytes; the first that fits.
+_TABLES = ((227 * 1024, HOPPER), (0, PORTABLE))
+
+
+@functools.cache
+def table_of(gpu: GPU | None) -> LinearTable:
+    """The table of a kind of GPU; :data:`PORTABLE` for those that were not measured."""
+    if gpu is None:
+        return PORTABLE
+    return next(table for least, table in _TABLES if gpu.shared_memory >= least)
+
+
+def choose_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -> Tile | None:
+    """The tile for ``rows`` of 16-bit values by a weight ``[n, k]``, or None where cuBLAS wins."""
+    table = table_of(gpu)
+    if rows > table.most_rows or k % 8:
+        return None
+    for shapes in table.tiles:
+        if shapes.gated == gated and all(
+            low <= size <= high
+            for size, (low, high) in ((rows, shapes.rows), (n, shapes.n), (k, shapes.k))
+        ):
+            return shapes.tile
+    return None
+
+
+def choose_parts(rows: int, n: int, k: int, gpu: GPU | None) -> int:
+    """Parts to cut K into for cuBLAS and ``rows`` of 16 bits by ``[n, k]``; 1 to leave it whole.
+
+    us of a linear and of its parts without their sum, at 96 and 256 rows: 4096x4096 15.0, 11.7;
+    17.0, 15.2. 4096x14336 37.5, 32.1; 48.7, 43.9. 3584x3584 10.9, 9.6; 12.5, 12.5. 896x4864, in 4
+    parts, 8.7, 5.8 (in 2 parts 6.9); 10.4, 6.8. 1536x8960, in 4, 12.4, 9.9; 18.6, 12.9.
+    """
+    table = table_of(gpu)
+    parts = 4 if n <= 2048 and k >= 4 * n else 2
+    # Each part's rows begin at a multiple of 16 bytes, as cuBLAS's faster kernels want.
+    fits = rows in table.parted_rows and n <= table.parted_columns and k % (8 * parts) == 0
+    return parts if fits else 1
+
+
+def few_rows_of_invariant(n: int) -> int:
+    """Rows up to which the batch-invariant kernel is that of few rows, for N columns.
+
+    It reads the weight from memory once; where the weight has few rows, that counts for less.
+    """
+    return 128 if n > 2048 else 64
+
+
+# What an activation by itself takes of the time of cuBLAS, times K: it reads and writes 3 values at
+# 4 TB/s where cuBLAS multiplies and adds 2 K at 700 TFLOP/s.
+_ACTIVATION = 262
+
+
+def hopper_wins(rows: int, n: int, k: int, programs: int) -> bool:
+    """Whether cuBLAS and an activation by itself are slower for a gated weight ``[n, k]``.
+
+    It depends on how much of the last turn of the programs through the tiles of 128 rows and 256
+    columns has work, and on the activation's share. Up to 256 rows the time is more that of reading
+    the weight; 64 and fewer have kernels of their own. us on H200s, cuBLAS and this: 28672x4096, 96
+    rows 68.1 and 64.7, 128 rows 72.8 and 65.9 (70.6 with a tile of
+    :mod:`engine_core.kernels.linear.triton`), 192 rows 84.8 and 96.8, 256 rows 106.5 and 96.5, 512
+    rows 186 and 205, 1024 rows 371 and 362, 1536 rows 529 and 593, 4096 rows 1499 and 1453, 8192
+    rows 2951 and 2891; 17920x1536, 128 rows 22.3 and 19.9 (32.0), 256 rows 26.5 and 35.3, 8192 rows
+    748 and 690; 9728x896, 128 rows 10.0 and 11.2 (10.3), 256 rows 13.3 and 11.8, 512 rows 20.1 and
+    22.1, 1024 rows 36.5 and 34.0, 4096 rows 159 and 125.
+    """
+    if rows <= 64:
+        return False
+    row_tiles = -(-rows // 128)
+    tiles = row_tiles * -(-n // 256)
+    turns = -(-tiles // programs)
+    busy = tiles / (turns * programs)
+    filled = rows / (row_tiles * 128)
+    if row_tiles > 2:
+        return busy * filled * (1 + _ACTIVATION / k) >= 0.99
+    return filled >= (0.75 if row_tiles == 1 else 0.85) and busy > (0.5 if turns == 1 else 0.8)

@@ -1,0 +1,225 @@
+"""The operations that may follow a linear's product, as data.
+
+A block asks a linear for its product and an epilogue at once: ``layer(x, epilogue, *operands)``. If
+the linear's method fuses it, it does; otherwise :meth:`Epilogue.plain` composes it of the linear
+and of the modules that the epilogue names, which is right for every method, norm, rank count and
+device. The order is always: product, sum over the ranks, bias, residual, norm.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine_core.kernels import (
+    GPU,
+    DeferredRMSNorm,
+    gpu_of,
+    rotary_store,
+    rotary_store_is_fused,
+    store_kv,
+)
+from engine_core.nn.attention import KVCacheLayer
+from engine_core.nn.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from engine_core.nn.linear import Linear
+
+CosSin = tuple[Tensor, Tensor]
+
+
+class Call(NamedTuple):
+    """The part of a linear's call that may decide what is fused.
+
+    Attributes:
+        rows: tokens.
+        dtype: of x.
+        gpu: where it runs; None on a CPU and on other vendors' GPUs.
+    """
+
+    rows: int
+    dtype: torch.dtype
+    gpu: GPU | None
+
+    @classmethod
+    def of(cls, x: Tensor) -> Call:
+        """The call with ``x [..., K]``."""
+        return cls(x.numel() // x.shape[-1], x.dtype, gpu_of(x.device))
+
+
+class Epilogue(ABC):
+    """Something that follows a linear's product. Made once for a linear, not in every step."""
+
+    @abstractmethod
+    def plain(self, layer: Linear, x: Any, *operands: Any) -> Any:
+        """The result of ``layer(x)`` and of what follows it, by operations of their own."""
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Activated(Epilogue):
+    """An activation; no operands.
+
+    Attributes:
+        module: computes it from the product. Methods fuse it by its attributes ``activation`` and
+            ``gated``, where it has them.
+    """
+
+    module: nn.Module
+
+    def plain(self, layer: Linear, x: Tensor | DeferredRMSNorm) -> Tensor:
+        """``[..., K]`` to the activation of ``[..., N]``."""
+        out: Tensor = self.module(layer(x))
+        return out
+
+    def __str__(self) -> str:
+        return f"activation {type(self.module).__name__}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddNorm(Epilogue):
+    """The residual's addition, and the norm of the sum.
+
+    Operands: the residual ``[..., N]``, and whether the sum may take its place. The result is the
+    normalised sum and the sum.
+
+    Attributes:
+        norm: takes ``(x, residual)`` as :class:`RMSNorm` does.
+        before: normalises the product before it is added; None for no such norm.
+        deferred: whether the norm's division is left to the next linear: the first result is a
+            :class:`DeferredRMSNorm`. Asked for only where two linears agreed on it.
+    """
+
+    norm: nn.Module
+    before: nn.Module | None = None
+    deferred: bool = False
+
+    def plain(
+        self, layer: Linear, x: Tensor, residual: Tensor, may_overwrite: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of ``residual + layer(x)``, and that sum."""
+        del may_overwrite
+        return self.follow(layer(x), residual)
+
+    def follow(self, product: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of ``residual + product``, and that sum."""
+        if self.before is not None:
+            product = self.before(product)
+        normed, total = self.norm(product, residual)
+        return normed, total
+
+    def __str__(self) -> str:
+        before = "norm, " if self.before is not None else ""
+        return f"{before}residual and {type(self.norm).__name__}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotateStore(Epilogue):
+    """The way of queries, keys and values from their linear to attention.
+
+    Operands: cos and sin, or None for no rotation; the cache; ``slot_mapping [T]``. The result is
+    the queries ``[T, heads, D]``; keys and values are stored.
+
+    Attributes:
+        rotate: rotates q and k.
+        interleaved: how dimensions pair in the rotation.
+        q_norm: normalises each head of the queries; None for no norm, as for ``k_norm``.
+        k_norm: the same for the keys.
+    """
+
+    rotate: nn.Module
+    interleaved: bool
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+    def plain(
+        self,
+        layer: Any,
+        x: Tensor | DeferredRMSNorm,
+        cos_sin: CosSin | None,
+        cache: KVCacheLayer,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """``x [1, T, K]`` to the queries, by ``layer.split_qkv``."""
+        q: Tensor
+        q, k, v = layer.split_qkv(layer(x))
+        if cos_sin is None or not rotary_store_is_fused(q):
+            q, k = self._by_modules(q, k, cos_sin)
+            store_kv(k, v, *cache[:2], slot_mapping)
+            return q
+        q_norm, k_norm = self.q_norm, self.k_norm
+        rotary_store(
+            q,
+            k,
+            v,
+            *cos_sin,
+            *cache[:2],
+            slot_mapping,
+            q_weight=None if q_norm is None else q_norm.weight,
+            k_weight=None if k_norm is None else k_norm.weight,
+            eps=0.0 if q_norm is None else q_norm.eps,
+            interleaved=self.interleaved,
+        )
+        return q
+
+    def watched(
+        self, layer: Any, x: Tensor | DeferredRMSNorm, cos_sin: CosSin | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, not stored, by the modules alone, whose forward hooks are then run."""
+        q, k, v = layer.split_qkv(layer(x))
+        return *self._by_modules(q, k, cos_sin), v
+
+    def _by_modules(self, q: Tensor, k: Tensor, cos_sin: CosSin | None) -> tuple[Tensor, Tensor]:
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cos_sin is not None:
+            q, k = self.rotate(q, k, *cos_sin)
+        return q, k
+
+    def __str__(self) -> str:
+        return "rotation and storing" if self.q_norm is None else "norms, rotation and storing"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Divide(Epilogue):
+    """The division that the norm before a linear left to it; its x is a :class:`DeferredRMSNorm`.
+
+    Attributes:
+        then: the linear's own epilogue, which follows the division.
+    """
+
+    then: Epilogue
+
+    def plain(self, layer: Linear, x: DeferredRMSNorm, *operands: Any) -> Any:
+        """Nothing does it by itself: a linear that declines it is given a divided norm."""
+        raise TypeError(f"{type(layer.method).__name__} takes no norm whose division was left out")
+
+    def __str__(self) -> str:
+        return "the division of the norm before"
+
+
+@dataclass(frozen=True, slots=True)
+class Deferral:
+    """Two neighbouring linears, of which the second may make up for the division between them.
+
+    Attributes:
+        before: the linear that adds the residual.
+        leaving: its epilogue without the division.
+        after: the linear that takes what is normalised.
+        making_up: that one's epilogue after the division.
+    """
+
+    before: Linear
+    leaving: AddNorm
+    after: Linear
+    making_up: Divide
+
+    def declined(self, call: Call) -> str | None:
+        """Why one of the two does not do its part in such a call; None if both do."""
+        return self.before.declined(self.leaving, call) or self.after.declined(self.making_up, call)
