@@ -8,7 +8,15 @@ from engine_core.nn.attention import (
     alibi_slopes,
     cached_layers,
 )
-from engine_core.nn.blocks import MLP, Branch, DecoderLayer, GatedMLP, PreNormed, SelfAttention
+from engine_core.nn.blocks import (
+    MLP,
+    Branch,
+    DecoderLayer,
+    GatedMLP,
+    PreNormed,
+    SelfAttention,
+    link_layers,
+)
 from engine_core.nn.causal_lm import CausalLM
 from engine_core.nn.decoder import Decoder, RotaryCausalLM
 from engine_core.nn.embedding import Embedding, LMHead, build_embedding, build_lm_head
@@ -75,6 +83,7 @@ __all__ = [
     "build_rotary_embedding_from_config",
     "build_rowwise_linear",
     "cached_layers",
+    "link_layers",
     "load_stacked_weights",
     "load_weight",
     "rope_lengths",

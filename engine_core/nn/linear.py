@@ -133,9 +133,11 @@ class UnquantizedLinearMethod(LinearMethod):
             gated = bool(epilogue.module.gated)
             if has_kernel(*shape, gated=gated, batch_invariant=deterministic):
                 return None
-            wide = gated and activation == "silu" and call.dtype.itemsize == 2
-            if wide and not deterministic and has_gated_kernel(call.rows, n, k, call.gpu):
-                return None
+            if not deterministic and call.dtype.itemsize == 2:
+                if gated and activation == "silu" and has_gated_kernel(call.rows, n, k, call.gpu):
+                    return None
+                if not gated and activation == "gelu_tanh" and layer.bias is not None:
+                    return None  # cuBLAS has it
             return _NEEDS_CUBLAS
         if isinstance(epilogue, RotateStore):
             if epilogue.q_norm is not None:

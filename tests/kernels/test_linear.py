@@ -107,6 +107,62 @@ def test_kernel(
             assert error(got, expected) < TOLERANCE[dtype]
 
 
+ACTIVATIONS: list[tuple[str, bool]] = [
+    (activation, gated) for activation in ("silu", "gelu", "gelu_tanh") for gated in (False, True)
+]
+
+
+def activated(y: Tensor, activation: str, gated: bool) -> Tensor:
+    gate, up = y.chunk(2, dim=-1) if gated else (y, torch.ones_like(y))
+    if activation == "silu":
+        return gate * torch.sigmoid(gate) * up
+    if activation == "gelu":
+        return gate * (1 + torch.erf(gate / 2**0.5)) / 2 * up
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return gate * (1 + torch.tanh(inner)) / 2 * up
+
+
+@pytest.mark.parametrize(("activation", "gated"), ACTIVATIONS)
+def test_activations_are_the_formulas(activation: Any, gated: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, bias = case(3, 40, 96, dtype)
+        got = linear(x, weight, bias, gated=gated, activation=activation)
+        expected = activated(formula(x, weight, bias, False), activation, gated)
+        assert error(got, expected) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tile", [TILES[1], TILES[3], TILES[4]], ids=str)
+@pytest.mark.parametrize(("activation", "gated"), ACTIVATIONS)
+def test_kernel_activates(
+    activation: str, gated: bool, tile: dict[str, Any], launch_device: str
+) -> None:
+    from engine_core.kernels.linear import triton
+
+    rows = 1 if tile.get("mode") == "vector" else 3
+    x, weight, bias = case(rows, 40, 96, torch.float32, launch_device)
+    expected = activated(formula(x, weight, bias, False), activation, gated)
+    given = {"gated": gated, "activation": activation}
+    got = triton.linear(x, weight, bias, triton.Tile(**tile), **given)
+    assert error(got, expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("activation", "gated"), ACTIVATIONS)
+def test_activations_on_a_gpu(activation: Any, gated: bool, batch_invariant: bool) -> None:
+    for rows in (1, 32, 100, 300):
+        for n, k in ((9728, 896), (4096, 1024), (6144, 4096)):
+            x, weight, bias = case(rows, n, k, torch.bfloat16, "cuda")
+            x = x.contiguous()
+            for chosen in (None, bias):
+                options = {"gated": gated, "batch_invariant": batch_invariant}
+                got = linear(x, weight, chosen, activation=activation, **options)
+                product = formula(x, weight, chosen, False)
+                expected = activated(product, activation, gated)
+                assert error(got, expected) < 2 * TOLERANCE[torch.bfloat16]
+
+
 def check_norm_between(op_add: Any, op: Any, rows: int, device: str, dtype: torch.dtype) -> None:
     """A linear, the sum with the residual, an RMSNorm, and a gated linear, with one norm fused."""
     hidden, out = 48, 20
@@ -185,6 +241,14 @@ def check_linear_add_norm(
         mean = total.double().square().mean(-1, keepdim=True)
         divided = total.double() / (mean + 1e-5).sqrt() * norm_weight.double()
         assert error(normed, divided) < 2 * TOLERANCE[dtype]
+    normed, total = linear_add_norm(
+        *(x[None], weight, chosen, before, norm_weight, 1e-5), norm_bias=bias, centred=True
+    )
+    assert error(total[0], expected) < TOLERANCE[dtype]
+    centred = torch.nn.functional.layer_norm(
+        total.double(), (hidden,), norm_weight.double(), bias.double(), 1e-5
+    )
+    assert error(normed, centred) < 2 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

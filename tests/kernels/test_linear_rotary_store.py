@@ -46,6 +46,7 @@ class Case:
         kv_heads: int,
         head_dim: int,
         sections: int = 1,
+        rotates: bool = True,
     ) -> None:
         n, k, half = (heads + 2 * kv_heads) * head_dim, 48, head_dim // 2 // sections
         self.x = torch.randn(rows, k, device=device).to(dtype)
@@ -55,6 +56,9 @@ class Case:
         self.cos, self.sin = (
             (t if sections > 1 else t[0]).float() for t in (angles.cos(), angles.sin())
         )
+        if not rotates:
+            angles.zero_()
+        self.rotates = rotates
         self.slots = torch.randperm(4 * rows, device=device)[:rows]
         self.slots[1::3] = -1
         shape = (rows, 4, kv_heads, head_dim)
@@ -64,8 +68,9 @@ class Case:
         self.q, self.keys = (by_complex_numbers(x, angles, interleaved) for x in (q, keys))
         self.values = values
 
-    def arguments(self) -> tuple[Tensor, ...]:
-        return self.cos, self.sin, *self.caches, self.slots
+    def arguments(self) -> tuple[Any, ...]:
+        angles = (self.cos, self.sin) if self.rotates else (None, None)
+        return *angles, *self.caches, self.slots
 
     def check(self, q: Tensor) -> None:
         # Of two roundings, one after the other.
@@ -85,6 +90,11 @@ def test_is_the_formula(sections: int, dtype: torch.dtype, interleaved: bool) ->
     )
     assert got.shape == (ROWS, 4, 16)
     case.check(got)
+
+
+def test_stores_without_rotation() -> None:
+    case = Case(ROWS, torch.float32, False, rotates=False, **SHAPES[0])
+    case.check(linear_rotary_store(case.x, case.weight, case.bias, *case.arguments()))
 
 
 def test_makes_up_for_the_division_of_a_norm() -> None:
@@ -118,8 +128,10 @@ def test_kernel(
     # More than a program takes.
     rows = 1 if tile.mode == "vector" else 21
     # Not bfloat16: the interpreter's products of it are wrong.
-    for dtype in (torch.float32, torch.float16):
-        case = Case(rows, dtype, interleaved, launch_device, **shape)
+    for dtype, rotates in ((torch.float32, True), (torch.float16, True), (torch.float32, False)):
+        if not rotates and (interleaved or options is not TILES[1]):
+            continue
+        case = Case(rows, dtype, interleaved, launch_device, rotates=rotates, **shape)
         for _ in range(min(tile.splits, 2)):  # the second launch finds the counts of the first
             got = triton.linear(
                 case.x,
@@ -130,3 +142,32 @@ def test_kernel(
                 stored=triton.Stored(*case.arguments(), interleaved),
             )
             case.check(got)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (32, 8, 128)])
+def test_rows_do_not_depend_on_how_many_there_are(
+    heads: int, kv_heads: int, head_dim: int, interleaved: bool, rotates: bool
+) -> None:
+    """Bit for bit, whether one kernel does it all or the rotation has a kernel of its own."""
+    rows, n, k = 300, (heads + 2 * kv_heads) * head_dim, heads * head_dim
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+    weight, bias = (torch.randn(n, k, device="cuda") / k**0.5).bfloat16(), x.new_ones(n)
+    angles = 6 * torch.rand(rows, head_dim // 2, device="cuda")
+    slots = torch.arange(rows, device="cuda")
+
+    def run(part: slice) -> list[Tensor]:
+        caches = [x.new_zeros(rows, 1, kv_heads, head_dim) for _ in range(2)]
+        turns = (angles.cos()[part], angles.sin()[part]) if rotates else (None, None)
+        options = {"interleaved": interleaved, "batch_invariant": True}
+        q = linear_rotary_store(x[part], weight, bias, *turns, *caches, slots[part], **options)
+        return [q, caches[0][part, 0], caches[1][part, 0]]
+
+    every = run(slice(0, rows))
+    for first, count in ((0, 1), (7, 2), (40, 33), (100, 64), (3, 128)):
+        part = slice(first, first + count)
+        for got, expected in zip(run(part), every, strict=True):
+            assert torch.equal(got, expected[part])

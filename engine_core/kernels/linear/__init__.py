@@ -111,6 +111,9 @@ def linear(
             rows, weight, bias, tile, gated=gated, activation=activation, squares=squares, eps=eps
         )
         return out.view(*x.shape[:-1], out.shape[-1])
+    if squares is None and _cublas_activates(x, weight, bias, gated, activation):
+        out = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+        return out.view(*x.shape[:-1], out.shape[-1])
     return reference.linear(
         x, weight, bias, gated=gated, activation=activation, squares=squares, eps=eps
     )
@@ -437,6 +440,21 @@ def _hopper_wins(x: Tensor, weight: Tensor) -> bool:
     from engine_core.kernels.linear.hopper import triton as hopper
 
     return hopper.fits(x.view(-1, k), weight)
+
+
+def _cublas_activates(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, activation: Activation | None
+) -> bool:
+    """Whether cuBLAS activates what it multiplied: it does by "gelu_tanh", and adds a bias."""
+    return (
+        activation == "gelu_tanh"
+        and not gated
+        and bias is not None
+        and gpu_of(x.device) is not None
+        and x.dtype == weight.dtype
+        and x.dtype in _SIXTEEN_BITS
+        and x.numel() > 0
+    )
 
 
 def _tile(x: Tensor, weight: Tensor, gated: bool) -> tiles.Tile | None:

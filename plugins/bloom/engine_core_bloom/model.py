@@ -3,72 +3,36 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
 from engine_core.nn import (
+    MLP,
     CausalLM,
+    DecoderLayer,
     KVCacheLayer,
     LayerNorm,
     SelfAttention,
     Weights,
-    build_colwise_linear,
     build_embedding,
     build_lm_head,
-    build_rowwise_linear,
+    link_layers,
     load_stacked_weights,
 )
 from engine_core.step_context import AttentionMetadata, StepContextManager
 
 
-class BloomMLP(nn.Module):
-    """``down(gelu(up(x)))``, four times as wide within."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.dense_h_to_4h = build_colwise_linear(hidden_size, 4 * hidden_size, bias=True)
-        self.dense_4h_to_h = build_rowwise_linear(4 * hidden_size, hidden_size, bias=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[1, T, H]`` to ``[1, T, H]``."""
-        out: Tensor = self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(x), approximate="tanh"))
-        return out
-
-
-class BloomBlock(nn.Module):
+def _layer(config: HFConfig) -> DecoderLayer:
     """A decoder layer; its residuals branch off before the norms, or after them."""
-
-    def __init__(self, config: HFConfig) -> None:
-        super().__init__()
-        hidden_size, heads = config.hidden_size, config.num_attention_heads
-        self.input_layernorm = LayerNorm(hidden_size, config.layer_norm_epsilon)
-        self.self_attention = SelfAttention(
+    hidden_size, heads = config.hidden_size, config.num_attention_heads
+    return DecoderLayer(
+        SelfAttention(
             hidden_size, heads, heads, hidden_size // heads, qkv_bias=True, o_bias=True, alibi=True
-        )
-        self.post_attention_layernorm = LayerNorm(hidden_size, config.layer_norm_epsilon)
-        self.mlp = BloomMLP(hidden_size)
-        self.residual_after_norm = config.apply_residual_connection_post_layernorm
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        cache: KVCacheLayer,
-        attn_metadata: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
-        """``(x, residual)`` to the next layer's; their sum is the hidden state."""
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm(x, residual)
-        if self.residual_after_norm:
-            residual = x
-        x = self.self_attention(x, None, cache, attn_metadata)
-        x, residual = self.post_attention_layernorm(x, residual)
-        if self.residual_after_norm:
-            residual = x
-        return self.mlp(x), residual
+        ),
+        MLP(hidden_size, 4 * hidden_size, "gelu_pytorch_tanh", bias=True),
+        lambda: LayerNorm(hidden_size, config.layer_norm_epsilon),
+        residual_after_norm=config.apply_residual_connection_post_layernorm,
+    )
 
 
 class BloomForCausalLM(CausalLM):
@@ -84,7 +48,8 @@ class BloomForCausalLM(CausalLM):
         super().__init__()
         self.word_embeddings = build_embedding(config.vocab_size, config.hidden_size)
         self.word_embeddings_layernorm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.h = nn.ModuleList(BloomBlock(config) for _ in range(config.num_hidden_layers))
+        self.h = nn.ModuleList(_layer(config) for _ in range(config.num_hidden_layers))
+        link_layers(self.h)
         self.ln_f = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.lm_head = build_lm_head(
             config.hidden_size,
@@ -104,7 +69,7 @@ class BloomForCausalLM(CausalLM):
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         x, residual = self.word_embeddings_layernorm(x), None
         for block, cache in zip(self.h, past_key_values, strict=True):
-            x, residual = block(x, residual, cache, attn_metadata)
+            x, residual = block(x, residual, None, cache, attn_metadata)
         out: Tensor = self.ln_f(x, residual)[0]
         return out
 
@@ -114,6 +79,13 @@ class BloomForCausalLM(CausalLM):
             self,
             weights,
             # For each head its query, key and value rows stand together.
-            {"query_key_value": ("qkv_proj", "hgd"), "dense": ("o_proj", None)},
-            rename=lambda name: name.removeprefix("transformer."),
+            {
+                "query_key_value": ("qkv_proj", "hgd"),
+                "dense": ("o_proj", None),
+                "dense_h_to_4h": ("up_proj", None),
+                "dense_4h_to_h": ("down_proj", None),
+            },
+            rename=lambda name: name.removeprefix("transformer.").replace(
+                ".self_attention.", ".self_attn."
+            ),
         )

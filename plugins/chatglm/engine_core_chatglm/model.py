@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
 from engine_core.nn import (
+    MLP,
     CausalLM,
     CosSin,
     DecoderLayer,
@@ -27,11 +27,10 @@ from engine_core.nn import (
     RotaryEmbedding,
     SelfAttention,
     Weights,
-    build_colwise_linear,
-    build_down_linear,
     build_embedding,
     build_lm_head,
     build_rotary_embedding,
+    link_layers,
     load_stacked_weights,
 )
 from engine_core.step_context import AttentionMetadata, StepContext, StepContextManager
@@ -62,6 +61,7 @@ class _ChatGLM(CausalLM):
         super().__init__()
         self.word_embeddings = build_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
+        link_layers(layers)
         self.final_layernorm = norm
         self.rotary_emb = rotary_emb
         self.lm_head = build_lm_head(config.hidden_size, config.vocab_size)
@@ -141,20 +141,6 @@ class NormedResidualLayer(nn.Module):
         return x * self.alpha + self.mlp(x), None
 
 
-class GeluMLP(nn.Module):
-    """``down(gelu(up(x)))`` with biases and the tanh form of GELU."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.up_proj = build_colwise_linear(hidden_size, intermediate_size, bias=True)
-        self.down_proj = build_down_linear(intermediate_size, hidden_size, bias=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[1, T, H]`` to ``[1, T, H]``."""
-        out: Tensor = self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
-        return out
-
-
 class ChatGLM1ForConditionalGeneration(_ChatGLM):
     """ChatGLM-6B, with its language-model head."""
 
@@ -173,7 +159,7 @@ class ChatGLM1ForConditionalGeneration(_ChatGLM):
             attention = SelfAttention(
                 config.hidden_size, heads, heads, config.head_dim, qkv_bias=True, o_bias=True
             )
-            mlp = GeluMLP(config.hidden_size, config.inner_hidden_size)
+            mlp = MLP(config.hidden_size, config.inner_hidden_size, "gelu_pytorch_tanh", bias=True)
             # The original's blocks assume 28 layers, whatever the config says.
             return NormedResidualLayer(attention, mlp, norm, alpha=(2 * 28) ** 0.5)
 
