@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from engine_core.check.report import (
     CheckReport,
     Code,
     Comparison,
+    FusionInfo,
     MemoryInfo,
     ModelInfo,
     PluginInfo,
@@ -52,7 +54,9 @@ from engine_core.errors import (
     RequestError,
     WeightsMismatchError,
 )
+from engine_core.kernels import GPU, gpu_of
 from engine_core.nn.attention import cached_layers
+from engine_core.nn.fusions import fusions
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
@@ -84,6 +88,7 @@ def check_model(
     gpu: str | None = None,
     deep: bool = False,
     against: str | Path | None = None,
+    list_fusions: bool = False,
 ) -> CheckReport:
     """Find out whether a model will run, without loading it and without its GPU.
 
@@ -98,6 +103,7 @@ def check_model(
         deep: also look for weights that are not finite, then load it in float32 and compare it,
             layer by layer, with transformers' class for it.
         against: the same, but with the golden outputs in this file.
+        list_fusions: also list which operations are fused with which linears on its device.
 
     Raises:
         ConfigError: an argument is wrong: the GPU is not known, ``against`` cannot be read, or two
@@ -112,6 +118,8 @@ def check_model(
     golden = None if against is None else Golden.read(Path(against))
     check = _Check(str(path), config or EngineConfig(), memory, named)
     check.run()
+    if list_fusions:
+        check.ask_fusions()
     if deep or golden is not None:
         check.compare(golden)
     return check.report(time.perf_counter() - start)
@@ -139,6 +147,7 @@ class _Check:
     memory_info: MemoryInfo | None = None
     comparison: Comparison | None = None
     comparison_asked: bool = False
+    fusions: tuple[FusionInfo, ...] | None = None
 
     def run(self) -> None:
         """Go through start-up; a step whose inputs are missing is left out."""
@@ -439,6 +448,20 @@ class _Check:
                 total=total,
             )
 
+    def ask_fusions(self) -> None:
+        """Ask the linears of the model, if it was built, what they fuse on the device."""
+        if self.network is None or self.dtype is None:
+            return
+        gpu = None
+        if self.gpu is not None:
+            gpu = GPU.of_capability(self.gpu.capability)
+        elif self.device is not None:
+            gpu = gpu_of(self.device)
+        self.fusions = tuple(
+            FusionInfo(**dataclasses.asdict(fusion))
+            for fusion in fusions(self.network, gpu, getattr(torch, self.dtype))
+        )
+
     def compare(self, golden: Golden | None) -> None:
         """Load the model and compare it with ``golden``, or with transformers if it is None.
 
@@ -511,6 +534,7 @@ class _Check:
             tokenizer=self._tokenizer_info(),
             memory=self.memory_info,
             comparison=self.comparison,
+            fusions=self.fusions,
             plugins=tuple(
                 PluginInfo(
                     name=report.name,

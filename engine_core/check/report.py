@@ -184,6 +184,16 @@ class MemoryInfo(_Model):
     groups: tuple[CacheGroupInfo, ...]
 
 
+class FusionInfo(_Model):
+    """An epilogue of a linear, and for how many rows it is fused; see ``nn/epilogue.py``."""
+
+    layers: str = Field(description="The layers that are alike, as model.layers.0-27.")
+    linear: str = Field(description="The linear; two for what neighbours agree on.")
+    epilogue: str = Field(description="The operations that follow its product.")
+    rows: str = Field(description="Tokens in a step for which it is fused; empty for none.")
+    reason: str | None = Field(description="Why it is not for others; null if it always is.")
+
+
 class Difference(_Model):
     """How far one part of the forward pass is from the reference."""
 
@@ -240,6 +250,9 @@ class CheckReport(_Model):
     tokenizer: TokenizerInfo | None
     memory: MemoryInfo | None
     comparison: Comparison | None
+    fusions: tuple[FusionInfo, ...] | None = Field(
+        default=None, description="Only if they were asked for and the model was built."
+    )
     plugins: tuple[PluginInfo, ...]
     seconds: float = Field(description="How long the check took.")
 

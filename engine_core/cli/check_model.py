@@ -95,10 +95,24 @@ def _comparison_lines(report: CheckReport) -> list[str]:
     return lines
 
 
+def _fusion_lines(report: CheckReport) -> list[str]:
+    if report.fusions is None:
+        return []
+    lines, layers = [f"fused on {report.device}, by tokens in a step:"], ""
+    for fusion in report.fusions:
+        if fusion.layers != layers:
+            layers = fusion.layers
+            lines.append(f"  {layers}")
+        why = "" if fusion.reason is None else f" (else {fusion.reason})"
+        lines.append(f"    {fusion.linear}: {fusion.epilogue}: {fusion.rows or 'never'}{why}")
+    return lines
+
+
 def _lines(report: CheckReport) -> list[str]:
     rows = _rows(report)
     width = max(map(len, rows))
     lines = [f"{title:<{width}}  {text}" for title, text in rows.items()]
+    lines += _fusion_lines(report)
     lines += _comparison_lines(report)
     for problem in report.problems:
         lines.append(f"{_MARKS[problem.severity]} {problem.code}: {problem.message}")
@@ -131,6 +145,10 @@ def check_model(
         Path | None,
         typer.Option(metavar="FILE", help="Load it and compare it with golden outputs."),
     ] = None,
+    fusions: Annotated[
+        bool,
+        typer.Option("--fusions", help="List what is fused with each linear on its device."),
+    ] = False,
     **options: Any,
 ) -> None:
     """Say whether a model will run, from its files' headers, and what is wrong if not.
@@ -147,7 +165,15 @@ def check_model(
     from engine_core.check import check_model as check
 
     try:
-        report = check(model, config, memory=budget, gpu=gpu, deep=deep, against=against)
+        report = check(
+            model,
+            config,
+            memory=budget,
+            gpu=gpu,
+            deep=deep,
+            against=against,
+            list_fusions=fusions,
+        )
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     print(report.to_json() if as_json else "\n".join(_lines(report)))

@@ -506,3 +506,17 @@ def test_wrong_usage(model: Model, arguments: list[str], message: str) -> None:
     result = runner.invoke(app, ["check-model", str(model), *arguments])
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_fusions_are_listed_for_a_named_gpu() -> None:
+    settings = EngineConfig(skip_tokenizer_init=True, dtype="bfloat16")
+    report = check_model(GOLDEN / "qwen3-tiny", settings, gpu="H200", list_fusions=True)
+    assert report.fusions is not None
+    named = {fusion.linear: fusion for fusion in report.fusions if "layers.0" in fusion.layers}
+    assert "whole heads" in str(named["self_attn.qkv_proj"].reason)
+    assert named["self_attn.o_proj"].epilogue == "residual and RMSNorm"
+    assert check_model(GOLDEN / "qwen3-tiny", settings, gpu="H200").fusions is None
+    command = ["check-model", str(GOLDEN / "qwen3-tiny"), "--fusions", "--skip-tokenizer-init"]
+    result = runner.invoke(app, [*command, "--device", "cpu"])
+    assert result.exit_code == 0
+    assert re.search(r"self_attn.qkv_proj: norms, rotation and storing: never", result.output)

@@ -1,0 +1,299 @@
+"""Which operations a decoder layer asks for, with kernels that fuse and without; on a CPU.
+
+A GPU is pretended: the methods of the linears are told of an H200, and the operations compute as
+their references do. So the operations that a step on a GPU launches are counted without one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine_core.kernels import GPU
+from engine_core.nn import MLP, DecoderLayer, GatedMLP, LayerNorm, RMSNorm, SelfAttention
+from engine_core.nn.blocks import agree, link_layers
+from engine_core.nn.epilogue import Activated, AddNorm, Call, Epilogue, RotateStore
+from engine_core.nn.fusions import fusions
+from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
+from engine_core.step_context import AttentionMetadata, BuildContext, GroupMetadata, building
+
+H200 = GPU.of_capability((9, 0))
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 896, 14, 2, 64, 4864
+OPERATIONS = {
+    "linear": ("linear", "linear_add", "linear_add_norm", "linear_rotary_store"),
+    "epilogue": ("rotary_store", "store_kv"),
+    "norm": ("rms_norm", "layer_norm"),
+    "activation": ("silu_and_mul", "gelu_and_mul"),
+    "attention": ("paged_attention", "store_kv"),
+}
+
+
+def llama(**options: Any) -> DecoderLayer:
+    attention = SelfAttention(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, **options)
+    mlp = GatedMLP(HIDDEN, INTERMEDIATE)
+    return DecoderLayer(attention, mlp, lambda: RMSNorm(HIDDEN, 1e-5))
+
+
+def bloom(hidden: int = HIDDEN, **options: Any) -> DecoderLayer:
+    heads = hidden // HEAD_DIM
+    attention = SelfAttention(
+        hidden, heads, heads, HEAD_DIM, qkv_bias=True, o_bias=True, alibi=True
+    )
+    mlp = MLP(hidden, 4 * hidden, "gelu_pytorch_tanh", bias=True)
+    return DecoderLayer(attention, mlp, lambda: LayerNorm(hidden, 1e-5), **options)
+
+
+FAMILIES: dict[str, Callable[[], DecoderLayer]] = {
+    "llama": llama,
+    "qwen2": functools.partial(llama, qkv_bias=True),
+    "qwen3": functools.partial(llama, qk_norm_eps=1e-5),
+    "biases": functools.partial(llama, qkv_bias=True, o_bias=True),
+    "bloom": bloom,
+    "bloom after norm": functools.partial(bloom, residual_after_norm=True),
+}
+
+
+def stack(family: str, count: int = 3) -> list[DecoderLayer]:
+    """Linked layers with random numbers, the same whenever it is called."""
+    with building(BuildContext(dtype=torch.bfloat16, device=torch.device("cpu"))):
+        layers = [FAMILIES[family]() for _ in range(count)]
+    generator = torch.Generator().manual_seed(0)
+    for layer in layers:
+        for name, param in layer.named_parameters():
+            values = torch.randn(param.shape, generator=generator)
+            near_one = "norm" in name and "weight" in name
+            param.data.copy_(1 + 0.2 * values if near_one else values / param.shape[-1] ** 0.5)
+    link_layers(layers)
+    return layers
+
+
+def run(layers: list[DecoderLayer], rows: int) -> Tensor:
+    """The residual stream after the last layer, ``[rows, HIDDEN]`` float32."""
+    generator = torch.Generator().manual_seed(rows)
+    x: Any = torch.randn(1, rows, HIDDEN, generator=generator).bfloat16()
+    angles = torch.rand(rows, HEAD_DIM // 2, generator=generator)
+    metadata = AttentionMetadata(
+        query_start=torch.arange(rows + 1, dtype=torch.int32),
+        kv_lens=torch.ones(rows, dtype=torch.int32),
+        max_query_len=1,
+        max_kv_len=16,
+        num_decode_rows=rows,
+        groups=(
+            GroupMetadata(torch.arange(rows, dtype=torch.int32)[:, None], 16 * torch.arange(rows)),
+        ),
+    )
+    residual = None
+    for layer in layers:
+        attention: Any = layer.self_attn
+        shape = (rows, 16, attention.qkv_proj.num_kv_heads, HEAD_DIM)
+        cache = (torch.zeros(shape).bfloat16(), torch.zeros(shape).bfloat16())
+        turns = None if attention.attend.slopes is not None else (angles.cos(), angles.sin())
+        x, residual = layer(x, residual, turns, cache, metadata)
+    assert residual is not None
+    total: Tensor = (x + residual)[0].float()
+    return total
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("epilogue", "blocks"):
+        monkeypatch.setattr(f"engine_core.nn.{module}.gpu_of", lambda device: H200)
+
+
+@pytest.fixture
+def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the operations, as they are called; of one inside another only the outer's."""
+    called: list[str] = []
+    depth = [0]
+
+    def counted(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            activated = kwargs.get("gated") or kwargs.get("activation")
+            if not depth[0]:
+                called.append(name + "[activated]" * bool(activated))
+            depth[0] += 1
+            try:
+                return operation(*args, **kwargs)
+            finally:
+                depth[0] -= 1
+
+        return call
+
+    for place, names in OPERATIONS.items():
+        module = importlib.import_module(f"engine_core.nn.{place}")
+        for name in names:
+            monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    return called
+
+
+# A layer in the middle of a stack.
+FEW = ["linear_rotary_store", "paged_attention", "linear_add", "linear[activated]", "linear_add"]
+NORMED = ["linear", "rotary_store", *FEW[1:]]
+MANY = [
+    *("linear", "rotary_store", "paged_attention"),
+    *("linear_add_norm", "linear", "silu_and_mul", "linear_add_norm"),
+]
+BLOOM = [
+    *("linear", "store_kv", "paged_attention", "linear", "layer_norm"),
+    *("linear[activated]", "linear_add_norm"),
+]
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(
+    ("family", "rows", "expected"),
+    [
+        ("llama", 1, FEW),
+        ("llama", 32, FEW),
+        ("llama", 96, [*FEW[:4], "linear_add_norm"]),
+        ("llama", 300, MANY),
+        ("qwen2", 32, FEW),
+        ("qwen3", 32, NORMED),
+        ("biases", 32, FEW),
+        ("bloom", 96, BLOOM),
+    ],
+)
+def test_operations_of_a_layer_on_a_gpu(
+    family: str, rows: int, expected: list[str], operations: list[str]
+) -> None:
+    layers = stack(family)
+    agree(nn.ModuleList(layers), torch.device("cpu"))
+    run(layers, rows)
+    starts = [i for i, name in enumerate(operations) if name == "paged_attention"]
+    # From one attention to the next, turned so that the layer comes first.
+    between = operations[starts[1] : starts[2]]
+    turn = expected.index("paged_attention")
+    assert between == expected[turn:] + expected[:turn]
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("rows", [1, 96, 300])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_is_as_plain(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = stack(family)
+    agree(nn.ModuleList(fused), torch.device("cpu"))
+    got = run(fused, rows)
+    watched = stack(family)
+    seen: list[str] = []
+    for layer in watched:
+        layer.o = layer.self_attn.o_proj.register_forward_hook(
+            lambda module, args, output: seen.append(type(output).__name__)
+        )
+    plain = run(watched, rows)
+    assert seen == ["Tensor"] * len(watched)
+    assert float((got - plain).norm() / plain.norm()) < 0.02
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_hook_turns_fusions_off_and_its_removal_on_again(operations: list[str]) -> None:
+    layers = stack("llama")
+    agree(nn.ModuleList(layers), torch.device("cpu"))
+    run(layers, 3)
+    fused = list(operations)
+    handle = layers[1].mlp.act.register_forward_hook(lambda module, args, output: None)
+    operations.clear()
+    run(layers, 3)
+    assert "silu_and_mul" in operations
+    assert "rms_norm" in operations
+    handle.remove()
+    operations.clear()
+    run(layers, 3)
+    assert operations == fused
+
+
+def context(**options: Any) -> BuildContext:
+    return BuildContext(dtype=torch.bfloat16, device=torch.device("meta"), **options)
+
+
+def declined(linear: Linear, epilogue: Epilogue, rows: int) -> str | None:
+    return linear.declined(epilogue, Call(rows, torch.bfloat16, H200))
+
+
+def test_what_does_not_agree_says_why() -> None:
+    with building(context()):
+        plain = llama()
+    attention: Any = plain.self_attn
+    add = AddNorm(plain.input_layernorm)
+    assert declined(attention.o_proj, AddNorm(add.norm, deferred=True), 8) is None
+    assert declined(attention.o_proj, AddNorm(add.norm, deferred=True), 4096) is not None
+    centred = AddNorm(LayerNorm(HIDDEN), deferred=True)
+    assert "LayerNorm" in str(declined(attention.o_proj, centred, 8))
+    assert "norm of its own" in str(declined(attention.o_proj, AddNorm(add.norm, add.norm), 96))
+    assert "not an activation" in str(declined(attention.o_proj, Activated(nn.Tanh()), 8))
+    assert "device" in str(attention.o_proj.declined(add, Call(8, torch.bfloat16, None)))
+    with building(context(deterministic=True)):
+        invariant = llama()
+    attention = invariant.self_attn
+    assert "batch-invariant" in str(declined(attention.o_proj, add, 96))
+    storing = RotateStore(attention.rotate, False, None, None)
+    assert declined(attention.qkv_proj, storing, 8) is None
+    with building(context(tp_size=2)):
+        split = llama()
+    attention = split.self_attn
+    assert "ranks" in str(declined(attention.o_proj, add, 96))
+
+
+class Doubling(Epilogue):
+    """An epilogue that no method of the core knows."""
+
+    def plain(self, layer: Linear, x: Tensor) -> Tensor:
+        out: Tensor = 2 * layer(x)
+        return out
+
+
+class DoublingMethod(UnquantizedLinearMethod):
+    def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
+        if isinstance(epilogue, Doubling) and call.rows < 3:
+            return None
+        return super().declined(layer, epilogue, call)
+
+    def apply_with(self, layer: Linear, x: Any, epilogue: Epilogue, *operands: Any) -> Any:
+        assert isinstance(epilogue, Doubling)
+        return self.apply(layer, 2 * x, None)
+
+
+class OtherMethod(LinearMethod):
+    """A method that was written before there were epilogues."""
+
+    def create_weights(self, layer: Linear, *sizes: Any) -> None:
+        UnquantizedLinearMethod().create_weights(layer, *sizes)
+
+    def apply(self, layer: Linear, x: Any, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(x, layer.weight, bias)
+
+
+def test_a_method_and_an_epilogue_of_ones_own() -> None:
+    parts = [(None, 4, 0, 4)]
+    for method in (DoublingMethod(), OtherMethod()):
+        linear = Linear(3, parts, bias=False, dtype=torch.float32, method=method)
+        nn.init.normal_(linear.weight)
+        for rows in (1, 2, 3):
+            x = torch.randn(rows, 3)
+            torch.testing.assert_close(linear(x, Doubling()), 2 * x @ linear.weight.T)
+    assert "fuses nothing" in str(linear.declined(Doubling(), Call.of(x)))
+
+
+def test_fusions_are_listed_by_kind_of_layer() -> None:
+    with building(context()):
+        model = nn.Module()
+        model.layers = nn.ModuleList(llama() for _ in range(4))
+        link_layers(list(model.layers))
+    rows = {(f.layers, f.linear, f.epilogue): f.rows for f in fusions(model, H200, torch.bfloat16)}
+    kinds = ["layers.0-2", "layers.3"]
+    assert list(dict.fromkeys(layers for layers, _, _ in rows)) == kinds
+    for layers in kinds:
+        assert rows[layers, "self_attn.qkv_proj", "rotation and storing"] == "1-256"
+    with building(context()):
+        wide = bloom(2048)
+    first, *_, up = fusions(wide, H200, torch.bfloat16)
+    assert (first.linear, first.rows) == ("self_attn.qkv_proj", "1-64")  # keys are stored
+    assert (up.linear, up.reason) == ("mlp.up_proj", None)
+    ends = [linear for layers, linear, _ in rows if layers == "layers.3"]
+    assert "mlp.down_proj" not in ends
+    assert all(f.rows == "" and f.reason for f in fusions(model, None, torch.bfloat16))
