@@ -6,7 +6,7 @@ See :mod:`engine_core.nn.epilogue`. Which of them a linear fuses is its method's
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeGuard
@@ -49,9 +49,19 @@ class Branch(Module):
     ``*then`` is run without.
     """
 
+    # Of the first linear; made when it is first asked for: a subclass may have parts of its own.
+    _epilogue: Any = None
+    # Whether the first linear may fuse it, as far as is known.
+    _asks = True
+
     def ends(self) -> tuple[Linear, Epilogue, Linear]:
         """The first linear, its epilogue, and the last linear."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its linears are")
+
+    def settle(self, gpu: GPU | None) -> None:
+        """Ask once, for the device that the loaded weights are on, whether anything is fused."""
+        first, epilogue, _ = self.ends()
+        self._asks = _ever_fuses(first, epilogue, gpu)
 
 
 class SelfAttention(Branch):
@@ -89,16 +99,14 @@ class SelfAttention(Branch):
             alibi=alibi,
             sliding_window=sliding_window,
         )
-        self._epilogue: RotateStore | None = None
 
     def ends(self) -> tuple[Linear, RotateStore, Linear]:
         """q, k and v's projection, which rotates and stores, and the one back."""
-        epilogue = self._epilogue
-        if epilogue is None:  # made here, not before: a subclass may have norms of its own
-            epilogue = self._epilogue = RotateStore(
+        if self._epilogue is None:
+            self._epilogue = RotateStore(
                 self.rotate, self.rotate.interleaved, self.q_norm, self.k_norm
             )
-        return self.qkv_proj, epilogue, self.o_proj
+        return self.qkv_proj, self._epilogue, self.o_proj
 
     def forward(
         self,
@@ -115,7 +123,10 @@ class SelfAttention(Branch):
             heads = self.attend(q, k, v, *cache[:2], attn_metadata)
         else:
             slots = attn_metadata.groups[self.attend.group_id].slot_mapping
-            q = first(x, epilogue, cos_sin, cache, slots)
+            if self._asks:
+                q = first(x, epilogue, cos_sin, cache, slots)
+            else:
+                q = epilogue.plain(first, x, cos_sin, cache, slots)
             heads = self.attend.attend(q, *cache[:2], attn_metadata)
         return last(heads.flatten(1).unsqueeze(0), *then)
 
@@ -124,14 +135,13 @@ class FeedForward(Branch):
     """A linear, an activation, and a linear back; see :class:`GatedMLP` and :class:`MLP`."""
 
     act: nn.Module
-    _epilogue: Activated | None = None
 
     def forward(self, x: Tensor | DeferredRMSNorm, *then: Any) -> Any:
         """``[1, T, H]`` to ``[1, T, H]``."""
         first, epilogue, last = self.ends()
-        if hooks_registered(self):
-            return last(epilogue.plain(first, x), *then)
-        return last(first(x, epilogue), *then)
+        if self._asks and not hooks_registered(self):
+            return last(first(x, epilogue), *then)
+        return last(epilogue.plain(first, x), *then)
 
     def _between(self, first: Linear, last: Linear) -> tuple[Linear, Epilogue, Linear]:
         if self._epilogue is None:
@@ -269,26 +279,26 @@ class DecoderLayer(Module):
         normed, residual = end.run(self.mlp, (normed,), residual, True, False)
         return PreNormed(normed), residual
 
-    def join(self, gpu: GPU | None = None) -> tuple[_Joint, _Joint | None]:
+    def join(
+        self, gpu: GPU | None = None, *, settled: bool = False
+    ) -> tuple[_Joint, _Joint | None]:
         """Ask, once the layer is whole, how its branches meet the residual and the norms.
 
-        ``gpu`` is what it will run on; without one no division is left to a later linear.
+        ``gpu`` is the one that it will run on if that is ``settled``. Before, no division is left
+        to a later linear, and everything is asked in every step.
         """
         middle_add, end_norm = AddNorm(self.post_attention_layernorm), None
         if self.sandwich:
             middle_add = AddNorm(self.pre_feedforward_layernorm, self.post_attention_layernorm)
             end_norm = self.post_feedforward_layernorm
-        middle = _Joint.between(self.self_attn, middle_add, self.mlp, gpu, self.residual_after_norm)
+        after_norm = self.residual_after_norm
+        middle = _Joint.between(self.self_attn, middle_add, self.mlp, gpu, after_norm, settled)
         end = None
         for layer in self._next:
-            add = AddNorm(layer.input_layernorm, end_norm)
-            end = _Joint.between(self.mlp, add, layer.self_attn, gpu, layer.residual_after_norm)
+            add, after_norm = AddNorm(layer.input_layernorm, end_norm), layer.residual_after_norm
+            end = _Joint.between(self.mlp, add, layer.self_attn, gpu, after_norm, settled)
         self._joints = (middle, end)
         return self._joints
-
-    def joints(self) -> Iterator[_Joint]:
-        """The places where a branch meets the residual and a norm, as :meth:`join` left them."""
-        return (joint for joint in self._joints or self.join() if joint is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +307,7 @@ class _Joint:
 
     Attributes:
         add: the epilogue of the branch's last linear.
-        asks: whether the branch takes it; it follows the branch otherwise.
+        asks: whether the branch takes it, and may fuse it; it follows the branch otherwise.
         deferral: what the linears on both sides of the norm agreed on; None for nothing.
         refusal: why they did not; None if they did.
     """
@@ -315,20 +325,26 @@ class _Joint:
         following: nn.Module,
         gpu: GPU | None,
         needs_norm: bool,
+        settled: bool,
     ) -> _Joint:
         """The joint of two branches; ``needs_norm`` if more than the second reads the norm."""
         asks = "then" in inspect.signature(branch.forward).parameters
-        if not asks or not isinstance(following, Branch) or not isinstance(branch, Branch):
-            return cls(add, asks, None, "a branch does not say what its linears are")
+        if not asks or not isinstance(branch, Branch):
+            return cls(add, asks, None, "the branch does not say what its linears are")
+        if not settled:
+            return cls(add, asks, None, "it is not settled where the layer runs")
+        fuses = _ever_fuses(branch.ends()[2], add, gpu)
+        if not isinstance(following, Branch):
+            return cls(add, fuses, None, "the next branch does not say what its linears are")
         if needs_norm:
-            return cls(add, asks, None, "the residual is what the norm gives")
+            return cls(add, fuses, None, "the residual is what the norm gives")
         first, epilogue, _ = following.ends()
         before = branch.ends()[2]
         deferral = Deferral(before, replace(add, deferred=True), first, Divide(epilogue))
         refusals = {deferral.declined(Call(rows, before.dtype, gpu)) for rows in _PROBED_ROWS}
         if None in refusals:
-            return cls(add, asks, deferral, None)
-        return cls(add, asks, None, next(iter(refusals)))
+            return cls(add, True, deferral, None)
+        return cls(add, fuses, None, next(iter(refusals)))
 
     def run(
         self,
@@ -352,11 +368,16 @@ class _Joint:
         return normed, total
 
 
-# Rows of which one at least must do for an agreement to be made.
-_PROBED_ROWS = (1, 2, 16, 32, 64, 128, 256, 1024, 4096)
+# What fuses nothing for any of these rows is not asked in a step.
+_PROBED_ROWS = (1, 2, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 4096)
 
 
-def link_layers(layers: Sequence[nn.Module]) -> None:
+def _ever_fuses(linear: Linear, epilogue: Epilogue, gpu: GPU | None) -> bool:
+    calls = (Call(rows, linear.dtype, gpu) for rows in _PROBED_ROWS)
+    return any(linear.declined(epilogue, call) is None for call in calls)
+
+
+def link_layers(layers: Iterable[nn.Module]) -> None:
     """Let each :class:`DecoderLayer` know the one after it, whose norm it may fuse.
 
     To be called where ``(x, residual)`` of one layer goes to the next and nowhere else.
@@ -382,6 +403,6 @@ def agree(model: nn.Module, device: torch.device) -> None:
     gpu = gpu_of(device)
     for module in model.modules():
         if isinstance(module, DecoderLayer):
-            module.join(gpu)
+            module.join(gpu, settled=True)
         elif isinstance(module, Branch):
-            module.ends()  # Its epilogue is made now: a step leaves a model as it is.
+            module.settle(gpu)

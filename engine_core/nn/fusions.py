@@ -66,7 +66,7 @@ def fusions(model: nn.Module, gpu: GPU | None, dtype: torch.dtype) -> list[Fusio
 def _questions(module: DecoderLayer | Branch, gpu: GPU | None) -> Iterator[_Question]:
     names = {part: name for name, part in module.named_modules()}
     branches = [part for part in module.modules() if isinstance(part, Branch)]
-    joints = list(module.join(gpu)) if isinstance(module, DecoderLayer) else []
+    joints = list(module.join(gpu, settled=True)) if isinstance(module, DecoderLayer) else []
     for index, branch in enumerate(branches):
         first, epilogue, last = branch.ends()
         yield names[first], str(epilogue), partial(first.declined, epilogue)

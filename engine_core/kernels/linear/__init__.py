@@ -111,8 +111,9 @@ def linear(
             rows, weight, bias, tile, gated=gated, activation=activation, squares=squares, eps=eps
         )
         return out.view(*x.shape[:-1], out.shape[-1])
-    if squares is None and _cublas_activates(x, weight, bias, gated, activation):
-        out = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+    if bias is not None and squares is None and _cublas_activates(x, weight, gated, activation):
+        rows = x.reshape(-1, x.shape[-1])
+        out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
         return out.view(*x.shape[:-1], out.shape[-1])
     return reference.linear(
         x, weight, bias, gated=gated, activation=activation, squares=squares, eps=eps
@@ -443,13 +444,12 @@ def _hopper_wins(x: Tensor, weight: Tensor) -> bool:
 
 
 def _cublas_activates(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, activation: Activation | None
+    x: Tensor, weight: Tensor, gated: bool, activation: Activation | None
 ) -> bool:
-    """Whether cuBLAS activates what it multiplied: it does by "gelu_tanh", and adds a bias."""
+    """Whether cuBLAS activates what it multiplied and added a bias to: it does by "gelu_tanh"."""
     return (
         activation == "gelu_tanh"
         and not gated
-        and bias is not None
         and gpu_of(x.device) is not None
         and x.dtype == weight.dtype
         and x.dtype in _SIXTEEN_BITS
