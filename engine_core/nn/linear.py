@@ -76,6 +76,7 @@ class LinearMethod(Protocol):
 
         The result and the operands are those of :meth:`Epilogue.plain`.
         """
+        del layer, x, operands
         raise NotImplementedError(f"{type(self).__name__} says that it fuses {epilogue}")
 
 
