@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import sys
@@ -107,6 +108,24 @@ def test_it_is_dequantising_and_multiplying(models: tuple[Path, Path], size: int
 
 
 @pytest.mark.usefixtures("installed")
+def test_its_epilogue_is_asked_for(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every gate and up of each layer, and with the same results."""
+    method = importlib.import_module(f"{PACKAGE.name}.scheme").Int8GroupsMethod
+    fused, asked = method.apply_with, []
+
+    def counted(self: Any, layer: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        asked.append(layer)
+        return fused(self, layer, x, *rest)
+
+    packed, plain = models
+    monkeypatch.setattr(method, "apply_with", counted)
+    assert run(packed)[0] == run(plain)[0]
+    assert len({id(layer) for layer in asked}) == 3
+
+
+@pytest.mark.usefixtures("installed")
 def test_the_check_plans_what_is_stored(models: tuple[Path, Path]) -> None:
     packed, _ = models
     report = check_model(packed, EngineConfig(**BASE))
@@ -164,7 +183,8 @@ def test_discovery_brings_no_torch() -> None:
 
 def test_it_uses_public_names_only() -> None:
     """Names that packages of the core export, none of them private."""
-    public = {"engine_core", "engine_core.errors", "engine_core.nn", "engine_core.nn.quantization"}
+    public = {"engine_core", "engine_core.errors", "engine_core.nn"}
+    public |= {"engine_core.nn.epilogue", "engine_core.nn.quantization"}
     for file in PACKAGE.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("engine_core"):

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine_core.errors import ConfigError, OptionError
-from engine_core.nn import Linear, LinearMethod
+from engine_core.nn import Linear, LinearMethod, SiluAndMul
+from engine_core.nn.epilogue import Activated, Call, Epilogue
 from engine_core.nn.quantization import QuantizationScheme
 
 
@@ -50,7 +52,10 @@ class Int8GroupsScheme(QuantizationScheme):
 
 
 class Int8GroupsMethod(LinearMethod):
-    """Codes ``qweight [in, out]`` int8 and ``scales [in / group, out]`` float32."""
+    """Codes ``qweight [in, out]`` int8 and ``scales [in / group, out]`` float32.
+
+    A gated SiLU is fused; other epilogues are left to the core.
+    """
 
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
@@ -81,3 +86,14 @@ class Int8GroupsMethod(LinearMethod):
         spread = scales.repeat_interleave(self._group_size, dim=0)[: codes.shape[0]]
         out = x @ (codes * spread).to(x.dtype)
         return out if bias is None else out + bias
+
+    def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
+        """None for a gated SiLU."""
+        if isinstance(epilogue, Activated) and isinstance(epilogue.module, SiluAndMul):
+            return None
+        return super().declined(layer, epilogue, call)
+
+    def apply_with(self, layer: Linear, x: Any, epilogue: Epilogue, *operands: Any) -> Tensor:
+        """The product of gate and up, and ``silu(gate) * up``."""
+        gate, up = self.apply(layer, x, layer.bias).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
