@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_fixtures import golden_llm, golden_prompts
 from torch import Tensor, nn
 
 from engine_core.configs import (
@@ -23,6 +24,7 @@ from engine_core.runtime.block_tables import BlockTables
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.platform import all_to_device
 from engine_core.runtime.runner import ModelRunner
+from engine_core.runtime.step_batch import GraphKey, StepBatch
 from engine_core.step_context import StepContext
 from engine_core.steps import Admission, PlanRow, StepPlan
 
@@ -153,6 +155,69 @@ def test_a_mixed_step_is_given_to_the_model_row_by_row(device: str) -> None:
         "span": [[1, 2], [5, 6], [7, 8]],
     }
     assert context.token_state["kind"].tolist() == [[0] * 6]
+
+
+class Padded:
+    """Captured steps whose graphs there is no memory for: steps are padded and then run eagerly."""
+
+    def fit(self, key: GraphKey) -> GraphKey:
+        return GraphKey(key.tokens + 6, key.decode_rows + 1, key.prefill_rows + 2)
+
+    def run(self, batch: StepBatch) -> None:
+        assert batch.padded or batch.decodes
+
+    def forget(self) -> None: ...
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_padding_are_rows_that_store_nothing(device: str) -> None:
+    model = Successor()
+    run = runner(model, device)
+    prompt = StepPlan(
+        0, (PlanRow("a", 2, 0, 3, ((11, 5),), sample=True),), (admission("a", 2, [3, 1, 4]),)
+    )
+    assert [row.token_ids for row in run.submit(prompt).result().rows] == [(5,)]
+    run._graph_steps = Padded()  # type: ignore[assignment]
+    plan = StepPlan(
+        1,
+        (
+            PlanRow("a", 2, 3, 1, ((),), sample=True),
+            PlanRow("b", 4, 0, 2, ((1,),), sample=False),
+            PlanRow("c", 0, 0, 3, ((3,),), sample=True),
+        ),
+        (
+            admission("b", 4, [8, 20, 21], token_state={"kind": [[1, 2, 3]]}),
+            admission("c", 0, [30, 31, 32], token_state={"kind": [[4, 5, 6]]}),
+        ),
+    )
+    result = run.submit(plan).result()
+    assert [row.token_ids for row in result.rows] == [(6,), (), (33,)]
+    context = model.contexts[1]
+    metadata = context.attn_metadata
+    nothing = [0] * 5
+    assert context.input_ids.tolist() == [[5, 0, 8, 20, 30, 31, 32, *nothing]]
+    assert context.position_ids.tolist() == [[3, 0, 0, 1, 0, 1, 2, *nothing]]
+    assert context.row_ids.tolist() == [0, 1, 2, 2, 3, 3, 3, *nothing]
+    assert context.token_state["kind"].tolist() == [[0, 0, 1, 2, 4, 5, 6, *nothing]]
+    assert metadata.query_start.tolist() == [0, 1, 2, 4, 7, 7, 7]
+    assert metadata.kv_lens.tolist() == [4, 0, 2, 3, 0, 0]
+    assert metadata.num_decode_rows == 2
+    assert metadata.max_query_len >= 3
+    assert metadata.max_kv_len >= 4
+    (group,) = metadata.groups
+    assert group.slot_mapping.tolist() == [47, -1, 4, 5, 12, 13, 14, *[-1] * 5]
+    assert group.block_tables[[0, 2, 3], 0].tolist() == [11, 1, 3]
+    assert context.row_state["prompt_len"].tolist() == [3, 0, 3, 3, 0, 0]
+
+
+def test_a_padded_step_gives_what_it_gives_without() -> None:
+    prompts = golden_prompts("llama-gqa")
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    with golden_llm("llama-gqa", device="cpu", eager=True, max_num_batched_tokens=24) as llm:
+        llm.engine.core.executor._worker._runner._graph_steps = Padded()
+        outputs = llm.generate([prompt.input_ids for prompt in prompts], params)
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.outputs[0].token_ids == prompt.new_tokens, prompt.name
 
 
 @pytest.mark.parametrize("device", DEVICES)
