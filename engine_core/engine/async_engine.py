@@ -33,7 +33,6 @@ from engine_core.errors import (
 )
 from engine_core.inputs import InputProcessor
 from engine_core.registry import build_registry
-from engine_core.runtime.memory import CachePlan
 from engine_core.scheduler import Request, check_request
 from engine_core.steps import CoreRequest, EngineStats, RequestOutput, TokenUpdate
 from engine_core.text import Tokenizer
@@ -177,7 +176,6 @@ class AsyncEngine:
         max_model_len: tokens of a sequence, prompt and output together.
         eos_token_ids: the tokens that end a sequence.
         startup: seconds that each phase of loading took in the engine process.
-        cache_plan: the blocks of the KV cache.
         pid: the engine process.
         dead: why the engine process ended; None while it lives, and after :meth:`close`.
     """
@@ -197,10 +195,9 @@ class AsyncEngine:
         self.config = config
         self.model_config: ModelConfig = found.model_config
         self.tokenizer = tokenizer
-        self.max_model_len = ready.cache_plan.max_model_len
+        self.max_model_len = ready.scheduler_config.max_model_len
         self.eos_token_ids = found.eos_token_ids
         self.startup = ready.startup
-        self.cache_plan: CachePlan = ready.cache_plan
         self.pid = link.pid
         self.dead: EngineDeadError | None = None
         self._loop = asyncio.get_running_loop()
@@ -425,7 +422,6 @@ class AsyncEngine:
                     max_model_len=self.max_model_len,
                 ),
                 self._scheduler_config,
-                self.cache_plan.cache_config,
             )
             if state.request_id in prepared:
                 raise RequestError(f"two requests are called {state.request_id!r}; rename one")

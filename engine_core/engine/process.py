@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from engine_core import own_process
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.errors import EngineDeadError, EngineError, RequestError
-from engine_core.runtime.memory import CachePlan
 from engine_core.steps import CoreRequest, RowError, TokenUpdate
 
 if TYPE_CHECKING:
@@ -74,12 +73,10 @@ class Ready:
     """What the engine process says when it can take requests.
 
     Attributes:
-        cache_plan: the blocks there are, and the longest sequence.
         scheduler_config: the scheduler's limits.
         startup: seconds that each phase of loading took.
     """
 
-    cache_plan: CachePlan
     scheduler_config: SchedulerConfig
     startup: Mapping[str, float]
 
@@ -316,7 +313,7 @@ def _serve(
     try:
         # Whoever comes to a server is not to wait for a capture.
         _capture_expected(core)
-        channel.send(Ready(loaded.cache_plan, loaded.scheduler_config, dict(opened.phases)))
+        channel.send(Ready(loaded.scheduler_config, dict(opened.phases)))
         _run(channel, core)
     finally:
         core.close()

@@ -79,7 +79,7 @@ class _Draft:
             self.chunks.append((request, count))
 
 
-def check_request(request: Request, config: SchedulerConfig, cache: CacheConfig) -> None:
+def check_request(request: Request, config: SchedulerConfig) -> None:
     """Refuse a request that a scheduler of these limits could never run, whatever else it holds.
 
     Raises:
@@ -121,14 +121,6 @@ def check_request(request: Request, config: SchedulerConfig, cache: CacheConfig)
                 f"one step, which holds {config.max_num_batched_tokens}; raise "
                 "max_num_batched_tokens"
             )
-    # The last token is never computed.
-    blocks = cache.max_blocks(request.limit - 1, config.max_num_batched_tokens)
-    if blocks > cache.num_blocks - 1:
-        raise RequestError(
-            f"{name}: {request.limit} tokens of prompt and output need {blocks} blocks of "
-            f"{cache.block_size}, the cache has {cache.num_blocks - 1}; lower max_tokens or give "
-            "the cache more memory"
-        )
 
 
 class Scheduler:
@@ -412,7 +404,15 @@ class Scheduler:
             raise RequestError(f"{name}: an unfinished request has this id; choose another")
         if request.order >= 0:
             raise RequestError(f"{name} was added before; make a new Request")
-        check_request(request, config, self.cache)
+        check_request(request, config)
+        # A planned cache has them for every length; the last token is never computed.
+        blocks = self.cache.max_blocks(request.limit - 1, config.max_num_batched_tokens)
+        if blocks > self.cache.num_blocks - 1:
+            raise RequestError(
+                f"{name}: {request.limit} tokens of prompt and output need {blocks} blocks of "
+                f"{self.cache.block_size}, the cache has {self.cache.num_blocks - 1}; lower "
+                "max_tokens or give the cache more memory"
+            )
         try:
             hash(request.prompt.cache_salts)
         except TypeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from golden_fixtures import GOLDEN, golden_prompts
 
-from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core import LLM, AsyncEngine, EngineConfig, SamplingParams
 from engine_core.check.preflight import check_model
 
 MODEL = Path(__file__).parent / "int8_cache_model.py"
@@ -95,6 +96,25 @@ def test_tokens_after_a_preemption_are_the_same(
         assert generated(llm, PROMPTS * 3) == alone * 3
         assert llm.engine.scheduler.num_preemptions > 0
         assert (llm.engine.scheduler.num_swaps > 0) == (swap_space != "0")
+
+
+def test_ranks_have_a_share_each(checkpoint: str, alone: list[list[int]]) -> None:
+    with LLM(checkpoint, config(tensor_parallel_size=2)) as llm:
+        assert generated(llm, PROMPTS) == alone
+
+
+def test_a_process_without_torch_does_not_need_the_spec(
+    checkpoint: str, alone: list[list[int]]
+) -> None:
+    async def run() -> list[int]:
+        engine = await AsyncEngine.start(checkpoint, config())
+        try:
+            stream = await engine.add_request(PROMPTS[0], PARAMS)
+            return [token async for output in stream for token in output.outputs[0].token_ids]
+        finally:
+            await engine.close()
+
+    assert asyncio.run(run()) == alone[0]
 
 
 def test_it_uses_public_names_only() -> None:
