@@ -1,4 +1,4 @@
-"""What the cache holds of a sequence, layer by layer, and how much of it there is."""
+"""Cache specs, the contents of a layer's cache per sequence, and the cache's size."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class CacheTensor(FrozenConfig):
     """One tensor of a layer's cache.
 
     Attributes:
-        name: what its author calls it; for messages.
+        name: its author's name for it; for messages.
         shape: of one block.
         dtype: element type.
-        zeroed: whether a block is filled with zeros before a sequence writes to it first. If not it
-            holds what its last owner left, which may be read as any number, NaN included.
+        zeroed: whether a block is filled with zeros before a sequence writes to it first. Otherwise
+            it holds the data of its last owner, which may be any number, NaN included.
     """
 
     name: str
@@ -39,7 +39,7 @@ class CacheTensor(FrozenConfig):
 
 
 class CacheSpec(FrozenConfig):
-    """What one layer keeps of a sequence. Layers with equal specs share block tables.
+    """One layer's cache for a sequence. Layers with equal specs share block tables.
 
     A layer's author derives from it and says with :meth:`tensors` what a block holds. A layer that
     does not look at all earlier tokens overrides :meth:`first_needed` too; how many blocks a
@@ -113,7 +113,7 @@ class CacheGroup(FrozenConfig):
     """Layers that share block tables.
 
     Attributes:
-        spec: what each of them keeps.
+        spec: the cache of each of them.
         block_size: tokens of a block.
     """
 

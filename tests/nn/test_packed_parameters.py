@@ -52,7 +52,7 @@ class Packed:
         self.group_size = group_size
 
     def of(self, codes: Tensor) -> dict[str, Tensor]:
-        """What a checkpoint, or a rank, keeps of a matrix ``[rows, columns]`` of codes."""
+        """The part of a matrix ``[rows, columns]`` of codes in a checkpoint, or on a rank."""
         groups = codes[:, :: self.group_size]
         lie: Callable[[Tensor], Tensor] = (
             (lambda tensor: tensor.T) if self.output_dim else (lambda tensor: tensor)
