@@ -1,4 +1,4 @@
-"""Which blocks of the paged KV cache hold whose tokens. Pure Python: the tensors live elsewhere."""
+"""Allocation and sharing of the paged KV cache's blocks. Pure Python, without tensors."""
 
 from engine_core.cache.block_pool import NULL_BLOCK, BlockPool
 from engine_core.cache.kv_cache_group import KVCacheGroup, longest_cached_prefix, open_groups

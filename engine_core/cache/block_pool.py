@@ -1,4 +1,4 @@
-"""Block ids, who holds them, and in which order free ones are used again."""
+"""Block ids with reference counts, and the order in which free ones are reused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BlockPool:
     There are two free lists. Blocks that were never used and those that a window has passed are
     used before the others: a hit at the end of a sequence, by far the most likely, needs none.
 
-    Every operation takes constant time a block. The null block 0 is never handed out.
+    Every operation takes constant time per block. The null block 0 is never handed out.
 
     Args:
         num_blocks: blocks in all, the null block included; at least 2.
@@ -46,7 +46,7 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with at least one reference."""
         return self.num_blocks - 1 - self.num_free
 
     def allocate(self, count: int) -> list[int]:
@@ -97,11 +97,11 @@ class BlockPool:
         return self._index.get(key)
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody holds the block."""
+        """Whether the block has no references."""
         return self._refs[block] == 0
 
     def refs(self, block: int) -> int:
-        """How many hold the block."""
+        """The block's number of references."""
         return self._refs[block]
 
     def check(self) -> None:

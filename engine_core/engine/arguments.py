@@ -1,4 +1,4 @@
-"""What an engine is made of, as callers give it."""
+"""Checks of the arguments that an engine is made from."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ _T = TypeVar("_T")
 
 # How long a process that was told to end, or whose socket is closed, has until it is killed.
 _STOP_SECONDS = 5.0
-# How often in a step's longest time the engine process is looked after. It is given up when all of
-# these looks in a row found no sign of it: a busy event loop looks less often, and is patient.
+# Checks of the engine process per ``step_timeout``. It is given up when this many checks in a row
+# found no sign of it, so that a busy event loop, which checks less often, waits longer.
 _LOOKS = 4
-# How long a process that is given up has to write down what it hangs in.
+# Seconds that a hung process has to write its stacks.
 _LAST_WORDS_SECONDS = 5.0
 # Texts longer than this are tokenised in a thread, so that the event loop goes on meanwhile.
 _LONG_TEXT = 4096
@@ -58,7 +58,7 @@ class RemoteTracebackError(Exception):
 
 
 class RequestStream:
-    """What comes of one request, piece by piece: an asynchronous iterator.
+    """An asynchronous iterator over the outputs of one request.
 
     ::
 
@@ -72,9 +72,8 @@ class RequestStream:
     all tokens so far, and ``prompt_logprobs`` come once. Outputs that are not read in time become
     one. The last has ``finished`` set.
 
-    Whoever leaves before that, by :meth:`abort`, :meth:`aclose`, the end of the ``async with``,
-    cancellation or by dropping the stream, ends the request: its cache blocks are free within a
-    step.
+    Leaving before that, by :meth:`abort`, :meth:`aclose`, the end of the ``async with``,
+    cancellation or dropping the stream, ends the request: its cache blocks are free within a step.
 
     Attributes:
         request_id: the id given, or one made by the engine.
@@ -138,19 +137,19 @@ class RequestStream:
         self._error = None
 
     def __del__(self) -> None:
-        # Whichever thread drops it.
+        # Any thread may drop it.
         if not self._ended:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._engine._loop.call_soon_threadsafe(self._engine._forget, self._state)
 
     def _wake(self) -> None:
-        """Something is new."""
+        """Wake the reader: there is new output."""
         self._changed = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _end(self, error: EngineError | None = None) -> None:
-        """Nothing more comes after what is there."""
+        """End the stream after its pending output."""
         self._ended = True
         if self._timer is not None:
             self._timer.cancel()
@@ -164,9 +163,9 @@ class RequestStream:
 class AsyncEngine:
     """Runs one model in another process, for the event loop in which it was started.
 
-    This process makes tokens of text and text of tokens; the other one schedules and computes.
-    Neither waits for the other: a long step does not hold up the event loop, and a busy event loop
-    does not hold up the next step. What is logged there is logged here.
+    This process tokenises and detokenises; the other one schedules and computes. Neither waits for
+    the other: a long step does not hold up the event loop, and a busy event loop does not hold up
+    the next step. What is logged there is logged here.
 
     Attributes:
         config: the engine's settings.
@@ -323,7 +322,7 @@ class AsyncEngine:
             request_id: a name of the caller's choice.
             priority: lower runs first; requests of equal priority run in the order of their
                 arrival.
-            timeout: seconds from now after which it is ended, whatever has come of it.
+            timeout: seconds from now after which it is ended.
 
         Returns:
             What comes of it.
@@ -357,7 +356,7 @@ class AsyncEngine:
         Args:
             prompts: text or token ids each.
             sampling_params: for all of them; the checkpoint's defaults if None.
-            request_ids: names of the caller's choice, one a prompt.
+            request_ids: names of the caller's choice, one per prompt.
             priority: see :meth:`add_request`.
             timeout: seconds from their arrival after which they are ended.
             arrival_time: when that was, in seconds of ``time.monotonic``; now if None.
@@ -429,7 +428,7 @@ class AsyncEngine:
         return [self._queue(state, requests, timeout) for state, requests in prepared.values()]
 
     def stats(self) -> EngineStats:
-        """What the engine held after its last step, and did since its start."""
+        """Load of the engine after its last step, and counts since its start."""
         return self._stats
 
     async def wait_dead(self) -> EngineDeadError:
@@ -468,7 +467,7 @@ class AsyncEngine:
         What was sent since then counts as waiting, unless there were free rows and nobody waited.
 
         Raises:
-            RequestError: they are too many even for an engine that does nothing.
+            RequestError: they are too many even for an idle engine.
             QueueFullError: they are too many now.
         """
         if self._max_queued is None:
@@ -524,7 +523,7 @@ class AsyncEngine:
         self._link.send(("finish", request_id, reason, stop_reason))
 
     def _leave(self, stream: RequestStream) -> None:
-        """The reader of ``stream`` goes."""
+        """The reader of ``stream`` leaves."""
         if not stream._ended:
             self._abort(stream._state)
 
@@ -549,7 +548,7 @@ class AsyncEngine:
         self._note_idle()
 
     def _time_out(self, reference: weakref.ref[RequestStream], timeout: float) -> None:
-        """The time of a request is over."""
+        """End a request whose deadline has passed."""
         stream = reference()
         if stream is not None and not stream._ended:
             tokens = sum(c.num_tokens for c in stream._state.completions)
@@ -566,7 +565,7 @@ class AsyncEngine:
             self._watcher = self._loop.call_later(self._step_timeout / _LOOKS, self._look)
 
     def _look(self) -> None:
-        """Give the engine process up if it has had work, and said nothing, for too long."""
+        """Give the engine process up if it has had work, and sent nothing, for too long."""
         stats = self._stats
         busy = not self._idle.is_set() or stats.running > 0 or stats.waiting > 0
         self._silent_looks = 0 if self._heard or not busy else self._silent_looks + 1
@@ -716,7 +715,7 @@ class _Link(asyncio.Protocol):
                 receive(message)
 
     def give_up(self, why: str) -> None:
-        """Kill a process that no longer does anything, once it has written its stacks to stderr."""
+        """Kill a hung process once it has written its stacks to stderr."""
         if self._lost.is_set() or self._failure is not None:
             return
         self._failure = Failure(why, "what its threads did is on stderr")
@@ -770,7 +769,7 @@ def _death(pid: int, code: int | None, failure: Failure | None) -> EngineDeadErr
 def _open_text(
     config: EngineConfig, found: Found
 ) -> tuple[Tokenizer | None, InputProcessor | None]:
-    """What this process needs of the model."""
+    """Open the model's text half, which this process needs."""
 
     def folder() -> Path:
         assert found.tokenizer_folder is not None, "a tokenizer of the model's own is wanted"

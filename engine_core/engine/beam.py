@@ -37,9 +37,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """What was found for one prompt: ``beam_width`` sequences, or fewer if there are no more, the
-    best first.
-    """
+    """Results for one prompt: ``beam_width`` sequences, or fewer, the best first."""
 
     prompt_token_ids: list[int]
     sequences: list[BeamSearchSequence]

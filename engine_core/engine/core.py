@@ -18,12 +18,12 @@ from engine_core.steps import CoreRequest, EngineStats, StepPlan, TokenUpdate
 
 
 class EngineCore:
-    """Scheduler, executor and the steps in flight between them; text is the business of others.
+    """Scheduler, executor and the steps in flight between them, without text.
 
     It is not thread-safe: one thread owns it.
 
     Args:
-        loaded: what it is made of.
+        loaded: its parts.
         pacing: how far the host runs ahead of the device; as offline if None.
 
     Attributes:
@@ -65,7 +65,7 @@ class EngineCore:
         return self._steps
 
     def stats(self) -> EngineStats:
-        """What it holds now, and did since its start."""
+        """Current load, and counts since its start."""
         scheduler = self.scheduler
         return EngineStats(
             running=scheduler.num_running,
@@ -118,7 +118,7 @@ class EngineCore:
         """Submit a step if there is one, and take the results of the oldest in flight if due.
 
         Returns:
-            One update a sequence that has something new.
+            One update per sequence with something new.
 
         Raises:
             EngineDeadError: the model failed; every request is lost.
@@ -156,7 +156,7 @@ class EngineCore:
             raise
 
     def capture_next(self) -> bool:
-        """Capture one more step that is likely to be needed, as when there is nothing else to do.
+        """Capture one more step that is likely to be needed; called when the engine is idle.
 
         On a GPU a step is replayed as a CUDA graph, which is captured when it is first needed if it
         was not before.

@@ -151,8 +151,8 @@ class Engine:
         """Submit a step if there is one, and take the results of the oldest in flight if due.
 
         Returns:
-            One output a request that has something new: each new token for a streaming request,
-            the last one for every request.
+            One output per request with something new: each new token for a streaming request, the
+            last one for every request.
 
         An interrupt (SIGINT) that comes meanwhile takes effect at its end, a second one at once.
 

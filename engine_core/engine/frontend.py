@@ -77,9 +77,9 @@ class Completion:
     """One of a request's ``n`` sequences: what has come of it and was not taken yet.
 
     Attributes:
-        request_id: what the core knows it by.
-        stream: makes text of tokens; None without a tokenizer.
-        include_stop: whether what ended the text stays in it.
+        request_id: its id in the core.
+        stream: detokenises; None without a tokenizer.
+        include_stop: whether the stop string that ended the text stays in it.
         token_ids: the tokens.
         text: the text, in pieces.
         logprobs: one mapping a token, or None if not asked for.
@@ -107,7 +107,7 @@ class Completion:
     changed: bool = False
 
     def output(self, index: int) -> CompletionOutput:
-        """All that is there, which stays."""
+        """All output so far, which stays."""
         if len(self.text) > 1:
             self.text = ["".join(self.text)]
         return CompletionOutput(
@@ -123,7 +123,7 @@ class Completion:
         )
 
     def delta(self, index: int) -> CompletionOutput:
-        """All that is there, which goes with it."""
+        """All pending output, which is then dropped."""
         taken = CompletionOutput(
             index=index,
             text="".join(self.text),
@@ -179,7 +179,7 @@ class State:
         return self._request_output(outputs, self.prompt_logprobs)
 
     def delta(self) -> RequestOutput:
-        """What came since the last call, of the completions that something came of."""
+        """The additions since the last call, of the completions that changed."""
         outputs = [c.delta(index) for index, c in enumerate(self.completions) if c.changed]
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return self._request_output(outputs, prompt_logprobs)
@@ -221,9 +221,9 @@ class State:
 
 
 class Frontend:
-    """What belongs to requests as their users see them: text, ``n``, stop strings, outputs.
+    """The user's side of requests: text, ``n``, stop strings, outputs.
 
-    It knows nothing of where the core runs: it makes :class:`CoreRequest` and takes
+    It does not know where the core runs: it makes :class:`CoreRequest` and takes
     :class:`TokenUpdate`.
 
     Args:
@@ -251,7 +251,7 @@ class Frontend:
         self._input_processor = input_processor
         self._generation_config = generation_config
         self._finish = finish
-        # By name, what the first request had.
+        # Row state of the first request, by name.
         self._row_state: dict[str, npt.NDArray[Any]] = {}
         self._states: dict[str, State] = {}
         self._owners: dict[str, tuple[State, Completion]] = {}
@@ -433,7 +433,7 @@ class Frontend:
         return state, requests
 
     def _processed(self, prompt: TokenizedPrompt) -> ProcessedPrompt:
-        """What the input processor, if there is one, makes of a prompt.
+        """The prompt as the input processor, if there is one, returns it.
 
         Raises:
             RequestError: the processor refuses it, or its row state does not fit the dtype and
@@ -570,7 +570,7 @@ def _seed_of(seed: int, index: int) -> int:
 def _fitted(name: str, value: Any, known: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
     """An input processor's row state with the dtype and shape of ``known``, the first request's.
 
-    Numbers of Python are of 64 bits if they are integers, and of 32 if they are not.
+    Python ints become int64, floats float32.
 
     Raises:
         RequestError: it does not fit, or is no number.
@@ -607,7 +607,7 @@ def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> arr
         name: of the parameter that the list is.
 
     Raises:
-        RequestError: names the first that is none, and where it stands.
+        RequestError: names the first that is not, and its place.
     """
     # Looked at as a whole first: a prompt of a million tokens is checked in a few milliseconds.
     if list(map(type, token_ids)).count(int) == len(token_ids):

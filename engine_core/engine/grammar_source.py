@@ -1,4 +1,4 @@
-"""How the processes that sample get a compiler of grammars, which needs a tokenizer."""
+"""Source of the grammar compiler, which needs a tokenizer, for the processes that sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine_core.text import Tokenizer, token_bytes
 def find_grammar_compiler(
     source: ModelSource, config: EngineConfig, tokenizer: Tokenizer | None
 ) -> Callable[[], GrammarCompiler] | None:
-    """What gives the processes that sample the compiler, when they first need it.
+    """A callable that makes the grammar compiler in the processes that sample, on first use.
 
     Args:
         source: the model.

@@ -1,4 +1,4 @@
-"""Where text and grammars meet: a compiler of grammars for a tokenizer. Imports no torch."""
+"""Grammar compilers for tokenizers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _compilers: WeakKeyDictionary[Tokenizer, GrammarCompiler] = WeakKeyDictionary()
 
 
 def check_guided(params: SamplingParams, vocab_size: int, tokenizer: Tokenizer | None) -> None:
-    """Refuse a guided request that could not be kept.
+    """Refuse a guided request whose grammar cannot be compiled.
 
     The first one of a tokenizer takes the time to read its vocabulary, and a large grammar some
-    more; the interpreter is free for other threads while a grammar is compiled.
+    more. The GIL is released while a grammar is compiled.
 
     Raises:
         RequestError: there is no tokenizer, llguidance is not installed, or what the text must be

@@ -28,8 +28,9 @@ class _Hold:
 def held_interrupt() -> Iterator[None]:
     """Let a SIGINT that comes in the ``with`` block take effect at its end; a second one at once.
 
-    For what must be done whole or not at all. Signals are the main thread's: in others, and where
-    SIGINT is ignored, nothing is held. Within another such block it is that one that holds.
+    For work that must be done whole or not at all. Only the main thread gets signals: in other
+    threads, and where SIGINT is ignored, nothing is held. Within another such block the outer one
+    holds.
     """
     handler = signal.getsignal(signal.SIGINT)
     if (

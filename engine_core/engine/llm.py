@@ -78,7 +78,7 @@ class LLM:
 
     @property
     def model_config(self) -> ModelConfig:
-        """What the family's builder read from the checkpoint."""
+        """The model's config, as the family's builder read it."""
         return self.engine.model_config
 
     @property
@@ -122,13 +122,13 @@ class LLM:
         Args:
             prompts: ``str``, ``list[int]``, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``,
                 or a list of these.
-            sampling_params: for all prompts, or one a prompt; the checkpoint's defaults if None.
-            priority: an integer for all prompts, or one a prompt; lower runs first, and 0 is what
-                None means.
+            sampling_params: for all prompts, or one per prompt; the checkpoint's defaults if None.
+            priority: an integer for all prompts, or one per prompt; lower runs first, and None
+                means 0.
             progress: show a progress bar on standard error.
 
         Returns:
-            One finished output a prompt, in their order.
+            One finished output per prompt, in their order.
 
         Raises:
             RequestError: a prompt cannot be served, or what is given with it is of another type;
@@ -375,7 +375,7 @@ def _as_conversations(messages: Any) -> list[Sequence[Message]]:
 
 
 def _one_each(given: Any, count: int, name: str) -> list[Any]:
-    """What is given for each prompt; whoever takes it checks its type."""
+    """One value per prompt, from one for all or a list; its user checks the type."""
     if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray | memoryview):
         return [given] * count
     if len(given) != count:

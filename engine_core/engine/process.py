@@ -51,7 +51,7 @@ _IDLE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the engine process says when it has understood the model, before it loads it.
+    """The engine process's message once it has opened the model, before loading it.
 
     Attributes:
         model_config: the model's.
@@ -70,7 +70,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What the engine process says when it can take requests.
+    """The engine process's message once it can take requests.
 
     Attributes:
         scheduler_config: the scheduler's limits.
@@ -170,7 +170,7 @@ class _Channel:
         return logging.handlers.QueueHandler(self._logged)
 
     def receive(self, wait: float | None) -> list[Any]:
-        """What has come; waits for something for up to ``wait`` seconds, or without end if None.
+        """Return received messages; wait up to ``wait`` seconds for one, or for ever if None.
 
         Raises:
             EOFError: the other side is gone.

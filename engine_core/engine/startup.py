@@ -59,7 +59,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the core of an engine is made of.
+    """The parts of an engine's core.
 
     Attributes:
         scheduler: with an empty cache.
@@ -82,7 +82,7 @@ class Loaded:
 _SHOWN = 60
 # Steps submitted before the first result is read. A CPU computes a step while it is submitted.
 _DEPTH = {"cpu": 0, "cuda": 2}
-# How often a plan may be replayed before the host looks: a request that ended is found out so late.
+# Most replays of a plan before the host looks; a request that ended is found out only then.
 _MAX_REPEAT = {"cpu": 1, "cuda": 8}
 
 
@@ -189,7 +189,7 @@ def find_eos_token_ids(
 
 
 def unread_message(generation_config: dict[str, Any]) -> str | None:
-    """What of ``generation_config.json`` is not kept though it matters; None for nothing."""
+    """A warning about keys of ``generation_config.json`` that matter and are not kept, or None."""
     messages = []
     unread = unread_keys(generation_config)
     if unread:

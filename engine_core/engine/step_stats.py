@@ -1,4 +1,4 @@
-"""What an engine's steps did, and where their time went."""
+"""Statistics of an engine's steps, and where their time went."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class StepKind:
 
 
 class StepStats:
-    """What an engine's steps did, and where their time went. Written by :meth:`Engine.step`.
+    """Counts and times of an engine's steps. Written by :meth:`Engine.step`.
 
-    It is always on: telling it of a step takes about a microsecond. The engine says when each of
-    its verbs has ended; the time since the one before is put down to it.
+    It is always on, at about a microsecond per step. The engine reports the end of each verb, which
+    is charged the time since the last report.
 
     Attributes:
         schedule_seconds: choosing what to run.

@@ -1,10 +1,10 @@
-"""The operations that have a kernel of their own, chosen by the device of the tensors given.
+"""Operations with kernels of their own, chosen by the device of the tensors.
 
-One folder an operation: ``__init__`` holds the public wrapper, ``reference`` the plain PyTorch that
-defines it, ``triton`` the GPU kernels and, where the reference is too slow for a CPU, ``numba`` the
-compiled kernels (see :mod:`engine_core.kernels.compiled`) and ``cpu`` the choice between these and
-torch's operations. Nothing here imports triton before a CUDA tensor is given, nor numba before one
-of a CPU is.
+One folder per operation: ``__init__`` holds the public wrapper, ``reference`` the plain PyTorch
+that defines it, ``triton`` the GPU kernels and, where the reference is too slow for a CPU,
+``numba`` the compiled kernels (see :mod:`engine_core.kernels.compiled`) and ``cpu`` the choice
+between these and torch's operations. Triton is imported when a CUDA tensor is first given, and
+numba when a CPU tensor is.
 """
 
 from engine_core.kernels.activation import gelu_and_mul, silu_and_mul

@@ -1,4 +1,4 @@
-"""The kind of a GPU, by which kernels are chosen; it need not be in this machine."""
+"""Kinds of GPUs, by which kernels are chosen; they need not be in this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model author writes with: layers that know ranks, quantisation and the paged cache."""
+"""Layers for model authors, which handle ranks, quantisation and the paged cache."""
 
 from engine_core.nn.activation import GeluAndMul, SiluAndMul, build_gated_activation
 from engine_core.nn.attention import (

@@ -47,7 +47,7 @@ class CachedLayer(Module):
     group_id: int = 0
 
     def cache_spec(self) -> CacheSpec:
-        """What this layer keeps of a sequence, on this rank."""
+        """The cache spec of this layer, on this rank."""
         raise NotImplementedError(f"{type(self).__name__} does not say what it keeps")
 
 
@@ -103,7 +103,7 @@ class Attention(CachedLayer):
         self.register_buffer("slopes", slopes, persistent=False)
 
     def cache_spec(self) -> KVCacheSpec:
-        """What this layer keeps of each token."""
+        """The cache spec of this layer."""
         return KVCacheSpec(
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,

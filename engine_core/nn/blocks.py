@@ -1,6 +1,6 @@
 """The blocks that most decoders are made of. They ask their linears for epilogues.
 
-See :mod:`engine_core.nn.epilogue`. Which of them a linear fuses is its method's affair.
+See :mod:`engine_core.nn.epilogue`. A linear's method decides which of them it fuses.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SelfAttention(Branch):
         sliding_window: int | None = None,
         scale: float | None = None,
     ) -> None:
-        """Head counts are the whole model's; ``qk_norm_eps`` adds an RMSNorm a head of q and k."""
+        """Head counts are the whole model's; ``qk_norm_eps`` adds an RMSNorm to q and k heads."""
         super().__init__()
         self.qkv_proj = build_qkv_proj(
             hidden_size, num_heads, num_kv_heads, head_dim, bias=qkv_bias
@@ -224,8 +224,8 @@ class DecoderLayer(Module):
             sandwich: whether a branch is normalised after it too, before it is added (Gemma 2).
                 Then ``post_attention_layernorm`` and ``post_feedforward_layernorm`` do that, and
                 ``pre_feedforward_layernorm`` stands before the feed-forward.
-            residual_after_norm: whether a branch is added to what the norm before it gave, not to
-                what that norm was given (BLOOM has both).
+            residual_after_norm: whether a branch is added to the output of the norm before it, not
+                to that norm's input (BLOOM has both).
         """
         super().__init__()
         self.self_attn = self_attn
@@ -254,8 +254,8 @@ class DecoderLayer(Module):
         Their sum is the residual stream; where x comes from a linked layer and the input norm has
         been applied to it, the residual alone is, and it may be overwritten.
         """
-        # Below, the residual is what came with such an x, or the sum that the input norm makes; but
-        # in the first layer it is the caller's x.
+        # Below, the residual came with such an x, or is the sum from the input norm. In the first
+        # layer it is the caller's x.
         owned = residual is not None or self.residual_after_norm
         normed: Any
         if isinstance(x, PreNormed):
@@ -356,8 +356,8 @@ class _Joint:
     ) -> tuple[Any, Tensor]:
         """The norm of ``residual + branch(*inputs)``, perhaps without its division, and that sum.
 
-        The sum may take the place of an ``owned`` residual. Where somebody watches the layer's
-        parts, each gives what it says that it gives.
+        The sum may take the place of an ``owned`` residual. With forward hooks on the layer's
+        parts, each part returns its documented result.
         """
         if watched or not self.asks:
             return self.add.follow(branch(*inputs), residual)

@@ -1,4 +1,4 @@
-"""What the engine calls on a model with a language-model head, beside its forward pass."""
+"""Methods that the engine calls on a model with a language-model head, beside ``forward``."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Epilogue(ABC):
 
     @abstractmethod
     def plain(self, layer: Linear, x: Any, *operands: Any) -> Any:
-        """The result of ``layer(x)`` and of what follows it, by operations of their own."""
+        """The result of ``layer(x)`` and the epilogue, composed of plain operations."""
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -121,7 +121,7 @@ class AddNorm(Epilogue):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotateStore(Epilogue):
-    """The way of queries, keys and values from their linear to attention.
+    """Norms, rotation and storing of queries, keys and values before attention.
 
     Operands: cos and sin, or None for no rotation; the cache; ``slot_mapping [T]``. The result is
     the queries ``[T, heads, D]``; keys and values are stored.
@@ -197,7 +197,7 @@ class Divide(Epilogue):
     then: Epilogue
 
     def plain(self, layer: Linear, x: DeferredRMSNorm, *operands: Any) -> Any:
-        """Nothing does it by itself: a linear that declines it is given a divided norm."""
+        """It has no plain form: a linear that declines it is given a divided norm."""
         raise TypeError(f"{type(layer.method).__name__} takes no norm whose division was left out")
 
     def __str__(self) -> str:
@@ -211,7 +211,7 @@ class Deferral:
     Attributes:
         before: the linear that adds the residual.
         leaving: its epilogue without the division.
-        after: the linear that takes what is normalised.
+        after: the linear that takes the norm's result.
         making_up: that one's epilogue after the division.
     """
 
@@ -221,5 +221,5 @@ class Deferral:
     making_up: Divide
 
     def declined(self, call: Call) -> str | None:
-        """Why one of the two does not do its part in such a call; None if both do."""
+        """The reason why one of the two declines such a call; None if neither does."""
         return self.before.declined(self.leaving, call) or self.after.declined(self.making_up, call)

@@ -61,7 +61,7 @@ class LinearMethod(Protocol):
         """
 
     def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
-        """Why an epilogue is left to plain operations in such a call; None if it is fused.
+        """The reason why an epilogue is not fused in such a call; None if it is.
 
         The answer may depend on the layer's parameters but not on their values: it is asked of
         models on meta too.
@@ -104,7 +104,7 @@ class UnquantizedLinearMethod(LinearMethod):
         return {}
 
     def pack(self, weight: Tensor) -> PackedMatrix | None:
-        """What to multiply by instead of the loaded ``weight``, or None to leave it as it is."""
+        """A packed weight in place of the loaded ``weight``, or None to leave it as it is."""
         return OneDNNMatrix(weight) if onednn_packs(weight) else None
 
     def process_after_load(self, layer: Linear) -> None:
@@ -121,7 +121,7 @@ class UnquantizedLinearMethod(LinearMethod):
         return linear(x, layer.weight, bias, batch_invariant=layer.context.deterministic)
 
     def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
-        """Why not: mostly because no kernel takes so many rows of this weight."""
+        """The reason against fusing: mostly that no kernel takes so many rows of this weight."""
         if call.gpu is None or layer.packed is not None:
             return "no kernel on this device fuses it"
         deterministic = layer.context.deterministic
@@ -441,7 +441,7 @@ class Linear(MatrixModule):
         return list(tensor.split(sizes, output_dim))
 
     def declined(self, epilogue: Epilogue, call: Call) -> str | None:
-        """Why an epilogue is not fused in such a call; None if it is."""
+        """The reason why an epilogue is not fused in such a call; None if it is."""
         if self.rowwise and self.context.tp_size > 1:
             return "the sum over the ranks comes before it"
         return self.method.declined(self, epilogue, call)
@@ -451,9 +451,9 @@ class Linear(MatrixModule):
     ) -> Any:
         """``x [..., in_features of this rank]`` to ``[..., out_features of this rank]``.
 
-        With an epilogue, its result; ``operands`` are those of :meth:`Epilogue.plain`. Whoever
-        passes one has looked whether anybody watches the layer's parts. x lacks a norm's division
-        only where a :class:`~engine_core.nn.epilogue.Deferral` said so.
+        With an epilogue, its result; ``operands`` are those of :meth:`Epilogue.plain`. A caller
+        with an epilogue has checked that the layer's parts have no forward hooks. x lacks a norm's
+        division only where a :class:`~engine_core.nn.epilogue.Deferral` said so.
         """
         if epilogue is not None:
             call = Call.of(x.values if isinstance(x, DeferredRMSNorm) else x)

@@ -15,11 +15,11 @@ IntArray = npt.NDArray[np.int64]
 class BlockTables:
     """One cache group's block tables: the blocks of each row of the persistent batch.
 
-    The host's copy is written when a plan is submitted. On a GPU only what changed follows, in one
-    transfer, when a step needs it; on a CPU both are the same memory.
+    The host's copy is written when a plan is submitted. On a GPU only changes follow, in one
+    transfer, when a step needs them. On a CPU both are the same memory.
 
     Attributes:
-        block_size: tokens a block.
+        block_size: tokens per block.
         device_table: ``[max_rows + 1, max_blocks]`` int32; the last row is that of padding.
     """
 
@@ -39,7 +39,7 @@ class BlockTables:
         )
 
     def clear(self, row: int) -> None:
-        """The row begins anew; what it held is overwritten as it grows."""
+        """Begin the row anew; its old entries are overwritten as it grows."""
         self._counts[row] = 0
 
     def append(self, row: int, blocks: tuple[int, ...]) -> None:
@@ -63,7 +63,7 @@ class BlockTables:
         return bool(self._changed)
 
     def take_changes(self) -> tuple[IntArray, npt.NDArray[np.int32]]:
-        """What :meth:`apply` is to be given on the device: ``[N]`` places and ``[N]`` blocks."""
+        """The device inputs of :meth:`apply`: ``[N]`` places and ``[N]`` blocks."""
         firsts, counts = np.array(self._changed, dtype=np.int64).T
         self._changed.clear()
         ends = np.cumsum(counts)
@@ -77,7 +77,7 @@ class BlockTables:
     def flush(self) -> None:
         """Bring the device's copy up to date, in stream order."""
         if len(self._changed) == 1:
-            # As with a prompt that comes alone: where it is needs not be sent.
+            # One run, as for a prompt that comes alone: its places need not be sent.
             first, count = self._changed.pop()
             blocks = torch.from_numpy(self._host.reshape(-1)[first : first + count])
             own = self.device_table.view(-1)[first : first + count]

@@ -1,4 +1,4 @@
-"""The model itself: steps that launch every kernel, and what other ways capture or record."""
+"""Steps that launch every kernel; the other ways capture or record them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ForwardPass:
     """A model and its cache."""
 
     def __init__(self, model: nn.Module, kv_cache: list[Any]) -> None:
-        """``model`` keeps the interface that :class:`ModelRunner` asks for."""
+        """``model`` has the interface that :class:`ModelRunner` describes."""
         self._model = model
         self._kv_cache = kv_cache
 
@@ -44,7 +44,7 @@ class ForwardPass:
 
 
 class EagerSteps:
-    """Steps that run the model. There is none that they cannot take."""
+    """Runs every step by the model itself."""
 
     def __init__(self, state: StepState, forward: ForwardPass) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""Where a model's ranks run: in this process, or each in one of its own."""
+"""Executors, which run a model's ranks in this process or each in one of its own."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
             raise OptionError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}, but there are {count} GPUs"
             )
-    # Each rank would find out by itself, after all of them were started.
+    # Otherwise each rank would refuse by itself, after all of them were started.
     context = complete_context(
         BuildContext(tp_size=config.tensor_parallel_size), config, source.dtype
     )
@@ -157,7 +157,7 @@ class InProcessExecutor:
         if self._device.type == "cuda":
             import torch
 
-            # Parameters and layers know each other; their memory is wanted back now.
+            # Parameters and layers refer to each other; free their memory now.
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -169,8 +169,8 @@ class InProcessExecutor:
 class ProcessExecutor(Executor):
     """Every rank in a spawned process; plans go out and results come back through pipes.
 
-    Every rank samples the same tokens from the same gathered logits, so that only rank 0 answers;
-    the others speak up only when they fail. A rank that dies or fails ends all of them.
+    Every rank samples the same tokens from the same gathered logits, so that only rank 0 answers.
+    The others report only failures. A rank that dies or fails ends all of them.
     """
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
@@ -267,11 +267,11 @@ class ProcessExecutor(Executor):
         return self._answers[rank].popleft()
 
     def _receive(self) -> None:
-        """Wait until a rank says something, and take it in."""
+        """Wait for a message of any rank, and take it in."""
         ready = multiprocessing.connection.wait(
             [*self._connections, *(process.sentinel for process in self._processes)]
         )
-        # Everything that was said is read before a death is looked at: a failure explains it.
+        # Read all messages before looking at deaths: a reported failure explains them.
         for rank, connection in enumerate(self._connections):
             with contextlib.suppress(EOFError, OSError):
                 while connection.poll():
@@ -329,7 +329,7 @@ def _worker_main(
 def _serve(
     connection: Connection, model: str, config: EngineConfig, rank: int, meeting: str
 ) -> None:
-    """Do what the parent says until it hangs up."""
+    """Obey the parent's messages until it closes the pipe."""
     worker: Worker | None = None
     while True:
         try:
@@ -360,7 +360,7 @@ def _serve(
 
 
 def _leave() -> None:
-    """Leave the other ranks, who may be gone."""
+    """Leave the process group, whose other ranks may be gone."""
     import torch.distributed
 
     # The model's layers know the group, and each other.

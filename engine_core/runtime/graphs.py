@@ -42,8 +42,8 @@ class Captured:
 
     Attributes:
         graph: to be replayed.
-        logits: ``[rows, V]`` as the model gives them; None where nobody wants them, whose memory
-            another capture may use.
+        logits: ``[rows, V]`` as the model gives them; None where nobody needs them; another capture
+            may then use the memory.
         chosen: the tokens ``[rows]`` that it chose.
         numbers: what it reads, as in :class:`StepBatch`; None if that is shared with others.
     """
@@ -54,7 +54,7 @@ class Captured:
     numbers: Tensor | None
 
     def replays(self, turns: int, rows: int, *, chosen: bool) -> Iterator[StepOutputs]:
-        """Run it so often; what each turn left of the first ``rows`` rows.
+        """Replay it so often; return each repeat's results of the first ``rows`` rows.
 
         ``chosen`` says whether its own choice is wanted, not the logits.
         """
@@ -69,10 +69,10 @@ class Captured:
 
 @dataclass(slots=True)
 class GraphState:
-    """What captured steps share with the runner, and with each other.
+    """State that captured steps share with the runner, and with each other.
 
     Attributes:
-        steps: what the device keeps from step to step.
+        steps: the device's state from step to step.
         logits_of: runs the model on a context and gives the logits, ``[S, V]``, of the tokens at
             the given places.
         sampling: gives how the rows of the persistent batch choose.
@@ -93,9 +93,9 @@ class GraphState:
 def largest_step_bytes(model: nn.Module, tokens: int) -> int:
     """About how many bytes the activations of a step of ``tokens`` tokens take.
 
-    What the widest linear gives, twice, as something is made of it before it is freed. Narrower
-    ones before and after it use the same memory. Embeddings do not count, nor heads, which give the
-    logits of a few tokens alone.
+    Twice the output of the widest linear, as it is freed only after its successor was computed.
+    Narrower ones before and after it use the same memory. Embeddings do not count, nor heads, which
+    give the logits of a few tokens alone.
     """
     embeddings = {
         param
@@ -113,13 +113,13 @@ def largest_step_bytes(model: nn.Module, tokens: int) -> int:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes that a step can take: what no process has, and what PyTorch keeps for later use."""
+    """Bytes available to a step: free memory of the device, and memory that PyTorch caches."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class _Graphs(ABC):
-    """What the two kinds of captured steps have in common.
+    """The common part of the two kinds of captured steps.
 
     A graph is captured when a step first needs it, if it was not before. A step for whose graph
     there is no memory runs without one, from then on.
@@ -148,7 +148,7 @@ class _Graphs(ABC):
         self._stream = torch.cuda.Stream(self._device)
 
     def forget(self) -> None:
-        """Drop all graphs, as families keep more for each row or token than when captured."""
+        """Drop all graphs, as there is more state per row or token than when captured."""
         self._graphs.clear()
         self._complete = False
 
@@ -210,7 +210,7 @@ class _Graphs(ABC):
         return self._graphs.get(key)
 
     def _give_up(self, key: GraphKey, error: Exception) -> None:
-        """Have the step of this key run without a graph from now on."""
+        """Run the step of this key without a graph from now on."""
         self._state.uncaptured.add(key)
         self._state.ahead = False
         logger.warning(
@@ -244,7 +244,7 @@ class _Graphs(ABC):
         step: Callable[[], tuple[Tensor | None, Tensor, Tensor]],
         numbers: Tensor | None = None,
     ) -> Captured:
-        """Capture what gives logits, tokens and their status."""
+        """Capture a function that gives logits, tokens and their status."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
@@ -278,8 +278,8 @@ class DecodeGraphs(_Graphs):
     The device moves the rows on by itself, so the host sends row numbers and positions only. A
     replay takes each row's last token from the device, computes it at the row's position, leaves
     the chosen next token as the row's last one, and moves the position on: replayed again it
-    computes the step after, without a word from the host. Rows of padding stand at position -1:
-    they store nothing and stay where they are.
+    computes the step after, without the host. Rows of padding stand at position -1: they store
+    nothing and stay where they are.
     """
 
     def __init__(self, state: GraphState) -> None:

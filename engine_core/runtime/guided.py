@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 # Parts of a refused schema that are compiled to find the culprit, about 1 ms each.
 _PLACES_TRIED = 200
-# llguidance 1.9 holds larger numbers to others nearby, and overflows its stack on some.
+# llguidance 1.9 rounds larger numbers, and overflows its stack on some.
 _LARGEST = 2**53
-# It has a state for each remainder: with 10**5 of them a grammar takes seconds to compile.
+# llguidance has a state per remainder: with 10**5 of them a grammar takes seconds to compile.
 _MOST_STEPS = 10**4
 # What llguidance calls the parts that have limits.
 _LIMITS = ("parser error", "lexer error")
@@ -38,7 +38,7 @@ _WITHOUT_END = RowError(
     "the guided text is complete, but the model has no end-of-sequence token; name one in "
     "stop_token_ids",
 )
-# Where a schema keeps what is referred to.
+# Keys under which a schema keeps its definitions.
 _DEFINITIONS = ("$schema", "$defs", "definitions")
 # Compiled grammars kept for requests to come.
 _KEPT_GRAMMARS = 64
@@ -48,7 +48,7 @@ Masks = npt.NDArray[np.uint32]
 
 
 class Guide:
-    """What one sequence may be, and how far it is.
+    """One sequence's grammar, and its state in it.
 
     Args:
         matcher: at the beginning of the text.
@@ -123,7 +123,7 @@ class GrammarCompiler:
         self._num_words = vocab_size // 32 + 1
 
     def check(self, params: GuidedParams) -> None:
-        """Compile what is asked for.
+        """Compile the grammar of a request.
 
         Raises:
             RequestError: it cannot be compiled or no text satisfies it; says what and where.
@@ -154,9 +154,9 @@ class GrammarCompiler:
         return guide
 
     def masks(self, guides: Sequence[Guide]) -> Masks:
-        """What may come next in each sequence, a row each.
+        """The tokens allowed next, one row per sequence.
 
-        A row whose guide is in error or has ended allows everything, as it means nothing.
+        A row whose guide is in error or has ended allows everything, as its token is not used.
         """
         masks: Masks = np.full((len(guides), self._num_words), 0xFFFFFFFF, dtype=np.uint32)
         live = [
@@ -216,7 +216,7 @@ class GrammarCompiler:
         return _Compiled(matcher, error)
 
     def _grammar(self, params: GuidedParams) -> str:
-        """What llguidance compiles."""
+        """The grammar in llguidance's form."""
         build = self._library.LLMatcher
         if params.regex is not None:
             return build.grammar_from_regex(params.regex)
@@ -268,7 +268,7 @@ class _Vocabulary:
 
 
 def _failure(matcher: LLMatcher) -> RowError:
-    """Why a matcher cannot go on, in words that say whose fault it is."""
+    """The reason why a matcher cannot go on, for the user."""
     error = _brief(matcher.get_error())
     # The library's limits on a grammar's size are not all noticed before they are reached.
     # The library has no code for them: its stop_reason is "InternalError".
@@ -286,7 +286,7 @@ def _brief(message: str) -> str:
 
 
 def _check_numbers(schema: Mapping[str, Any]) -> None:
-    """Refuse numbers that llguidance 1.9 cannot cope with.
+    """Refuse numbers that llguidance 1.9 cannot handle.
 
     Raises:
         ValueError: one is there; says which.
@@ -364,7 +364,7 @@ def _subschemas(
 
 
 def _pointed_at(root: Any, reference: str) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """What a reference within ``root`` points at, if it is a plain path of names."""
+    """The target of a reference within ``root``, if it is a plain path of names."""
     path = tuple(reference.removeprefix("#/").split("/"))
     for name in path:
         if not isinstance(root, Mapping) or name not in root:

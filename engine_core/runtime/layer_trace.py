@@ -1,4 +1,4 @@
-"""What each layer of a model gives, for debugging."""
+"""Traces of each layer's outputs, for debugging."""
 
 from __future__ import annotations
 

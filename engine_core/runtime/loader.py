@@ -22,7 +22,7 @@ from engine_core.step_context import BuildContext, StepContextManager, building
 
 
 class WeightSource(Protocol):
-    """What the loader asks of a checkpoint."""
+    """The interface of a checkpoint that the loader needs."""
 
     @property
     def headers(self) -> Mapping[str, Any]:
@@ -62,7 +62,7 @@ def build_on_meta(
         ) from error
     except (
         Exception
-    ) as error:  # Whatever a family's code trips over, the config is all it was given.
+    ) as error:  # A family's code may raise anything here; the config is its only input.
         raise ConfigError(
             f"{model_class.__name__} cannot be built from this config: "
             f"{type(error).__name__}: {error}"
@@ -159,7 +159,7 @@ def load_weights(
         _update_weights(model)
     account.raise_mismatch(where)
     if device.type == "cuda":
-        # What the tensors took is for the cache.
+        # Give the tensors' memory back for the cache.
         torch.cuda.empty_cache()
     if packer is not None:
         packer.finish()

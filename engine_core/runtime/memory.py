@@ -1,4 +1,4 @@
-"""How much cache a budget buys, as pure arithmetic over the layers' cache specs."""
+"""The plan of a cache within a budget: pure arithmetic over the layers' cache specs."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _group_layers(
     weights = [kind.bytes_per_block(size) for kind, size in zip(kinds, sizes, strict=True)]
 
     def padding(width: int) -> float:
-        """What the worst kind loses of its bytes in blocks of ``width`` layers of the largest."""
+        """The worst kind's share of lost bytes in blocks of ``width`` layers of the largest."""
         shares = []
         for count, weight in zip(counts, weights, strict=True):
             needed = -(-count // min(count, width * largest // weight))

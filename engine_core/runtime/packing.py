@@ -25,9 +25,9 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 class Packer:
-    """Packs layers as soon as all that they consist of is loaded.
+    """Packs layers as soon as all of their tensors are loaded.
 
-    So the weights of a model are never there as a whole both before and after it.
+    So memory never holds all weights both unpacked and packed.
 
     Attributes:
         seconds: what the packing took so far.

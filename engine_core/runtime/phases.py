@@ -1,4 +1,4 @@
-"""How long start-up took, part by part."""
+"""Seconds of each phase of start-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine offers, and what "auto" becomes on it."""
+"""Properties of the machine, and the values of "auto" on it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Make a GPU the current one in the ``with`` block: Triton launches there, events record there.
 
-    PyTorch keeps the current one a thread, and an engine may be used from several.
+    PyTorch keeps a current device per thread, and an engine may be used from several threads.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -76,7 +76,7 @@ def resolve_dtype(config: EngineConfig, device: torch.device, own: str | None) -
 
 
 def resolve_block_size(config: EngineConfig, device: torch.device) -> int:
-    """Tokens a cache block."""
+    """Tokens per cache block."""
     return config.block_size or (16 if device.type == "cpu" else 64)
 
 
@@ -140,7 +140,8 @@ def check_weights_fit(nbytes: int, device: torch.device) -> None:
 def cache_budget(config: EngineConfig, device: torch.device, *, pending: int = 0) -> int:
     """Bytes for the KV cache, once the weights are in memory.
 
-    ``pending`` are bytes that will be taken before the cache is, if the weights are not there yet.
+    ``pending`` are bytes that will be allocated before the cache, if the weights are not loaded
+    yet.
     """
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory

@@ -1,4 +1,4 @@
-"""Decode steps on a CPU that are run again without the model's Python.
+"""Recorded decode steps on a CPU, repeated without the model's Python.
 
 A step of a small model takes as long in Python as in its kernels. So a step is recorded, as a CUDA
 graph is captured: the calls of our kernels and of torch's operations, on the tensors of the
@@ -40,18 +40,18 @@ _SHAPED_BY_NUMBERS = frozenset(
         "aten::where",
     }
 )
-# What makes a tensor without setting its numbers.
+# Operations that make a tensor without setting its values.
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 Model = Callable[[StepContext], Tensor]
 
 
 class NotRecordableError(Exception):
-    """A step does what a recording cannot repeat."""
+    """A step has an operation that a recording cannot repeat."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Appends to ``calls`` what torch is asked to do.
+    """Appends each torch operation to ``calls``.
 
     Attributes:
         calls: each repeats one operation or kernel on the same tensors.
@@ -118,7 +118,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _indexes_by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it is ``x[i]`` without masks, whose shape hangs on that of ``i`` only."""
+    """Whether it is ``x[i]`` without masks, whose shape depends only on that of ``i``."""
     if func is not torch.ops.aten.index.Tensor:
         return False
     return all(x is None or x.dtype in (torch.int32, torch.int64) for x in args[1])
@@ -133,7 +133,7 @@ class _Recording:
         calls: what computes ``outputs`` of them.
         outputs: the logits.
         kept: everything whose address a call holds.
-        proven: whether it has given once what the model gave.
+        proven: whether its result has matched the model's once.
     """
 
     batch: StepBatch
@@ -146,9 +146,9 @@ class _Recording:
 class RecordedSteps:
     """Recordings of a model's decode steps, for each number of rows one.
 
-    A recording is made when a number of rows comes for the second time. What it gives is compared
-    with the model's own the first time that it is used: a model whose Python decides by numbers of
-    the step would not agree, and is not recorded any more.
+    A recording is made when a number of rows comes for the second time. Its first result is
+    compared with the model's own. A model whose Python depends on the step's values does not agree,
+    and is not recorded any more.
     """
 
     def __init__(

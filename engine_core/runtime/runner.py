@@ -43,14 +43,14 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(slots=True)
 class _Row:
-    """What the host knows of the request in one row of the persistent batch."""
+    """The host's state of the sequence in one row of the persistent batch."""
 
     token_ids: IntArray
     prompt_len: int
     sampling: SamplingParams
     token_state: Mapping[str, IntArray]
-    # How a captured step can choose its token; None if the host has a part in it, or reports more
-    # than the token.
+    # The captured kind of choice for its token; None if the host has a part in it, or more than the
+    # token is reported.
     choice: Choice | None
 
 
@@ -60,7 +60,7 @@ class PendingStep:
     def __init__(
         self, finish: Callable[[], StepResult], is_done: Callable[[], bool] | None = None
     ) -> None:
-        """``is_done`` tells without waiting; None if nobody can."""
+        """``is_done`` tells without waiting; None if that is unknown."""
         self._finish = finish
         self._is_done = is_done
 
@@ -96,8 +96,8 @@ class ModelRunner:
         """The model is loaded and on ``device``.
 
         Args:
-            model: keeps the interface of DESIGN: ``forward`` and, if it can, ``get_logits`` and
-                ``prepare_inputs_for_generation``.
+            model: a model with the interface of ``nn.CausalLM``: ``forward`` and, if it can,
+                ``get_logits`` and ``prepare_inputs_for_generation``.
             plan: the cache to make.
             scheduler_config: rows and lengths.
             device: where everything runs.
@@ -138,7 +138,7 @@ class ModelRunner:
             {"prompt_len": torch.zeros(rows + 1, dtype=torch.int64, device=device)},
         )
         forward = self._forward = ForwardPass(model, self.kv_cache)
-        # It takes every step, after one of the others was asked that may be faster.
+        # It takes every step that none of the others, which are faster, has taken.
         self._eager_steps = EagerSteps(self._state, forward)
         self._recorded_steps: RecordedSteps | None = None
         if device.type == "cpu" and not eager and compiled.available():
@@ -214,7 +214,7 @@ class ModelRunner:
     def _run(
         self, plan: StepPlan, choice: Choice | None, *, decodes: bool
     ) -> Iterator[StepOutputs]:
-        """Run the step as often as is planned; each turn goes on from what the last one chose."""
+        """Run the step as often as planned; each repeat goes on from the tokens of the last one."""
         for turn in range(plan.repeat):
             batch = self._batch(plan, turn, choice, decodes=decodes)
             outputs = None
@@ -242,7 +242,7 @@ class ModelRunner:
         return any(self._rows[row.row].sampling.prompt_logprobs is not None for row in plan.rows)
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
-        """Give rows to requests. What the device keeps of them is written for all at once."""
+        """Give rows to requests. Their state on the device is written for all at once."""
         given: dict[str, dict[int, Any]] = {"prompt_len": {}}
         for admission in admissions:
             row = admission.row
@@ -302,7 +302,7 @@ class ModelRunner:
         state.view(bits)[where] = sent
 
     def _forget_steps(self) -> None:
-        """Capture and record anew, with what is kept for a row or a token by now."""
+        """Capture and record anew, with the current per-row and per-token state."""
         for steps in (self._decode_graphs, self._graph_steps, self._recorded_steps):
             if steps is not None:
                 steps.forget()
@@ -394,7 +394,7 @@ class ModelRunner:
 
 
 class _Results:
-    """What the turns of a plan chose, on its way to the host.
+    """The tokens that the repeats of a plan chose, in flight to the host.
 
     Attributes:
         plan: what is run.
@@ -438,7 +438,7 @@ class _Results:
         return StepResult(self.plan.step_id, tuple(rows))
 
     def _rows(self, columns: Sequence[tuple[int, ...]]) -> list[RowResult]:
-        """What each row gave, of all that a row can give."""
+        """Each row's result, of all kinds that a row can give."""
         codes = [] if self.status is None else self.status.T.tolist()
         logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
         for indices, numbers, logits, tokens in self.reports:
@@ -461,7 +461,7 @@ class _Results:
         return rows
 
     def _error(self, row: PlanRow, place: int, codes: Sequence[int]) -> RowError | None:
-        """Why a row's tokens mean nothing, as of the first turn that went wrong; or None."""
+        """The reason why a row's tokens are invalid, from the first repeat that failed; or None."""
         for turn, code in enumerate(codes):
             reason = self.failures.get((turn, place)) or REASONS.get(code)
             if reason is not None:
@@ -476,7 +476,7 @@ def _supports_graphs(model: nn.Module) -> bool:
 
 
 def _choice(params: SamplingParams) -> Choice | None:
-    """How a captured step can choose by these parameters; None if not all is done in it."""
+    """The captured kind of choice for these parameters; None if part of it needs the host."""
     if is_hosted(params) or params.logprobs is not None:
         return None
     if params.changes_logits:

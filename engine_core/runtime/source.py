@@ -1,4 +1,4 @@
-"""What is to be run: a model's name and a config, opened and understood but not yet loaded."""
+"""A model's name and config, opened and checked but not yet loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine_core.runtime import platform
 
 # Keys of config.json under which tools leave how they quantised the weights.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-# What families call their number of layers; each has a tensor at least.
+# Families' names for the number of layers; each layer has at least one tensor.
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_LAYERS = 10_000
 # A tensor may be a transposed, packed or split part of what the config speaks of, but no dimension
@@ -35,7 +35,7 @@ class ModelSource:
         model_class: the family's class.
         device: where it will run.
         dtype: the element type that it will run with.
-        has_input_processor: whether the family says more of a prompt than its tokens.
+        has_input_processor: whether the family has an input processor for the model.
         scheme: how its weights are quantised; None if they are not.
     """
 
@@ -72,7 +72,7 @@ class _GGUFAdapters(Mapping[str, type]):
 
 
 def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSource:
-    """Find ``model``, check its files and find out who runs it.
+    """Find ``model``, check its files and find the class that runs it.
 
     Raises:
         EngineError: it cannot run; which part of the tree says why.
@@ -114,7 +114,7 @@ def option_scheme(
 
 
 def check_revision(model: str, config: EngineConfig) -> None:
-    """Refuse a revision of what is no hub id.
+    """Refuse a revision for a model that is not a hub id.
 
     Raises:
         OptionError: model and tokenizer are both on this machine, or the tokenizer is the model's.
@@ -162,7 +162,7 @@ def open_files(
 def check_deterministic(
     config: EngineConfig, device: torch.device, capability: tuple[int, int] | None = None
 ) -> None:
-    """Refuse determinism where results would depend on the batch all the same.
+    """Refuse deterministic mode where results would still depend on the batch.
 
     ``capability`` is the compute capability of a GPU that is planned for; that of ``device`` if
     None.
@@ -233,7 +233,7 @@ def read_config(registry: Registry, checkpoint: Checkpoint) -> ModelConfig:
 
     Raises:
         EngineError: as :meth:`Registry.model_config`.
-        CorruptCheckpointError: a size is out of all proportion to the tensors.
+        CorruptCheckpointError: a size is far larger than the tensors allow.
     """
     hf_config = checkpoint.hf_config
     _check_layers(hf_config, checkpoint)

@@ -1,4 +1,4 @@
-"""One step, as every way of running steps takes it and as each leaves it."""
+"""The input and output of one step, the same for every way of running it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 from engine_core.steps import PlanRow
 
-# Numbers of 64 bits: on a GPU each part of a batch begins at a multiple of 128 bytes, since Triton
-# compiles a kernel anew for tensors that lie otherwise.
+# In 64-bit numbers: on a GPU each part of a batch begins at a multiple of 128 bytes, since Triton
+# compiles another kernel for other alignments.
 _ALIGNMENT = 16
 
 
 class Choice(IntEnum):
-    """How the rows of a captured step choose their tokens; each can do what those before it can."""
+    """Ways of choosing tokens in a captured step; each includes those before it."""
 
     GREEDY = 0
     RANDOM = 1
@@ -50,7 +50,7 @@ class GraphKey(NamedTuple):
 
 
 class KnownRow(Protocol):
-    """What the host knows of the sequence in a row.
+    """The host's state of the sequence in a row.
 
     Attributes:
         token_ids: ``[N]``, its first tokens.
@@ -66,7 +66,7 @@ class StepBatch:
     """The numbers of one step, on the host. R rows and T tokens, padding included.
 
     Rows of padding are rows like others, in the last row of the persistent batch. They store
-    nothing, and nobody asks what they gave. :class:`StepState` makes batches and reads them.
+    nothing, and their results are not read. :class:`StepState` makes batches and reads them.
 
     Attributes:
         key: R, T and how many rows decode.
@@ -98,7 +98,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What a step left on the device. The next one may overwrite it.
+    """Results of a step on the device. The next step may overwrite them.
 
     Attributes:
         logits: ``[S, V]`` of the rows that sample, in their order; None if none does, or if the
@@ -106,7 +106,7 @@ class StepOutputs:
         tokens: ``[N]`` int64, chosen by the step.
         status: ``[N]`` int8, as of :func:`~engine_core.kernels.sample_tokens`.
         places: for each row of the plan, where its token is among the N; None for their order.
-        hidden: ``[T, H]``, what the model gave for each token, where that may be asked for.
+        hidden: ``[T, H]``, the model's output for each token, where it may be needed.
     """
 
     logits: Tensor | None = None
@@ -142,7 +142,7 @@ class RowState(Mapping[str, Tensor]):
 
 @dataclass(slots=True)
 class StepState:
-    """What the device keeps from step to step, by row of the persistent batch.
+    """Device state from step to step, by row of the persistent batch.
 
     The last row is that of padding.
 
@@ -179,8 +179,8 @@ class StepState:
     ) -> StepBatch:
         """A batch of rows that compute the token they sampled last, for a CPU.
 
-        It is made without numpy. A model leaves neither the code nor the data of small calls in
-        the CPU's caches, so that dozens of them take several times as long as by themselves.
+        It is made without numpy. A model evicts the code and data of small calls from the CPU's
+        caches, so that dozens of them take several times as long as alone.
         """
         count = len(rows)
         numbers = [*rows, *[position + 1 for position in positions], *positions]
@@ -209,7 +209,7 @@ class StepState:
 
         Args:
             rows: decode rows first.
-            known: what is known of each row of the persistent batch.
+            known: the host's state of each row of the persistent batch.
             choice: see :class:`StepBatch`.
             fit: gives the shape to pad to, from that of the rows; None for none.
         """
@@ -290,7 +290,7 @@ class StepState:
         return {name: numbers[where] for name, where in layout.items()}
 
     def _layout(self, key: GraphKey, *, decodes: bool) -> dict[str, slice]:
-        """Where the parts of a batch of this shape lie among its numbers."""
+        """Offsets of the parts of a batch of this shape among its numbers."""
         tokens, rows = key.tokens, key.rows
         sizes = {"rows": rows, "kv_lens": rows, "positions": tokens}
         sizes |= {f"slots {group}": tokens for group in range(len(self.tables))}
@@ -306,7 +306,7 @@ class StepState:
         return layout
 
     def context(self, batch: StepBatch, parts: Mapping[str, Tensor]) -> StepContext:
-        """What the model is given of a batch whose parts are on the device."""
+        """The model's context of a batch whose parts are on the device."""
         rows, tokens = parts["rows"], batch.key.tokens
         if batch.decodes:
             row_ids = self.counting[:tokens]

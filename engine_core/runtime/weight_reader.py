@@ -98,7 +98,7 @@ def read_weights(
 
 @dataclass(slots=True)
 class _Reading:
-    """A tensor on its way.
+    """A tensor that is being read.
 
     Attributes:
         header: of the tensor.
@@ -174,7 +174,7 @@ class _Reader:
 
 
 class _Lane:
-    """What one thread reads into and copies from: two buffers in turn, and a stream."""
+    """One thread's buffers and stream: it reads into two buffers in turn and copies from them."""
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         on_gpu = device.type == "cuda"

@@ -32,7 +32,7 @@ from engine_core.steps import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What a rank found out while it loaded.
+    """A rank's report after loading.
 
     Attributes:
         specs: the spec of each layer with a cache, on this rank.

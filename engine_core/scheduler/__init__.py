@@ -1,4 +1,4 @@
-"""Which request computes which tokens in the next step. Pure Python."""
+"""Planning of steps: which request computes which tokens. Pure Python."""
 
 from engine_core.scheduler.request import Request, RequestStatus
 from engine_core.scheduler.scheduler import Scheduler, check_request

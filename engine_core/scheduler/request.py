@@ -1,4 +1,4 @@
-"""One sequence on its way through the scheduler."""
+"""One sequence in the scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine_core.steps import RowError, TokenLogprobs
 
 
 class RequestStatus(Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -31,7 +31,7 @@ class Request:
     Args:
         request_id: unique among the unfinished requests.
         prompt: tokens and what the family's input processor says about them.
-        sampling: stop conditions and limits; ``n`` is the engine's business.
+        sampling: stop conditions and limits; the engine handles ``n``.
         eos_token_ids: tokens that end the sequence unless ``sampling.ignore_eos``.
         arrival_time: host clock, in seconds; the order of arrival is that of ``Scheduler.add``.
         max_model_len: tokens of the sequence, prompt and output together.
@@ -188,7 +188,7 @@ class Request:
 
 
 def _wrong_tokens(prompt: ProcessedPrompt) -> str:
-    """What is wrong with the tokens that an input processor gave."""
+    """The fault in the tokens that an input processor gave."""
     if not isinstance(prompt.token_ids, Iterable) or not hasattr(prompt.token_ids, "__len__"):
         return f"its tokens must be a sequence of integers, got {type(prompt.token_ids).__name__}"
     for position, token in enumerate(prompt.token_ids):

@@ -37,7 +37,7 @@ _num_scheduled = attrgetter("num_scheduled")
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """What a request that left the batch gives back once no step in flight names it."""
+    """Row and blocks of a request that left the batch, held until no step in flight names it."""
 
     row: int
     block_tables: list[list[int]]
@@ -57,8 +57,8 @@ class _Draft:
         new_blocks: by request id, the blocks appended to each group's table.
         admitted: requests that got a row.
         swap_in: pairs of a block and the slot that is copied to it.
-        short_of_blocks: some request waits for blocks that are on their way back to it; nobody
-            of a higher rank may take any.
+        short_of_blocks: some request waits for blocks that will be released; no request of a higher
+            rank number may take any.
     """
 
     whole_budget: int
@@ -135,9 +135,9 @@ class Scheduler:
     requests together: the first waiting request is admitted or no other is, and when blocks run
     out the running request of the highest rank is preempted. A waiting request preempts running
     ones of a less important priority, the least important first, if it needs their row or blocks
-    and they are enough for it. That is not an option: whoever gives priorities wants the urgent
-    request to run now, not when a background job happens to end. Unimportant requests starve
-    while more important ones keep coming, by definition; with one priority for all nobody does.
+    and they are enough for it. That is not an option: a user of priorities wants the urgent request
+    to run now, not when a background job happens to end. Unimportant requests starve while more
+    important ones keep coming; with one priority for all none does.
 
     So the first unfinished request in rank always goes on. If it runs, it gets tokens and blocks
     before all others, who are preempted one by one until it has enough: alone it fits, or it
@@ -270,7 +270,7 @@ class Scheduler:
             self._finish(request, reason, stop_reason)
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing can run before a result comes in or a request."""
+        """The next step, or None if nothing can run before a result or a request arrives."""
         running = self._running.copy()
         budget, prompts = self._prompt_budget(running)
         draft = _Draft(budget, budget, prompts, self.repeat_limit)
@@ -297,8 +297,8 @@ class Scheduler:
         """Take in the results of the oldest step in flight.
 
         Returns:
-            one update for each row that brought something, in plan order. What came for requests
-            that have ended meanwhile is discarded; what came for preempted ones is accepted.
+            one update for each row with new tokens, in plan order. What came for requests that have
+            ended meanwhile is discarded; what came for preempted ones is accepted.
         """
         assert self._in_flight, f"result of step {result.step_id}, but no step is in flight"
         plan, requests = self._in_flight.popleft()
@@ -441,7 +441,7 @@ class Scheduler:
             repeat = 1
             if num_tokens - start == 1:
                 # It takes nothing from the budget: prompts are cut into as few chunks as without
-                # company, and no chunk is of the few tokens that decodes left over.
+                # decodes, and no chunk is of the few tokens that decodes left over.
                 count = 1
                 left = request.limit - num_tokens
                 if left == 0:  # the last sample it may have is in flight
@@ -962,7 +962,7 @@ def _update(
     logprobs: tuple[TokenLogprobs, ...] | None,
     prompt_logprobs: tuple[TokenLogprobs, ...] | None,
 ) -> TokenUpdate:
-    """What a step brought for a request, and where the request stands after it."""
+    """A request's update from a step, with its state after it."""
     return TokenUpdate(
         request.request_id,
         new_token_ids,

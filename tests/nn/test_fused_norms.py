@@ -52,7 +52,7 @@ def run(made: list[DecoderLayer], rows: int, device: str, dtype: torch.dtype) ->
 
 
 def settle(*stacks: list[DecoderLayer]) -> None:
-    """What happens after loading."""
+    """Do the work that follows loading."""
     for made in stacks:
         agree(nn.ModuleList(made), made[0].input_layernorm.weight.device)
 

@@ -1,4 +1,4 @@
-"""What prompts get of a step in which others decode."""
+"""The prompts' share of a step in which others decode."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from engine_core.kernels.compiled.numbers import (
     widen,
 )
 
-# So many results are worth a thread of their own.
+# Results that are worth a thread.
 _LEAST = 2**13
 
 
@@ -50,7 +50,7 @@ def _make(dtype: torch.dtype, activation: str) -> Callable[..., None]:
         args = unpack(arguments)
         rows, size = args[2], args[3]
         part, parts = this_part(), all_parts()
-        # Of a single row each part takes some columns.
+        # For a single row each part takes some columns.
         low, high = rows * size * part // parts, rows * size * (part + 1) // parts
         while low < high:
             row = low // size

@@ -1,4 +1,4 @@
-"""What the gated activations compute, in plain PyTorch."""
+"""The gated activations in plain PyTorch."""
 
 from __future__ import annotations
 

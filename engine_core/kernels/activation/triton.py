@@ -53,7 +53,7 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     if out.numel() == 0:
         return out
     rows = x.reshape(-1, 2 * size)
-    # 8 values a thread in 4 warps: one 16-byte load of bfloat16 for the gate and one for up.
+    # 8 values per thread in 4 warps: one 16-byte load of bfloat16 for the gate and one for up.
     block = min(1024, triton.next_power_of_2(size))
     _act_and_mul_kernel[(rows.shape[0] * triton.cdiv(size, block),)](
         out,

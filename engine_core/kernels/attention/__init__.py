@@ -42,9 +42,9 @@ def paged_attention(
     softcap)`` with a softcap, then plus ``slope * (j - i)`` with ALiBi.
 
     Slots beyond a row's length and table entries beyond its blocks are never read as data: they
-    may hold anything, NaN included. On a CPU the lengths are read by the host. On a GPU nothing
-    is: the decode grid depends on shapes, ``num_decode_rows`` and ``max_kv_len`` only, so a CUDA
-    graph captured with the largest ``max_kv_len`` replays with any lengths.
+    may hold anything, NaN included. On a CPU the host reads the lengths. On a GPU it reads nothing:
+    the decode grid depends on shapes, ``num_decode_rows`` and ``max_kv_len`` only, so a CUDA graph
+    captured with the largest ``max_kv_len`` replays with any lengths.
 
     Args:
         q: ``[T, Hq, D]``, last dimension contiguous, float32, bfloat16 or float16.
@@ -65,8 +65,8 @@ def paged_attention(
         out: ``[T, Hq, Dv]`` contiguous, written in place; made if None.
         memo: one dict for all calls with these ``block_tables``, ``query_start``, ``kv_lens``,
             ``num_decode_rows`` and ``prefix_lens``, as in the layers of a step; empty before the
-            first. It keeps what was found out of them. If later calls are captured in a CUDA graph,
-            so is the first: a replay has to find it out anew.
+            first. It keeps what was derived from them. If later calls are captured in a CUDA graph,
+            the first must be too: a replay has to derive it anew.
         deterministic: whether each query's result must be the same, bit for bit, whatever other
             rows there are and however many queries of its own row. Only on a GPU.
 
@@ -74,8 +74,8 @@ def paged_attention(
         ``[T, Hq, Dv]``. Tokens at ``query_start[R]`` and beyond are not written.
 
     Raises:
-        ValueError: a shape, dtype or stride is not as above, or batch invariance is asked for where
-            there is none.
+        ValueError: a shape, dtype or stride is not as above, or ``batch_invariant`` is given on a
+            CPU.
     """
     if q.dim() != 3 or k_cache.dim() != 4 or v_cache.dim() != 4:
         raise ValueError(

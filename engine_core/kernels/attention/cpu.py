@@ -1,6 +1,6 @@
 """Paged attention on a CPU, through torch's fused scaled_dot_product_attention.
 
-Decode rows have a kernel of their own where kernels can be compiled; what follows of them is for
+Decode rows have a kernel of their own where kernels can be compiled. The code for them here is for
 where they cannot.
 
 torch's kernel packs the keys of one batch entry and head, then multiplies them with that entry's
@@ -34,12 +34,12 @@ _MAX_PADDING = 2**17
 # tokens, 3 KV heads of 64). Many threads need more, to have two tasks each.
 _MAX_GATHERED = 2**20
 _MAX_GATHERED_PER_THREAD = 2**18
-# What :func:`torch.baddbmm` is to add nothing of.
+# An empty summand for :func:`torch.baddbmm`.
 _NOTHING = torch.zeros(1, device="cpu")
 
 
 class _Span(NamedTuple):
-    """Where adjoining tokens of a row lie.
+    """The place of adjoining tokens of a row.
 
     Attributes:
         num_tokens: how many.
@@ -72,7 +72,7 @@ class _Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How the rows of a step are attended, which is the same in all layers with equal caches.
+    """The plan of a step's attention, the same in all layers with equal caches.
 
     Attributes:
         empty: queries of rows of length 0, as ``(begin, end)``.
@@ -201,7 +201,7 @@ def _plan(
 
 
 def _span(block_table: Tensor, start: int, end: int, block_size: int) -> _Span:
-    """Where tokens ``start`` to ``end`` of a row lie."""
+    """The place of tokens ``start`` to ``end`` of a row."""
     first = start // block_size
     blocks = block_table[first : -(-end // block_size)]
     ids: list[int] = blocks.tolist()
@@ -217,8 +217,8 @@ def _group(
     index = torch.tensor(rows)
     kv_len = torch.tensor([lens[row] for row in rows])[:, None]
     start = kv_len - torch.tensor([spans[row] for row in rows])[:, None]
-    # Beyond a row's last token its first is read: what is masked must still be a number, since
-    # 0 * NaN is NaN.
+    # Beyond a row's last token its first is read: masked values must be numbers, since 0 * NaN is
+    # NaN.
     num_slots = int((kv_len - start).max())
     positions = start + torch.arange(num_slots)
     visible = positions < kv_len
@@ -340,8 +340,8 @@ def _attend_chunk(
     q = q.view(num_queries, *grouped, head_dim).permute(1, 2, 0, 3)
     out = out.view(num_queries, *grouped, v_head_dim).permute(1, 2, 0, 3)
 
-    # What a causal tile adds to its logits hangs only on j - i, so all tiles slice one band:
-    # column c stands for the key at distance c - reach from the tile's first query.
+    # The bias of a causal tile depends only on j - i, so all tiles slice one band: column c stands
+    # for the key at distance c - reach from the tile's first query.
     reach = start_pos + (num_queries - 1) // tile * tile - first_key
     if window is not None:
         reach = min(reach, window - 1)

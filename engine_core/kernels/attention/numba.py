@@ -29,7 +29,7 @@ from engine_core.kernels.compiled.numbers import (
     widen,
 )
 
-# So many products of queries and keys are worth a thread of their own.
+# Products of queries and keys that are worth a thread.
 _LEAST = 2**15
 # Tokens whose logits are held at once.
 _TILE = 256
@@ -109,7 +109,7 @@ def _make_attend(
         slopes = array(args[6], np.float32, num_kv_heads * group)
 
         line = _line(kv_lens, window, num_kv_heads)
-        # There may be fewer threads than asked for, or fewer tokens; then some threads get none.
+        # There may be fewer threads than requested, or fewer tokens; then some threads get none.
         parts = max(min(all_parts(), line), 1)
         if part == 0:
             array(args[7] + args[13] * stride * 4, np.float32, 1)[0] = parts

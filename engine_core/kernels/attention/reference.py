@@ -1,4 +1,4 @@
-"""What paged attention computes: one row at a time, logits written out, in float32."""
+"""Paged attention in plain PyTorch: one row at a time, with all logits, in float32."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _attend_tiles(
     block = block_at(table_ptr, low, high, BLOCK_SIZE)
     for start in range(low, high, BLOCK_N):
         in_range = start + tl.arange(0, BLOCK_N) < high
-        # Asked for a tile ahead, so that no key waits for it.
+        # Loaded one tile ahead, so that no key waits for it.
         next_block = block_at(table_ptr, start + BLOCK_N, high, BLOCK_SIZE)
         logits = tile_logits(
             q, query_pos, slopes, block, start, in_range, k_cache_ptr, table_ptr, k_block_stride,
@@ -264,9 +264,9 @@ def _decode_kernel(
 ):
     """Up to BLOCK_G query heads of one KV head of one row over one split of its tokens.
 
-    Which, the plan's item says. Where a row has more than one, ``partial [max_items, Hq, Dv]``
-    float32 takes the results and ``lse`` their logarithmic denominators; the last program to arrive
-    merges them, MERGED_SPLITS of MERGED_HEADS at a time.
+    The plan's item names the row and the split. Where a row has more than one split, ``partial
+    [max_items, Hq, Dv]`` float32 takes the results and ``lse`` their logarithmic denominators; the
+    last program to arrive merges them, MERGED_SPLITS of MERGED_HEADS at a time.
     """
     G_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_G - 1) // BLOCK_G
     kv_head = (tl.program_id(0) // G_TILES).to(tl.int64)
@@ -511,7 +511,7 @@ def _shared_memory(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeTile:
-    """How decode attention is cut.
+    """The tiles of decode attention.
 
     Attributes:
         block_n: tokens of a tile.

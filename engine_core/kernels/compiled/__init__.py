@@ -33,7 +33,7 @@ _DTYPES = frozenset((torch.float32, torch.bfloat16))
 
 @cache
 def available() -> bool:
-    """Whether Numba can be imported; if it is there but fails to, a warning says why."""
+    """Whether Numba can be imported; if it is installed but fails, a warning says why."""
     if find_spec("numba") is None:
         return False
     try:
@@ -48,7 +48,7 @@ def available() -> bool:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether kernels can be compiled for these tensors: on a CPU, of one type that they know."""
+    """Whether kernels can be compiled for these tensors: on a CPU, of one supported dtype."""
     dtype = tensors[0].dtype
     if dtype not in _DTYPES or not tensors[0].is_cpu or not available():
         return False
@@ -92,7 +92,7 @@ class Kernel:
 
 
 def threads(work: int, least: int) -> int:
-    """How many parts ``work`` is worth if each should have at least ``least`` of it."""
+    """The number of parts for ``work`` if each should have at least ``least`` of it."""
     if work < 2 * least or not openmp().found:
         return 1
     return min(torch.get_num_threads(), work // least)
@@ -106,7 +106,7 @@ class _Compiled:
 
         self._entry = compile_entry(body)
         self._address: int = self._entry.address
-        # The interpreter's lock is kept: the call is shorter than giving it up and taking it.
+        # The GIL is kept: the call is shorter than releasing and taking it.
         self._call = ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(self._address)
 
     def run(self, packed: bytes, parts: int) -> None:
@@ -126,7 +126,7 @@ _recording = _Recording()
 
 @contextmanager
 def recording(calls: list[Callable[[], object]]) -> Iterator[None]:
-    """Also append what each kernel that this thread runs would be called as again."""
+    """Also append a repeatable call of each kernel that this thread runs."""
     _recording.calls = calls
     try:
         yield

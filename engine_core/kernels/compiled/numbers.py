@@ -1,4 +1,4 @@
-"""What the bodies of compiled kernels are made of: numbers of low precision, arrays, exp.
+"""Building blocks of compiled kernels: numbers of low precision, arrays, exp.
 
 This module imports Numba. To a type checker its functions are ordinary ones of Python.
 """
@@ -29,7 +29,7 @@ _types: Any = importlib.import_module("numba.types")
 _extending: Any = importlib.import_module("numba.extending")
 _ir: Any = importlib.import_module("llvmlite.ir")
 
-# Sums may be reordered, which is what vectors do; NaN and infinity stay what they are.
+# Sums may be reordered, as vectors need; NaN and infinity are kept.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 _INT32 = _ir.IntType(32)
 _FLOAT = _ir.FloatType()

@@ -1,4 +1,4 @@
-"""The OpenMP library that torch computes with."""
+"""The OpenMP library that torch uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode step knows of its rows, gathered from the state of the persistent batch."""
+"""Inputs of a decode step, gathered from the state of the persistent batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def decode_inputs(
         last_tokens: ``[max_rows]`` int64, by row of the persistent batch.
         tables: for each cache group, of which there is one at least, ``[max_rows, max_blocks]``
             int32, contiguous.
-        block_sizes: tokens a block, for each cache group.
+        block_sizes: tokens per block, for each cache group.
 
     Raises:
         ValueError: shapes, dtypes or strides are not as above.

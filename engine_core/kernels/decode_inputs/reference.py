@@ -1,4 +1,4 @@
-"""What the inputs of a decode step are, in plain PyTorch."""
+"""The inputs of a decode step in plain PyTorch."""
 
 from __future__ import annotations
 

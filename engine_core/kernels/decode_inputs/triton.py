@@ -1,4 +1,4 @@
-"""Gathering the inputs of a decode step on a GPU: a program a row."""
+"""Gathering the inputs of a decode step on a GPU: one program per row."""
 
 from __future__ import annotations
 

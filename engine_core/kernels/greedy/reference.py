@@ -1,4 +1,4 @@
-"""What greedy choice computes, in plain PyTorch."""
+"""Greedy choice in plain PyTorch."""
 
 from __future__ import annotations
 

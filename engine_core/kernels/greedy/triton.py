@@ -1,4 +1,4 @@
-"""Greedy choice on a GPU: many programs a row, of which the last to arrive decides."""
+"""Greedy choice on a GPU: many programs per row, of which the last to arrive decides."""
 
 from __future__ import annotations
 

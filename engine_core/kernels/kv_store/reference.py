@@ -1,4 +1,4 @@
-"""What storing keys and values does, in plain PyTorch."""
+"""Storing keys and values in plain PyTorch."""
 
 from __future__ import annotations
 

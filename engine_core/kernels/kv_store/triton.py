@@ -52,8 +52,8 @@ def _store_kv_kernel(
     BLOCK_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # In this order, so that attention, launched next, may read before it waits what is older: the
-    # lengths, and the plan of its splits that an earlier layer made.
+    # In this order, so that attention, launched next, may read older data before it waits: the
+    # lengths, and the plan of its splits from an earlier layer.
     wait(PDL)
     launch_dependents(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -88,7 +88,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     if num_tokens == 0:
         return
     block_d = triton.next_power_of_2(head_dim)
-    # A program's 2048 keys are 16 values a thread in 4 warps: two 16-byte accesses in bfloat16.
+    # A program's 2048 keys are 16 values per thread in 4 warps: two 16-byte accesses in bfloat16.
     block_rows = max(1, min(2048 // block_d, triton.next_power_of_2(num_tokens * num_heads)))
     _store_kv_kernel[(triton.cdiv(num_tokens * num_heads, block_rows),)](
         k,

@@ -1,1 +1,1 @@
-"""What the GPU kernels share about their launch."""
+"""Launch helpers that the GPU kernels share."""

@@ -1,12 +1,12 @@
-"""What kernels share about their launch: early launches, and programs that wait for none.
+"""Launch helpers of kernels: early launches, and programs that wait for none.
 
-Programmatic dependent launch: a kernel is launched while the one before it still runs. It may touch
-nothing that an earlier kernel writes, or reads and it overwrites, before it waits. Most kernels
-here let their successor launch at once: a chain of small kernels then waits on the device, instead
-of being launched one after another. A dependent kernel in a CUDA graph on an H200 takes 0.60 us
-then, not 0.88. Each waits for the whole of the kernel before, and that one waited too, so what lies
-further back is complete as well. If a kernel lets its successor launch only after it waited itself,
-the successor may read without waiting whatever was written before that kernel.
+Programmatic dependent launch: a kernel is launched while the one before it still runs. Before it
+waits, it must not touch anything that an earlier kernel writes. Nor may it write anything that an
+earlier kernel reads. Most kernels here let their successor launch at once: a chain of small kernels
+then waits on the device, instead of being launched one after another. A dependent kernel in a CUDA
+graph on an H200 takes 0.60 us then, not 0.88. Each waits for the whole of the kernel before, and
+that one waited too, so earlier kernels are complete as well. If a kernel lets its successor launch
+only after it waited itself, the successor may read data from before that kernel without waiting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def launch_dependents(PDL: tl.constexpr):
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Wait until the kernel before is complete and what it wrote is visible."""
+    """Wait until the kernel before is complete and its writes are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -52,7 +52,7 @@ def prefetch_l2(pointers, sizes):
 
 @triton.jit
 def arrives_last(arrivals_ptr, expected):
-    """Whether this program is the last of ``expected`` to call this; what all wrote is visible.
+    """Whether this program is the last of ``expected`` to call this; all their writes are visible.
 
     The count at ``arrivals_ptr`` is 0 before the first and after the last.
     """
@@ -75,8 +75,8 @@ def num_multiprocessors(device: torch.device) -> int:
 def runs_gluon(device: torch.device) -> bool:
     """Whether the kernels for Hopper run, which are written in Gluon.
 
-    It changes between the releases of Triton: others than the one that they were run with take the
-    portable kernels.
+    Gluon changes between releases of Triton: with any other release than the one that was tested
+    the portable kernels run.
     """
     return (
         device.type == "cuda"

@@ -31,14 +31,14 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class DeferredRMSNorm:
-    """An RMSNorm's result that still lacks the division by the root mean square.
+    """An RMSNorm's result without the division by the root mean square.
 
     The division commutes with a linear, which can make up for it: so the norm needs no launch.
 
     Attributes:
-        values: ``[..., K]``, what is normalised times the norm's weight, rounded once.
-        squares: ``[rows, parts]`` float32, whose sums over the parts are those of the squares of
-            what is normalised.
+        values: ``[..., K]``, the norm's input times its weight, rounded once.
+        squares: ``[rows, parts]`` float32, whose sums over the parts are the sums of squares of the
+            norm's input.
         eps: added to the mean square.
     """
 
@@ -408,7 +408,7 @@ def _rotates_and_stores(
 ) -> bool:
     """Whether a linear's kernel can: whole heads, by angles of one section, into like caches.
 
-    What nothing takes is not among them, and is left to :func:`rotary_store` to refuse.
+    Unsupported inputs are not among them; :func:`rotary_store` refuses them.
     """
     tokens, head_dim = len(x), k_cache.shape[-1]
     angles = head_dim % 2 == 0
@@ -458,7 +458,7 @@ def _cublas_activates(
 
 
 def _tile(x: Tensor, weight: Tensor, gated: bool) -> tiles.Tile | None:
-    """How a kernel cuts this linear; None where none is used."""
+    """The tile of this linear's kernel; None where none is used."""
     if not x.is_cuda or x.stride(-1) != 1:
         return None
     if x.dtype not in _SIXTEEN_BITS or x.dtype != weight.dtype:

@@ -1,4 +1,4 @@
-"""What a linear computes, in plain PyTorch."""
+"""Linears in plain PyTorch."""
 
 from __future__ import annotations
 

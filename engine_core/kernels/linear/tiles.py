@@ -1,4 +1,4 @@
-"""How linears are cut on each kind of GPU, and who multiplies how many rows: tables, no code.
+"""Tables of the tiles of linears, and of the kernel for each number of rows, by kind of GPU.
 
 Another GPU gets a :class:`LinearTable` of its own in ``_TABLES``; without one it takes cuBLAS.
 """
@@ -13,7 +13,7 @@ from engine_core.kernels.gpu import GPU
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a linear is cut.
+    """The tile of a linear.
 
     Attributes:
         block_n: output columns of a program.
@@ -53,7 +53,7 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class LinearTable:
-    """Who multiplies what on one kind of GPU, as it was seen to be fastest.
+    """The fastest measured kernel by shape and rows, on one kind of GPU.
 
     Attributes:
         tiles: shapes that take a kernel of ours.

@@ -416,7 +416,7 @@ _PREFETCH_PROGRAMS = 528
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What a linear does besides: it adds ``residual`` and prepares RMSNorm.
+    """The epilogue that adds ``residual`` and prepares RMSNorm.
 
     Attributes:
         residual: ``[M, N]``, contiguous.
@@ -433,7 +433,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a linear to queries, keys and values does besides: it rotates, and stores k and v.
+    """The epilogue of a linear to q, k and v: rotate, and store k and v.
 
     Attributes:
         cos: ``[M, D / 2]`` float32, contiguous; None for no rotation.

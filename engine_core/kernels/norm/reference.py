@@ -1,4 +1,4 @@
-"""What the norms compute, in plain PyTorch."""
+"""The norms in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rotary position embedding computes, in plain PyTorch."""
+"""Rotary position embedding in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
         return
     cos, sin = cos.contiguous(), sin.contiguous()
     block_half = triton.next_power_of_2(half)
-    # 1024 pairs a program: 16 heads of dimension 128 share the angles they load.
+    # 1024 pairs per program: 16 heads of dimension 128 share the angles they load.
     block_heads = max(1, min(1024 // block_half, triton.next_power_of_2(num_heads)))
     tiles = triton.cdiv(num_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads)
     _rotary_kernel[(num_tokens, tiles)](

@@ -1,4 +1,4 @@
-"""What happens between the projection to q, k, v and attention, as one op."""
+"""Norm, rotation and storing between the projection to q, k, v and attention, as one op."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["is_fused", "rotary_store"]
 
 
 def is_fused(q: Tensor) -> bool:
-    """Whether :func:`rotary_store` is one kernel for these queries, and not three operations."""
+    """Whether :func:`rotary_store` is one kernel for these queries, not three operations."""
     return q.is_cuda or compiled.takes(q)
 
 
@@ -31,7 +31,7 @@ def rotary_store(
     eps: float = 0.0,
     interleaved: bool = False,
 ) -> None:
-    """Normalise q and k a head if weights are given, rotate them, store k and v in the cache.
+    """Normalise q and k per head if weights are given, rotate them, store k and v in the cache.
 
     The same as :func:`~engine_core.kernels.rms_norm`, :func:`~engine_core.kernels.apply_rotary`
     and :func:`~engine_core.kernels.store_kv` one after another, each rounding its results. On a

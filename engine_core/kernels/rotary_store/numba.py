@@ -23,7 +23,7 @@ from engine_core.kernels.compiled.numbers import (
     widen,
 )
 
-# So many numbers are worth a thread of their own.
+# Numbers that are worth a thread.
 _LEAST = 2**13
 
 

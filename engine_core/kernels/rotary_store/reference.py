@@ -1,4 +1,4 @@
-"""What normalising, rotating and storing do, by the ops that do one of them each."""
+"""Normalising, rotating and storing, composed of the single operations."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ def _rotary_store_kernel(
     PDL: tl.constexpr,
 ):
     """Up to BLOCK_HEADS heads of q, or of k and v, of one token."""
-    # In this order, so that attention, launched next, may read before it waits what is older: the
-    # lengths, and the plan of its splits that an earlier layer made.
+    # In this order, so that attention, launched next, may read older data before it waits: the
+    # lengths, and the plan of its splits from an earlier layer.
     wait(PDL)
     launch_dependents(PDL)
     Q_TILES: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS

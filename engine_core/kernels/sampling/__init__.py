@@ -31,14 +31,14 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Choose a token for each row, and move the state of the persistent batch on.
 
-    On a GPU it is four launches, which need nothing of the host. ``last_tokens[rows]`` become the
-    tokens, positions that are not negative grow by one, and the tokens of ``COUNTED`` rows are
+    On a GPU it is four launches, which need no input from the host. ``last_tokens[rows]`` become
+    the tokens, positions that are not negative grow by one, and the tokens of ``COUNTED`` rows are
     counted.
 
     A row's logits x are first adjusted: bias, repetition penalty, frequency and presence penalty,
     bans. The greedy choice is the largest one, of equal ones the first. The random choice is from
     these tokens: the ``top_k`` largest, equal ones by token id; of them the fewest that reach the
-    share ``top_p`` of what all of them weigh, taken in the same order; of them those that weigh at
+    share ``top_p`` of their total weight, taken in the same order; of them those that weigh at
     least ``min_p``. A token weighs ``exp((x - max x) / temperature)``, in float32. Weights are
     added up as integers, multiples of 2**-44 for a vocabulary of 2**18, so that no order of
     addition shows. Of the tokens that are left, in the order of their ids, it is the first up to
@@ -51,10 +51,9 @@ def sample_tokens(
         rows: ``[B]`` int64, rows of the persistent batch; all different, but rows of padding may
             be one and the same.
         positions: ``[B]`` int64, contiguous, modified: the position of the token that each row
-            computed, whose successor is chosen; negative for padding, which chooses nothing that
-            means anything.
+            computed, whose successor is chosen; negative for padding, whose result is meaningless.
         last_tokens: ``[max_rows]`` int64, modified.
-        state: what each row of the persistent batch wants.
+        state: how each row of the persistent batch chooses.
 
     Returns:
         Tokens ``[B]`` int64, and ``[B]`` int8: 1 where a logit is NaN or +inf or all are -inf, 2

@@ -1,4 +1,4 @@
-"""Random numbers that depend on nothing but a seed and a position.
+"""Random numbers that depend only on a seed and a position.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): a sequence's
 draws are the same whatever else is in its batch, however it was chunked, preempted or replayed.

@@ -1,4 +1,4 @@
-"""What a choice of tokens is, in plain PyTorch."""
+"""The choice of tokens in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the rows of the persistent batch choose their tokens, as it is kept on the device."""
+"""Sampling parameters of the persistent batch's rows, kept on the device."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NUMBERS = (
 )
 # The first of them that is not of a draw.
 FIRST_PENALTY = NUMBERS.index("repetition_penalty")
-# What Adjustments.kinds are sums of.
+# Summands of Adjustments.kinds.
 BIASED, PENALISED, COUNTED = 1, 2, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Adjustments:
-    """What changes a row's logits, by row of the persistent batch.
+    """Changes of the logits, by row of the persistent batch.
 
     Attributes:
         kinds: ``[max_rows]`` int32, a sum of ``BIASED`` (``bias`` is added), ``PENALISED`` (the
             penalties of ``numbers`` are applied) and ``COUNTED`` (the chosen token is counted in
             ``output_counts``).
         ban_ids: ``[max_rows, K]`` int32, tokens that are banned for some time; -1 for none.
-        ban_ends: ``[max_rows]`` int64, the first position whose token the bans are not for.
+        ban_ends: ``[max_rows]`` int64, the first position whose token is not banned.
         bias: ``[max_rows, V]`` float32; None if no row is ``BIASED``.
         prompt_mask: ``[max_rows, V]`` bool, the tokens of the prompt; None if no row is
             ``PENALISED``.
@@ -49,7 +49,7 @@ class Adjustments:
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
-    """How the rows of the persistent batch choose.
+    """Sampling parameters by row of the persistent batch.
 
     Attributes:
         numbers: ``[max_rows, 7]`` float64, columns as in ``NUMBERS``. A ``temperature`` of 0 is

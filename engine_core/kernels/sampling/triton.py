@@ -1,11 +1,11 @@
-"""Sampling on a GPU: four launches, three of them of many programs a row, and no sort.
+"""Sampling on a GPU: four launches, three of them of many programs per row, and no sort.
 
-The first finds each row's largest logit, after what is to be changed of them, and finishes the
-greedy rows. The second weighs: rows that no top-k or top-p restricts by block, the others above
-each of a few pivots. In the third the block that holds the drawn token finds it; or what lies above
-the highest pivot that leaves enough, usually a few hundred tokens, is gathered, and in the fourth a
-program a row narrows the bounds of the kept set to a single logit and draws. Weights are integers,
-whose sums do not depend on how they are parted.
+The first adjusts the logits, finds each row's largest and finishes the greedy rows. The second
+weighs: rows that no top-k or top-p restricts by block, the others above each of a few pivots. In
+the third the block that holds the drawn token finds it; or what lies above the highest pivot that
+leaves enough, usually a few hundred tokens, is gathered, and in the fourth one program per row
+narrows the bounds of the kept set to a single logit and draws. Weights are integers, whose sums do
+not depend on how they are parted.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _BLOCK = 4096
 _PIVOTS = 8
 # Most tokens that are gathered; above it the bounds are narrowed on all logits.
 _MOST_CANDIDATES = 16384
-# What the narrowing program looks at together: of what was gathered, which is little, or of all.
+# Logits that the narrowing program reads at once: of those gathered, which are few, or of all.
 _CHUNK = 1024
 _WHOLE_CHUNK = 4096
 # Low bits that are the same for all logits of a type once they are float32.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
-# How a row is chosen: not at all any more, from all of its tokens, from a nucleus, or from the
+# Kinds of choice for a row: already done, from all of its tokens, from a nucleus, or from the
 # top-k.
 _DONE: tl.constexpr = tl.constexpr(0)
 _WHOLE: tl.constexpr = tl.constexpr(1)
@@ -362,7 +362,7 @@ def _masses_kernel(
 
 
 class _Logits(NamedTuple):
-    """What the narrowing program looks at: all logits of a row, or those that were gathered.
+    """The logits that the narrowing program reads: all of a row, or those that were gathered.
 
     Attributes:
         ptr: see ``_load_logits``.
@@ -372,7 +372,7 @@ class _Logits(NamedTuple):
         shift: unused low bits of their keys.
         peak: the largest.
         steepness: the reciprocal temperature.
-        one: the integer that a weight of 1 is.
+        one: the integer that stands for a weight of 1.
     """
 
     ptr: Any
@@ -541,7 +541,7 @@ def _settle(
 
 @triton.jit
 def _kept_masses(logits, kept, start, seen, CHUNK: tl.constexpr, HAS_ADJUSTMENTS: tl.constexpr):
-    """Masses of a chunk, 0 of what is not kept; and how many lay between the bounds up to here."""
+    """Masses of a chunk, 0 for tokens not kept, and the number between the bounds so far."""
     keys, weights, mask = _load_chunk(logits, start, CHUNK, HAS_ADJUSTMENTS)
     is_kept = (keys >= kept.low) & (weights >= kept.min_p) & mask
     if kept.room < kept.between:
@@ -639,7 +639,7 @@ def _gather_kernel(
             counts = tl.sum(parts, axis=1)
             masses = tl.sum(tl.load(masses_ptr + at, mask=some[None, :], other=0), axis=1)
             if kind == _LIMITED:
-                # What weighs nothing is never drawn.
+                # A token of weight 0 is never drawn.
                 enough = (counts >= tl.load(numbers_ptr + 1)) | (masses == total)
             else:
                 enough = masses >= _share(tl.load(numbers_ptr + 2), total)

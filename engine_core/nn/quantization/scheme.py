@@ -27,8 +27,7 @@ class QuantizationScheme:
 
     The hook ``quantization_schemes`` maps names to such classes. A name is asked for by
     ``EngineConfig.quantization``, or :meth:`condition` holds for a checkpoint.
-    How packed tensors load and are multiplied is the business of the :class:`LinearMethod` of each
-    layer.
+    Each layer's :class:`LinearMethod` loads the packed tensors and multiplies by them.
 
     Attributes:
         converts_gguf: whether a GGUF file is converted to plain numbers before it is loaded.

@@ -18,7 +18,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> lis
         counts: how many of the most probable tokens each row reports besides it; -1 for all.
 
     Returns:
-        One mapping a row, the row's token first.
+        One mapping per row, the row's token first.
     """
     vocab_size = logits.shape[-1]
     counts = [vocab_size if count < 0 else min(count, vocab_size) for count in counts]

@@ -1,4 +1,4 @@
-"""The sampling state of the persistent batch, and what is done with a step's logits."""
+"""The sampling state of the persistent batch, and the choice from a step's logits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_hosted(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What a step chose; the tensors may still be on their way.
+    """The tokens that a step chose; the tensors may still be in flight.
 
     Attributes:
         token_ids: ``[S]`` int64.
@@ -66,7 +66,7 @@ class SampledTokens:
 
 @dataclass(slots=True)
 class _Request:
-    """What the host knows of the request in a row.
+    """The host's state of the sequence in a row.
 
     Attributes:
         params: its parameters, bad words as token ids.
@@ -75,7 +75,7 @@ class _Request:
             of the steps before.
         stop_ids: what ``min_tokens`` bans.
         processors: its custom logits processors.
-        guide: what its text must be, or None.
+        guide: its grammar and state, or None.
         ready: whether its rows of the tensors over the vocabulary are filled.
     """
 
@@ -206,7 +206,7 @@ class Sampler:
         self._seeds[where] = sent_seeds
 
     def _set_adjustments(self, row: int, request: _Request) -> None:
-        """Say on the device what is to be changed of the row's logits there.
+        """Write to the device which changes of the row's logits are made there.
 
         Those of a hosted request are changed by the host, between whose changes the others lie.
         """
@@ -403,7 +403,7 @@ class Sampler:
         rows: Sequence[int],
         positions: Sequence[int],
     ) -> None:
-        """Bring the host's knowledge of the output up to the positions.
+        """Fetch the output up to the positions to the host.
 
         It waits for the step that sampled the tokens, not for the one that runs now.
         """

@@ -1,4 +1,4 @@
-"""What guides change of the logits before a token is chosen."""
+"""Changes of the logits by guides, before a token is chosen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ def apply_bitmask(logits: Tensor, words: Tensor) -> Tensor:
 
     Args:
         logits: ``[S, V]``.
-        words: ``[S, B]`` uint8, eight tokens a byte, the lowest bit first; at least V bits a row.
+        words: ``[S, B]`` uint8, eight tokens per byte, the lowest bit first; at least V bits per
+            row.
     """
     bits = torch.bitwise_left_shift(
         torch.ones(8, dtype=torch.uint8, device=words.device),

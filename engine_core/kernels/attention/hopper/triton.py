@@ -42,12 +42,12 @@ def _work(
     HEAD_TILES: gl.constexpr,
     TOKENS: gl.constexpr,
 ):
-    """What this program does at its ``turn``.
+    """The work of this program at its ``turn``.
 
     Returns the row, where its queries begin, the first query, the number of queries and of tokens
     of the row, the tile of heads, and the number of key tiles: 0 if there is nothing to do.
     """
-    # Back and forth over the programs: who had the heavier tile gets the lighter one next.
+    # Back and forth over the programs: the one with the heavier tile gets the lighter one next.
     program = gl.program_id(0)
     last = gl.num_programs(0) - 1
     item = turn * (last + 1) + program + turn % 2 * (last - 2 * program)
@@ -132,7 +132,7 @@ def _load(
     items = 0
     loaded = 0
     ends = 0
-    # What comes next is looked up while this is computed.
+    # The next tile is looked up while this one is computed.
     work = _work(
         0, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, HEAD_TILES, TOKENS
     )
@@ -177,7 +177,7 @@ def _load(
                     mbarrier.expect(barrier, TILE_BYTES)
                     _load_tile(v_desc, v_boxes, stage, barrier, rows, column, BOX, PANELS)
                 else:
-                    # Behind the last token there may be anything, and 0 * NaN is NaN.
+                    # Slots behind the last token may hold anything, and 0 * NaN is NaN.
                     barrier = end_full.index(0)
                     mbarrier.expect(barrier, TILE_BYTES)
                     _load_tile(v_desc, v_boxes, stage, barrier, rows, column, BOX, PANELS)

@@ -39,8 +39,7 @@ def _fold(acc, denominator, maximum, next_acc, next_denominator, next_maximum):
     subtrahend = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     rescale = tl.exp2(maximum - subtrahend)
     next_rescale = tl.exp2(next_maximum - subtrahend)
-    # Else the compiler might fuse one product with the sum here, and the other where this is used
-    # again.
+    # Prevent the compiler from fusing one product with the sum here, and the other at another use.
     next_acc = next_acc * next_rescale[:, None]
     acc = tl.fma(acc, tl.broadcast_to(rescale[:, None], acc.shape), next_acc)
     denominator = tl.fma(denominator, rescale, next_denominator * next_rescale)
@@ -60,7 +59,7 @@ def _load_partial(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """What some heads of a tile add up to; nothing where there is no such tile."""
+    """Load the partial result of some heads of a tile; zero where there is no such tile."""
     places = tile * NUM_HEADS + heads
     present = head_mask & (places < num_tiles * NUM_HEADS)
     dims = tl.arange(0, BLOCK_DV)

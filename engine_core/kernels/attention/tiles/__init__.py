@@ -1,1 +1,1 @@
-"""What the GPU kernels for attention share."""
+"""Parts that the GPU kernels for attention share."""

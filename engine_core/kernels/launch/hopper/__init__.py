@@ -1,1 +1,1 @@
-"""What kernels in Gluon for Hopper GPUs share about their launch."""
+"""Launch helpers of the Gluon kernels for Hopper GPUs."""

@@ -18,7 +18,7 @@ def launch_dependents(PDL: gl.constexpr):
 
 @gluon.jit
 def wait(PDL: gl.constexpr):
-    """Wait until the kernel before is complete and what it wrote is visible."""
+    """Wait until the kernel before is complete and its writes are visible."""
     if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
