@@ -191,7 +191,7 @@ class TokenUpdate(NamedTuple):
     Attributes:
         request_id: as in :class:`CoreRequest`.
         new_token_ids: the tokens accepted; the last is the stop token if one ended the sequence.
-        logprobs: one mapping a token, or None.
+        logprobs: one mapping per token, or None.
         prompt_logprobs: one mapping for each prompt token but the first, all in one update; None in
             every other.
         finish_reason: None while it goes on; see :class:`CompletionOutput`.
@@ -256,7 +256,7 @@ class CompletionOutput:
         text: the text so far; empty without a tokenizer.
         token_ids: the tokens so far.
         cumulative_logprob: sum over the tokens, or None if logprobs were not asked for.
-        logprobs: one mapping a token, or None.
+        logprobs: one mapping per token, or None.
         finish_reason: None while it runs; "stop" (end of sequence, a stop token or stop string),
             "length" (max_tokens or the model's length), "abort" or "error".
         stop_reason: the stop string or token id that ended it; None for end of sequence.

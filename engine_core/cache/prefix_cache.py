@@ -50,7 +50,7 @@ def extend_block_keys(
     Args:
         keys: keys of the first blocks of the same tokens, spans and salts; may be empty.
         token_ids: at least as many tokens as ``keys`` stands for; each fits 64 bits.
-        block_size: tokens a block.
+        block_size: tokens per block.
         spans: the prompt's atomic spans.
         salts: the prompt's cache salts.
 

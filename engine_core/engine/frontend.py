@@ -82,7 +82,7 @@ class Completion:
         include_stop: whether the stop string that ended the text stays in it.
         token_ids: the tokens.
         text: the text, in pieces.
-        logprobs: one mapping a token, or None if not asked for.
+        logprobs: one mapping per token, or None if not asked for.
         cumulative_logprob: sum over all tokens, or None.
         finish_reason: None while it goes on.
         stop_reason: see :class:`CompletionOutput`.
@@ -155,7 +155,7 @@ class State:
         streaming: whether each new token is worth an output.
         completions: its ``n`` sequences.
         unfinished: how many of them go on.
-        prompt_logprobs: None at index 0, then one mapping a prompt token; None if not there.
+        prompt_logprobs: None at index 0, then one mapping per prompt token; None if not there.
         has_prompt_logprobs: whether they came, taken since or not; each completion brings them.
         first_token_time: as ``arrival_time``, or None.
         num_cached_tokens: prompt tokens taken from the prefix cache.

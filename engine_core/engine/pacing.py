@@ -1,4 +1,4 @@
-"""How far the host runs ahead of the device, and how many prompt tokens a step may compute."""
+"""Limits of how far the host runs ahead, and of the prompt tokens in a step."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ _STALLED_SECONDS = 0.001
 # cores of a CPU need 250 ms for prompts to get on at all.
 _STEP_SECONDS = {"cpu": 0.25, "cuda": 0.03}
 _FIRST_BUDGET = {"cpu": 128, "cuda": 512}
-# How long nobody must have wanted anything before a step is captured that may be needed later: a
-# client that sends one request after the other does not wait for one capture after the other.
+# Seconds of idleness before a step is captured ahead: a client that sends one request after the
+# other must not wait for one capture after the other.
 _IDLE_SECONDS = 0.1
 
 
@@ -311,7 +311,7 @@ def _serve(
         ),
     )
     try:
-        # Whoever comes to a server is not to wait for a capture.
+        # No request to a server is to wait for a capture.
         _capture_expected(core)
         channel.send(Ready(loaded.scheduler_config, dict(opened.phases)))
         _run(channel, core)
@@ -330,7 +330,7 @@ def _run(channel: _Channel, core: EngineCore) -> None:
                 # A command is larger than what the socket holds; its end is on the way.
                 wait = None
                 continue
-            # Nobody wants anything. Whoever comes now waits for one capture at most.
+            # The engine is idle. A request that comes now waits for one capture at most.
             begin = time.monotonic()
             if core.capture_next():
                 captured += 1

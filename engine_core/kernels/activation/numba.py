@@ -21,7 +21,7 @@ from engine_core.kernels.compiled.numbers import (
     widen,
 )
 
-# Results that are worth a thread.
+# Results per thread, at least.
 _LEAST = 2**13
 
 

@@ -29,7 +29,7 @@ from engine_core.kernels.compiled.numbers import (
     widen,
 )
 
-# Products of queries and keys that are worth a thread.
+# Products of queries and keys per thread, at least.
 _LEAST = 2**15
 # Tokens whose logits are held at once.
 _TILE = 256

@@ -60,7 +60,7 @@ class LinearTable:
         parted_rows: rows for which cuBLAS multiplies parts of K, which the norm adds up.
         parted_columns: the widest results for which it does.
         adds_from: rows from which cuBLAS adds its product to the residual, where it may.
-        most_rows: rows beyond which no shape has a tile: prompts ask several times a layer.
+        most_rows: rows beyond which no shape has a tile: prompts ask several times per layer.
     """
 
     tiles: tuple[Shapes, ...] = ()

@@ -22,7 +22,7 @@ from engine_core.kernels.compiled.numbers import (
     widen,
 )
 
-# Numbers that are worth a thread.
+# Numbers per thread, at least.
 _LEAST = 2**14
 
 

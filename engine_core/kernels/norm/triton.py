@@ -143,7 +143,7 @@ def _launch(
     parts, outer_rows, inner_rows, hidden_size = x.shape
     num_rows = outer_rows * inner_rows
     block_h = triton.next_power_of_2(hidden_size)
-    # 2048 values a program at least: 16 bytes a thread and load in 4 warps of bfloat16, so that
+    # At least 2048 values per program: 16 bytes per thread and load in 4 warps of bfloat16, so that
     # per-head norms (H = 128) do not launch a program for every head. For fewer rows too: a row's
     # sum is added up in the same order however many there are.
     block_rows = max(1, 2048 // block_h)

@@ -304,7 +304,7 @@ def _attend(
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    # 16 bytes a thread.
+    # 16 bytes per thread.
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     in_tile = gl.arange(0, _ROWS, gl.SliceLayout(1, LOGITS))
     wait(PDL)
