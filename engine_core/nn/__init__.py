@@ -31,6 +31,7 @@ from engine_core.nn.linear import (
     build_merged_colwise_linear,
     build_o_proj,
     build_qkv_proj,
+    build_replicated_linear,
     build_rowwise_linear,
 )
 from engine_core.nn.loading import Weights, load_stacked_weights, load_weight
@@ -79,6 +80,7 @@ __all__ = [
     "build_merged_colwise_linear",
     "build_o_proj",
     "build_qkv_proj",
+    "build_replicated_linear",
     "build_rotary_embedding",
     "build_rotary_embedding_from_config",
     "build_rowwise_linear",

@@ -77,19 +77,27 @@ class SelfAttention(Branch):
         qkv_bias: bool = False,
         o_bias: bool = False,
         qk_norm_eps: float | None = None,
+        qk_norm_offset: float = 0.0,
         interleaved_rope: bool = False,
         alibi: bool = False,
         sliding_window: int | None = None,
         scale: float | None = None,
+        logit_softcapping: float | None = None,
     ) -> None:
-        """Head counts are the whole model's; ``qk_norm_eps`` adds an RMSNorm to q and k heads."""
+        """Head counts are the whole model's.
+
+        ``qk_norm_eps`` adds an RMSNorm to q and k heads, with ``qk_norm_offset`` as its offset;
+        ``scale`` and ``logit_softcapping`` are as :class:`Attention` takes them.
+        """
         super().__init__()
         self.qkv_proj = build_qkv_proj(
             hidden_size, num_heads, num_kv_heads, head_dim, bias=qkv_bias
         )
         self.o_proj = build_o_proj(num_heads * head_dim, hidden_size, bias=o_bias)
-        self.q_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(head_dim, qk_norm_eps, offset=qk_norm_offset)
+            self.k_norm = RMSNorm(head_dim, qk_norm_eps, offset=qk_norm_offset)
         self.rotate = ApplyRotaryEmb(interleaved_rope)
         self.attend = Attention(
             self.qkv_proj.num_q_heads,
@@ -98,6 +106,7 @@ class SelfAttention(Branch):
             scale=scale,
             alibi=alibi,
             sliding_window=sliding_window,
+            logit_softcapping=logit_softcapping,
         )
 
     def ends(self) -> tuple[Linear, RotateStore, Linear]:

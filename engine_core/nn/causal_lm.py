@@ -22,8 +22,11 @@ class CausalLM(nn.Module):
 
     def get_logits(self, hidden_states: Tensor) -> Tensor:
         """``[..., H]`` to ``[..., vocab]``."""
-        out: Tensor = self.lm_head(hidden_states)
-        return out
+        return self.adjust_logits(self.lm_head(hidden_states))
+
+    def adjust_logits(self, logits: Tensor) -> Tensor:
+        """``[..., vocab]`` to ``[..., vocab]``: for families that cap or scale their logits."""
+        return logits
 
     def prepare_inputs_for_generation(
         self,

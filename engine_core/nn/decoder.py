@@ -31,13 +31,29 @@ class Decoder(nn.Module):
     :class:`DecoderLayer` does.
     """
 
-    def __init__(self, config: HFConfig, layers: list[nn.Module]) -> None:
-        """Reads ``vocab_size``, ``hidden_size`` and ``rms_norm_eps``."""
+    def __init__(
+        self,
+        config: HFConfig,
+        layers: list[nn.Module],
+        *,
+        norm_offset: float = 0.0,
+        embedding_scale: float = 1.0,
+    ) -> None:
+        """Reads ``vocab_size``, ``hidden_size`` and ``rms_norm_eps``.
+
+        Args:
+            config: the model's.
+            layers: the decoder layers in their order.
+            norm_offset: that of the final norm, as :class:`RMSNorm` takes it.
+            embedding_scale: multiplies the embeddings (Gemma), rounded to their dtype before.
+        """
         super().__init__()
         self.embed_tokens = build_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         link_layers(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=norm_offset)
+        dtype = self.embed_tokens.dtype
+        self.embedding_scale = torch.tensor(embedding_scale, dtype=dtype, device="cpu").item()
 
     def forward(
         self,
@@ -47,6 +63,8 @@ class Decoder(nn.Module):
         attn_metadata: AttentionMetadata,
     ) -> Tensor:
         """Embeddings ``[1, T, H]`` to hidden states ``[1, T, H]``."""
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
         residual = None
         for layer, cache in zip(self.layers, past_key_values, strict=True):
             x, residual = layer(x, residual, cos_sin, cache, attn_metadata)
@@ -59,7 +77,12 @@ class RotaryCausalLM(CausalLM, ABC):
 
     Parameters are named as in transformers' checkpoints (``model.layers.0.self_attn.o_proj``), with
     q, k, v and gate, up merged.
+
+    Attributes:
+        norm_offset: the final norm's, as :class:`RMSNorm` takes it; 1 in Gemma.
     """
+
+    norm_offset = 0.0
 
     def __init__(
         self,
@@ -75,7 +98,10 @@ class RotaryCausalLM(CausalLM, ABC):
         """
         super().__init__()
         self.model = Decoder(
-            config, [self.build_layer(config, index) for index in range(config.num_hidden_layers)]
+            config,
+            [self.build_layer(config, index) for index in range(config.num_hidden_layers)],
+            norm_offset=self.norm_offset,
+            embedding_scale=self.embedding_scale(config),
         )
         self.rotary_emb = build_rotary_embedding_from_config(config)
         self.lm_head = build_lm_head(
@@ -83,6 +109,11 @@ class RotaryCausalLM(CausalLM, ABC):
             config.vocab_size,
             tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
         )
+
+    def embedding_scale(self, config: HFConfig) -> float:
+        """The factor of the embeddings; the root of ``hidden_size`` in Gemma."""
+        del config
+        return 1.0
 
     @abstractmethod
     def build_layer(self, config: HFConfig, index: int) -> nn.Module:

@@ -164,6 +164,7 @@ class RotateStore(Epilogue):
             q_weight=None if q_norm is None else q_norm.weight,
             k_weight=None if k_norm is None else k_norm.weight,
             eps=0.0 if q_norm is None else q_norm.eps,
+            offset=0.0 if q_norm is None else q_norm.offset,
             interleaved=self.interleaved,
         )
         return q

@@ -205,11 +205,13 @@ class UnquantizedLinearMethod(LinearMethod):
         residual, may_overwrite = operands
         norm: Any = epilogue.norm
         if epilogue.deferred:
-            return linear_add(x, *product[1:], residual, norm.weight, norm.eps)
+            given = (x, *product[1:], residual, norm.weight, norm.eps)
+            return linear_add(*given, norm_offset=norm.offset)
         centred = isinstance(norm, LayerNorm)
         return linear_add_norm(
             *(x, *product[1:], residual, norm.weight, norm.eps),
             norm_bias=norm.bias if centred else None,
+            norm_offset=0.0 if centred else norm.offset,
             centred=centred,
             may_overwrite=may_overwrite,
         )
@@ -651,6 +653,19 @@ def build_rowwise_linear(
     """A linear whose input is split over the ranks and whose output is summed over them."""
     parts = [(None, out_features, 0, out_features)]
     return Linear(in_features, parts, bias=bias, rowwise=True, dtype=dtype, device=device)
+
+
+def build_replicated_linear(
+    in_features: int,
+    out_features: int,
+    bias: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Linear:
+    """A linear that every rank keeps and computes as a whole, such as a router's."""
+    parts = [(None, out_features, 0, out_features)]
+    return Linear(in_features, parts, bias=bias, dtype=dtype, device=device)
 
 
 build_o_proj = build_rowwise_linear

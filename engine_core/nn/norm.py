@@ -13,19 +13,24 @@ from engine_core.step_context import current_build_context
 
 
 class RMSNorm(Module):
-    """Root mean square norm (Zhang and Sennrich, 2019), rounded as transformers' Llama rounds."""
+    """Root mean square norm (Zhang and Sennrich, 2019), rounded as transformers' Llama rounds.
+
+    With an ``offset``, which is added to the weight, it is rounded as Gemma rounds.
+    """
 
     def __init__(
         self,
         hidden_size: int,
         eps: float = 1e-6,
         *,
+        offset: float = 0.0,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         context = current_build_context()
         self.eps = eps
+        self.offset = offset
         self.weight = nn.Parameter(
             torch.empty(hidden_size, dtype=dtype or context.dtype, device=device or context.device),
             requires_grad=False,
@@ -38,7 +43,7 @@ class RMSNorm(Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """``norm(x)``; with ``residual``, ``(norm(x + residual), x + residual)``."""
-        return rms_norm(x, self.weight, self.eps, residual=residual)
+        return rms_norm(x, self.weight, self.eps, residual=residual, offset=self.offset)
 
 
 class LayerNorm(Module):

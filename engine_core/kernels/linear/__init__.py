@@ -127,6 +127,8 @@ def linear_add(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
+    *,
+    norm_offset: float = 0.0,
 ) -> tuple[DeferredRMSNorm, Tensor]:
     """A linear, the addition of the residual and the RMSNorm that follow it; one launch on a GPU.
 
@@ -140,6 +142,7 @@ def linear_add(
         residual: ``[..., N]``, x's dtype.
         norm_weight: ``[N]``, of the RMSNorm.
         eps: of the RMSNorm.
+        norm_offset: added to its weight.
 
     Returns:
         The norm of ``residual + linear(x)`` without its division, and that sum ``[..., N]``.
@@ -151,13 +154,15 @@ def linear_add(
     shape = residual.shape
     tile = _tile(x, weight, gated=False)
     if tile is None:
-        values, squares, total = reference.linear_add(x, weight, bias, residual, norm_weight)
+        values, squares, total = reference.linear_add(
+            x, weight, bias, residual, norm_weight, norm_offset
+        )
         return DeferredRMSNorm(values, squares, eps), total
     from engine_core.kernels.linear import triton
 
     rows = x.reshape(-1, x.shape[-1])
     values, squares, total = triton.linear_add(
-        rows, weight, bias, tile, residual.reshape(-1, shape[-1]), norm_weight
+        rows, weight, bias, tile, residual.reshape(-1, shape[-1]), norm_weight, norm_offset
     )
     return DeferredRMSNorm(values.view(shape), squares, eps), total.view(shape)
 
@@ -171,6 +176,7 @@ def linear_add_norm(
     eps: float,
     *,
     norm_bias: Tensor | None = None,
+    norm_offset: float = 0.0,
     centred: bool = False,
     may_overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -188,6 +194,7 @@ def linear_add_norm(
         norm_weight: ``[N]``, of the norm, contiguous.
         eps: of the norm.
         norm_bias: ``[N]``, of a LayerNorm, contiguous, or None.
+        norm_offset: added to an RMSNorm's weight.
         centred: whether it is a LayerNorm, not an RMSNorm.
         may_overwrite: whether the sum may take the place of ``residual``, which is then returned.
 
@@ -210,7 +217,9 @@ def linear_add_norm(
 
             partial = cublas.partial_sums(x.view(-1, k), weight, parts)
             return norm.sum_add_norm(
-                partial, bias, residual, norm_weight, norm_bias, eps, centred=centred
+                *(partial, bias, residual, norm_weight, norm_bias, eps),
+                centred=centred,
+                offset=norm_offset,
             )
         # Into another tensor cuBLAS would copy the residual first, and it adds no bias besides.
         in_place = may_overwrite and bias is None and residual.is_contiguous()
@@ -218,11 +227,11 @@ def linear_add_norm(
             residual.view(-1, n).addmm_(x.view(-1, k), weight.t())
             if centred:
                 return layer_norm(residual, norm_weight, norm_bias, eps), residual
-            return rms_norm(residual, norm_weight, eps), residual
+            return rms_norm(residual, norm_weight, eps, offset=norm_offset), residual
     product = linear(x, weight, bias)
     if centred:
         return layer_norm(product, norm_weight, norm_bias, eps, residual=residual)
-    return rms_norm(product, norm_weight, eps, residual=residual)
+    return rms_norm(product, norm_weight, eps, residual=residual, offset=norm_offset)
 
 
 def linear_rotary_store(

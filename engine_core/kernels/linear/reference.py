@@ -45,10 +45,15 @@ def linear(
 
 
 def linear_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum times the norm's weight, its squares ``[rows, 1]``, and the sum."""
     total = F.linear(x, weight, bias) + residual
     total32 = total.float()
     squares = total32.square().sum(-1).reshape(-1, 1)
-    return (total32 * norm_weight.float()).to(x.dtype), squares, total
+    return (total32 * (norm_offset + norm_weight.float())).to(x.dtype), squares, total

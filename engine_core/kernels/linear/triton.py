@@ -101,6 +101,7 @@ def _add_and_weigh(
     n_mask,
     tile,
     num_tiles,
+    OFFSET: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
     """Store the sum with the residual and the tile's part of its squares; the sum times weight."""
@@ -109,7 +110,10 @@ def _add_and_weigh(
     tl.store(total_ptr + offsets, total, mask=mask)
     total = tl.where(mask, total.to(tl.float32), 0.0)
     tl.store(squares_ptr + rows * num_tiles + tile, tl.sum(total * total, axis=1), mask=row_mask)
-    return total * tl.load(norm_weight_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+    norm_weight = tl.load(norm_weight_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
+    if OFFSET != 0:
+        norm_weight += OFFSET
+    return total * norm_weight[None, :]
 
 
 @triton.jit
@@ -247,6 +251,7 @@ def _linear_kernel(
     SQUARES: tl.constexpr,
     BLOCK_SQUARES: tl.constexpr,
     ADDS: tl.constexpr,
+    NORM_OFFSET: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -388,7 +393,7 @@ def _linear_kernel(
             acc = _add_and_weigh(
                 acc, residual, norm_weight_ptr, total_ptr + first_row * N,
                 squares_out_ptr + first_row * tl.num_programs(0), offsets, rows, n, row_mask,
-                n_mask, tile, tl.num_programs(0), out_ptr.dtype.element_ty,
+                n_mask, tile, tl.num_programs(0), NORM_OFFSET, out_ptr.dtype.element_ty,
             )  # fmt: skip
         if GATED:
             # Rounded where a linear followed by silu_and_mul rounds.
@@ -423,12 +428,14 @@ class Added:
         norm_weight: ``[N]``.
         total: ``[M, N]``, takes the sum.
         squares: ``[M, tiles]`` float32, takes the squares of a row's sums, summed a tile.
+        norm_offset: added to the norm's weight.
     """
 
     residual: Tensor
     norm_weight: Tensor
     total: Tensor
     squares: Tensor
+    norm_offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,6 +540,7 @@ def linear(
         SQUARES=0 if squares is None else squares.shape[1],
         BLOCK_SQUARES=1 if squares is None else triton.next_power_of_2(squares.shape[1]),
         ADDS=added is not None,
+        NORM_OFFSET=0.0 if added is None else added.norm_offset,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -559,12 +567,13 @@ def linear_add(
     tile: Tile,
     residual: Tensor,
     norm_weight: Tensor,
+    norm_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``linear(x) + residual [M, N]`` times the norm's weight, its squares, and itself."""
     residual = residual.contiguous()
     parts = triton.cdiv(weight.shape[0], tile.block_n)
     squares = torch.empty((x.shape[0], parts), dtype=torch.float32, device=x.device)
     total = torch.empty_like(residual)
-    added = Added(residual, norm_weight, total, squares)
+    added = Added(residual, norm_weight, total, squares, norm_offset)
     values = linear(x, weight, bias, tile, gated=False, added=added)
     return values, squares, total

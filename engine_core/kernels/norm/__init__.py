@@ -12,13 +12,20 @@ __all__ = ["layer_norm", "rms_norm"]
 
 
 @overload
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: None = None) -> Tensor: ...
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, residual: None = None, offset: float = 0.0
+) -> Tensor: ...
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    offset: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Root mean square normalisation over the last dimension (Zhang and Sennrich 2019).
 
@@ -30,6 +37,8 @@ def rms_norm(
         weight: ``[H]``, contiguous.
         eps: added to the mean square.
         residual: x's shape and dtype; added to x first, the sum rounded to x's dtype.
+        offset: added to the weight, in float32. Where it is not 0 the result is rounded once, after
+            the weight, as in transformers' Gemma.
 
     Returns:
         The normalised x, contiguous; with a residual also the sum that was normalised.
@@ -41,9 +50,11 @@ def rms_norm(
     if x.is_cuda:
         from engine_core.kernels.norm import triton
 
-        normed, total = triton.norm(x, weight, None, eps, residual=residual, centred=False)
+        normed, total = triton.norm(
+            x, weight, None, eps, residual=residual, centred=False, offset=offset
+        )
         return normed if total is None else (normed, total)
-    normed, total = cpu.rms_norm(x, weight, eps, residual)
+    normed, total = cpu.rms_norm(x, weight, eps, residual, offset)
     return normed if total is None else (normed, total)
 
 

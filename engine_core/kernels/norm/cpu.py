@@ -12,15 +12,20 @@ from engine_core.kernels.norm import reference
 _Result = tuple[Tensor, Tensor | None]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> _Result:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, offset: float = 0.0
+) -> _Result:
     """RMSNorm of ``x [..., H]`` plus ``residual``, and that sum if there is a residual."""
-    if compiled.takes(x, weight):
+    if not offset and compiled.takes(x, weight):
         done: _Result = compiled.kernels("norm").norm(
             x, weight, None, eps, residual=residual, centred=False
         )
         return done
     total = None if residual is None else x + residual
-    return _rms_norm(x if total is None else total, weight, eps), total
+    summed = x if total is None else total
+    if offset:
+        return reference.rms_norm(summed, weight, eps, offset), total
+    return _rms_norm(summed, weight, eps), total
 
 
 def layer_norm(

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """RMSNorm of ``x [..., H]`` without a residual."""
     x32 = x.float()
     normed = x32 * torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + eps)
+    if offset:
+        return (normed * (offset + weight.float())).to(x.dtype)
     return (normed.to(x.dtype) * weight).to(x.dtype)
 
 

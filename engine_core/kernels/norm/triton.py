@@ -35,6 +35,7 @@ def _norm_kernel(
     HAS_X_BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """x is the sum of PARTS tensors and perhaps of a bias of its own."""
@@ -67,7 +68,9 @@ def _norm_kernel(
         x = tl.where(mask, x - (tl.sum(x, axis=1) / H)[:, None], 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / H + eps)
     y = x * inverse[:, None]
-    if not CENTRED:
+    if OFFSET != 0:
+        weight += OFFSET
+    elif not CENTRED:
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
     y = y * weight[None, :]
     if HAS_BIAS:
@@ -84,6 +87,7 @@ def norm(
     *,
     residual: Tensor | None,
     centred: bool,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """LayerNorm if ``centred``, else RMSNorm; returns the result and the sum with the residual."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -94,7 +98,8 @@ def norm(
     if x.dim() != 3:
         x = x.reshape(1, num_rows, x.shape[-1])
         residual = None if residual is None else residual.reshape(x.shape)
-    _launch(x[None], None, residual, weight, bias, eps, out, total, centred=centred)
+    given = (x[None], None, residual, weight, bias, eps, out, total)
+    _launch(*given, centred=centred, offset=offset)
     return out, total
 
 
@@ -107,6 +112,7 @@ def sum_add_norm(
     eps: float,
     *,
     centred: bool,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Norm of ``residual [..., H]``, ``bias [H]`` and ``partial [parts, rows, H]`` added up.
 
@@ -118,7 +124,8 @@ def sum_add_norm(
     if total.numel() == 0:
         return out, total
     residual = residual.reshape(1, *partial.shape[1:])
-    _launch(partial[:, None], bias, residual, weight, norm_bias, eps, out, total, centred=centred)
+    given = (partial[:, None], bias, residual, weight, norm_bias, eps, out, total)
+    _launch(*given, centred=centred, offset=offset)
     return out, total
 
 
@@ -133,6 +140,7 @@ def _launch(
     total: Tensor | None,
     *,
     centred: bool,
+    offset: float,
 ) -> None:
     """Fill ``out`` and ``total`` from ``x [parts, outer, inner, H]``, not empty.
 
@@ -172,6 +180,7 @@ def _launch(
         HAS_X_BIAS=x_bias is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        OFFSET=offset,
         num_warps=4 if block_h <= 2048 else 8 if block_h <= 8192 else 16,
         **pdl_options(x.device),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ def rotary_store(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    offset: float = 0.0,
     interleaved: bool = False,
 ) -> None:
     """Normalise q and k per head if weights are given, rotate them, store k and v in the cache.
@@ -49,6 +52,7 @@ def rotary_store(
         q_weight: ``[D]``, contiguous, of q's RMSNorm; None if there is none, as for ``k_weight``.
         k_weight: ``[D]``, contiguous, of k's.
         eps: added to the mean squares.
+        offset: added to the weights, as by :func:`~engine_core.kernels.rms_norm`.
         interleaved: how dimensions pair in the rotation.
 
     Raises:
@@ -107,26 +111,14 @@ def rotary_store(
             raise ValueError(
                 f"rotary_store: {name} must be contiguous, got stride {weight.stride()}"
             )
+    given = (q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+    norms: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
     if q.is_cuda and sections == 1 and cos.shape[-1]:
         from engine_core.kernels.rotary_store import triton
 
-        run = triton.rotary_store
-    elif compiled.takes(q, *(w for w in (q_weight, k_weight) if w is not None)):
-        cos, sin = cos.contiguous(), sin.contiguous()
-        run = compiled.kernels("rotary_store").rotary_store
+        triton.rotary_store(*given, **norms, offset=offset, interleaved=interleaved)
+    elif not offset and compiled.takes(q, *(w for w in (q_weight, k_weight) if w is not None)):
+        given = (q, k, v, cos.contiguous(), sin.contiguous(), k_cache, v_cache, slot_mapping)
+        compiled.kernels("rotary_store").rotary_store(*given, **norms, interleaved=interleaved)
     else:
-        run = reference.rotary_store
-    run(
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        eps=eps,
-        interleaved=interleaved,
-    )
+        reference.rotary_store(*given, **norms, offset=offset, interleaved=interleaved)

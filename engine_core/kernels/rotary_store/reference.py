@@ -22,12 +22,13 @@ def rotary_store(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
+    offset: float = 0.0,
     interleaved: bool,
 ) -> None:
     """Arguments as in the public wrapper."""
     if q_weight is not None and k_weight is not None:
-        q.copy_(rms_norm(q, q_weight, eps))
-        k = rms_norm(k, k_weight, eps)
+        q.copy_(rms_norm(q, q_weight, eps, offset=offset))
+        k = rms_norm(k, k_weight, eps, offset=offset)
     else:
         k = k.clone()
     apply_rotary(q, k, cos, sin, interleaved=interleaved)

@@ -26,6 +26,7 @@ def _rotate_heads(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     """Some heads of one token, ``dst`` may be ``src``; BLOCK_REST covers what does not rotate."""
@@ -47,10 +48,10 @@ def _rotate_heads(
         if BLOCK_REST:
             squares += tl.sum(rest * rest, axis=1)
         inverse = (1.0 / tl.sqrt(squares / D + eps))[:, None]
-        a = _scaled(a, inverse, weight_ptr, a_dims, pairs < HALF, element)
-        b = _scaled(b, inverse, weight_ptr, b_dims, pairs < HALF, element)
+        a = _scaled(a, inverse, weight_ptr, a_dims, pairs < HALF, OFFSET, element)
+        b = _scaled(b, inverse, weight_ptr, b_dims, pairs < HALF, OFFSET, element)
         if BLOCK_REST:
-            rest = _scaled(rest, inverse, weight_ptr, rest_dims, rest_dims < D, element)
+            rest = _scaled(rest, inverse, weight_ptr, rest_dims, rest_dims < D, OFFSET, element)
     cos = tl.load(cos_ptr + pairs, mask=pairs < HALF, other=0.0)[None, :]
     sin = tl.load(sin_ptr + pairs, mask=pairs < HALF, other=0.0)[None, :]
     tl.store(dst + a_dims[None, :], (a * cos - b * sin).to(element), mask=mask)
@@ -60,10 +61,15 @@ def _rotate_heads(
 
 
 @triton.jit
-def _scaled(x, inverse, weight_ptr, dims, mask, ELEMENT: tl.constexpr):
+def _scaled(x, inverse, weight_ptr, dims, mask, OFFSET: tl.constexpr, ELEMENT: tl.constexpr):
     """RMSNorm's product, rounded before and after the weight as the op of its own rounds."""
     weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
-    return ((x * inverse).to(ELEMENT).to(tl.float32) * weight[None, :]).to(ELEMENT).to(tl.float32)
+    x *= inverse
+    if OFFSET != 0:
+        weight += OFFSET
+    else:
+        x = x.to(ELEMENT).to(tl.float32)
+    return (x * weight[None, :]).to(ELEMENT).to(tl.float32)
 
 
 @triton.jit
@@ -102,6 +108,7 @@ def _rotary_store_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -120,7 +127,7 @@ def _rotary_store_kernel(
         q_ptr += token * q_token_stride
         _rotate_heads(
             q_ptr, q_ptr, q_head_stride, q_head_stride, heads, heads < NUM_HEADS, q_weight_ptr,
-            eps, cos_ptr, sin_ptr, D, HALF, BLOCK_HALF, BLOCK_REST, HAS_NORM, INTERLEAVED,
+            eps, cos_ptr, sin_ptr, D, HALF, BLOCK_HALF, BLOCK_REST, HAS_NORM, OFFSET, INTERLEAVED,
         )  # fmt: skip
     else:
         slot = tl.load(slots_ptr + token)
@@ -137,7 +144,7 @@ def _rotary_store_kernel(
             _rotate_heads(
                 k_ptr + token * k_token_stride, k_cache_ptr, k_head_stride, k_cache_head_stride,
                 heads, head_mask, k_weight_ptr, eps, cos_ptr, sin_ptr, D, HALF, BLOCK_HALF,
-                BLOCK_REST, HAS_NORM, INTERLEAVED,
+                BLOCK_REST, HAS_NORM, OFFSET, INTERLEAVED,
             )  # fmt: skip
             v_ptrs = v_cache_ptr + heads[:, None] * v_cache_head_stride
             tl.store(v_ptrs + dims[None, :], v, mask=mask)
@@ -156,6 +163,7 @@ def rotary_store(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
+    offset: float = 0.0,
     interleaved: bool,
 ) -> None:
     """Arguments as in the public wrapper, with cos and sin of one section."""
@@ -197,6 +205,7 @@ def rotary_store(
         BLOCK_DV=triton.next_power_of_2(v_head_dim),
         BLOCK_HEADS=block_heads,
         HAS_NORM=q_weight is not None,
+        OFFSET=offset,
         INTERLEAVED=interleaved,
         num_warps=4,
         **pdl_options(q.device),
