@@ -217,7 +217,8 @@ def linear_add_norm(
 
             partial = cublas.partial_sums(x.view(-1, k), weight, parts)
             return norm.sum_add_norm(
-                *(partial, bias, residual, norm_weight, norm_bias, eps),
+                *(partial, bias, residual, norm_weight, eps),
+                norm_bias=norm_bias,
                 centred=centred,
                 offset=norm_offset,
             )

@@ -108,10 +108,10 @@ def sum_add_norm(
     bias: Tensor | None,
     residual: Tensor,
     weight: Tensor,
-    norm_bias: Tensor | None,
     eps: float,
     *,
-    centred: bool,
+    norm_bias: Tensor | None = None,
+    centred: bool = False,
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Norm of ``residual [..., H]``, ``bias [H]`` and ``partial [parts, rows, H]`` added up.
