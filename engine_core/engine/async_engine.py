@@ -8,6 +8,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import time
@@ -33,6 +34,7 @@ from engine_core.errors import (
 )
 from engine_core.inputs import InputProcessor
 from engine_core.registry import build_registry
+from engine_core.runtime.memory import CachePlan
 from engine_core.scheduler import Request, check_request
 from engine_core.steps import CoreRequest, EngineStats, RequestOutput, TokenUpdate
 from engine_core.text import Tokenizer
@@ -195,6 +197,7 @@ class AsyncEngine:
         self.model_config: ModelConfig = found.model_config
         self.tokenizer = tokenizer
         self.max_model_len = ready.scheduler_config.max_model_len
+        self._cache_plan = ready.cache_plan
         self.eos_token_ids = found.eos_token_ids
         self.startup = ready.startup
         self.pid = link.pid
@@ -288,6 +291,16 @@ class AsyncEngine:
         return cls(
             link, config, found, ready, tokenizer, processor, max_queued_requests, step_timeout
         )
+
+    @property
+    def cache_plan(self) -> CachePlan:
+        """The blocks of the KV cache.
+
+        Raises:
+            ModuleNotFoundError: a layer's spec is of a module that this process has not imported.
+        """
+        plan: CachePlan = pickle.loads(self._cache_plan)
+        return plan
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """Fields ``given``, over what ``generation_config.json`` recommends, over our defaults.

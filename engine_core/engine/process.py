@@ -74,10 +74,13 @@ class Ready:
 
     Attributes:
         scheduler_config: the scheduler's limits.
+        cache_plan: the plan of the cache, pickled: its specs may be a model author's, whose module
+            the other process need not have.
         startup: seconds that each phase of loading took.
     """
 
     scheduler_config: SchedulerConfig
+    cache_plan: bytes
     startup: Mapping[str, float]
 
 
@@ -313,7 +316,8 @@ def _serve(
     try:
         # No request to a server is to wait for a capture.
         _capture_expected(core)
-        channel.send(Ready(loaded.scheduler_config, dict(opened.phases)))
+        plan = pickle.dumps(loaded.cache_plan)
+        channel.send(Ready(loaded.scheduler_config, plan, dict(opened.phases)))
         _run(channel, core)
     finally:
         core.close()
