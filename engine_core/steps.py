@@ -1,8 +1,8 @@
 """The frozen carriers that cross rooms: what one stage writes and the next one reads.
 
-:class:`CoreRequest` -> ``Request`` (scheduler) -> :class:`StepPlan` -> ``StepContext`` (runtime) ->
-:class:`StepResult` -> :class:`TokenUpdate` -> :class:`RequestOutput`. Each is written by one stage
-and never changed after.
+:class:`NewSequence` -> ``Sequence`` (scheduler) -> :class:`StepPlan` -> ``StepContext``
+(runtime) -> :class:`StepResult` -> :class:`TokenUpdate` -> :class:`RequestOutput`. Each is written
+by one stage and never changed after.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from engine_core.inputs import ProcessedPrompt
 
 
-class CoreRequest(NamedTuple):
+class NewSequence(NamedTuple):
     """One sequence to generate, in tokens. Written by the text half of the engine.
 
     A named tuple, as it goes from process to process.
 
     Attributes:
-        request_id: unique among the unfinished sequences.
+        sequence_id: unique among the unfinished sequences.
         prompt: what the family's input processor returned.
         sampling: the sequence's own parameters: ``n`` is 1 and the seed is set.
         arrival_time: ``time.monotonic`` seconds.
         priority: lower runs first; sequences of equal priority run in the order of their arrival.
     """
 
-    request_id: str
+    sequence_id: str
     prompt: ProcessedPrompt
     sampling: SamplingParams
     arrival_time: float
@@ -44,7 +44,7 @@ class Admission:
     """Admission of a sequence to a row of the persistent batch. Written by the scheduler.
 
     Attributes:
-        request_id: whose row it is.
+        sequence_id: whose row it is.
         row: index into the persistent batch, in ``[0, max_num_seqs)``.
         token_ids: every token known at admission: the prompt, and after a preemption also
             the tokens generated before it. 64-bit numbers, which numpy takes as they are.
@@ -53,7 +53,7 @@ class Admission:
         prompt: what the family's input processor returned (row state, token state).
     """
 
-    request_id: str
+    sequence_id: str
     row: int
     token_ids: array[int]
     prompt_len: int
@@ -68,7 +68,7 @@ class PlanRow(NamedTuple):
     as long.
 
     Attributes:
-        request_id: whose tokens they are.
+        sequence_id: whose tokens they are.
         row: its row of the persistent batch.
         start: linear position of the first token computed.
         num_tokens: how many tokens are computed: 1 is a decode step, more a prefill chunk. If the
@@ -78,7 +78,7 @@ class PlanRow(NamedTuple):
         sample: whether the last token's logits choose a next token.
     """
 
-    request_id: str
+    sequence_id: str
     row: int
     start: int
     num_tokens: int
@@ -159,7 +159,7 @@ class RowResult(NamedTuple):
     """One row's result of a step. Written by the runner. A named tuple as :class:`PlanRow` is.
 
     Attributes:
-        request_id: whose tokens they are.
+        sequence_id: whose tokens they are.
         token_ids: the tokens sampled, in order; empty for a prefill chunk that samples none.
         logprobs: one mapping per sampled token, if the request asked for logprobs.
         prompt_logprobs: one mapping for each prompt token of the chunk that has a predecessor, if
@@ -168,7 +168,7 @@ class RowResult(NamedTuple):
             it.
     """
 
-    request_id: str
+    sequence_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -189,7 +189,7 @@ class TokenUpdate(NamedTuple):
     A named tuple, as there is one for each row of each step, and it goes from process to process.
 
     Attributes:
-        request_id: as in :class:`CoreRequest`.
+        sequence_id: as in :class:`NewSequence`.
         new_token_ids: the tokens accepted; the last is the stop token if one ended the sequence.
         logprobs: one mapping per token, or None.
         prompt_logprobs: one mapping for each prompt token but the first, all in one update; None in
@@ -201,7 +201,7 @@ class TokenUpdate(NamedTuple):
         num_preemptions: how often it lost its blocks until now.
     """
 
-    request_id: str
+    sequence_id: str
     new_token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

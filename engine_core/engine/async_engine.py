@@ -14,7 +14,8 @@ import socket
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -35,8 +36,8 @@ from engine_core.errors import (
 from engine_core.inputs import InputProcessor
 from engine_core.registry import build_registry
 from engine_core.runtime.memory import CachePlan
-from engine_core.scheduler import Request, check_request
-from engine_core.steps import CoreRequest, EngineStats, RequestOutput, TokenUpdate
+from engine_core.scheduler import Sequence, check_sequence
+from engine_core.steps import EngineStats, NewSequence, RequestOutput, TokenUpdate
 from engine_core.text import Tokenizer
 
 _T = TypeVar("_T")
@@ -356,10 +357,10 @@ class AsyncEngine:
 
     async def add_requests(
         self,
-        prompts: Sequence[Prompt],
+        prompts: abc.Sequence[Prompt],
         sampling_params: SamplingParams | None = None,
         *,
-        request_ids: Sequence[str] | None = None,
+        request_ids: abc.Sequence[str] | None = None,
         priority: int = 0,
         timeout: float | None = None,
         arrival_time: float | None = None,
@@ -389,9 +390,11 @@ class AsyncEngine:
             raise RequestError(f"arrival_time is a number of seconds, got {arrival_time!r}")
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         for what, items in (("prompts", prompts), ("request_ids", request_ids or ())):
-            if not isinstance(items, Sequence) or isinstance(items, str | bytes):
+            if not isinstance(items, abc.Sequence) or isinstance(items, str | bytes):
                 raise RequestError(f"{what} must be a list with one for each, got {items!r}")
-        names: Sequence[str | None] = [None] * len(prompts) if request_ids is None else request_ids
+        names: abc.Sequence[str | None] = (
+            [None] * len(prompts) if request_ids is None else request_ids
+        )
         if len(names) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts need as many request ids, got {len(names)}")
         frontend = self.frontend
@@ -415,9 +418,9 @@ class AsyncEngine:
         # From here on nobody else runs until all of them are queued.
         self._check_alive()
         self._check_queue(params.n * len(prompts))
-        prepared: dict[str, tuple[State, list[CoreRequest]]] = {}
+        prepared: dict[str, tuple[State, list[NewSequence]]] = {}
         for prompt_tokens, name in zip(tokenized, names, strict=True):
-            state, requests = frontend.prepare(
+            state, sequences = frontend.prepare(
                 prompt_tokens,
                 params,
                 request_id=name,
@@ -425,11 +428,11 @@ class AsyncEngine:
                 unique_ids=True,
                 arrival_time=arrival_time,
             )
-            check_request(
-                Request(
+            check_sequence(
+                Sequence(
                     state.request_id,
-                    requests[0].prompt,
-                    requests[0].sampling,
+                    sequences[0].prompt,
+                    sequences[0].sampling,
                     arrival_time=state.arrival_time,
                     max_model_len=self.max_model_len,
                 ),
@@ -437,8 +440,8 @@ class AsyncEngine:
             )
             if state.request_id in prepared:
                 raise RequestError(f"two requests are called {state.request_id!r}; rename one")
-            prepared[state.request_id] = (state, requests)
-        return [self._queue(state, requests, timeout) for state, requests in prepared.values()]
+            prepared[state.request_id] = (state, sequences)
+        return [self._queue(state, sequences, timeout) for state, sequences in prepared.values()]
 
     def stats(self) -> EngineStats:
         """Load of the engine after its last step, and counts since its start."""
@@ -504,15 +507,15 @@ class AsyncEngine:
             )
 
     def _queue(
-        self, state: State, requests: list[CoreRequest], timeout: float | None
+        self, state: State, sequences: list[NewSequence], timeout: float | None
     ) -> RequestStream:
         """Hand a request that was checked to the other process."""
         self.frontend.keep(state)
         stream = RequestStream(self, state)
         self._streams[state.request_id] = stream
         self._idle.clear()
-        self._num_sent += len(requests)
-        self._link.send(("add", requests))
+        self._num_sent += len(sequences)
+        self._link.send(("add", sequences))
         if timeout is not None:
             left = timeout - (time.monotonic() - state.arrival_time)
             stream._timer = self._loop.call_later(
@@ -532,8 +535,8 @@ class AsyncEngine:
                     stream._end()
         self._note_idle()
 
-    def _finish(self, request_id: str, reason: str, stop_reason: str) -> None:
-        self._link.send(("finish", request_id, reason, stop_reason))
+    def _finish(self, sequence_id: str, reason: str, stop_reason: str) -> None:
+        self._link.send(("finish", sequence_id, reason, stop_reason))
 
     def _leave(self, stream: RequestStream) -> None:
         """The reader of ``stream`` leaves."""

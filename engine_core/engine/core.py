@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from engine_core.engine.pacing import Pacing
@@ -13,8 +13,8 @@ from engine_core.engine.step_stats import StepStats
 from engine_core.errors import EngineDeadError
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.runner import PendingStep
-from engine_core.scheduler import Request
-from engine_core.steps import CoreRequest, EngineStats, StepPlan, TokenUpdate
+from engine_core.scheduler import Sequence
+from engine_core.steps import EngineStats, NewSequence, StepPlan, TokenUpdate
 
 
 class EngineCore:
@@ -40,7 +40,7 @@ class EngineCore:
         self.step_stats = StepStats()
         self._eos_token_ids = loaded.eos_token_ids
         self._max_model_len = loaded.cache_plan.max_model_len
-        self._requests: dict[str, Request] = {}
+        self._sequences: dict[str, Sequence] = {}
         self._flight: deque[tuple[StepPlan, float, PendingStep]] = deque()
         self._dead: BaseException | None = None
         self._aborted = 0
@@ -52,7 +52,7 @@ class EngineCore:
     @property
     def has_unfinished(self) -> bool:
         """Whether a call of :meth:`step` can still bring something."""
-        return bool(self._requests) or bool(self._flight)
+        return bool(self._sequences) or bool(self._flight)
 
     @property
     def num_in_flight(self) -> int:
@@ -81,7 +81,7 @@ class EngineCore:
             num_preemptions=scheduler.num_preemptions,
         )
 
-    def add(self, request: CoreRequest) -> None:
+    def add(self, new: NewSequence) -> None:
         """Queue a sequence.
 
         Raises:
@@ -90,29 +90,29 @@ class EngineCore:
         """
         self.check_alive()
         self._added += 1
-        queued = Request(
-            request.request_id,
-            request.prompt,
-            request.sampling,
+        sequence = Sequence(
+            new.sequence_id,
+            new.prompt,
+            new.sampling,
             eos_token_ids=self._eos_token_ids,
-            arrival_time=request.arrival_time,
+            arrival_time=new.arrival_time,
             max_model_len=self._max_model_len,
-            priority=request.priority,
+            priority=new.priority,
         )
-        self.scheduler.add(queued)
+        self.scheduler.add(sequence)
         self.pacing.arrived()
-        self._requests[request.request_id] = queued
+        self._sequences[new.sequence_id] = sequence
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, sequence_id: str) -> None:
         """End a sequence; nothing more comes of it. Unknown ids are ignored."""
-        if self._requests.pop(request_id, None) is not None:
+        if self._sequences.pop(sequence_id, None) is not None:
             self._aborted += 1
-            self.scheduler.abort(request_id)
+            self.scheduler.abort(sequence_id)
 
-    def finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> None:
+    def finish(self, sequence_id: str, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence whose text says that it is complete. Unknown ids are ignored."""
-        if self._requests.pop(request_id, None) is not None:
-            self.scheduler.finish(request_id, reason, stop_reason)
+        if self._sequences.pop(sequence_id, None) is not None:
+            self.scheduler.finish(sequence_id, reason, stop_reason)
 
     def step(self) -> list[TokenUpdate]:
         """Submit a step if there is one, and take the results of the oldest in flight if due.
@@ -190,7 +190,7 @@ class EngineCore:
     def close(self) -> None:
         """Drop the model and its cache; the engine cannot be used after."""
         self._flight.clear()
-        self._requests.clear()
+        self._sequences.clear()
         if self._dead is None:
             self._dead = RuntimeError("the engine was closed")
         self.executor.close()
@@ -206,15 +206,15 @@ class EngineCore:
 
     def _count_admitted(self, plan: StepPlan) -> None:
         for admission in plan.admitted:
-            request = self._requests[admission.request_id]
-            if request.num_preemptions == 0:
-                self._prompt_tokens += request.prompt_len
+            sequence = self._sequences[admission.sequence_id]
+            if sequence.num_preemptions == 0:
+                self._prompt_tokens += sequence.prompt_len
 
-    def _count_updates(self, updates: Sequence[TokenUpdate]) -> None:
+    def _count_updates(self, updates: Iterable[TokenUpdate]) -> None:
         for update in updates:
             self._generated_tokens += len(update.new_token_ids)
             if update.finished:
-                del self._requests[update.request_id]
+                del self._sequences[update.sequence_id]
 
 
 __all__ = ["EngineCore"]

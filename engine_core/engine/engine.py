@@ -118,7 +118,7 @@ class Engine:
         """
         self.core.check_alive()
         params = self.frontend.resolve(sampling_params)
-        state, requests = self.frontend.prepare(
+        state, sequences = self.frontend.prepare(
             self.frontend.tokenize(prompt),
             params,
             request_id=request_id,
@@ -127,9 +127,9 @@ class Engine:
         )
         added: list[str] = []
         try:
-            for request in requests:
-                self.core.add(request)
-                added.append(request.request_id)
+            for sequence in sequences:
+                self.core.add(sequence)
+                added.append(sequence.sequence_id)
         except RequestError:
             for child in added:
                 self.core.abort(child)

@@ -26,7 +26,7 @@ from engine_core.errors import CheckpointNotFoundError, RequestError
 from engine_core.inputs import InputProcessor, ProcessedPrompt, packed_token_ids
 from engine_core.steps import (
     CompletionOutput,
-    CoreRequest,
+    NewSequence,
     RequestMetrics,
     RequestOutput,
     RowError,
@@ -77,7 +77,7 @@ class Completion:
     """One of a request's ``n`` sequences: what has come of it and was not taken yet.
 
     Attributes:
-        request_id: its id in the core.
+        sequence_id: its id in the core.
         stream: detokenises; None without a tokenizer.
         include_stop: whether the stop string that ended the text stays in it.
         token_ids: the tokens.
@@ -92,7 +92,7 @@ class Completion:
         changed: whether anything came since :meth:`State.delta`.
     """
 
-    request_id: str
+    sequence_id: str
     stream: TextStream | None
     include_stop: bool
     token_ids: list[int] = field(default_factory=list)
@@ -187,7 +187,7 @@ class State:
     @property
     def running(self) -> list[str]:
         """The core's ids of the completions that go on."""
-        return [c.request_id for c in self.completions if c.finish_reason is None]
+        return [c.sequence_id for c in self.completions if c.finish_reason is None]
 
     def end(self, reason: str) -> None:
         """End the completions that go on."""
@@ -223,7 +223,7 @@ class State:
 class Frontend:
     """The user's side of requests: text, ``n``, stop strings, outputs.
 
-    It does not know where the core runs: it makes :class:`CoreRequest` and takes
+    It does not know where the core runs: it makes :class:`NewSequence` and takes
     :class:`TokenUpdate`.
 
     Args:
@@ -386,7 +386,7 @@ class Frontend:
         priority: int = 0,
         unique_ids: bool = False,
         arrival_time: float | None = None,
-    ) -> tuple[State, list[CoreRequest]]:
+    ) -> tuple[State, list[NewSequence]]:
         """Make what the core is to be given for a request. It is not kept before :meth:`keep`.
 
         Args:
@@ -417,12 +417,12 @@ class Frontend:
         )
         seed = self._draw_seed() if params.seed is None else params.seed
         base = f"{request_id}@{serial}" if unique_ids else request_id
-        requests = []
+        sequences = []
         for index in range(params.n):
             # Nothing that needs to be validated is changed.
             own = params.model_copy(update={"n": 1, "seed": _seed_of(seed, index)})
             child = base if params.n == 1 else f"{base}#{index}"
-            requests.append(CoreRequest(child, processed, own, arrived, priority))
+            sequences.append(NewSequence(child, processed, own, arrived, priority))
             stream = None
             if self._tokenizer is not None:
                 stream = TextStream(self._tokenizer, own, prompt.token_ids)
@@ -430,7 +430,7 @@ class Frontend:
             if own.logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
             state.completions.append(completion)
-        return state, requests
+        return state, sequences
 
     def _processed(self, prompt: TokenizedPrompt) -> ProcessedPrompt:
         """The prompt as the input processor, if there is one, returns it.
@@ -455,14 +455,14 @@ class Frontend:
         """Expect updates for a request."""
         self._states[state.request_id] = state
         for completion in state.completions:
-            self._owners[completion.request_id] = (state, completion)
+            self._owners[completion.sequence_id] = (state, completion)
 
     def drop(self, request_id: str) -> State | None:
         """Forget a request; None if there is none. What still comes for it is ignored."""
         state = self._states.pop(request_id, None)
         if state is not None:
             for completion in state.completions:
-                self._owners.pop(completion.request_id, None)
+                self._owners.pop(completion.sequence_id, None)
         return state
 
     def clear(self) -> None:
@@ -475,14 +475,14 @@ class Frontend:
         now = time.monotonic()
         changed: dict[str, State] = {}
         for update in updates:
-            owner = self._owners.get(update.request_id)
+            owner = self._owners.get(update.sequence_id)
             if owner is None:  # it ended on a stop string, or was aborted
                 continue
             state, completion = owner
             self._take(state, completion, update, now)
             changed[state.request_id] = state
             if completion.finish_reason is not None:
-                del self._owners[completion.request_id]
+                del self._owners[completion.sequence_id]
                 state.unfinished -= 1
                 if state.unfinished == 0:
                     del self._states[state.request_id]
@@ -522,7 +522,7 @@ class Frontend:
             if text.stopped_by is not None and reason is None:
                 reason = "stop"
                 completion.finish_reason, completion.stop_reason = reason, text.stopped_by
-                self._finish(update.request_id, reason, text.stopped_by)
+                self._finish(update.sequence_id, reason, text.stopped_by)
         if reason is not None:
             completion.text.append(stream.finish())
             if completion.include_stop:

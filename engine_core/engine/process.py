@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core import own_process
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.errors import EngineDeadError, EngineError, RequestError
-from engine_core.steps import CoreRequest, RowError, TokenUpdate
+from engine_core.steps import NewSequence, RowError, TokenUpdate
 
 if TYPE_CHECKING:
     from engine_core.engine.core import EngineCore
@@ -351,8 +351,8 @@ def _run(channel: _Channel, core: EngineCore) -> None:
             if name == "add":
                 _add(core, arguments[0], refused)
             elif name == "abort":
-                for request_id in arguments[0]:
-                    core.abort(request_id)
+                for sequence_id in arguments[0]:
+                    core.abort(sequence_id)
             else:
                 core.finish(*arguments)
         before = (core.num_steps, core.num_in_flight)
@@ -376,14 +376,14 @@ def _capture_expected(core: EngineCore) -> None:
         logger.info("captured %d more CUDA graphs at start, in %.1f s", captured, seconds)
 
 
-def _add(core: EngineCore, requests: Sequence[CoreRequest], refused: list[TokenUpdate]) -> None:
-    for request in requests:
+def _add(core: EngineCore, sequences: Sequence[NewSequence], refused: list[TokenUpdate]) -> None:
+    for sequence in sequences:
         try:
-            core.add(request)
+            core.add(sequence)
         except RequestError as error:
             refused.append(
                 TokenUpdate(
-                    request.request_id,
+                    sequence.sequence_id,
                     (),
                     finish_reason="error",
                     error=RowError(error.code, str(error)),

@@ -432,7 +432,7 @@ class _Results:
             rows = self._rows(columns)
         else:
             rows = [
-                RowResult(row.request_id, columns[place] if row.sample else ())
+                RowResult(row.sequence_id, columns[place] if row.sample else ())
                 for row, place in zip(self.plan.rows, self.places, strict=True)
             ]
         return StepResult(self.plan.step_id, tuple(rows))
@@ -451,7 +451,7 @@ class _Results:
             good = row.sample and error is None
             rows.append(
                 RowResult(
-                    row.request_id,
+                    row.sequence_id,
                     columns[place] if good else (),
                     tuple(logprobs[index]) if good and index in logprobs else None,
                     self.prompt_logprobs.get(index),

@@ -1,6 +1,6 @@
-"""Planning of steps: which request computes which tokens. Pure Python."""
+"""Planning of steps: which sequence computes which tokens. Pure Python."""
 
-from engine_core.scheduler.request import Request, RequestStatus
-from engine_core.scheduler.scheduler import Scheduler, check_request
+from engine_core.scheduler.scheduler import Scheduler, check_sequence
+from engine_core.scheduler.sequence import Sequence, SequenceStatus
 
-__all__ = ["Request", "RequestStatus", "Scheduler", "check_request"]
+__all__ = ["Scheduler", "Sequence", "SequenceStatus", "check_sequence"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter, abc, deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -18,7 +17,7 @@ from engine_core.cache import (
 )
 from engine_core.configs import CacheConfig, CacheGroup, SchedulerConfig
 from engine_core.errors import RequestError
-from engine_core.scheduler.request import Request, RequestStatus
+from engine_core.scheduler.sequence import Sequence, SequenceStatus
 from engine_core.steps import (
     Admission,
     PlanRow,
@@ -37,7 +36,7 @@ _num_scheduled = attrgetter("num_scheduled")
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """Row and blocks of a request that left the batch, held until no step in flight names it."""
+    """Row and blocks of a sequence that left the batch, held until no step in flight names it."""
 
     row: int
     block_tables: list[list[int]]
@@ -50,69 +49,69 @@ class _Draft:
     Attributes:
         whole_budget: tokens of prompts that may be computed.
         budget: how many of these are left.
-        prompts: requests not planned yet that want some of the budget; 0 if they need not share.
+        prompts: sequences not planned yet that want some of the budget; 0 if they need not share.
         repeat: upper bound from what has been planned so far.
-        singles: requests that compute one token.
-        chunks: requests that compute more, and how many.
-        new_blocks: by request id, the blocks appended to each group's table.
-        admitted: requests that got a row.
+        singles: sequences that compute one token.
+        chunks: sequences that compute more, and how many.
+        new_blocks: by sequence id, the blocks appended to each group's table.
+        admitted: sequences that got a row.
         swap_in: pairs of a block and the slot that is copied to it.
-        short_of_blocks: some request waits for blocks that will be released; no request of a higher
-            rank number may take any.
+        short_of_blocks: some sequence waits for blocks that will be released; no sequence of a
+            higher rank number may take any.
     """
 
     whole_budget: int
     budget: int
     prompts: int
     repeat: int
-    singles: list[Request] = field(default_factory=list)
-    chunks: list[tuple[Request, int]] = field(default_factory=list)
+    singles: list[Sequence] = field(default_factory=list)
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     new_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     short_of_blocks: bool = False
 
-    def add(self, request: Request, count: int) -> None:
+    def add(self, sequence: Sequence, count: int) -> None:
         if count == 1:
-            self.singles.append(request)
+            self.singles.append(sequence)
         else:
-            self.chunks.append((request, count))
+            self.chunks.append((sequence, count))
 
 
-def check_request(request: Request, config: SchedulerConfig) -> None:
-    """Refuse a request that a scheduler of these limits could never run, whatever else it holds.
+def check_sequence(sequence: Sequence, config: SchedulerConfig) -> None:
+    """Refuse a sequence that a scheduler of these limits could never run, whatever else it holds.
 
     Raises:
         RequestError: says why.
     """
-    name = f"request {request.request_id!r}"
-    if type(request.priority) is not int:
-        raise RequestError(f"{name}: priority is a whole number, got {request.priority!r}")
-    if request.prompt_len == 0:
+    name = f"request {sequence.sequence_id!r}"
+    if type(sequence.priority) is not int:
+        raise RequestError(f"{name}: priority is a whole number, got {sequence.priority!r}")
+    if sequence.prompt_len == 0:
         raise RequestError(f"{name}: the prompt is empty; give at least one token")
-    if request.max_model_len > config.max_model_len:
+    if sequence.max_model_len > config.max_model_len:
         raise RequestError(
-            f"{name} is made for {request.max_model_len} tokens, the engine for "
+            f"{name} is made for {sequence.max_model_len} tokens, the engine for "
             f"{config.max_model_len}; give its max_model_len"
         )
-    if request.prompt_len >= request.max_model_len:
+    if sequence.prompt_len >= sequence.max_model_len:
         raise RequestError(
-            f"{name}: a prompt of {request.prompt_len} tokens leaves no room for output in "
-            f"max_model_len {request.max_model_len}; shorten it"
+            f"{name}: a prompt of {sequence.prompt_len} tokens leaves no room for output in "
+            f"max_model_len {sequence.max_model_len}; shorten it"
         )
-    room = request.max_model_len - request.prompt_len
-    if request.sampling.min_tokens > room:
+    room = sequence.max_model_len - sequence.prompt_len
+    if sequence.sampling.min_tokens > room:
         raise RequestError(
-            f"{name}: min_tokens {request.sampling.min_tokens} cannot be kept, a prompt of "
-            f"{request.prompt_len} tokens leaves {room} in max_model_len {request.max_model_len}",
+            f"{name}: min_tokens {sequence.sampling.min_tokens} cannot be kept, a prompt of "
+            f"{sequence.prompt_len} tokens leaves {room} in max_model_len {sequence.max_model_len}",
             param="min_tokens",
         )
     before = 0
-    for start, end in request.prompt.atomic_spans:
-        if not before <= start < end <= request.prompt_len:
+    for start, end in sequence.prompt.atomic_spans:
+        if not before <= start < end <= sequence.prompt_len:
             raise RequestError(
                 f"{name}: atomic spans must be sorted, disjoint and within the prompt of "
-                f"{request.prompt_len} tokens, got {request.prompt.atomic_spans}"
+                f"{sequence.prompt_len} tokens, got {sequence.prompt.atomic_spans}"
             )
         before = end
         if end - start > config.max_num_batched_tokens:
@@ -130,29 +129,29 @@ class Scheduler:
     that the host does not know yet is scheduled by its position, and the runner takes it from the
     device. ``update`` is called with the results in the order of the plans.
 
-    Requests are served by rank: by priority, the lowest number first, and among equals in the
+    Sequences are served by rank: by priority, the lowest number first, and among equals in the
     order in which they were added. Each step is planned in that order, running and waiting
-    requests together: the first waiting request is admitted or no other is, and when blocks run
-    out the running request of the highest rank is preempted. A waiting request preempts running
+    sequences together: the first waiting sequence is admitted or no other is, and when blocks run
+    out the running sequence of the highest rank is preempted. A waiting sequence preempts running
     ones of a less important priority, the least important first, if it needs their row or blocks
-    and they are enough for it. That is not an option: a user of priorities wants the urgent request
-    to run now, not when a background job happens to end. Unimportant requests starve while more
+    and they are enough for it. That is not an option: a user of priorities wants the urgent one to
+    run now, not when a background job happens to end. Unimportant sequences starve while more
     important ones keep coming; with one priority for all none does.
 
-    So the first unfinished request in rank always goes on. If it runs, it gets tokens and blocks
+    So the first unfinished sequence in rank always goes on. If it runs, it gets tokens and blocks
     before all others, who are preempted one by one until it has enough: alone it fits, or it
-    would have been refused. If it waits, every running request has a less important priority:
+    would have been refused. If it waits, every running sequence has a less important priority:
     an equal one that came later is admitted only when no earlier one waits, and is preempted
     before it. Those in its way are preempted, the blocks that come back are kept for it, and it
     is admitted when the steps in flight are done.
 
-    A preempted request is computed again later, from its first token that is not in the prefix
+    A preempted sequence is computed again later, from its first token that is not in the prefix
     cache, or its blocks are copied to host memory and back if ``config.num_swap_blocks`` has room
     for them. It keeps its tokens either way, and takes in what is in flight of it.
 
-    Lifetime: the row and the blocks of a request that finished or was preempted may still be
+    Lifetime: the row and the blocks of a sequence that finished or was preempted may still be
     written by steps in flight. They are given back after the last submitted step that names the
-    request has been updated. With a sliding window, blocks are given back earlier, once no query
+    sequence has been updated. With a sliding window, blocks are given back earlier, once no query
     of a step in flight or to come sees them. What is copied to host memory is given back at once:
     the next plan begins with the copy, after every step that writes the blocks and before any that
     uses them anew.
@@ -171,9 +170,9 @@ class Scheduler:
             makes the plans of equal runs equal. Where it holds, a prompt that takes several steps
             leaves half of what there is to those behind it, so that a short one need not wait for
             the end of a long one.
-        prefix_cache_queries: tokens of requests that got their first row, looked up in the cache.
+        prefix_cache_queries: tokens of sequences that got their first row, looked up in the cache.
         prefix_cache_hits: how many of them were found there.
-        num_preemptions: how often a running request lost its row and blocks.
+        num_preemptions: how often a running sequence lost its row and blocks.
         num_swaps: how many of these preemptions copied the blocks to host memory.
     """
 
@@ -199,21 +198,21 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swaps = 0
 
-        self._requests: dict[str, Request] = {}
+        self._sequences: dict[str, Sequence] = {}
         # Both by rank.
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
         self._free_rows = list(range(config.max_num_seqs))  # a heap: low rows are used first
-        self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._deferred: dict[int, list[_Holding]] = {}
-        # Whether the last plan computed more than one token of some request.
+        # Whether the last plan computed more than one token of some sequence.
         self._had_chunks = False
         self._next_step = 0
         self._completed_step = -1
         self._next_order = 0
-        # The waiting request that found too few blocks or no row; not tried again before some come
+        # The waiting sequence that found too few blocks or no row; not tried again before some come
         # back. Whether what has been preempted for it is on its way.
-        self._blocked: Request | None = None
+        self._blocked: Sequence | None = None
         self._blocked_is_next = False
         # Slots of host memory, and the copies to them that the next plan makes.
         self._free_slots = list(range(config.num_swap_blocks))
@@ -221,12 +220,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row, preempted ones included."""
+        """Sequences without a row, preempted ones included."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests with a row."""
+        """Sequences with a row."""
         return len(self._running)
 
     @property
@@ -236,46 +235,46 @@ class Scheduler:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks that requests hold, in [0, 1]."""
+        """Share of the blocks that sequences hold, in [0, 1]."""
         return self.pool.num_used / (self.pool.num_blocks - 1)
 
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self._requests)
+        """Whether any sequence is waiting or running."""
+        return bool(self._sequences)
 
-    def add(self, request: Request) -> None:
-        """Put a new request into the queue, behind those of its priority.
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence into the queue, behind those of its priority.
 
         Raises:
             RequestError: it could never run; the message says why. The others go on.
         """
-        self._validate(request)
-        request.order = self._next_order
-        request.rank = (request.priority, request.order)
+        self._validate(sequence)
+        sequence.order = self._next_order
+        sequence.rank = (sequence.priority, sequence.order)
         self._next_order += 1
-        self._requests[request.request_id] = request
-        insort(self._waiting, request, key=_rank)
+        self._sequences[sequence.sequence_id] = sequence
+        insort(self._waiting, sequence, key=_rank)
 
-    def abort(self, request_id: str) -> None:
-        """End a request; what its steps in flight bring is discarded. Unknown ids are ignored."""
-        self.finish(request_id, "abort")
+    def abort(self, sequence_id: str) -> None:
+        """End a sequence; what its steps in flight bring is discarded. Unknown ids are ignored."""
+        self.finish(sequence_id, "abort")
 
-    def finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a request, say because of a stop string; its accepted tokens stay.
+    def finish(self, sequence_id: str, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence, say because of a stop string; its accepted tokens stay.
 
-        Does nothing if no unfinished request has the id: it may have ended a moment ago.
+        Does nothing if no unfinished sequence has the id: it may have ended a moment ago.
         """
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._finish(request, reason, stop_reason)
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None:
+            self._finish(sequence, reason, stop_reason)
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing can run before a result or a request arrives."""
+        """The next step, or None if nothing can run before a result or a sequence arrives."""
         running = self._running.copy()
         budget, prompts = self._prompt_budget(running)
         draft = _Draft(budget, budget, prompts, self.repeat_limit)
         planned = 0
-        # By rank: the running requests before the first waiting one, that one, and so on.
+        # By rank: the running sequences before the first waiting one, that one, and so on.
         while self._waiting:
             first = self._waiting[0]
             end = bisect_left(running, first.rank, lo=planned, key=_rank)
@@ -297,22 +296,22 @@ class Scheduler:
         """Take in the results of the oldest step in flight.
 
         Returns:
-            one update for each row with new tokens, in plan order. What came for requests that have
-            ended meanwhile is discarded; what came for preempted ones is accepted.
+            one update for each row with new tokens, in plan order. What came for sequences that
+            have ended meanwhile is discarded; what came for preempted ones is accepted.
         """
         assert self._in_flight, f"result of step {result.step_id}, but no step is in flight"
-        plan, requests = self._in_flight.popleft()
+        plan, sequences = self._in_flight.popleft()
         assert plan.step_id == result.step_id, (
             f"result of step {result.step_id}, but step {plan.step_id} is the oldest in flight"
         )
-        assert len(result.rows) == len(requests), (
-            f"step {plan.step_id} has {len(requests)} rows, its result {len(result.rows)}"
+        assert len(result.rows) == len(sequences), (
+            f"step {plan.step_id} has {len(sequences)} rows, its result {len(result.rows)}"
         )
         self._completed_step = plan.step_id
         updates = []
-        for request, row, row_result in zip(requests, plan.rows, result.rows, strict=True):
-            if request.finish_reason is None:
-                update = self._accept(request, row, row_result, plan.repeat)
+        for sequence, row, row_result in zip(sequences, plan.rows, result.rows, strict=True):
+            if sequence.finish_reason is None:
+                update = self._accept(sequence, row, row_result, plan.repeat)
                 if update is not None:
                     updates.append(update)
         for holding in self._deferred.pop(plan.step_id, ()):
@@ -328,50 +327,50 @@ class Scheduler:
         rows = list(self._free_rows)
         tables = []
         for name, queue in (("running", self._running), ("waiting", self._waiting)):
-            ranks = [request.rank for request in queue]
+            ranks = [sequence.rank for sequence in queue]
             assert ranks == sorted(ranks), f"{name} out of rank: {ranks}"
-        for request in self._running:
-            assert request.status is RequestStatus.RUNNING, f"{request} is among the running"
-            assert request.row is not None, f"{request} runs without a row"
-            assert not request.num_swapped, f"{request} runs, {request.num_swapped} swapped"
-            rows.append(request.row)
-            tables.append(request.block_tables)
-            computed, scheduled = request.num_computed, request.num_scheduled
-            known = len(request.token_ids) + request.num_pending
-            assert computed <= scheduled, f"{request}: {computed} computed, {scheduled} scheduled"
-            assert scheduled < request.admitted_len or scheduled == known - 1, (
-                f"{request}: {scheduled} positions scheduled, {known} tokens"
+        for sequence in self._running:
+            assert sequence.status is SequenceStatus.RUNNING, f"{sequence} is among the running"
+            assert sequence.row is not None, f"{sequence} runs without a row"
+            assert not sequence.num_swapped, f"{sequence} runs, {sequence.num_swapped} swapped"
+            rows.append(sequence.row)
+            tables.append(sequence.block_tables)
+            computed, scheduled = sequence.num_computed, sequence.num_scheduled
+            known = len(sequence.token_ids) + sequence.num_pending
+            assert computed <= scheduled, f"{sequence}: {computed} computed, {scheduled} scheduled"
+            assert scheduled < sequence.admitted_len or scheduled == known - 1, (
+                f"{sequence}: {scheduled} positions scheduled, {known} tokens"
             )
-            assert scheduled <= request.capacity, (
-                f"{request}: {scheduled} positions scheduled, blocks for {request.capacity}"
+            assert scheduled <= sequence.capacity, (
+                f"{sequence}: {scheduled} positions scheduled, blocks for {sequence.capacity}"
             )
-            assert known <= request.limit, f"{request}: {known} tokens, limit {request.limit}"
+            assert known <= sequence.limit, f"{sequence}: {known} tokens, limit {sequence.limit}"
             capacity = min(
                 len(table) * group.block_size
-                for table, group in zip(request.block_tables, self.groups, strict=True)
+                for table, group in zip(sequence.block_tables, self.groups, strict=True)
             )
-            assert capacity == request.capacity, (
-                f"{request}: blocks for {capacity} tokens, capacity {request.capacity}"
+            assert capacity == sequence.capacity, (
+                f"{sequence}: blocks for {capacity} tokens, capacity {sequence.capacity}"
             )
         newest: dict[int, int] = {}
-        for request in self._running:
-            newest[request.priority] = request.order
+        for sequence in self._running:
+            newest[sequence.priority] = sequence.order
         slots = self._free_slots.copy()
-        for request in self._waiting:
-            assert request.status is RequestStatus.WAITING, f"{request} is among the waiting"
-            assert request.row is None, f"{request} waits but has row {request.row}"
-            assert newest.get(request.priority, -1) < request.order, (
-                f"{request} waits, a younger request of its priority runs"
+        for sequence in self._waiting:
+            assert sequence.status is SequenceStatus.WAITING, f"{sequence} is among the waiting"
+            assert sequence.row is None, f"{sequence} waits but has row {sequence.row}"
+            assert newest.get(sequence.priority, -1) < sequence.order, (
+                f"{sequence} waits, a younger sequence of its priority runs"
             )
-            assert request.num_swapped <= len(request.token_ids) + request.num_pending - 1, (
-                f"{request}: {request.num_swapped} positions swapped"
+            assert sequence.num_swapped <= len(sequence.token_ids) + sequence.num_pending - 1, (
+                f"{sequence}: {sequence.num_swapped} positions swapped"
             )
             for mine, group in zip(
-                request.swap_slots, self.groups, strict=bool(request.num_swapped)
+                sequence.swap_slots, self.groups, strict=bool(sequence.num_swapped)
             ):
-                first = group.prefix.first_needed_block(request.num_swapped)
-                blocks = -(-request.num_swapped // group.block_size) - first
-                assert len(mine) == blocks, f"{request}: {len(mine)} slots for {blocks} blocks"
+                first = group.prefix.first_needed_block(sequence.num_swapped)
+                blocks = -(-sequence.num_swapped // group.block_size) - first
+                assert len(mine) == blocks, f"{sequence}: {len(mine)} slots for {blocks} blocks"
                 slots.extend(mine)
         assert sorted(slots) == list(range(self.config.num_swap_blocks)), (
             f"slots leaked: {sorted(slots)}"
@@ -384,7 +383,7 @@ class Scheduler:
             tables.extend(holding.block_tables for holding in holdings)
         assert sorted(rows) == list(range(self.config.max_num_seqs)), f"rows leaked: {sorted(rows)}"
         live = len(self._running) + len(self._waiting)
-        assert live == len(self._requests), f"{live} queued, {len(self._requests)} unfinished"
+        assert live == len(self._sequences), f"{live} queued, {len(self._sequences)} unfinished"
         self.pool.check()
         owners: Counter[int] = Counter()
         for index in range(len(self.groups)):
@@ -397,29 +396,29 @@ class Scheduler:
         refs = {b: n for b in range(self.pool.num_blocks) if (n := self.pool.refs(b))}
         assert held == refs, f"tables hold {dict(held)}, the pool says {refs}"
 
-    def _validate(self, request: Request) -> None:
-        name = f"request {request.request_id!r}"
+    def _validate(self, sequence: Sequence) -> None:
+        name = f"request {sequence.sequence_id!r}"
         config = self.config
-        if request.request_id in self._requests:
+        if sequence.sequence_id in self._sequences:
             raise RequestError(f"{name}: an unfinished request has this id; choose another")
-        if request.order >= 0:
-            raise RequestError(f"{name} was added before; make a new Request")
-        check_request(request, config)
+        if sequence.order >= 0:
+            raise RequestError(f"{name} was added before; make a new Sequence")
+        check_sequence(sequence, config)
         # A planned cache has them for every length; the last token is never computed.
-        blocks = self.cache.max_blocks(request.limit - 1, config.max_num_batched_tokens)
+        blocks = self.cache.max_blocks(sequence.limit - 1, config.max_num_batched_tokens)
         if blocks > self.cache.num_blocks - 1:
             raise RequestError(
-                f"{name}: {request.limit} tokens of prompt and output need {blocks} blocks of "
+                f"{name}: {sequence.limit} tokens of prompt and output need {blocks} blocks of "
                 f"{self.cache.block_size}, the cache has {self.cache.num_blocks - 1}; lower "
                 "max_tokens or give the cache more memory"
             )
         try:
-            hash(request.prompt.cache_salts)
+            hash(sequence.prompt.cache_salts)
         except TypeError as error:
             raise RequestError(f"{name}: its cache salts must be hashable: {error}") from None
 
-    def _prompt_budget(self, running: Sequence[Request]) -> tuple[int, int]:
-        """Tokens of prompts that the next step may compute, and how many requests share them."""
+    def _prompt_budget(self, running: abc.Sequence[Sequence]) -> tuple[int, int]:
+        """Tokens of prompts that the next step may compute, and how many sequences share them."""
         limit = self.config.max_num_batched_tokens
         # Without prompts nothing is asked of the budget, and looking at all rows would cost a
         # decode step of 1,024 rows a tenth of its host time.
@@ -431,152 +430,154 @@ class Scheduler:
             prompts += len(self._waiting)
         return (min(limit, self.prompt_budget) if 1 in left else limit), prompts
 
-    def _continue_running(self, requests: Sequence[Request], draft: _Draft) -> None:
-        """Plan running requests, which are given by rank."""
-        for request in requests:
-            if request.row is None:  # preempted just now, and so are all of a higher rank
+    def _continue_running(self, sequences: abc.Sequence[Sequence], draft: _Draft) -> None:
+        """Plan running sequences, which are given by rank."""
+        for sequence in sequences:
+            if sequence.row is None:  # preempted just now, and so are all of a higher rank
                 return
-            start = request.num_scheduled
-            num_tokens = len(request.token_ids) + request.num_pending
+            start = sequence.num_scheduled
+            num_tokens = len(sequence.token_ids) + sequence.num_pending
             repeat = 1
             if num_tokens - start == 1:
                 # It takes nothing from the budget: prompts are cut into as few chunks as without
                 # decodes, and no chunk is of the few tokens that decodes left over.
                 count = 1
-                left = request.limit - num_tokens
+                left = sequence.limit - num_tokens
                 if left == 0:  # the last sample it may have is in flight
                     continue
                 # The first token after a preemption comes from the host.
-                if start >= request.admitted_len and not request.needs_host:
+                if start >= sequence.admitted_len and not sequence.needs_host:
                     repeat = left
             else:
-                count = self._chunk(request, start, num_tokens, draft)
+                count = self._chunk(sequence, start, num_tokens, draft)
                 if count == 0:
                     continue
-            if start + count > request.capacity:
-                needed = self._missing(request, start + count)
-                if draft.short_of_blocks or not self._make_room(request, sum(needed)):
+            if start + count > sequence.capacity:
+                needed = self._missing(sequence, start + count)
+                if draft.short_of_blocks or not self._make_room(sequence, sum(needed)):
                     draft.short_of_blocks = True
                     continue
-                draft.new_blocks[request.request_id] = self._grow(request, needed)
+                draft.new_blocks[sequence.sequence_id] = self._grow(sequence, needed)
             if repeat < draft.repeat:
                 draft.repeat = repeat
             if num_tokens - start > 1:
                 draft.budget = max(0, draft.budget - count)
-            draft.add(request, count)
+            draft.add(sequence, count)
 
     def _admit_first(self, draft: _Draft) -> bool:
-        """Give a row to the first waiting request; False if it has to wait, and all others."""
-        request = self._waiting[0]
-        if request is self._blocked:
+        """Give a row to the first waiting sequence; False if it has to wait, and all others."""
+        sequence = self._waiting[0]
+        if sequence is self._blocked:
             draft.short_of_blocks = self._blocked_is_next
             return False
-        # A preempted request first gets back what is in flight of it.
-        if draft.budget == 0 or request.last_step > self._completed_step:
+        # A preempted sequence first gets back what is in flight of it.
+        if draft.budget == 0 or sequence.last_step > self._completed_step:
             return False
-        count = self._admit(request, draft)
+        count = self._admit(sequence, draft)
         if count == 0:
             return False
         draft.repeat = 1
         draft.budget = max(0, draft.budget - count)
-        draft.add(request, count)
+        draft.add(sequence, count)
         return True
 
-    def _admit(self, request: Request, draft: _Draft) -> int:
-        """Give the request a row and blocks for its first chunk, whose size is returned, or 0."""
-        num_tokens = len(request.token_ids)
-        keys = request.block_keys
+    def _admit(self, sequence: Sequence, draft: _Draft) -> int:
+        """Give the sequence a row and blocks for its first chunk, whose size is returned, or 0."""
+        num_tokens = len(sequence.token_ids)
+        keys = sequence.block_keys
         cached = 0
         # Cached positions are not computed and so give no prompt logprobs.
-        if self._prefix_caching and request.prompt_logprobs_done:
-            self._extend_keys(request)
-            spans = request.prompt.atomic_spans
+        if self._prefix_caching and sequence.prompt_logprobs_done:
+            self._extend_keys(sequence)
+            spans = sequence.prompt.atomic_spans
             cached = longest_cached_prefix(self.groups, keys, num_tokens - 1, spans)
-        start = max(cached * self._key_size, request.num_swapped)
-        count = self._chunk(request, start, num_tokens, draft)
+        start = max(cached * self._key_size, sequence.num_swapped)
+        count = self._chunk(sequence, start, num_tokens, draft)
         if count == 0:
             return 0
         end = start + count
-        if not self._has_room(request, start, end, cached):
-            coming = self._preempt_for(request, start, end, cached)
-            if not self._has_room(request, start, end, cached):
-                self._blocked = request
+        if not self._has_room(sequence, start, end, cached):
+            coming = self._preempt_for(sequence, start, end, cached)
+            if not self._has_room(sequence, start, end, cached):
+                self._blocked = sequence
                 self._blocked_is_next = draft.short_of_blocks = coming
                 return 0
 
-        assert request.num_pending == 0, f"{request} is admitted with samples in flight"
+        assert sequence.num_pending == 0, f"{sequence} is admitted with samples in flight"
         self._waiting.pop(0)
-        insort(self._running, request, key=_rank)
-        request.status = RequestStatus.RUNNING
-        request.row = heappop(self._free_rows)
-        request.block_tables = []
+        insort(self._running, sequence, key=_rank)
+        sequence.status = SequenceStatus.RUNNING
+        sequence.row = heappop(self._free_rows)
+        sequence.block_tables = []
         for group in self.groups:
             first = group.prefix.first_needed_block(start)
-            request.block_tables.append(group.prefix.acquire(keys, cached, first))
-        request.num_dropped = [
+            sequence.block_tables.append(group.prefix.acquire(keys, cached, first))
+        sequence.num_dropped = [
             self.groups[kind[0]].prefix.first_needed_block(start) for kind in self._windowed
         ]
         # No group takes free blocks before all have acquired theirs, which may be free as well.
-        self._grow(request, self._missing(request, end))
-        draft.new_blocks[request.request_id] = request.block_tables
-        request.num_computed = request.num_scheduled = start
-        request.num_registered = cached
-        request.admitted_len = num_tokens
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = start
-            if self._prefix_caching and request.prompt_logprobs_done:
+        self._grow(sequence, self._missing(sequence, end))
+        draft.new_blocks[sequence.sequence_id] = sequence.block_tables
+        sequence.num_computed = sequence.num_scheduled = start
+        sequence.num_registered = cached
+        sequence.admitted_len = num_tokens
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = start
+            if self._prefix_caching and sequence.prompt_logprobs_done:
                 self.prefix_cache_queries += num_tokens
                 self.prefix_cache_hits += start
-        if not request.prompt_logprobs_done and start == 0:
-            request.prompt_logprobs.clear()
-        if request.num_swapped:
-            self._swap_in(request, draft, cached)
+        if not sequence.prompt_logprobs_done and start == 0:
+            sequence.prompt_logprobs.clear()
+        if sequence.num_swapped:
+            self._swap_in(sequence, draft, cached)
         draft.admitted.append(
             Admission(
-                request.request_id,
-                request.row,
-                request.token_ids[:],
-                request.prompt_len,
-                request.sampling,
-                request.prompt,
+                sequence.sequence_id,
+                sequence.row,
+                sequence.token_ids[:],
+                sequence.prompt_len,
+                sequence.sampling,
+                sequence.prompt,
             )
         )
         return count
 
-    def _has_room(self, request: Request, start: int, end: int, cached: int) -> bool:
-        """Whether there is a row and blocks for a request that is admitted with these numbers.
+    def _has_room(self, sequence: Sequence, start: int, end: int, cached: int) -> bool:
+        """Whether there is a row and blocks for a sequence that is admitted with these numbers.
 
         Args:
-            request: a waiting one.
+            sequence: a waiting one.
             start: the first position that it would compute.
             end: the position after its first chunk.
             cached: keys of the prefix that is in the prefix cache.
         """
-        wanted = self._wanted(request, start, end, cached, len(self._running))
+        wanted = self._wanted(sequence, start, end, cached, len(self._running))
         return bool(self._free_rows) and wanted <= self.pool.num_free
 
-    def _wanted(self, request: Request, start: int, end: int, cached: int, num_running: int) -> int:
+    def _wanted(
+        self, sequence: Sequence, start: int, end: int, cached: int, num_running: int
+    ) -> int:
         """Blocks that must be free for an admission beside ``num_running`` others.
 
         The other arguments are those of :meth:`_has_room`.
         """
-        num_tokens = len(request.token_ids)
+        num_tokens = len(sequence.token_ids)
         wanted = 0
         for group in self.groups:
             first = group.prefix.first_needed_block(start)
             present = max(cached * self._key_size // group.block_size, first)
             count = -(-end // group.block_size) - present
             if num_running:
-                # Room for all its tokens, and for every request to grow by a block: otherwise it
+                # Room for all its tokens, and for every sequence to grow by a block: otherwise it
                 # would soon be preempted, its work lost. Alone, it needs no such reserve.
                 whole = group.max_blocks(num_tokens, self.config.max_num_batched_tokens)
                 rest = -(-num_tokens // group.block_size) - present
                 count = max(count, min(whole, rest)) + num_running + 1
-            wanted += count + group.prefix.num_free_taken(request.block_keys, cached, first)
+            wanted += count + group.prefix.num_free_taken(sequence.block_keys, cached, first)
         return wanted
 
-    def _preempt_for(self, request: Request, start: int, end: int, cached: int) -> bool:
-        """Preempt requests of less important priority, if that makes room for a waiting one.
+    def _preempt_for(self, sequence: Sequence, start: int, end: int, cached: int) -> bool:
+        """Preempt sequences of less important priority, if that makes room for a waiting one.
 
         The arguments are those of :meth:`_has_room`. What is on its way back already is counted.
 
@@ -584,7 +585,7 @@ class Scheduler:
             whether there is room now, or when the steps in flight are done. If not, nobody is
             preempted.
         """
-        if not self._running or self._running[-1].priority <= request.priority:
+        if not self._running or self._running[-1].priority <= sequence.priority:
             return False
         leaving = [holding for holdings in self._deferred.values() for holding in holdings]
         num_rows = len(self._free_rows) + len(leaving)
@@ -593,9 +594,9 @@ class Scheduler:
         own: set[int] = set()
         for group in self.groups:
             first = group.prefix.first_needed_block(start)
-            own.update(group.prefix.blocks(request.block_keys, cached, first))
+            own.update(group.prefix.blocks(sequence.block_keys, cached, first))
 
-        def given_back(tables: Sequence[Sequence[int]]) -> int:
+        def given_back(tables: abc.Sequence[abc.Sequence[int]]) -> int:
             """How many more blocks are free once these tables are given up."""
             count = 0
             for table in tables:
@@ -615,11 +616,11 @@ class Scheduler:
         count = 0
         num_running = len(self._running)
         while True:
-            wanted = self._wanted(request, start, end, cached, num_running - count)
+            wanted = self._wanted(sequence, start, end, cached, num_running - count)
             if num_rows > 0 and wanted <= free:
                 break
             if count == num_running or (
-                (victim := self._running[-1 - count]).priority <= request.priority
+                (victim := self._running[-1 - count]).priority <= sequence.priority
             ):
                 return False
             count += 1
@@ -644,10 +645,12 @@ class Scheduler:
         candidates = range(2, repeat + 1)
         available = 0 if draft.short_of_blocks else self.pool.num_free
         repeat = 1 + bisect_right(candidates, available, key=needed_by_all)
-        for request in growing:
-            if request.num_scheduled + repeat > request.capacity:
-                grown = self._grow(request, self._missing(request, request.num_scheduled + repeat))
-                before = draft.new_blocks.setdefault(request.request_id, grown)
+        for sequence in growing:
+            if sequence.num_scheduled + repeat > sequence.capacity:
+                grown = self._grow(
+                    sequence, self._missing(sequence, sequence.num_scheduled + repeat)
+                )
+                before = draft.new_blocks.setdefault(sequence.sequence_id, grown)
                 if before is not grown:
                     for table, blocks in zip(before, grown, strict=True):
                         table.extend(blocks)
@@ -659,71 +662,73 @@ class Scheduler:
         self._next_step += 1
         none = self._no_blocks
         new_blocks: dict[str, _Blocks] = {
-            request_id: tuple(tuple(blocks) for blocks in tables)
-            for request_id, tables in draft.new_blocks.items()
+            sequence_id: tuple(tuple(blocks) for blocks in tables)
+            for sequence_id, tables in draft.new_blocks.items()
         }
         rows = []
         # On a GPU programs begin in the order of the rows: those with the most to read go first, so
         # that none of them is left alone at the end.
-        requests = sorted(draft.singles, key=_num_scheduled, reverse=True)
-        for request in requests:
-            start = request.num_scheduled
-            sample = start + 1 == len(request.token_ids) + request.num_pending
-            blocks = new_blocks.get(request.request_id, none)
-            assert request.row is not None, f"{request} is planned without a row"
-            rows.append(PlanRow(request.request_id, request.row, start, 1, blocks, sample))
-            request.num_scheduled = start + repeat
+        sequences = sorted(draft.singles, key=_num_scheduled, reverse=True)
+        for sequence in sequences:
+            start = sequence.num_scheduled
+            sample = start + 1 == len(sequence.token_ids) + sequence.num_pending
+            blocks = new_blocks.get(sequence.sequence_id, none)
+            assert sequence.row is not None, f"{sequence} is planned without a row"
+            rows.append(PlanRow(sequence.sequence_id, sequence.row, start, 1, blocks, sample))
+            sequence.num_scheduled = start + repeat
             if sample:
-                request.num_pending += repeat
-            request.last_step = step_id
-        for request, count in draft.chunks:
-            start = request.num_scheduled
-            sample = start + count == len(request.token_ids)
-            blocks = new_blocks.get(request.request_id, none)
-            assert request.row is not None, f"{request} is planned without a row"
-            rows.append(PlanRow(request.request_id, request.row, start, count, blocks, sample))
-            request.num_scheduled = start + count
-            request.num_pending = int(sample)
-            request.last_step = step_id
-            requests.append(request)
+                sequence.num_pending += repeat
+            sequence.last_step = step_id
+        for sequence, count in draft.chunks:
+            start = sequence.num_scheduled
+            sample = start + count == len(sequence.token_ids)
+            blocks = new_blocks.get(sequence.sequence_id, none)
+            assert sequence.row is not None, f"{sequence} is planned without a row"
+            rows.append(PlanRow(sequence.sequence_id, sequence.row, start, count, blocks, sample))
+            sequence.num_scheduled = start + count
+            sequence.num_pending = int(sample)
+            sequence.last_step = step_id
+            sequences.append(sequence)
         swap_out, swap_in = tuple(self._swap_out), tuple(draft.swap_in)
         self._swap_out.clear()
         plan = StepPlan(step_id, tuple(rows), tuple(draft.admitted), repeat, swap_out, swap_in)
-        self._in_flight.append((plan, requests))
+        self._in_flight.append((plan, sequences))
         self._had_chunks = bool(draft.chunks)
         return plan
 
     def _accept(
-        self, request: Request, row: PlanRow, result: RowResult, repeat: int
+        self, sequence: Sequence, row: PlanRow, result: RowResult, repeat: int
     ) -> TokenUpdate | None:
-        """Take in one row's result; the request has not finished."""
+        """Take in one row's result; the sequence has not finished."""
         # Taken apart at once: a field of a tuple is much slower to look up than a local name.
-        request_id, _, start, num_tokens, _, sample = row
+        sequence_id, _, start, num_tokens, _, sample = row
         result_id, new_tokens, logprobs, chunk_logprobs, error = result
-        assert result_id == request_id, f"result of {result_id!r} where the plan has {request_id!r}"
+        assert result_id == sequence_id, (
+            f"result of {result_id!r} where the plan has {sequence_id!r}"
+        )
         if error is not None:
-            self._finish(request, "error", None, error)
-            return _update(request, (), None, None)
+            self._finish(sequence, "error", None, error)
+            return _update(sequence, (), None, None)
 
         reason: str | None = None
         stop_reason: int | None = None
         if sample:
-            request.num_pending -= repeat
-            token_ids = request.token_ids
-            stops = request.stop_token_ids
+            sequence.num_pending -= repeat
+            token_ids = sequence.token_ids
+            stops = sequence.stop_token_ids
             count = 0
             for token in new_tokens:
                 token_ids.append(token)
                 count += 1
-                if token in stops and len(token_ids) >= request.stop_min_len:
+                if token in stops and len(token_ids) >= sequence.stop_min_len:
                     reason = "stop"
-                    stop_reason = None if token in request.eos_token_ids else token
+                    stop_reason = None if token in sequence.eos_token_ids else token
                     break
-                if len(token_ids) == request.limit:
+                if len(token_ids) == sequence.limit:
                     reason = "length"
                     break
             assert reason is not None or count == repeat, (
-                f"{request}: {count} tokens from {repeat} repeats, and none of them ends it"
+                f"{sequence}: {count} tokens from {repeat} repeats, and none of them ends it"
             )
             if count < len(new_tokens):
                 new_tokens = new_tokens[:count]
@@ -734,36 +739,36 @@ class Scheduler:
             end = start + num_tokens
 
         prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        if not request.prompt_logprobs_done:
+        if not sequence.prompt_logprobs_done:
             # Recomputation before the prompt's end starts the collection again, at admission; once
             # complete and given out, what recomputed chunks bring is not looked at.
-            request.prompt_logprobs.extend(chunk_logprobs or ())
-            if start + num_tokens >= request.prompt_len:
-                request.prompt_logprobs_done = True
-                prompt_logprobs = tuple(request.prompt_logprobs)
-                request.prompt_logprobs.clear()
+            sequence.prompt_logprobs.extend(chunk_logprobs or ())
+            if start + num_tokens >= sequence.prompt_len:
+                sequence.prompt_logprobs_done = True
+                prompt_logprobs = tuple(sequence.prompt_logprobs)
+                sequence.prompt_logprobs.clear()
 
-        if request.row is not None:  # a preempted request computes these positions again
-            request.num_computed = end
+        if sequence.row is not None:  # a preempted sequence computes these positions again
+            sequence.num_computed = end
             if self._prefix_caching:
                 num_keys = end // self._key_size
-                if num_keys > request.num_registered:
-                    self._register(request, num_keys)
+                if num_keys > sequence.num_registered:
+                    self._register(sequence, num_keys)
             if self._windowed:
-                self._drop_unseen(request)
+                self._drop_unseen(sequence)
         if reason is not None:
-            self._finish(request, reason, stop_reason)
+            self._finish(sequence, reason, stop_reason)
         elif not new_tokens and prompt_logprobs is None:
             return None
-        return _update(request, new_tokens, logprobs, prompt_logprobs)
+        return _update(sequence, new_tokens, logprobs, prompt_logprobs)
 
-    def _chunk(self, request: Request, start: int, num_tokens: int, draft: _Draft) -> int:
+    def _chunk(self, sequence: Sequence, start: int, num_tokens: int, draft: _Draft) -> int:
         """How many of the known tokens from ``start`` on fit the budget with no span split."""
         budget = draft.budget
         draft.prompts -= 1
         if draft.prompts > 0 and num_tokens - start > budget:
             budget = -(-budget // 2)
-        spans = request.prompt.atomic_spans
+        spans = sequence.prompt.atomic_spans
         count = cut_before_span(min(num_tokens, start + budget), spans) - start
         if count == 0 and draft.budget == draft.whole_budget:
             # A span is larger than what prompts have beside decodes. It goes without other prompts.
@@ -771,27 +776,27 @@ class Scheduler:
             count = cut_before_span(min(num_tokens, start + budget), spans) - start
         return count
 
-    def _make_room(self, request: Request, needed: int) -> bool:
+    def _make_room(self, sequence: Sequence, needed: int) -> bool:
         """Whether ``needed`` blocks are free, if need be after preemptions."""
         while self.pool.num_free < needed:
             # Blocks are on their way back already; preempting more would waste work.
             if self._blocks_return():
                 return False
             last = self._running[-1]
-            if last is request and len(self._running) == 1:
+            if last is sequence and len(self._running) == 1:
                 # Alone it fits, see _validate; but blocks that only its own steps in flight see
                 # are not back yet.
-                assert request.last_step > self._completed_step, (
-                    f"{request} runs alone and needs {needed} blocks, {self.pool.num_free} are free"
+                assert sequence.last_step > self._completed_step, (
+                    f"{sequence} alone needs {needed} blocks, {self.pool.num_free} are free"
                 )
                 return False
             self._preempt(last)
-            if last is request:
+            if last is sequence:
                 return False
         return True
 
     def _blocks_return(self) -> bool:
-        """Whether blocks of requests that left the batch wait for steps in flight."""
+        """Whether blocks of sequences that left the batch wait for steps in flight."""
         return any(
             any(table)  # null blocks do not count
             for holdings in self._deferred.values()
@@ -799,152 +804,152 @@ class Scheduler:
             for table in holding.block_tables
         )
 
-    def _missing(self, request: Request, end: int) -> list[int]:
+    def _missing(self, sequence: Sequence, end: int) -> list[int]:
         """How many blocks each group's table lacks for the positions up to ``end``."""
         return [
             max(0, -(-end // group.block_size) - len(table))
-            for group, table in zip(self.groups, request.block_tables, strict=True)
+            for group, table in zip(self.groups, sequence.block_tables, strict=True)
         ]
 
-    def _grow(self, request: Request, counts: Sequence[int]) -> list[list[int]]:
+    def _grow(self, sequence: Sequence, counts: abc.Sequence[int]) -> list[list[int]]:
         """Append so many blocks to the table of each group, and return them by group."""
         grown = [self.pool.allocate(count) for count in counts]
-        for table, blocks in zip(request.block_tables, grown, strict=True):
+        for table, blocks in zip(sequence.block_tables, grown, strict=True):
             table.extend(blocks)
-        request.capacity = min(
+        sequence.capacity = min(
             len(table) * group.block_size
-            for group, table in zip(self.groups, request.block_tables, strict=True)
+            for group, table in zip(self.groups, sequence.block_tables, strict=True)
         )
         return grown
 
-    def _extend_keys(self, request: Request) -> None:
+    def _extend_keys(self, sequence: Sequence) -> None:
         if self._prefix_caching:
             extend_block_keys(
-                request.block_keys,
-                request.token_ids,
+                sequence.block_keys,
+                sequence.token_ids,
                 self._key_size,
-                spans=request.prompt.atomic_spans,
-                salts=request.prompt.cache_salts,
+                spans=sequence.prompt.atomic_spans,
+                salts=sequence.prompt.cache_salts,
             )
 
-    def _register(self, request: Request, num_keys: int) -> None:
+    def _register(self, sequence: Sequence, num_keys: int) -> None:
         """Make the blocks of the first ``num_keys`` keys findable: their tokens are accepted."""
-        self._extend_keys(request)
-        keys = request.block_keys
-        for group, table in zip(self.groups, request.block_tables, strict=True):
+        self._extend_keys(sequence)
+        keys = sequence.block_keys
+        for group, table in zip(self.groups, sequence.block_tables, strict=True):
             per_block = group.block_size // self._key_size
-            for index in range(request.num_registered // per_block, num_keys // per_block):
+            for index in range(sequence.num_registered // per_block, num_keys // per_block):
                 # What came back from host memory begins with the blocks still needed.
                 if table[index] != NULL_BLOCK:
                     group.prefix.register(table[index], keys, index)
-        request.num_registered = num_keys
+        sequence.num_registered = num_keys
 
-    def _drop_unseen(self, request: Request) -> None:
+    def _drop_unseen(self, sequence: Sequence) -> None:
         """Give back the blocks that no query after the computed positions needs."""
         for kind, indices in enumerate(self._windowed):
-            first = self.groups[indices[0]].prefix.first_needed_block(request.num_computed)
-            dropped = request.num_dropped[kind]
+            first = self.groups[indices[0]].prefix.first_needed_block(sequence.num_computed)
+            dropped = sequence.num_dropped[kind]
             if first > dropped:
                 for index in indices:
-                    table = request.block_tables[index]
+                    table = sequence.block_tables[index]
                     self.pool.release(table[dropped:first], passed=True)
                     table[dropped:first] = [NULL_BLOCK] * (first - dropped)
-                request.num_dropped[kind] = first
+                sequence.num_dropped[kind] = first
                 self._blocked = None
 
-    def _preempt(self, request: Request) -> None:
-        """Take the row and blocks away; the request waits to go on later."""
-        self._remove(self._running, request)
-        insort(self._waiting, request, key=_rank)
-        request.status = RequestStatus.WAITING
-        request.num_preemptions += 1
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the row and blocks away; the sequence waits to go on later."""
+        self._remove(self._running, sequence)
+        insort(self._waiting, sequence, key=_rank)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._save(request)
-        request.num_computed = request.num_scheduled = 0
-        self._detach(request)
+        self._save(sequence)
+        sequence.num_computed = sequence.num_scheduled = 0
+        self._detach(sequence)
 
-    def _save(self, request: Request) -> None:
-        """Have a request's blocks copied to host memory, if there is room, and release them.
+    def _save(self, sequence: Sequence) -> None:
+        """Have a sequence's blocks copied to host memory, if there is room, and release them.
 
         Steps in flight still write up to ``num_scheduled``; the copy comes after them, and they
         are accepted, so all that is kept. Blocks that only those steps see stay in the table.
         """
-        end = request.num_scheduled
+        end = sequence.num_scheduled
         ranges = [
             (group.prefix.first_needed_block(end), -(-end // group.block_size))
             for group in self.groups
         ]
         if end == 0 or sum(last - first for first, last in ranges) > len(self._free_slots):
             return
-        for (first, last), table in zip(ranges, request.block_tables, strict=True):
+        for (first, last), table in zip(ranges, sequence.block_tables, strict=True):
             blocks = table[first:last]
             slots = [self._free_slots.pop() for _ in blocks]
             self._swap_out.extend(zip(blocks, slots, strict=True))
-            request.swap_slots.append(slots)
+            sequence.swap_slots.append(slots)
             self.pool.release(reversed(blocks))
             del table[first:last]
-        request.num_swapped = request.num_scheduled
+        sequence.num_swapped = sequence.num_scheduled
         self.num_swaps += 1
         self._blocked = None
 
-    def _swap_in(self, request: Request, draft: _Draft, cached: int) -> None:
+    def _swap_in(self, sequence: Sequence, draft: _Draft, cached: int) -> None:
         """Have the blocks after the ``cached`` keys copied back, and free the slots.
 
-        No copy of this plan goes to these slots, which would come before: as long as the request
+        No copy of this plan goes to these slots, which would come before: as long as the sequence
         waited, nobody of a higher rank was admitted, so that there is nobody to preempt now.
         """
         for group, table, slots in zip(
-            self.groups, request.block_tables, request.swap_slots, strict=True
+            self.groups, sequence.block_tables, sequence.swap_slots, strict=True
         ):
-            end = -(-request.num_swapped // group.block_size)
+            end = -(-sequence.num_swapped // group.block_size)
             first = end - len(slots)
             present = cached * self._key_size // group.block_size
             draft.swap_in.extend(
                 (table[block], slots[block - first]) for block in range(max(first, present), end)
             )
             self._free_slots.extend(slots)
-        request.num_swapped = 0
-        request.swap_slots = []
+        sequence.num_swapped = 0
+        sequence.swap_slots = []
 
     def _finish(
         self,
-        request: Request,
+        sequence: Sequence,
         reason: str,
         stop_reason: int | str | None,
         error: RowError | None = None,
     ) -> None:
-        running = request.status is RequestStatus.RUNNING
-        self._remove(self._running if running else self._waiting, request)
-        del self._requests[request.request_id]
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
-        request.error = error
-        for slots in request.swap_slots:
+        running = sequence.status is SequenceStatus.RUNNING
+        self._remove(self._running if running else self._waiting, sequence)
+        del self._sequences[sequence.sequence_id]
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+        sequence.error = error
+        for slots in sequence.swap_slots:
             self._free_slots.extend(slots)
-        request.num_swapped = 0
-        request.swap_slots = []
-        if request is self._blocked:
+        sequence.num_swapped = 0
+        sequence.swap_slots = []
+        if sequence is self._blocked:
             self._blocked = None
-        self._detach(request)
+        self._detach(sequence)
 
     @staticmethod
-    def _remove(queue: list[Request], request: Request) -> None:
-        """Take a request out of a queue by rank."""
-        index = bisect_left(queue, request.rank, key=_rank)
-        assert queue[index] is request, f"{request} is not where its rank {request.rank} belongs"
+    def _remove(queue: list[Sequence], sequence: Sequence) -> None:
+        """Take a sequence out of a queue by rank."""
+        index = bisect_left(queue, sequence.rank, key=_rank)
+        assert queue[index] is sequence, f"{sequence} is not where its rank {sequence.rank} belongs"
         del queue[index]
 
-    def _detach(self, request: Request) -> None:
+    def _detach(self, sequence: Sequence) -> None:
         """Give row and blocks back, now or after the last step in flight that names them."""
-        if request.row is None:
+        if sequence.row is None:
             return
-        holding = _Holding(request.row, request.block_tables)
-        request.row = None
-        request.block_tables = []
-        request.capacity = 0
-        if request.last_step > self._completed_step:
-            self._deferred.setdefault(request.last_step, []).append(holding)
+        holding = _Holding(sequence.row, sequence.block_tables)
+        sequence.row = None
+        sequence.block_tables = []
+        sequence.capacity = 0
+        if sequence.last_step > self._completed_step:
+            self._deferred.setdefault(sequence.last_step, []).append(holding)
         else:
             self._release(holding)
 
@@ -957,20 +962,20 @@ class Scheduler:
 
 
 def _update(
-    request: Request,
+    sequence: Sequence,
     new_token_ids: tuple[int, ...],
     logprobs: tuple[TokenLogprobs, ...] | None,
     prompt_logprobs: tuple[TokenLogprobs, ...] | None,
 ) -> TokenUpdate:
-    """A request's update from a step, with its state after it."""
+    """A sequence's update from a step, with its state after it."""
     return TokenUpdate(
-        request.request_id,
+        sequence.sequence_id,
         new_token_ids,
         logprobs,
         prompt_logprobs,
-        request.finish_reason,
-        request.stop_reason,
-        request.error,
-        request.num_cached_tokens,
-        request.num_preemptions,
+        sequence.finish_reason,
+        sequence.stop_reason,
+        sequence.error,
+        sequence.num_cached_tokens,
+        sequence.num_preemptions,
     )

@@ -11,14 +11,14 @@ flight uses may be handed out only if it is copied to the host after that step.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import abc, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
 from engine_core.errors import ErrorCode
 from engine_core.inputs import ProcessedPrompt
-from engine_core.scheduler import Request, RequestStatus, Scheduler
+from engine_core.scheduler import Scheduler, Sequence, SequenceStatus
 from engine_core.steps import Admission, Logprob, RowError, RowResult, StepPlan, StepResult
 
 VOCAB = 11
@@ -38,9 +38,9 @@ def expect(condition: bool, message: str) -> None:
 
 def value_at(
     prompt: ProcessedPrompt,
-    tokens: Sequence[int],
+    tokens: abc.Sequence[int],
     position: int,
-    seen: Sequence[Sequence[int]],
+    seen: abc.Sequence[abc.Sequence[int]],
 ) -> int:
     """The value a model would keep at a position, given what each group sees before it."""
     span = next(((s, e) for s, e in prompt.atomic_spans if s <= position < e), None)
@@ -55,7 +55,10 @@ def first_seen(position: int, window: int | None) -> int:
 
 
 def extend_values(
-    values: list[int], prompt: ProcessedPrompt, tokens: Sequence[int], windows: Sequence[int | None]
+    values: list[int],
+    prompt: ProcessedPrompt,
+    tokens: abc.Sequence[int],
+    windows: abc.Sequence[int | None],
 ) -> None:
     """The values of all positions, without blocks, rows or steps."""
     for position in range(len(values), len(tokens)):
@@ -76,7 +79,7 @@ def ends(token: int, num_outputs: int, sampling: SamplingParams) -> bool:
 class DeviceRow:
     """The device's state of one admission."""
 
-    request_id: str
+    sequence_id: str
     prompt: ProcessedPrompt
     sampling: SamplingParams
     prompt_len: int
@@ -142,7 +145,7 @@ class FakeRunner:
         in_step = []
         for row in plan.rows:
             device_row = self.rows[row.row]
-            expect(device_row.request_id == row.request_id, f"row {row.row} is not its own")
+            expect(device_row.sequence_id == row.sequence_id, f"row {row.row} is not its own")
             expect(device_row not in in_step, f"row {row.row} twice in a step")
             expect(plan.repeat == 1 or row.sample, "a repeated row does not sample")
             in_step.append(device_row)
@@ -183,7 +186,7 @@ class FakeRunner:
                         or (start <= span_start and span_end <= end),
                         f"chunk {start}..{end} splits the span {span_start}..{span_end}",
                     )
-                broken = self.fail_at.get(row.request_id, 10**9) < end
+                broken = self.fail_at.get(row.sequence_id, 10**9) < end
                 last = 0
                 for position in range(start, end):
                     last = self._compute(row, position)
@@ -203,7 +206,7 @@ class FakeRunner:
             plan.step_id,
             tuple(
                 RowResult(
-                    row.request_id,
+                    row.sequence_id,
                     tuple(tokens[i]),
                     logprobs=None
                     if row.sampling.logprobs is None
@@ -225,11 +228,11 @@ class FakeRunner:
                 f"row {admission.row} is given away with step {plan.step_id} in flight",
             )
             expect(
-                all(row.request_id != admission.request_id for row in plan.rows),
-                f"{admission.request_id} is admitted with step {plan.step_id} in flight",
+                all(row.sequence_id != admission.sequence_id for row in plan.rows),
+                f"{admission.sequence_id} is admitted with step {plan.step_id} in flight",
             )
         self.rows[admission.row] = DeviceRow(
-            admission.request_id,
+            admission.sequence_id,
             admission.prompt,
             admission.sampling,
             admission.prompt_len,
@@ -262,9 +265,9 @@ class FakeRunner:
                     first = first_seen(used.start, window) // size
                     expect(
                         block not in other.tables[index][first : end // size + 1],
-                        f"{row.request_id} gets block {block} for group {group}, which step "
+                        f"{row.sequence_id} gets block {block} for group {group}, which step "
                         f"{earlier.step_id} in flight uses for group {index} of "
-                        f"{other.request_id}",
+                        f"{other.sequence_id}",
                     )
         self.claims[plan.step_id].append((group, block, row))
 
@@ -294,7 +297,7 @@ class FakeRunner:
                 value = self.memory.get((block, other % size))
                 expect(
                     value == row.values[other] + group,
-                    f"{row.request_id} at {position} reads position {other} in block {block} of "
+                    f"{row.sequence_id} at {position} reads position {other} in block {block} of "
                     f"group {group} and finds {value}, not its own {row.values[other] + group}",
                 )
                 values.append(row.values[other])
@@ -305,8 +308,8 @@ class FakeRunner:
             owner = self.writer.get(block)
             expect(
                 owner == (group, row),
-                f"{row.request_id} writes position {position} into block {block} of group {group}"
-                f", which belongs to {owner and (owner[0], owner[1].request_id)}",
+                f"{row.sequence_id} writes position {position} into block {block} of group {group}"
+                f", which belongs to {owner and (owner[0], owner[1].sequence_id)}",
             )
             # What a group keeps is its own: no other group's block can stand in for it.
             self.memory[block, position % size] = value + group
@@ -347,7 +350,7 @@ class Job:
 class Outcome:
     """A job's result, as its user sees it."""
 
-    request: Request
+    request: Sequence
     tokens: list[int] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
     prompt_logprobs: list[tuple[object, ...]] = field(default_factory=list)
@@ -355,7 +358,7 @@ class Outcome:
 
 
 def reference(
-    job: Job, windows: Sequence[int | None], max_model_len: int
+    job: Job, windows: abc.Sequence[int | None], max_model_len: int
 ) -> tuple[list[int], str, int | None]:
     """Output tokens, finish reason and stop reason of a job that runs alone, without a cache."""
     tokens = list(job.prompt.token_ids)
@@ -378,14 +381,14 @@ class Workload:
 
     scheduler: Scheduler
     runner: FakeRunner
-    jobs: Sequence[Job]
+    jobs: abc.Sequence[Job]
     depth: int
     outcomes: list[Outcome] = field(default_factory=list)
 
     def run(self) -> list[Outcome]:
         max_model_len = self.scheduler.config.max_model_len
         for number, job in enumerate(self.jobs):
-            request = Request(
+            request = Sequence(
                 f"r{number}",
                 job.prompt,
                 job.sampling,
@@ -396,7 +399,7 @@ class Workload:
             )
             self.outcomes.append(Outcome(request))
             if job.fail_at is not None:
-                self.runner.fail_at[request.request_id] = job.fail_at
+                self.runner.fail_at[request.sequence_id] = job.fail_at
         self.added: list[int] = []
         turn = 0
         # Each turn runs a step of at least one token, or fetches one. All tokens of all jobs,
@@ -441,24 +444,24 @@ class Workload:
         if self.runner.flight or not unfinished:
             return
         first = min(unfinished, key=lambda request: (request.priority, request.order))
-        planned = [] if plan is None else [row.request_id for row in plan.rows]
-        expect(first.request_id in planned, f"{first} is first and does not go on")
+        planned = [] if plan is None else [row.sequence_id for row in plan.rows]
+        expect(first.sequence_id in planned, f"{first} is first and does not go on")
 
     def _check_order(self, plan: StepPlan) -> None:
         """Nobody is admitted before someone of the same or a more important priority who waits."""
         for admission in plan.admitted:
-            number = int(admission.request_id[1:])
+            number = int(admission.sequence_id[1:])
             own = (self.jobs[number].priority, self.added.index(number))
             for place, other in enumerate(self.added):
                 if (self.jobs[other].priority, place) < own:
                     status = self.outcomes[other].request.status
-                    expect(status is not RequestStatus.WAITING, f"r{number} overtakes r{other}")
+                    expect(status is not SequenceStatus.WAITING, f"r{number} overtakes r{other}")
 
     def _fetch(self) -> None:
         updates = self.scheduler.update(self.runner.result())
         self.scheduler.check()
         for update in updates:
-            number = int(update.request_id[1:])
+            number = int(update.sequence_id[1:])
             outcome = self.outcomes[number]
             expect(outcome.num_finished == 0, f"r{number} goes on after its end")
             outcome.tokens.extend(update.new_token_ids)
@@ -468,7 +471,7 @@ class Workload:
             outcome.num_finished += update.finished
             cut_at = self.jobs[number].cut_at
             if cut_at is not None and len(outcome.tokens) >= cut_at and not update.finished:
-                self.scheduler.finish(update.request_id, "stop", "stop string")
+                self.scheduler.finish(update.sequence_id, "stop", "stop string")
                 self.scheduler.check()
 
     def verify(self) -> None:

@@ -67,7 +67,7 @@ def answer(sched: Scheduler, plan: StepPlan, *tokens: Sequence[int]) -> list[Tok
     for index, row in enumerate(plan.rows):
         default = (7,) * plan.repeat if row.sample else ()
         rows.append(
-            RowResult(row.request_id, tuple(tokens[index]) if index < len(tokens) else default)
+            RowResult(row.sequence_id, tuple(tokens[index]) if index < len(tokens) else default)
         )
     updates = sched.update(StepResult(plan.step_id, tuple(rows)))
     sched.check()

@@ -15,7 +15,7 @@ from engine_core.configs import (
 )
 from engine_core.inputs import ProcessedPrompt
 from engine_core.runtime.memory import CachePlan, plan_cache
-from engine_core.scheduler import Request, Scheduler
+from engine_core.scheduler import Scheduler, Sequence
 from engine_core.steps import RowResult, StepResult
 
 GIB = 2**30
@@ -56,8 +56,8 @@ def scheduler(planned: CachePlan) -> Scheduler:
     return Scheduler(config, planned.cache_config)
 
 
-def request(name: str, tokens: list[int], max_tokens: int, max_model_len: int) -> Request:
-    return Request(
+def request(name: str, tokens: list[int], max_tokens: int, max_model_len: int) -> Sequence:
+    return Sequence(
         name,
         ProcessedPrompt(array("q", tokens)),
         SamplingParams(max_tokens=max_tokens, ignore_eos=True),
@@ -73,7 +73,7 @@ def run(sched: Scheduler) -> int:
         step = sched.schedule()
         assert step is not None
         most = max(most, sched.num_running)
-        rows = tuple(RowResult(row.request_id, (7,) if row.sample else ()) for row in step.rows)
+        rows = tuple(RowResult(row.sequence_id, (7,) if row.sample else ()) for row in step.rows)
         sched.update(StepResult(step.step_id, rows))
     return most
 

@@ -11,7 +11,7 @@ from scheduling import scheduler as make_scheduler
 from engine_core.configs import SamplingParams
 from engine_core.errors import RequestError
 from engine_core.inputs import ProcessedPrompt
-from engine_core.scheduler import Request, RequestStatus, Scheduler
+from engine_core.scheduler import Scheduler, Sequence, SequenceStatus
 from engine_core.steps import StepPlan
 
 
@@ -26,8 +26,8 @@ def add(
     num_tokens: int = 3,
     priority: Any = 0,
     max_tokens: int = 8,
-) -> Request:
-    request = Request(
+) -> Sequence:
+    request = Sequence(
         name,
         ProcessedPrompt(tuple(range(1, num_tokens + 1))),
         SamplingParams(max_tokens=max_tokens, ignore_eos=True),
@@ -40,11 +40,11 @@ def add(
 
 
 def names(plan: StepPlan) -> set[str]:
-    return {row.request_id for row in plan.rows}
+    return {row.sequence_id for row in plan.rows}
 
 
 def admitted(plan: StepPlan) -> list[str]:
-    return [admission.request_id for admission in plan.admitted]
+    return [admission.sequence_id for admission in plan.admitted]
 
 
 def test_the_lowest_number_is_admitted_first_and_equals_in_order_of_arrival() -> None:
@@ -65,7 +65,7 @@ def test_the_least_important_gives_way_when_blocks_run_out() -> None:
         add(sched, name, priority=priority, max_tokens=12)
         for name, priority in (("old", 1), ("young", 0), ("middle", 1))
     ]
-    while all(request.status is RequestStatus.RUNNING for request in requests) or (
+    while all(request.status is SequenceStatus.RUNNING for request in requests) or (
         sched.num_running == 0
     ):
         answer(sched, planned(sched))
@@ -159,7 +159,7 @@ def test_important_prompts_come_before_less_important_ones_of_a_running_batch() 
     answer(sched, planned(sched))
     add(sched, "urgent", 6, priority=0)
     plan = planned(sched)
-    assert {row.request_id: row.num_tokens for row in plan.rows} == {"urgent": 6, "slow": 2}
+    assert {row.sequence_id: row.num_tokens for row in plan.rows} == {"urgent": 6, "slow": 2}
 
 
 @pytest.mark.parametrize("priority", [1.5, "high", None, True], ids=repr)
@@ -170,7 +170,7 @@ def test_a_priority_is_a_whole_number(priority: Any) -> None:
     assert not sched.has_unfinished()
 
 
-def preempted(sched: Scheduler, num_tokens: int = 3) -> tuple[Request, StepPlan]:
+def preempted(sched: Scheduler, num_tokens: int = 3) -> tuple[Sequence, StepPlan]:
     """A request that an urgent one has just taken the only row from, and the plan of that."""
     request = add(sched, "swapped", num_tokens, priority=1)
     for _ in range(3):

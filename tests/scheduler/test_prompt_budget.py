@@ -6,15 +6,15 @@ from scheduling import answer, planned, scheduler
 
 from engine_core.configs import SamplingParams
 from engine_core.inputs import ProcessedPrompt
-from engine_core.scheduler import Request, Scheduler
+from engine_core.scheduler import Scheduler, Sequence
 from engine_core.steps import StepPlan
 
 
 def add(
     sched: Scheduler, name: str, length: int, spans: tuple[tuple[int, int], ...] = ()
-) -> Request:
+) -> Sequence:
     first = 1000 * sum(name.encode())  # nothing of one prompt is in the cache for another
-    request = Request(
+    request = Sequence(
         name,
         ProcessedPrompt(tuple(range(first, first + length)), atomic_spans=spans),
         SamplingParams(max_tokens=50, ignore_eos=True),
@@ -36,7 +36,7 @@ def decoding(prompt_budget: int | None = 8) -> Scheduler:
 
 
 def counts(plan: StepPlan) -> dict[str, int]:
-    return {row.request_id: row.num_tokens for row in plan.rows}
+    return {row.sequence_id: row.num_tokens for row in plan.rows}
 
 
 def next_counts(sched: Scheduler) -> dict[str, int]:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections import abc
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -12,21 +13,21 @@ import engine_core.scheduler.scheduler as scheduler_module
 from engine_core.configs import SamplingParams
 from engine_core.errors import ConfigError, ErrorCode, RequestError
 from engine_core.inputs import ProcessedPrompt
-from engine_core.scheduler import Request, RequestStatus, Scheduler
+from engine_core.scheduler import Scheduler, Sequence, SequenceStatus
 from engine_core.steps import Logprob, RowError, RowResult, StepPlan, StepResult
 
 
 def request(
     name: str = "a",
-    tokens: Sequence[int] = (1, 2, 3),
+    tokens: abc.Sequence[int] = (1, 2, 3),
     *,
     eos: tuple[int, ...] = (0,),
     max_model_len: int = 64,
     spans: tuple[tuple[int, int], ...] = (),
     salts: tuple[Hashable, ...] = (),
     **sampling: Any,
-) -> Request:
-    return Request(
+) -> Sequence:
+    return Sequence(
         name,
         ProcessedPrompt(tuple(tokens), atomic_spans=spans, cache_salts=salts),
         SamplingParams(**sampling),
@@ -37,22 +38,22 @@ def request(
 
 
 def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
-    return [(row.request_id, row.start, row.num_tokens, row.sample) for row in plan.rows]
+    return [(row.sequence_id, row.start, row.num_tokens, row.sample) for row in plan.rows]
 
 
 def test_a_request_runs_from_prompt_to_length() -> None:
     sched = scheduler()
     one = request(max_tokens=2)
     sched.add(one)
-    assert (one.status, sched.num_waiting, sched.num_running) == (RequestStatus.WAITING, 1, 0)
+    assert (one.status, sched.num_waiting, sched.num_running) == (SequenceStatus.WAITING, 1, 0)
     plan = planned(sched)
     assert shape(plan) == [("a", 0, 3, True)]
     assert plan.admitted[0].token_ids.tolist() == [1, 2, 3]
     assert plan.admitted[0].prompt is one.prompt
-    assert (one.status, sched.num_waiting, sched.num_running) == (RequestStatus.RUNNING, 0, 1)
+    assert (one.status, sched.num_waiting, sched.num_running) == (SequenceStatus.RUNNING, 0, 1)
     assert (one.num_computed, one.num_in_flight, one.num_pending) == (0, 3, 1)
     update = answer(sched, plan, [5])[0]
-    assert (update.request_id, update.new_token_ids, update.finished) == ("a", (5,), False)
+    assert (update.sequence_id, update.new_token_ids, update.finished) == ("a", (5,), False)
     assert (one.num_computed, one.num_in_flight, one.num_pending) == (3, 0, 0)
     plan = planned(sched)
     assert shape(plan) == [("a", 3, 1, True)]
@@ -165,7 +166,7 @@ def test_rows_of_one_token_come_before_chunks_and_the_longest_first() -> None:
     answer(sched, planned(sched))
     sched.add(request("new", range(1, 41), max_tokens=9))
     plan = planned(sched)
-    assert [row.request_id for row in plan.rows] == ["30", "12", "3", "1", "new"]
+    assert [row.sequence_id for row in plan.rows] == ["30", "12", "3", "1", "new"]
     answer(sched, plan)
     assert [row[0] for row in shape(planned(sched))] == ["new", "30", "12", "3", "1"]
 
@@ -214,11 +215,11 @@ def test_requests_are_admitted_in_order_of_arrival() -> None:
     for name in "abcd":
         sched.add(request(name, max_tokens=2))
     plan = planned(sched)
-    assert [admission.request_id for admission in plan.admitted] == ["a", "b"]
+    assert [admission.sequence_id for admission in plan.admitted] == ["a", "b"]
     assert sched.num_waiting == 2
     answer(sched, plan)
     answer(sched, planned(sched))
-    assert [admission.request_id for admission in planned(sched).admitted] == ["c", "d"]
+    assert [admission.sequence_id for admission in planned(sched).admitted] == ["c", "d"]
 
 
 def test_nobody_overtakes_a_request_that_lacks_blocks() -> None:
@@ -228,11 +229,11 @@ def test_nobody_overtakes_a_request_that_lacks_blocks() -> None:
     sched.add(request("large", range(1, 11), max_tokens=2))
     sched.add(request("small", [9], max_tokens=2))
     plan = planned(sched)
-    assert [row.request_id for row in plan.rows] == ["running"]
+    assert [row.sequence_id for row in plan.rows] == ["running"]
     assert plan.admitted == ()
     sched.abort("running")
     answer(sched, plan)
-    assert planned(sched).admitted[0].request_id == "large"
+    assert planned(sched).admitted[0].sequence_id == "large"
 
 
 def test_a_prefix_is_shared_and_its_last_token_computed() -> None:
@@ -299,7 +300,7 @@ def test_the_prompt_used_longest_ago_leaves_the_prefix_cache_first(
     sched = scheduler(num_blocks=9)
     prompts = {"one": range(10, 19), "two": range(20, 29), "three": range(30, 39)}
 
-    def run(tokens: Sequence[int]) -> int:
+    def run(tokens: abc.Sequence[int]) -> int:
         one = request("a", tokens, max_tokens=1)
         sched.add(one)
         answer(sched, planned(sched))
@@ -358,7 +359,7 @@ def test_prompt_logprobs_come_whole_and_once() -> None:
     assert answer(sched, plan)[0].prompt_logprobs is None
 
 
-def two_that_outgrow_the_pool(**limits: int) -> tuple[Scheduler, Request, Request]:
+def two_that_outgrow_the_pool(**limits: int) -> tuple[Scheduler, Sequence, Sequence]:
     sched = scheduler(block_size=1, num_blocks=13, **limits)
     old = request("old", [1, 2, 3], max_tokens=9, prompt_logprobs=0)
     young = request("young", [4, 5, 6], max_tokens=9, prompt_logprobs=0)
@@ -377,18 +378,18 @@ def test_the_youngest_is_preempted_and_goes_on_where_it_was() -> None:
         admissions += plan.admitted
         rows = tuple(
             RowResult(
-                row.request_id,
-                (next(tokens[row.request_id]),) if row.sample else (),
+                row.sequence_id,
+                (next(tokens[row.sequence_id]),) if row.sample else (),
                 prompt_logprobs=prompt_logprobs(2, 4) if row.num_tokens > 1 else (),
             )
             for row in plan.rows
         )
         for update in sched.update(StepResult(plan.step_id, rows)):
-            reported[update.request_id] += update.prompt_logprobs is not None
+            reported[update.sequence_id] += update.prompt_logprobs is not None
         sched.check()
     assert (old.num_preemptions, young.num_preemptions) == (0, 1)
     again = admissions[-1]
-    assert again.request_id == "young"
+    assert again.sequence_id == "young"
     assert again.prompt_len == 3
     assert len(again.token_ids) > 3
     assert again.token_ids == young.token_ids[: len(again.token_ids)]
@@ -400,7 +401,7 @@ def test_the_youngest_is_preempted_and_goes_on_where_it_was() -> None:
 def test_tokens_in_flight_of_a_preempted_request_are_accepted() -> None:
     sched, old, young = two_that_outgrow_the_pool()
     plans = [planned(sched)]
-    while young.status is RequestStatus.RUNNING:
+    while young.status is SequenceStatus.RUNNING:
         plan = sched.schedule()
         if plan is not None:
             plans.append(plan)
@@ -413,7 +414,7 @@ def test_tokens_in_flight_of_a_preempted_request_are_accepted() -> None:
     assert young.num_pending == 0
     assert old.num_preemptions == 0
     assert old.num_in_flight == 0
-    assert planned(sched).rows[0].request_id == "old"
+    assert planned(sched).rows[0].sequence_id == "old"
 
 
 def test_repeat_is_bounded_by_the_tokens_left() -> None:
@@ -466,9 +467,9 @@ def test_an_aborted_request_gives_nothing_more() -> None:
     plan = planned(sched)
     sched.abort("a")
     sched.check()
-    assert [update.request_id for update in answer(sched, plan)] == ["b"]
+    assert [update.sequence_id for update in answer(sched, plan)] == ["b"]
     assert (one.finish_reason, one.output_token_ids) == ("abort", [])
-    assert [row.request_id for row in planned(sched).rows] == ["b"]
+    assert [row.sequence_id for row in planned(sched).rows] == ["b"]
     sched.abort("a")
     sched.abort("unknown")
 
@@ -515,7 +516,7 @@ def test_a_row_error_ends_that_request_alone() -> None:
     error = RowError(ErrorCode.NOT_FINITE, "logits are NaN")
     rows = (RowResult("a", (), error=error), RowResult("b", (5,)))
     updates = sched.update(StepResult(plan.step_id, rows))
-    assert [(update.request_id, update.finished) for update in updates] == [
+    assert [(update.sequence_id, update.finished) for update in updates] == [
         ("a", True),
         ("b", False),
     ]
@@ -551,7 +552,7 @@ def test_blocks_out_of_the_window_are_given_back() -> None:
     ],
     ids=str,
 )
-def test_a_request_that_could_never_run_is_refused(refused: Request, message: str) -> None:
+def test_a_request_that_could_never_run_is_refused(refused: Sequence, message: str) -> None:
     sched = scheduler(num_blocks=13)
     with pytest.raises(RequestError, match=message) as raised:
         sched.add(refused)
@@ -578,7 +579,7 @@ def test_tokens_that_are_no_integers_of_64_bits_are_refused(token: Any) -> None:
 )
 def test_tokens_that_are_no_sequence_of_integers_are_refused(tokens: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        Request("a", ProcessedPrompt(tokens), SamplingParams(), arrival_time=0.0, max_model_len=64)
+        Sequence("a", ProcessedPrompt(tokens), SamplingParams(), arrival_time=0.0, max_model_len=64)
 
 
 def test_ids_are_unique_among_the_unfinished() -> None:

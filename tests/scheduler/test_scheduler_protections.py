@@ -6,7 +6,8 @@ without a test that says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from heapq import heappush
 from typing import Any
@@ -19,12 +20,12 @@ import engine_core.scheduler.scheduler as scheduler_module
 from engine_core.cache import BlockKey, BlockPool, PrefixCache
 from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.inputs import ProcessedPrompt
-from engine_core.scheduler import Request, Scheduler
+from engine_core.scheduler import Scheduler, Sequence
 
 MODEL_LEN = 40
 
 
-def job(tokens: Sequence[int], max_tokens: int = 6, **fields: Any) -> Job:
+def job(tokens: abc.Sequence[int], max_tokens: int = 6, **fields: Any) -> Job:
     prompt = ProcessedPrompt(
         tuple(tokens), atomic_spans=fields.pop("spans", ()), cache_salts=fields.pop("salts", ())
     )
@@ -33,12 +34,12 @@ def job(tokens: Sequence[int], max_tokens: int = 6, **fields: Any) -> Job:
 
 
 def workload(
-    jobs: Sequence[Job],
+    jobs: abc.Sequence[Job],
     *,
     depth: int = 0,
-    block_size: int | Sequence[int] = 2,
+    block_size: int | abc.Sequence[int] = 2,
     num_blocks: int = 64,
-    windows: Sequence[int | None] = (None,),
+    windows: abc.Sequence[int | None] = (None,),
     **limits: int,
 ) -> Workload:
     config = SchedulerConfig(
@@ -247,7 +248,7 @@ def two_groups_with_one_prompt() -> Workload:
 def know_larger_blocks_by_their_first_key(patch: pytest.MonkeyPatch) -> None:
     find, register = PrefixCache._find, PrefixCache.register
 
-    def first_of_each(self: PrefixCache, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    def first_of_each(self: PrefixCache, keys: abc.Sequence[BlockKey]) -> list[BlockKey]:
         step = self._keys_per_block
         return [keys[index // step * step] for index in range(len(keys))]
 
@@ -271,7 +272,7 @@ def share_keys_between_groups(patch: pytest.MonkeyPatch) -> None:
 def release_blocks_at_once(patch: pytest.MonkeyPatch) -> None:
     detach = Scheduler._detach
 
-    def mutant(self: Scheduler, request: Request) -> None:
+    def mutant(self: Scheduler, request: Sequence) -> None:
         if request.row is not None:
             for table in request.block_tables:
                 self.pool.release(reversed(table))
@@ -284,7 +285,7 @@ def release_blocks_at_once(patch: pytest.MonkeyPatch) -> None:
 def release_rows_at_once(patch: pytest.MonkeyPatch) -> None:
     detach = Scheduler._detach
 
-    def mutant(self: Scheduler, request: Request) -> None:
+    def mutant(self: Scheduler, request: Sequence) -> None:
         row = request.row
         detach(self, request)
         if row is not None and row not in self._free_rows:
@@ -297,7 +298,7 @@ def release_rows_at_once(patch: pytest.MonkeyPatch) -> None:
 def register_uncomputed_blocks(patch: pytest.MonkeyPatch) -> None:
     finish = Scheduler._finish
 
-    def mutant(self: Scheduler, request: Request, *args: Any) -> None:
+    def mutant(self: Scheduler, request: Sequence, *args: Any) -> None:
         if request.row is not None:
             full = len(request.token_ids) // self._key_size
             self._register(request, min(full, len(request.block_tables[0])))
@@ -367,11 +368,11 @@ def share_without_a_reference(patch: pytest.MonkeyPatch) -> None:
 def admit_with_steps_in_flight(patch: pytest.MonkeyPatch) -> None:
     preempt, admit = Scheduler._preempt, Scheduler._admit
 
-    def preempt_mutant(self: Scheduler, request: Request) -> None:
+    def preempt_mutant(self: Scheduler, request: Sequence) -> None:
         preempt(self, request)
         request.last_step = -1
 
-    def admit_mutant(self: Scheduler, request: Request, draft: Any) -> int:
+    def admit_mutant(self: Scheduler, request: Sequence, draft: Any) -> int:
         request.num_pending = 0
         return admit(self, request, draft)
 
@@ -382,7 +383,7 @@ def admit_with_steps_in_flight(patch: pytest.MonkeyPatch) -> None:
 def forget_samples_in_flight(patch: pytest.MonkeyPatch) -> None:
     add = Scheduler.add
 
-    def mutant(self: Scheduler, request: Request) -> None:
+    def mutant(self: Scheduler, request: Sequence) -> None:
         request.limit += self.config.max_repeat
         add(self, request)
 
@@ -406,7 +407,7 @@ def drop_one_block_more(patch: pytest.MonkeyPatch) -> None:
 def drop_what_steps_in_flight_see(patch: pytest.MonkeyPatch) -> None:
     drop = Scheduler._drop_unseen
 
-    def mutant(self: Scheduler, request: Request) -> None:
+    def mutant(self: Scheduler, request: Sequence) -> None:
         computed = request.num_computed
         request.num_computed = request.num_scheduled
         drop(self, request)
@@ -418,7 +419,7 @@ def drop_what_steps_in_flight_see(patch: pytest.MonkeyPatch) -> None:
 def copy_what_is_computed(patch: pytest.MonkeyPatch) -> None:
     save = Scheduler._save
 
-    def mutant(self: Scheduler, request: Request) -> None:
+    def mutant(self: Scheduler, request: Sequence) -> None:
         scheduled = request.num_scheduled
         save(self, request)
         if request.num_swapped:
@@ -431,7 +432,7 @@ def copy_what_is_computed(patch: pytest.MonkeyPatch) -> None:
 def come_back_in_another_order(patch: pytest.MonkeyPatch) -> None:
     swap_in = Scheduler._swap_in
 
-    def mutant(self: Scheduler, request: Request, draft: Any, cached: int) -> None:
+    def mutant(self: Scheduler, request: Sequence, draft: Any, cached: int) -> None:
         for slots in request.swap_slots:
             slots.reverse()
         swap_in(self, request, draft, cached)
@@ -452,7 +453,7 @@ def forget_the_copies_out(patch: pytest.MonkeyPatch) -> None:
 def leave_out_the_last_copy_in(patch: pytest.MonkeyPatch) -> None:
     swap_in = Scheduler._swap_in
 
-    def mutant(self: Scheduler, request: Request, draft: Any, cached: int) -> None:
+    def mutant(self: Scheduler, request: Sequence, draft: Any, cached: int) -> None:
         swap_in(self, request, draft, cached)
         draft.swap_in.pop()
 

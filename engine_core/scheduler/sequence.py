@@ -14,28 +14,28 @@ from engine_core.inputs import ProcessedPrompt, packed_token_ids
 from engine_core.steps import RowError, TokenLogprobs
 
 
-class RequestStatus(Enum):
-    """The state of a request."""
+class SequenceStatus(Enum):
+    """The state of a sequence."""
 
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
 
 
-class Request:
+class Sequence:
     """One sequence: its tokens, and how far the scheduler and the runner are with it.
 
     The user of the scheduler makes it and reads it; after ``Scheduler.add`` only the scheduler
     writes it. Positions are linear, from 0 at the first prompt token.
 
     Args:
-        request_id: unique among the unfinished requests.
+        sequence_id: unique among the unfinished sequences.
         prompt: tokens and what the family's input processor says about them.
         sampling: stop conditions and limits; the engine handles ``n``.
         eos_token_ids: tokens that end the sequence unless ``sampling.ignore_eos``.
         arrival_time: host clock, in seconds; the order of arrival is that of ``Scheduler.add``.
         max_model_len: tokens of the sequence, prompt and output together.
-        priority: lower runs first; requests of equal priority run in order of arrival.
+        priority: lower runs first; sequences of equal priority run in order of arrival.
 
     Raises:
         RequestError: a token is no integer, or does not fit 64 bits.
@@ -88,9 +88,9 @@ class Request:
         "prompt_logprobs",
         "prompt_logprobs_done",
         "rank",
-        "request_id",
         "row",
         "sampling",
+        "sequence_id",
         "status",
         "stop_min_len",
         "stop_reason",
@@ -101,7 +101,7 @@ class Request:
 
     def __init__(
         self,
-        request_id: str,
+        sequence_id: str,
         prompt: ProcessedPrompt,
         sampling: SamplingParams,
         *,
@@ -110,7 +110,7 @@ class Request:
         max_model_len: int,
         priority: int = 0,
     ) -> None:
-        self.request_id = request_id
+        self.sequence_id = sequence_id
         self.prompt = prompt
         self.sampling = sampling
         self.eos_token_ids = () if sampling.ignore_eos else tuple(eos_token_ids)
@@ -122,7 +122,7 @@ class Request:
         try:
             self.token_ids: array[int] = packed_token_ids(prompt.token_ids)
         except (struct.error, TypeError):
-            raise RequestError(f"request {request_id!r}: {_wrong_tokens(prompt)}") from None
+            raise RequestError(f"request {sequence_id!r}: {_wrong_tokens(prompt)}") from None
         self.prompt_len = len(self.token_ids)
         self.limit = max_model_len
         if sampling.max_tokens is not None:
@@ -130,7 +130,7 @@ class Request:
         self.stop_token_ids = frozenset(self.eos_token_ids + sampling.stop_token_ids)
         self.stop_min_len = self.prompt_len + sampling.min_tokens
 
-        self.status = RequestStatus.WAITING
+        self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: RowError | None = None
@@ -177,11 +177,11 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether it has ended, for whatever reason."""
-        return self.status is RequestStatus.FINISHED
+        return self.status is SequenceStatus.FINISHED
 
     def __repr__(self) -> str:
         return (
-            f"Request({self.request_id!r}, {self.status.name}, prompt={self.prompt_len}, "
+            f"Sequence({self.sequence_id!r}, {self.status.name}, prompt={self.prompt_len}, "
             f"output={self.num_output_tokens}, computed={self.num_computed}, "
             f"in_flight={self.num_in_flight})"
         )
