@@ -243,6 +243,7 @@ class AsyncEngine:
         max_queued_requests: int | None = None,
         step_timeout: float | None = None,
         max_step_time: float | None = None,
+        warm_up: bool = False,
     ) -> Self:
         """Start the engine process and wait until it can take requests.
 
@@ -260,6 +261,8 @@ class AsyncEngine:
             max_step_time: seconds that a step should take at most while texts are being generated,
                 which bounds the gap between two of their tokens: prompts that come meanwhile are
                 computed in pieces. None for 0.03 on a GPU and 0.25 on a CPU.
+            warm_up: whether to capture all likely steps as CUDA graphs first, so that no request
+                waits for a capture; otherwise that is done while the engine is idle.
 
         Raises:
             ConfigError: an argument is of another type, or out of range.
@@ -279,7 +282,7 @@ class AsyncEngine:
             raise ConfigError(
                 f"max_step_time is a number of seconds or None, got {max_step_time!r}"
             )
-        link = await _Link.open(model, config, max_step_time)
+        link = await _Link.open(model, config, max_step_time, warm_up)
         try:
             found = await link.expect(Found)
             # While the other process reads the weights.
@@ -641,14 +644,16 @@ class _Link(asyncio.Protocol):
         atexit.register(child.kill)
 
     @classmethod
-    async def open(cls, model: str, config: EngineConfig, max_step_time: float | None) -> Self:
+    async def open(
+        cls, model: str, config: EngineConfig, max_step_time: float | None, warm_up: bool
+    ) -> Self:
         """Start the process."""
         log_level = logging.getLogger("engine_core").getEffectiveLevel()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             child = multiprocessing.get_context("spawn").Process(
                 target=process.main,
-                args=(theirs, os.getpid(), log_level, model, config, max_step_time),
+                args=(theirs, os.getpid(), log_level, model, config, max_step_time, warm_up),
                 name="engine-core",
                 # It has children of its own with tensor parallelism, as a daemon may not.
                 daemon=False,

@@ -239,6 +239,7 @@ def main(
     model: str,
     config: EngineConfig,
     max_step_time: float | None,
+    warm_up: bool,
 ) -> None:
     """The life of the engine process: load ``model``, then serve until ``end`` is closed.
 
@@ -252,6 +253,7 @@ def main(
         config: the engine's settings.
         max_step_time: seconds that a step with decoding rows should take at most; None for what
             suits the device.
+        warm_up: whether to capture all likely steps before the first request is taken.
     """
     own_process.claim()
     # Both go to every process of a terminal or a service; the parent decides what they mean.
@@ -264,7 +266,7 @@ def main(
     channel = _Channel(end)
     logging.basicConfig(level=log_level, handlers=[channel.log_handler()], force=True)
     try:
-        _serve(channel, model, config, max_step_time)
+        _serve(channel, model, config, max_step_time, warm_up)
     except EOFError:
         return
     except EngineDeadError as error:
@@ -281,7 +283,11 @@ def main(
 
 
 def _serve(
-    channel: _Channel, model: str, config: EngineConfig, max_step_time: float | None
+    channel: _Channel,
+    model: str,
+    config: EngineConfig,
+    max_step_time: float | None,
+    warm_up: bool,
 ) -> None:
     from engine_core.engine.core import EngineCore
     from engine_core.engine.pacing import Pacing
@@ -314,8 +320,8 @@ def _serve(
         ),
     )
     try:
-        # No request to a server is to wait for a capture.
-        _capture_expected(core)
+        if warm_up:
+            _capture_expected(core)
         plan = pickle.dumps(loaded.cache_plan)
         channel.send(Ready(loaded.scheduler_config, plan, dict(opened.phases)))
         _run(channel, core)
@@ -367,7 +373,7 @@ def _run(channel: _Channel, core: EngineCore) -> None:
 
 
 def _capture_expected(core: EngineCore) -> None:
-    """Capture all steps that are expected, as a server does before it takes requests."""
+    """Capture all steps that are expected, so that no request waits for a capture."""
     begin, captured = time.monotonic(), 0
     while core.capture_next():
         captured += 1

@@ -153,6 +153,7 @@ async def _load(
             max_queued_requests=settings.max_queued_requests,
             step_timeout=settings.step_timeout,
             max_step_time=settings.max_step_time,
+            warm_up=True,
         )
     )
     stopped = asyncio.ensure_future(stop.wait())
