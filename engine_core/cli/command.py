@@ -75,7 +75,7 @@ def _takes_none(field: FieldInfo) -> bool:
 
 
 def _help(field: FieldInfo, own_default: Any) -> str:
-    text = (field.description or "").partition("\n")[0]
+    text = " ".join((field.description or "").split())
     if repeats(field):
         text += " May be given again."
     default = own_default

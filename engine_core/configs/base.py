@@ -32,13 +32,15 @@ def _faults(error: ValidationError) -> tuple[Fault, ...]:
 
 
 class FrozenConfig(BaseModel):
-    """A frozen pydantic model that refuses unknown fields.
+    """A frozen pydantic model that refuses unknown fields; a docstring under one describes it.
 
     Raises:
         ConfigError: a field is unknown, missing or out of range; names the field and the value.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def __init__(self, **values: Any) -> None:
         try:

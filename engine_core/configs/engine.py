@@ -40,97 +40,55 @@ Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
 class EngineConfig(FrozenConfig):
     """The engine's settings; the command line's options are made from these fields.
 
-    The first line of each field's description is its help text.
+    The docstring of each field is its help text.
     """
 
-    dtype: Literal["auto"] | DType = Field(
-        default="auto",
-        description="Element type of weights and activations; auto is the checkpoint's own, or "
-        "float32 on a CPU without bfloat16 instructions.",
-    )
-    device: str = Field(
-        default="auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.",
-    )
-    load_format: Literal["auto", "safetensors", "bin", "gguf", "dummy"] = Field(
-        default="auto",
-        description="Which weight files to read; dummy makes random weights and reads none.",
-    )
-    revision: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Branch, tag or commit of a hub id; the hub's default if not set.",
-    )
-    hf_overrides: dict[str, Any] = Field(
-        default_factory=dict, description="Keys of config.json to replace, as JSON."
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Folder with another tokenizer than the model's.",
-    )
-    skip_tokenizer_init: bool = Field(
-        default=False, description="Read no tokenizer: prompts and results are token ids."
-    )
-    max_model_len: int | None = Field(
-        default=None,
-        gt=0,
-        description="Longest sequence, prompt and output together; the model's own if not set.",
-    )
-    max_num_seqs: int = Field(default=256, gt=0, description="Sequences that run at once.")
-    max_num_batched_tokens: int = Field(
-        default=2048,
-        gt=0,
-        description="Prompt tokens computed in one step; longer prompts are chunked.",
-    )
-    block_size: int | None = Field(
-        default=None,
-        gt=0,
-        description="Tokens in a block of the KV cache; 16 on a CPU and 64 on a GPU if not set.",
-    )
-    kv_cache_memory: Bytes | None = Field(
-        default=None,
-        gt=0,
-        description="Bytes for the KV cache, like 4GiB; a share of what is free if not set.",
-    )
-    swap_space: Bytes = Field(
-        default=0,
-        ge=0,
-        description="Bytes of host memory a rank, like 4GiB, for the KV cache of preempted "
-        "sequences; with 0 it is computed again.",
-    )
-    enable_prefix_caching: bool = Field(
-        default=True, description="Share the cached blocks of equal prompt beginnings."
-    )
-    eager: bool = Field(
-        default=False,
-        description="Launch every kernel by itself, for debugging: no CUDA graphs, and on a CPU no "
-        "recorded steps.",
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="On a GPU: a request gets the same tokens whatever else is in its batch.",
-    )
-    tensor_parallel_size: int = Field(
-        default=1, gt=0, description="Processes, or GPUs, that share the model."
-    )
-    quantization: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Fewer bits a weight. On a CPU int8 or int4 at load, or gguf for a GGUF file's "
-        "own; packages may add names.",
-    )
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Seed of dummy weights and of requests without one."
-    )
-    custom_module_map: Paths = Field(
-        default=(),
-        description="Python files with MODULE_MAP and CONFIG_BUILDERS; run with your rights.",
-    )
-    plugin_errors: Literal["report", "strict"] = Field(
-        default="report", description="A broken plugin is reported and skipped, or raises."
-    )
+    dtype: Literal["auto"] | DType = "auto"
+    """Element type of weights and activations; auto is the checkpoint's own, or float32 on a CPU
+    without bfloat16 instructions."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """auto, cpu, cuda or cuda:N; auto is the GPU if there is one."""
+    load_format: Literal["auto", "safetensors", "bin", "gguf", "dummy"] = "auto"
+    """Which weight files to read; dummy makes random weights and reads none."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a hub id; the hub's default if not set."""
+    hf_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Keys of config.json to replace, as JSON."""
+    tokenizer: str | None = Field(default=None, min_length=1)
+    """Folder with another tokenizer than the model's."""
+    skip_tokenizer_init: bool = False
+    """Read no tokenizer: prompts and results are token ids."""
+    max_model_len: int | None = Field(default=None, gt=0)
+    """Longest sequence, prompt and output together; the model's own if not set."""
+    max_num_seqs: int = Field(default=256, gt=0)
+    """Sequences that run at once."""
+    max_num_batched_tokens: int = Field(default=2048, gt=0)
+    """Prompt tokens computed in one step; longer prompts are chunked."""
+    block_size: int | None = Field(default=None, gt=0)
+    """Tokens in a block of the KV cache; 16 on a CPU and 64 on a GPU if not set."""
+    kv_cache_memory: Bytes | None = Field(default=None, gt=0)
+    """Bytes for the KV cache, like 4GiB; a share of what is free if not set."""
+    swap_space: Bytes = Field(default=0, ge=0)
+    """Bytes of host memory a rank, like 4GiB, for the KV cache of preempted sequences; with 0 it is
+    computed again."""
+    enable_prefix_caching: bool = True
+    """Share the cached blocks of equal prompt beginnings."""
+    eager: bool = False
+    """Launch every kernel by itself, for debugging: no CUDA graphs, and on a CPU no recorded
+    steps."""
+    deterministic: bool = False
+    """On a GPU: a request gets the same tokens whatever else is in its batch."""
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """Processes, or GPUs, that share the model."""
+    quantization: str | None = Field(default=None, min_length=1)
+    """Fewer bits a weight. On a CPU int8 or int4 at load, or gguf for a GGUF file's own; packages
+    may add names."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of dummy weights and of requests without one."""
+    custom_module_map: Paths = ()
+    """Python files with MODULE_MAP and CONFIG_BUILDERS; run with your rights."""
+    plugin_errors: Literal["report", "strict"] = "report"
+    """A broken plugin is reported and skipped, or raises."""
 
     @field_validator(
         "max_model_len",

@@ -58,20 +58,16 @@ class GuidedParams(FrozenConfig):
     llguidance documents the syntax of each, and the parts of JSON schema that it knows.
     """
 
-    json_object: bool = Field(default=False, description="Any JSON object.")
-    json_schema: dict[str, Any] | bool | None = Field(
-        default=None,
-        description="JSON that this schema allows: a dictionary, or the same as text.",
-    )
-    regex: str | None = Field(
-        default=None, min_length=1, description="Text that the whole expression matches."
-    )
-    choice: tuple[str, ...] | None = Field(
-        default=None, min_length=1, description="One of these texts."
-    )
-    grammar: str | None = Field(
-        default=None, min_length=1, description="A grammar in llguidance's variant of Lark."
-    )
+    json_object: bool = False
+    """Any JSON object."""
+    json_schema: dict[str, Any] | bool | None = None
+    """JSON that this schema allows: a dictionary, or the same as text."""
+    regex: str | None = Field(default=None, min_length=1)
+    """Text that the whole expression matches."""
+    choice: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """One of these texts."""
+    grammar: str | None = Field(default=None, min_length=1)
+    """A grammar in llguidance's variant of Lark."""
 
     @field_validator("json_schema", mode="before")
     @classmethod
@@ -133,108 +129,56 @@ class SamplingParams(FrozenConfig):
     refused, as they could not be kept.
     """
 
-    n: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="Completions for the prompt; the first has the seed, each of the others one "
-        "derived from it and its index.",
-    )
-    temperature: float = Field(
-        default=1.0,
-        ge=0.0,
-        le=100.0,
-        description="0 is greedy; otherwise logits are divided by it.",
-    )
-    top_k: int = Field(
-        default=0, ge=-1, description="Only the k most probable tokens; 0 or -1 for all."
-    )
-    top_p: float = Field(
-        default=1.0,
-        gt=0.0,
-        le=1.0,
-        description="Only the smallest set of most probable tokens whose probability reaches it.",
-    )
-    min_p: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description="Only tokens at least this many times as probable as the most probable one.",
-    )
-    repetition_penalty: float = Field(
-        default=1.0,
-        gt=0.0,
-        description="Divides the positive logits of tokens in the prompt and the output, and "
-        "multiplies the negative ones.",
-    )
-    presence_penalty: float = Field(
-        default=0.0,
-        ge=-2.0,
-        le=2.0,
-        description="Subtracted from the logits of tokens in the output.",
-    )
-    frequency_penalty: float = Field(
-        default=0.0,
-        ge=-2.0,
-        le=2.0,
-        description="Subtracted from a token's logit once for each time it is in the output.",
-    )
-    logit_bias: dict[int, _Bias] = Field(
-        default={},
-        description="Added to the logits: token id to a number from -100 to 100.",
-    )
-    allowed_token_ids: tuple[int, ...] | None = Field(
-        default=None, description="Only these tokens, the end of sequence too only if named."
-    )
-    bad_words: tuple[str | _TokenSequence, ...] = Field(
-        default=(),
-        description="Never these words, nor the same after a space.",
-    )
-    seed: int | None = Field(
-        default=None,
-        ge=0,
-        lt=2**63,
-        description="Makes random sampling repeatable; one is drawn if not set.",
-    )
-    max_tokens: int | None = Field(
-        default=16,
-        ge=1,
-        description="Tokens to generate at most; none for as many as the model's length allows, "
-        "which ends the sequence in any case.",
-    )
-    min_tokens: int = Field(
-        default=0, ge=0, description="No end of sequence or stop token before so many tokens."
-    )
-    stop: tuple[str, ...] = Field(default=(), description="Strings that end the text.")
-    stop_token_ids: tuple[int, ...] = Field(default=(), description="Tokens that end the sequence.")
-    include_stop_str_in_output: bool = Field(
-        default=False, description="Leave the stop string or the stop token in the text."
-    )
-    ignore_eos: bool = Field(default=False, description="Go on past the end-of-sequence token.")
-    logprobs: int | None = Field(
-        default=None,
-        ge=-1,
-        description="How many of the most probable tokens to report at each step, besides the "
-        "chosen one; -1 for all; no report if not set.",
-    )
-    prompt_logprobs: int | None = Field(
-        default=None,
-        ge=-1,
-        description="The same for the prompt's tokens; no report if not set.",
-    )
-    skip_special_tokens: bool = Field(
-        default=True, description="Leave special tokens out of the text."
-    )
-    logits_processors: tuple[LogitsProcessor, ...] = Field(
-        default=(),
-        exclude=True,
-        description="Functions that change the logits; see LogitsProcessor. Offline use only.",
-    )
-    guided: GuidedParams | None = Field(
-        default=None,
-        exclude=True,
-        description="What the text must be: JSON, a JSON schema, a regular expression, ...",
-    )
+    n: int = Field(default=1, ge=1, le=1024)
+    """Completions for the prompt; the first has the seed, each of the others one derived from it
+    and its index."""
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    """0 is greedy; otherwise logits are divided by it."""
+    top_k: int = Field(default=0, ge=-1)
+    """Only the k most probable tokens; 0 or -1 for all."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Only the smallest set of most probable tokens whose probability reaches it."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Only tokens at least this many times as probable as the most probable one."""
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    """Divides the positive logits of tokens in the prompt and the output, and multiplies the
+    negative ones."""
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    """Subtracted from the logits of tokens in the output."""
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    """Subtracted from a token's logit once for each time it is in the output."""
+    logit_bias: dict[int, _Bias] = Field(default={})
+    """Added to the logits: token id to a number from -100 to 100."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens, the end of sequence too only if named."""
+    bad_words: tuple[str | _TokenSequence, ...] = ()
+    """Never these words, nor the same after a space."""
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Makes random sampling repeatable; one is drawn if not set."""
+    max_tokens: int | None = Field(default=16, ge=1)
+    """Tokens to generate at most; none for as many as the model's length allows, which ends the
+    sequence in any case."""
+    min_tokens: int = Field(default=0, ge=0)
+    """No end of sequence or stop token before so many tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the sequence."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop string or the stop token in the text."""
+    ignore_eos: bool = False
+    """Go on past the end-of-sequence token."""
+    logprobs: int | None = Field(default=None, ge=-1)
+    """How many of the most probable tokens to report at each step, besides the chosen one; -1 for
+    all; no report if not set."""
+    prompt_logprobs: int | None = Field(default=None, ge=-1)
+    """The same for the prompt's tokens; no report if not set."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    logits_processors: tuple[LogitsProcessor, ...] = Field(default=(), exclude=True)
+    """Functions that change the logits; see LogitsProcessor. Offline use only."""
+    guided: GuidedParams | None = Field(default=None, exclude=True)
+    """What the text must be: JSON, a JSON schema, a regular expression, ..."""
 
     @field_validator(
         "n",
@@ -371,15 +315,14 @@ class BeamSearchParams(FrozenConfig):
     Beyond 10 that power would leave the range of a float for long sequences.
     """
 
-    beam_width: int = Field(ge=1, le=1024, description="Sequences kept at each step and returned.")
-    max_tokens: int = Field(ge=1, description="Tokens to generate at most.")
-    length_penalty: float = Field(
-        default=1.0,
-        ge=-10.0,
-        le=10.0,
-        description="Above 0 favours long sequences, below 0 short ones; from -10 to 10.",
-    )
-    ignore_eos: bool = Field(default=False, description="Go on past the end-of-sequence token.")
+    beam_width: int = Field(ge=1, le=1024)
+    """Sequences kept at each step and returned."""
+    max_tokens: int = Field(ge=1)
+    """Tokens to generate at most."""
+    length_penalty: float = Field(default=1.0, ge=-10.0, le=10.0)
+    """Above 0 favours long sequences, below 0 short ones; from -10 to 10."""
+    ignore_eos: bool = False
+    """Go on past the end-of-sequence token."""
 
     @field_validator("beam_width", "max_tokens", "length_penalty", mode="before")
     @classmethod

@@ -29,6 +29,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from engine_core.configs import SamplingParams
+
 _MAX_INT = 2**31 - 1
 
 # Far above what anyone sends; they bound what one body can cost.
@@ -132,7 +134,13 @@ LogitBias = Annotated[
 class Body(BaseModel):
     """A body, or an object within one."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -148,23 +156,23 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool | None = Field(
-        default=None, description="End with a chunk that has the usage and no choices."
-    )
-    include_obfuscation: OnlyFalse | None = Field(
-        default=None, description="Chunks are never padded."
-    )
+    include_usage: bool | None = None
+    """End with a chunk that has the usage and no choices."""
+    include_obfuscation: OnlyFalse | None = None
+    """Chunks are never padded."""
 
 
 class JsonSchemaFormat(Body):
     """A schema and its name."""
 
-    name: str | None = Field(default=None, description="No effect; OpenAI wants one.")
-    description: str | None = Field(default=None, description="No effect.")
-    schema_: dict[str, Any] = Field(alias="schema", description="What the output must be.")
-    strict: bool | None = Field(
-        default=None, description="No effect: the output always follows the schema."
-    )
+    name: str | None = None
+    """No effect; OpenAI wants one."""
+    description: str | None = None
+    """No effect."""
+    schema_: dict[str, Any] = Field(alias="schema")
+    """What the output must be."""
+    strict: bool | None = None
+    """No effect: the output always follows the schema."""
 
 
 class TextResponseFormat(Body):
@@ -192,102 +200,66 @@ ResponseFormat = Annotated[
 ]
 
 
+def _sampled(name: str) -> Any:
+    """An optional field that means what :class:`SamplingParams` says of its own."""
+    return Field(default=None, description=SamplingParams.model_fields[name].description)
+
+
 class GenerationBody(Body):
     """Fields of both kinds of generation."""
 
-    model: str = Field(description="One of the names under which the model is served.")
-    stream: bool | None = Field(default=None, description="Send the output as it comes.")
-    stream_options: StreamOptions | None = Field(default=None, description="Needs stream.")
-    n: Annotated[int, Field(ge=1), _Integral] | None = Field(
-        default=None, description="Completions; each has its own seed."
+    model: str
+    """One of the names under which the model is served."""
+    stream: bool | None = None
+    """Send the output as it comes."""
+    stream_options: StreamOptions | None = None
+    """Needs stream."""
+    n: Annotated[int, Field(ge=1), _Integral] | None = None
+    """Completions; each has its own seed."""
+    max_tokens: Number | None = None
+    """Tokens to generate at most; 0 only to echo a prompt."""
+    min_tokens: Number | None = _sampled("min_tokens")
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = _sampled("temperature")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = _sampled("top_p")
+    top_k: Annotated[int, Field(ge=-1, le=_MAX_INT), _Integral] | None = _sampled("top_k")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = _sampled("min_p")
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = _sampled(
+        "repetition_penalty"
     )
-    max_tokens: Number | None = Field(
-        default=None, description="Tokens to generate at most; 0 only to echo a prompt."
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = _sampled("presence_penalty")
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = _sampled("frequency_penalty")
+    logit_bias: LogitBias | None = _sampled("logit_bias")
+    seed: Annotated[int, Field(ge=0, lt=2**63), _Integral] | None = _sampled("seed")
+    stop: StopString | Annotated[list[StopString], Items(0, MAX_STOP)] | None = _sampled("stop")
+    stop_token_ids: Annotated[list[TokenId], Items(0, MAX_STOP_TOKEN_IDS)] | None = _sampled(
+        "stop_token_ids"
     )
-    min_tokens: Number | None = Field(
-        default=None, description="No end of sequence or stop token before so many tokens."
+    include_stop_str_in_output: bool | None = _sampled("include_stop_str_in_output")
+    ignore_eos: bool | None = _sampled("ignore_eos")
+    allowed_token_ids: Annotated[list[TokenId], Items(1, MAX_ALLOWED_TOKEN_IDS)] | None = _sampled(
+        "allowed_token_ids"
     )
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
-        default=None, description="0 is greedy; otherwise logits are divided by it."
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None,
-        description="Only the smallest set of most probable tokens whose probability reaches it.",
-    )
-    top_k: Annotated[int, Field(ge=-1, le=_MAX_INT), _Integral] | None = Field(
-        default=None, description="Only the k most probable tokens; 0 or -1 for all."
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None,
-        description="Only tokens at least this many times as probable as the most probable one.",
-    )
-    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
-        default=None,
-        description="Divides the positive logits of tokens in the prompt and the output, and "
-        "multiplies the negative ones.",
-    )
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
-        default=None, description="Subtracted from the logits of tokens in the output."
-    )
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
-        default=None,
-        description="Subtracted from a token's logit once for each time it is in the output.",
-    )
-    logit_bias: LogitBias | None = Field(
-        default=None, description="Added to the logits: token id to a number from -100 to 100."
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63), _Integral] | None = Field(
-        default=None, description="Makes random sampling repeatable; one is drawn if not set."
-    )
-    stop: StopString | Annotated[list[StopString], Items(0, MAX_STOP)] | None = Field(
-        default=None, description="Strings that end the text."
-    )
-    stop_token_ids: Annotated[list[TokenId], Items(0, MAX_STOP_TOKEN_IDS)] | None = Field(
-        default=None, description="Tokens that end the sequence."
-    )
-    include_stop_str_in_output: bool | None = Field(
-        default=None, description="Leave the stop string or the stop token in the text."
-    )
-    ignore_eos: bool | None = Field(
-        default=None, description="Go on past the end-of-sequence token."
-    )
-    allowed_token_ids: Annotated[list[TokenId], Items(1, MAX_ALLOWED_TOKEN_IDS)] | None = Field(
-        default=None, description="Only these tokens, the end of sequence too only if named."
-    )
-    bad_words: Annotated[list[BadWord], Items(0, MAX_BAD_WORDS)] | None = Field(
-        default=None, description="Never these words, nor the same after a space."
-    )
-    skip_special_tokens: bool | None = Field(
-        default=None, description="Leave special tokens out of the text."
-    )
-    priority: Annotated[int, Field(ge=-(2**31), le=_MAX_INT), _Integral] | None = Field(
-        default=None, description="A request of a lower value runs before others; 0 if not set."
-    )
-    timeout: Annotated[float, Field(gt=0, le=86400)] | None = Field(
-        default=None,
-        description="Seconds from the request's arrival to its end at most, if the server's own "
-        "limit is not less.",
-    )
-    response_format: ResponseFormat | None = Field(
-        default=None, description="What the text must be."
-    )
-    guided_json: dict[str, Any] | None = Field(
-        default=None, description="JSON schema that the text must follow."
-    )
-    guided_regex: Text | None = Field(
-        default=None, description="Regular expression that the whole text must match."
-    )
-    guided_choice: Annotated[list[Text], Items(1, MAX_CHOICES)] | None = Field(
-        default=None, description="The text must be one of these."
-    )
-    guided_grammar: Text | None = Field(
-        default=None,
-        description="Grammar, in llguidance's form of Lark, that the text must follow.",
-    )
-    return_token_ids: bool | None = Field(
-        default=None, description="Add the token ids of prompt and output to the answer."
-    )
-    user: str | None = Field(default=None, description="A label; no effect.")
+    bad_words: Annotated[list[BadWord], Items(0, MAX_BAD_WORDS)] | None = _sampled("bad_words")
+    skip_special_tokens: bool | None = _sampled("skip_special_tokens")
+    priority: Annotated[int, Field(ge=-(2**31), le=_MAX_INT), _Integral] | None = None
+    """A request of a lower value runs before others; 0 if not set."""
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    """Seconds from the request's arrival to its end at most, if the server's own limit is not
+    less."""
+    response_format: ResponseFormat | None = None
+    """What the text must be."""
+    guided_json: dict[str, Any] | None = None
+    """JSON schema that the text must follow."""
+    guided_regex: Text | None = None
+    """Regular expression that the whole text must match."""
+    guided_choice: Annotated[list[Text], Items(1, MAX_CHOICES)] | None = None
+    """The text must be one of these."""
+    guided_grammar: Text | None = None
+    """Grammar, in llguidance's form of Lark, that the text must follow."""
+    return_token_ids: bool | None = None
+    """Add the token ids of prompt and output to the answer."""
+    user: str | None = None
+    """A label; no effect."""
 
 
 class TextPart(Body):
@@ -321,11 +293,8 @@ class FunctionCall(Body):
 
     name: Text
     arguments: str
-    parsed_arguments: Any = Field(
-        default=None,
-        exclude=True,
-        description="No effect: the arguments once more, as a client has parsed them.",
-    )
+    parsed_arguments: Any = Field(default=None, exclude=True)
+    """No effect: the arguments once more, as a client has parsed them."""
 
 
 class ToolCall(Body):
@@ -334,9 +303,8 @@ class ToolCall(Body):
     id: str
     type: Literal["function"]
     function: FunctionCall
-    index: Number | None = Field(
-        default=None, exclude=True, description="No effect: its place in a stream."
-    )
+    index: Number | None = Field(default=None, exclude=True)
+    """No effect: its place in a stream."""
 
 
 class AssistantMessage(Body):
@@ -347,11 +315,8 @@ class AssistantMessage(Body):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Items(1, MAX_CALLS)] | None = None
     name: str | None = None
-    parsed: Any = Field(
-        default=None,
-        exclude=True,
-        description="No effect: the content once more, as a client has parsed it.",
-    )
+    parsed: Any = Field(default=None, exclude=True)
+    """No effect: the content once more, as a client has parsed it."""
     annotations: Annotated[list[Any], Items(0, 0)] | None = Field(default=None, exclude=True)
     refusal: None = None
     audio: None = None
@@ -378,10 +343,10 @@ class FunctionDefinition(Body):
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(
-        default=None, description="JSON schema of the arguments; none are taken if not set."
-    )
-    strict: bool | None = Field(default=None, description="No effect.")
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments; none are taken if not set."""
+    strict: bool | None = None
+    """No effect."""
 
 
 class Tool(Body):
@@ -408,39 +373,31 @@ class ChatBody(GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Items(1, MAX_MESSAGES)]
-    max_completion_tokens: Count | None = Field(
-        default=None, description="The newer name of max_tokens."
-    )
-    logprobs: bool | None = Field(
-        default=None, description="Report the log-probability of each token."
-    )
-    top_logprobs: Top | None = Field(
-        default=None, description="Report so many of the most probable tokens too; needs logprobs."
-    )
+    max_completion_tokens: Count | None = None
+    """The newer name of max_tokens."""
+    logprobs: bool | None = None
+    """Report the log-probability of each token."""
+    top_logprobs: Top | None = None
+    """Report so many of the most probable tokens too; needs logprobs."""
     tools: Annotated[list[Tool], Items(0, MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
-        default=None,
-        description="Whether the model may call functions, must, or which it must call; auto if "
-        "there are tools.",
-    )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="Whether an answer may have several calls; so if not set."
-    )
-    add_generation_prompt: bool | None = Field(
-        default=None, description="End the prompt with the beginning of the model's turn."
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Further variables for the chat template."
-    )
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    """Whether the model may call functions, must, or which it must call; auto if there are
+    tools."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have several calls; so if not set."""
+    add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of the model's turn."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables for the chat template."""
     modalities: Annotated[list[Literal["text"]], Items(1, 1)] | None = None
     metadata: Annotated[dict[str, str], Items(0, 0)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: OnlyFalse | None = None
     verbosity: Literal["medium"] | None = None
-    safety_identifier: str | None = Field(default=None, description="A label; no effect.")
-    prompt_cache_key: str | None = Field(
-        default=None, description="A label; no effect: equal beginnings share their cache anyway."
-    )
+    safety_identifier: str | None = None
+    """A label; no effect."""
+    prompt_cache_key: str | None = None
+    """A label; no effect: equal beginnings share their cache anyway."""
     reasoning_effort: None = None
     audio: None = None
     prediction: None = None
@@ -476,19 +433,18 @@ class CompletionBody(GenerationBody):
             custom_error_type="no_prompt",
             custom_error_message="must be text, token ids, or a list of either",
         ),
-    ] = Field(description="Text, token ids, or several of either.")
-    logprobs: Top | None = Field(
-        default=None,
-        description="Report each token's log-probability and so many of the most probable ones.",
-    )
-    prompt_logprobs: Top | None = Field(
-        default=None, description="The same for the prompt's tokens; not in a stream."
-    )
-    echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
-    best_of: Annotated[int, Field(ge=1, le=1), _Integral] | None = Field(
-        default=None, description="Completions are not generated to be thrown away."
-    )
-    suffix: None = Field(default=None, description="Filling in before a suffix is not supported.")
+    ]
+    """Text, token ids, or several of either."""
+    logprobs: Top | None = None
+    """Report each token's log-probability and so many of the most probable ones."""
+    prompt_logprobs: Top | None = None
+    """The same for the prompt's tokens; not in a stream."""
+    echo: bool | None = None
+    """Begin the text with the prompt."""
+    best_of: Annotated[int, Field(ge=1, le=1), _Integral] | None = None
+    """Completions are not generated to be thrown away."""
+    suffix: None = None
+    """Filling in before a suffix is not supported."""
 
 
 class TokenizeTextBody(Body):
@@ -496,13 +452,10 @@ class TokenizeTextBody(Body):
 
     model: str
     prompt: str
-    add_special_tokens: bool | None = Field(
-        default=None,
-        description="Add what the tokenizer adds to a prompt by itself; so if not set.",
-    )
-    return_token_strs: bool | None = Field(
-        default=None, description="Add the tokens as the vocabulary spells them."
-    )
+    add_special_tokens: bool | None = None
+    """Add what the tokenizer adds to a prompt by itself; so if not set."""
+    return_token_strs: bool | None = None
+    """Add the tokens as the vocabulary spells them."""
 
 
 class TokenizeChatBody(Body):

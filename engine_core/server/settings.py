@@ -18,90 +18,49 @@ _OWN_PORTS = (("http://", ":80"), ("https://", ":443"))
 class ServerSettings(FrozenConfig):
     """The HTTP service's settings; the options of ``serve`` are made from these fields.
 
-    The first line of each field's description is its help text.
+    The docstring of each field is its help text.
     """
 
-    host: str = Field(
-        default="127.0.0.1",
-        min_length=1,
-        description="Address to listen on; 0.0.0.0 is every one of this machine's.",
-    )
-    port: int = Field(
-        default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one."
-    )
-    served_model_name: tuple[str, ...] = Field(
-        default=(),
-        description="Name that requests call the model by. If not set: of a path its last part, "
-        "else MODEL itself.",
-    )
-    allow_origin: tuple[str, ...] = Field(
-        default=(),
-        description="Web origin whose pages may call the server, * for any; none if not set.",
-    )
-    max_body_size: Bytes = Field(
-        default=8 * 2**20, gt=0, description="Bytes of a request's body at most, like 8MiB."
-    )
-    max_prompt_tokens: int | None = Field(
-        default=None,
-        gt=0,
-        description="Tokens of a prompt at most; what the model's length allows if not set.",
-    )
-    max_n: int = Field(
-        default=128, ge=1, le=1024, description="Completions of a prompt at most (n)."
-    )
-    max_prompts: int = Field(
-        default=64, ge=1, description="Prompts in one completions request at most."
-    )
-    max_queued_requests: int = Field(
-        default=1024,
-        ge=1,
-        description="Requests that may wait for the engine; more are refused with status 429.",
-    )
-    request_timeout: float | None = Field(
-        default=None,
-        gt=0,
-        description="Seconds from a request's arrival to its end at most; no limit if not set.",
-    )
-    send_timeout: float = Field(
-        default=60.0,
-        gt=0,
-        description="Seconds that a client may take nothing of its answer before it is cut off and "
-        "its request ended.",
-    )
-    step_timeout: float = Field(
-        default=600.0,
-        gt=0,
-        description="Seconds that the engine may go without ending a step before it counts as hung "
-        "and the server ends.",
-    )
-    max_step_time: float | None = Field(
-        default=None,
-        gt=0,
-        description="Seconds that a step should take at most while texts are being generated; "
-        "prompts that come meanwhile are computed in pieces. 0.03 on a GPU and 0.25 on a CPU if "
-        "not set.",
-    )
-    drain_timeout: float = Field(
-        default=30.0,
-        ge=0,
-        description="Seconds that requests in flight have to end after SIGTERM.",
-    )
-    tool_parser: str | None = Field(
-        default=None,
-        min_length=1,
-        description="How tool calls are written in the output; the model family's way if not set.",
-    )
-    reasoning_parser: str | None = Field(
-        default=None,
-        min_length=1,
-        description="How reasoning is marked in the output; the model family's way if not set.",
-    )
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="Lines of the log as text or as JSON objects."
-    )
-    log_prompts: bool = Field(
-        default=False, description="Write prompts and outputs into the log too."
-    )
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to listen on; 0.0.0.0 is every one of this machine's."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    served_model_name: tuple[str, ...] = ()
+    """Name that requests call the model by. If not set: of a path its last part, else MODEL
+    itself."""
+    allow_origin: tuple[str, ...] = ()
+    """Web origin whose pages may call the server, * for any; none if not set."""
+    max_body_size: Bytes = Field(default=8 * 2**20, gt=0)
+    """Bytes of a request's body at most, like 8MiB."""
+    max_prompt_tokens: int | None = Field(default=None, gt=0)
+    """Tokens of a prompt at most; what the model's length allows if not set."""
+    max_n: int = Field(default=128, ge=1, le=1024)
+    """Completions of a prompt at most (n)."""
+    max_prompts: int = Field(default=64, ge=1)
+    """Prompts in one completions request at most."""
+    max_queued_requests: int = Field(default=1024, ge=1)
+    """Requests that may wait for the engine; more are refused with status 429."""
+    request_timeout: float | None = Field(default=None, gt=0)
+    """Seconds from a request's arrival to its end at most; no limit if not set."""
+    send_timeout: float = Field(default=60.0, gt=0)
+    """Seconds that a client may take nothing of its answer before it is cut off and its request
+    ended."""
+    step_timeout: float = Field(default=600.0, gt=0)
+    """Seconds that the engine may go without ending a step before it counts as hung and the server
+    ends."""
+    max_step_time: float | None = Field(default=None, gt=0)
+    """Seconds that a step should take at most while texts are being generated; prompts that come
+    meanwhile are computed in pieces. 0.03 on a GPU and 0.25 on a CPU if not set."""
+    drain_timeout: float = Field(default=30.0, ge=0)
+    """Seconds that requests in flight have to end after SIGTERM."""
+    tool_parser: str | None = Field(default=None, min_length=1)
+    """How tool calls are written in the output; the model family's way if not set."""
+    reasoning_parser: str | None = Field(default=None, min_length=1)
+    """How reasoning is marked in the output; the model family's way if not set."""
+    log_format: Literal["text", "json"] = "text"
+    """Lines of the log as text or as JSON objects."""
+    log_prompts: bool = False
+    """Write prompts and outputs into the log too."""
 
     @field_validator("served_model_name")
     @classmethod
