@@ -25,6 +25,7 @@ from engine_core.server.protocol import (
     TOKENIZE_BODY,
 )
 from engine_core.server.responses import (
+    Answer,
     ChatChunkAnswer,
     ChatCompletionAnswer,
     CompletionAnswer,
@@ -45,7 +46,6 @@ Mode = Literal["validation", "serialization"]
 _JSON = "application/json"
 _TEXT = "text/plain"
 _EVENTS = "text/event-stream"
-_ERROR = TypeAdapter(ErrorAnswer)
 _REF = "#/components/schemas/{model}"
 
 _UNAUTHORIZED = 401
@@ -77,19 +77,22 @@ class Operation:
         errors: the other statuses.
         body: the request body's model, or None.
         chunk: the model of each server-sent event, if it can stream.
-        protected: whether a key is asked for if the server has keys.
-        tag: which part of the API it is.
+        tag: the part of the API that it belongs to.
     """
 
     method: Literal["GET", "POST"]
     path: str
     endpoint: Endpoint
-    answer: TypeAdapter[Any] | None
+    answer: type[Answer] | None
     errors: tuple[int, ...]
     body: TypeAdapter[Any] | None = None
-    chunk: TypeAdapter[Any] | None = None
-    protected: bool = True
+    chunk: type[Answer] | None = None
     tag: Literal["OpenAI", "Text", "Server"] = "OpenAI"
+
+    @property
+    def protected(self) -> bool:
+        """Whether a key is asked for if the server has keys."""
+        return self.tag != "Server"
 
 
 OPERATIONS = (
@@ -97,33 +100,29 @@ OPERATIONS = (
         "POST",
         "/v1/chat/completions",
         create_chat_completion,
-        TypeAdapter(ChatCompletionAnswer),
+        ChatCompletionAnswer,
         _GENERATION_ERRORS,
         CHAT_BODY,
-        TypeAdapter(ChatChunkAnswer),
+        ChatChunkAnswer,
     ),
     Operation(
         "POST",
         "/v1/completions",
         create_completion,
-        TypeAdapter(CompletionAnswer),
+        CompletionAnswer,
         _GENERATION_ERRORS,
         COMPLETION_BODY,
-        TypeAdapter(CompletionChunkAnswer),
+        CompletionChunkAnswer,
     ),
-    Operation("GET", "/v1/models", routes.list_models, TypeAdapter(ModelsAnswer), (500, 503)),
+    Operation("GET", "/v1/models", routes.list_models, ModelsAnswer, (500, 503)),
     Operation(
-        "GET",
-        "/v1/models/{model:path}",
-        routes.retrieve_model,
-        TypeAdapter(ModelAnswer),
-        (404, 500, 503),
+        "GET", "/v1/models/{model:path}", routes.retrieve_model, ModelAnswer, (404, 500, 503)
     ),
     Operation(
         "POST",
         "/tokenize",
         routes.tokenize,
-        TypeAdapter(TokenizeAnswer),
+        TokenizeAnswer,
         _BODY_ERRORS,
         TOKENIZE_BODY,
         tag="Text",
@@ -132,56 +131,16 @@ OPERATIONS = (
         "POST",
         "/detokenize",
         routes.detokenize,
-        TypeAdapter(DetokenizeAnswer),
+        DetokenizeAnswer,
         _BODY_ERRORS,
         DETOKENIZE_BODY,
         tag="Text",
     ),
-    Operation(
-        "GET",
-        "/health",
-        routes.ready,
-        TypeAdapter(HealthAnswer),
-        (500, 503),
-        protected=False,
-        tag="Server",
-    ),
-    Operation(
-        "GET",
-        "/health/live",
-        routes.live,
-        TypeAdapter(HealthAnswer),
-        (500, 503),
-        protected=False,
-        tag="Server",
-    ),
-    Operation(
-        "GET",
-        "/health/ready",
-        routes.ready,
-        TypeAdapter(HealthAnswer),
-        (500, 503),
-        protected=False,
-        tag="Server",
-    ),
-    Operation(
-        "GET",
-        "/metrics",
-        routes.metrics,
-        None,
-        (500,),
-        protected=False,
-        tag="Server",
-    ),
-    Operation(
-        "GET",
-        "/version",
-        routes.version,
-        TypeAdapter(VersionAnswer),
-        (500,),
-        protected=False,
-        tag="Server",
-    ),
+    Operation("GET", "/health", routes.ready, HealthAnswer, (500, 503), tag="Server"),
+    Operation("GET", "/health/live", routes.live, HealthAnswer, (500, 503), tag="Server"),
+    Operation("GET", "/health/ready", routes.ready, HealthAnswer, (500, 503), tag="Server"),
+    Operation("GET", "/metrics", routes.metrics, None, (500,), tag="Server"),
+    Operation("GET", "/version", routes.version, VersionAnswer, (500,), tag="Server"),
 )
 
 
@@ -195,14 +154,18 @@ def build_document(
         names: the served names of the model.
         with_keys: whether it asks for API keys.
     """
-    inputs: list[tuple[str, Mode, TypeAdapter[Any]]] = [("error", "serialization", _ERROR)]
+    inputs: list[tuple[str, Mode, TypeAdapter[Any]]] = [
+        ("error", "serialization", TypeAdapter(ErrorAnswer))
+    ]
     for operation in OPERATIONS:
         if operation.body is not None:
             inputs.append((f"{operation.path} body", "validation", operation.body))
         if operation.answer is not None:
-            inputs.append((f"{operation.path} answer", "serialization", operation.answer))
+            answer = TypeAdapter[Any](operation.answer)
+            inputs.append((f"{operation.path} answer", "serialization", answer))
         if operation.chunk is not None:
-            inputs.append((f"{operation.path} chunk", "serialization", operation.chunk))
+            chunk = TypeAdapter[Any](operation.chunk)
+            inputs.append((f"{operation.path} chunk", "serialization", chunk))
     schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
     components = definitions["$defs"]
     for name, schema in components.items():
