@@ -19,7 +19,6 @@ from engine_core.parsers import (
     ToolParser,
     build_output_parser,
     calls_or_answer_params,
-    find_parser_names,
     tool_choice_params,
 )
 from engine_core.server.body import MAX_DEPTH, is_too_deep, now, read_body
@@ -190,11 +189,7 @@ class _Chat:
             return ways
         field = next(iter(ways))
         engine = self._service.engine
-        name, _ = find_parser_names(
-            engine.model_config,
-            self._service.parsers,
-            tool_parser=self._service.settings.tool_parser,
-        )
+        name = self._service.settings.tool_parser or engine.model_config.tool_parser
         parser: type[ToolParser] | None = None
         if name is not None:
             parser = self._service.parsers.tool_parser(name)

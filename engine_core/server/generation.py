@@ -43,25 +43,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-_SAME_NAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "skip_special_tokens",
-)
+# Fields that are handed on as they are.
+_SAME_NAME = [
+    name
+    for name in GenerationBody.model_fields
+    if name in SamplingParams.model_fields and name not in ("max_tokens", "logit_bias")
+]
 
 
 def conflict(message: str, param: str) -> ApiError:
