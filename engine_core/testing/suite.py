@@ -8,7 +8,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from engine_core.configs import EngineConfig
 from engine_core.testing import checks
 from engine_core.testing.case import load_cases
 from engine_core.testing.imports import check_discovery, check_import_rules
@@ -35,19 +34,22 @@ def _package(suite: ConformanceTests, config: pytest.Config) -> str:
     return package
 
 
-def _run(check: Callable[[Subject], None], subject: Subject) -> None:
-    __tracebackhide__ = True
-    try:
-        subject.run(check)
-    except (BlockedError, NotApplicableError) as error:
-        pytest.skip(str(error))
+def _test(
+    check: Callable[[Subject], None], *, gpu: bool = False
+) -> Callable[[ConformanceTests, Subject], None]:
+    """The test method that runs ``check``, and says what it says."""
 
+    def test(self: ConformanceTests, subject: Subject) -> None:
+        __tracebackhide__ = True
+        if gpu and not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU")
+        try:
+            subject.run(check)
+        except (BlockedError, NotApplicableError) as error:
+            pytest.skip(str(error))
 
-def _run_on_gpu(check: Callable[[Subject], None], subject: Subject) -> None:
-    __tracebackhide__ = True
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    _run(check, subject)
+    test.__doc__ = check.__doc__
+    return pytest.mark.gpu(test) if gpu else test
 
 
 class ConformanceTests:
@@ -106,86 +108,22 @@ class ConformanceTests:
         """No architecture of the module map goes unchecked."""
         checks.every_architecture_has_a_case(family)
 
-    def test_config_builder(self, subject: Subject) -> None:
-        """The config builder reads its own configs, and leaves them as they are."""
-        _run(checks.config_builder, subject)
-
-    def test_weights(self, subject: Subject) -> None:
-        """Weight names are complete both ways; mistakes are refused by name."""
-        _run(checks.weights, subject)
-
-    def test_logits(self, subject: Subject) -> None:
-        """Logits and greedy tokens are those of the reference."""
-        _run(checks.logits, subject)
-
-    def test_chunked_prefill(self, subject: Subject) -> None:
-        """A prompt computed in chunks is the same."""
-        _run(checks.chunked_prefill, subject)
-
-    def test_recomputation(self, subject: Subject) -> None:
-        """A prompt with its answer in one step is what was decoded one by one."""
-        _run(checks.recomputation, subject)
-
-    def test_batching(self, subject: Subject) -> None:
-        """A batch of many is many batches of one."""
-        _run(checks.batching, subject)
-
-    def test_block_sizes(self, subject: Subject) -> None:
-        """The cache's block size does not matter."""
-        _run(checks.block_sizes, subject)
-
-    def test_no_state_between_steps(self, subject: Subject) -> None:
-        """A step leaves nothing behind on the model."""
-        _run(checks.no_state, subject)
-
-    def test_no_host_synchronisation(self, subject: Subject) -> None:
-        """A decode step waits for nothing, as far as a CPU can tell."""
-        _run(checks.no_host_synchronisation, subject)
-
-    def test_state_dict_round_trip(self, subject: Subject) -> None:
-        """A second model with the state dict of the first computes the same."""
-        _run(checks.state_dict_round_trip, subject)
-
-    def test_bfloat16(self, subject: Subject) -> None:
-        """In bfloat16 the model runs, and comes close to float32."""
-        _run(checks.bfloat16, subject)
-
-    def test_engine(self, subject: Subject) -> None:
-        """The whole engine gives what the model gives by itself."""
-        _run(checks.engine, subject)
-
-    def test_prefix_caching(self, subject: Subject) -> None:
-        """Prefix caching changes no result."""
-        _run(checks.prefix_caching, subject)
-
-    def test_quantised(self, subject: Subject) -> None:
-        """With int8 weights it comes close to what it gives without."""
-        _run(checks.quantised, subject)
-
-    if "tensor_parallel_size" in EngineConfig.model_fields:
-
-        def test_tensor_parallel(self, subject: Subject) -> None:
-            """Two ranks give what one gives."""
-            _run(checks.tensor_parallel, subject)
-
-    @pytest.mark.gpu
-    def test_gpu_logits(self, subject: Subject) -> None:
-        """A GPU's kernels give the CPU's logits."""
-        _run_on_gpu(checks.gpu_logits, subject)
-
-    @pytest.mark.gpu
-    def test_no_host_synchronisation_on_a_gpu(self, subject: Subject) -> None:
-        """A decode step waits for nothing, says CUDA."""
-        _run_on_gpu(checks.no_host_synchronisation_on_a_gpu, subject)
-
-    if "eager" in EngineConfig.model_fields:
-
-        @pytest.mark.gpu
-        def test_graph(self, subject: Subject) -> None:
-            """Replayed graphs give what eager steps give."""
-            _run_on_gpu(checks.graph, subject)
-
-    @pytest.mark.gpu
-    def test_deterministic(self, subject: Subject) -> None:
-        """In deterministic mode what else is in a batch changes no token."""
-        _run_on_gpu(checks.deterministic, subject)
+    test_config_builder = _test(checks.config_builder)
+    test_weights = _test(checks.weights)
+    test_logits = _test(checks.logits)
+    test_chunked_prefill = _test(checks.chunked_prefill)
+    test_recomputation = _test(checks.recomputation)
+    test_batching = _test(checks.batching)
+    test_block_sizes = _test(checks.block_sizes)
+    test_no_state_between_steps = _test(checks.no_state)
+    test_no_host_synchronisation = _test(checks.no_host_synchronisation)
+    test_state_dict_round_trip = _test(checks.state_dict_round_trip)
+    test_bfloat16 = _test(checks.bfloat16)
+    test_engine = _test(checks.engine)
+    test_prefix_caching = _test(checks.prefix_caching)
+    test_quantised = _test(checks.quantised)
+    test_tensor_parallel = _test(checks.tensor_parallel)
+    test_gpu_logits = _test(checks.gpu_logits, gpu=True)
+    test_no_host_synchronisation_on_a_gpu = _test(checks.no_host_synchronisation_on_a_gpu, gpu=True)
+    test_graph = _test(checks.graph, gpu=True)
+    test_deterministic = _test(checks.deterministic, gpu=True)
