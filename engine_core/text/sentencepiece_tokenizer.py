@@ -74,8 +74,9 @@ class SentencePieceTokenizer(Tokenizer):
         self._check_added(own, added)
         self._ids.update({token.content: index for index, token in added.items()})
         self._added = {index: token.content for index, token in added.items() if index >= size}
+        self.vocab_size = max([size - 1, *self._added]) + 1
         named = set(special_tokens.values())
-        self._special_ids = frozenset(
+        self.special_ids = frozenset(
             [
                 *control,
                 *own,
@@ -86,7 +87,7 @@ class SentencePieceTokenizer(Tokenizer):
         found = {
             token: AddedToken(token)
             for token, index in self._ids.items()
-            if index in self._special_ids
+            if index in self.special_ids
         }
         found.update({token.content: token for token in added.values()})
         self._found = _pattern(found)
@@ -126,20 +127,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See :meth:`Tokenizer.decode`."""
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+        skipped = self.special_ids if skip_special_tokens else frozenset()
         tokens = (self.id_to_token(index) for index in ids if index not in skipped)
         text: str = self._decoder.decode([token for token in tokens if token is not None])
         return text
-
-    @property
-    def vocab_size(self) -> int:
-        """See :attr:`Tokenizer.vocab_size`."""
-        return max([len(self._pieces) - 1, *self._added]) + 1
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """See :attr:`Tokenizer.special_ids`."""
-        return self._special_ids
 
     def id_to_token(self, token_id: int) -> str | None:
         """See :meth:`Tokenizer.id_to_token`."""

@@ -29,7 +29,14 @@ class Tokenizer(ABC):
         special_tokens: the tokens that have a name, such as ``{"bos_token": "<s>"}``; chat
             templates find them under these names.
         chat_templates: jinja templates by name; a single one is called "default".
+
+    Attributes:
+        vocab_size: number of tokens, added ones included; a model may have more logits than this.
+        special_ids: the tokens that ``skip_special_tokens`` leaves out.
     """
+
+    vocab_size: int
+    special_ids: frozenset[int]
 
     def __init__(
         self, *, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
@@ -51,16 +58,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids outside the vocabulary give nothing."""
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model may have more logits than this."""
-
-    @property
-    @abstractmethod
-    def special_ids(self) -> frozenset[int]:
-        """The tokens that ``skip_special_tokens`` leaves out."""
 
     @abstractmethod
     def id_to_token(self, token_id: int) -> str | None:
@@ -151,8 +148,8 @@ class FastTokenizer(Tokenizer):
         backend.no_padding()
         self._backend = backend
         self._unused_ids = unused_ids
-        self._vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        self._special_ids = unused_ids | {
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.special_ids = unused_ids | {
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
@@ -176,16 +173,6 @@ class FastTokenizer(Tokenizer):
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
-
-    @property
-    def vocab_size(self) -> int:
-        """See :attr:`Tokenizer.vocab_size`."""
-        return self._vocab_size
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """See :attr:`Tokenizer.special_ids`."""
-        return self._special_ids
 
     def id_to_token(self, token_id: int) -> str | None:
         """See :meth:`Tokenizer.id_to_token`."""
@@ -217,8 +204,8 @@ class TransformersTokenizer(Tokenizer):
             special_tokens=hf_tokenizer.special_tokens_map, chat_templates=chat_templates
         )
         self._hf_tokenizer = hf_tokenizer
-        self._vocab_size = len(hf_tokenizer)
-        self._special_ids = frozenset(hf_tokenizer.all_special_ids)
+        self.vocab_size = len(hf_tokenizer)
+        self.special_ids = frozenset(hf_tokenizer.all_special_ids)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See :meth:`Tokenizer.encode`."""
@@ -229,23 +216,13 @@ class TransformersTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See :meth:`Tokenizer.decode`."""
         # A Python tokenizer fails on an id that it does not know.
-        known = [token_id for token_id in ids if 0 <= token_id < self._vocab_size]
+        known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
         text: str = self._hf_tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
-    @property
-    def vocab_size(self) -> int:
-        """See :attr:`Tokenizer.vocab_size`."""
-        return self._vocab_size
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """See :attr:`Tokenizer.special_ids`."""
-        return self._special_ids
-
     def id_to_token(self, token_id: int) -> str | None:
         """See :meth:`Tokenizer.id_to_token`."""
-        if not 0 <= token_id < self._vocab_size:
+        if not 0 <= token_id < self.vocab_size:
             return None
         token: str | None = self._hf_tokenizer.convert_ids_to_tokens(token_id)
         return token

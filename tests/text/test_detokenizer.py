@@ -111,6 +111,8 @@ class Opaque(Tokenizer):
     def __init__(self, inner: Tokenizer) -> None:
         super().__init__(special_tokens={}, chat_templates={})
         self.inner = inner
+        self.vocab_size = inner.vocab_size
+        self.special_ids = inner.special_ids
         self.most_decoded = 0
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -119,14 +121,6 @@ class Opaque(Tokenizer):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self.most_decoded = max(self.most_decoded, len(ids))
         return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.inner.vocab_size
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        return self.inner.special_ids
 
     def id_to_token(self, token_id: int) -> str | None:
         return self.inner.id_to_token(token_id)
