@@ -24,7 +24,7 @@ from engine_core.bench.report import (
 )
 from engine_core.configs import SamplingParams
 from engine_core.engine import LLM, Engine
-from engine_core.engine.step_stats import StepKind, StepStats
+from engine_core.engine.step_stats import StepStats
 from engine_core.errors import ConfigError, RequestError
 from engine_core.runtime.platform import resolve_device, resolve_dtype
 
@@ -267,21 +267,14 @@ def _percentiles(
 
 
 def _time_spent(stats: StepStats, total: float) -> TimeSpent:
-    inside = (
-        stats.schedule_seconds + stats.submit_seconds + stats.wait_seconds + stats.apply_seconds
-    )
+    parts = {
+        name: getattr(stats, f"{name}_seconds") for name in ("schedule", "submit", "wait", "apply")
+    }
     return TimeSpent(
-        schedule_seconds=stats.schedule_seconds,
-        submit_seconds=stats.submit_seconds,
-        wait_seconds=stats.wait_seconds,
-        apply_seconds=stats.apply_seconds,
-        outside_seconds=total - inside,
+        **{f"{name}_seconds": value for name, value in parts.items()},
+        outside_seconds=total - sum(parts.values()),
         total_seconds=total,
-        prefill=_steps(stats.prefill),
-        mixed=_steps(stats.mixed),
-        decode=_steps(stats.decode),
+        prefill=Steps.model_validate(stats.prefill),
+        mixed=Steps.model_validate(stats.mixed),
+        decode=Steps.model_validate(stats.decode),
     )
-
-
-def _steps(kind: StepKind) -> Steps:
-    return Steps(steps=kind.steps, tokens=kind.tokens, seconds=kind.seconds)

@@ -63,18 +63,17 @@ class _Source:
     """The checked contents of one plugin or module-map file."""
 
     name: str
-    module_map: Mapping[str, str | type]
+    module_map: Mapping[str, str | type] = field(default_factory=dict)
     config_builders: tuple[type[ConfigBuilder], ...] = ()
     input_processors: tuple[type[InputProcessor], ...] = ()
-    gguf_adapters: Mapping[str, str] | None = None
+    gguf_adapters: Mapping[str, str] = field(default_factory=dict)
     quantization_schemes: Mapping[str, str] = field(default_factory=dict)
-    tool_parsers: Mapping[str, str] | None = None
-    reasoning_parsers: Mapping[str, str] | None = None
+    tool_parsers: Mapping[str, str] = field(default_factory=dict)
+    reasoning_parsers: Mapping[str, str] = field(default_factory=dict)
 
 
 _CORE = _Source(
     name="engine-core-llm",
-    module_map={},
     quantization_schemes={
         "int8": "engine_core.nn.quantization.Int8Scheme",
         "int4": "engine_core.nn.quantization.Int4Scheme",
@@ -328,43 +327,26 @@ class Registry:
             )
         return matches[0][0] if matches else None
 
-    def tool_parsers(self) -> dict[str, str]:
-        """Name -> ``"package.module.Class"`` of every tool parser.
-
-        Raises:
-            DuplicateArchitectureError: two plugins bring one of the same name.
-        """
-        return self._named("tool_parsers", "tool parser")
-
-    def reasoning_parsers(self) -> dict[str, str]:
-        """Name -> ``"package.module.Class"`` of every reasoning parser.
-
-        Raises:
-            DuplicateArchitectureError: two plugins bring one of the same name.
-        """
-        return self._named("reasoning_parsers", "reasoning parser")
-
     def tool_parser(self, name: str) -> type:
         """Import and return the tool parser of this name.
 
         Raises:
             ConfigError: no plugin brings it; lists those that there are.
+            DuplicateArchitectureError: two plugins bring one of the same name.
         """
-        return self._parser("tool parser", name, self.tool_parsers())
+        return self._parser("tool", name)
 
     def reasoning_parser(self, name: str) -> type:
-        """Import and return the reasoning parser of this name.
+        """Import and return the reasoning parser of this name; errors as of the other."""
+        return self._parser("reasoning", name)
 
-        Raises:
-            ConfigError: no plugin brings it; lists those that there are.
-        """
-        return self._parser("reasoning parser", name, self.reasoning_parsers())
-
-    def _parser(self, kind: str, name: str, parsers: Mapping[str, str]) -> type:
+    def _parser(self, kind: Literal["tool", "reasoning"], name: str) -> type:
+        parsers = self._named(f"{kind}_parsers", f"{kind} parser")
         if name not in parsers:
             known = ", ".join(sorted(parsers)) or "none"
             raise ConfigError(
-                f"no installed plugin brings the {kind} {name!r}; known: {known}.{self._broken()}"
+                f"no installed plugin brings the {kind} parser {name!r}; known: {known}."
+                f"{self._broken()}"
             )
         return _load_class(parsers[name], name)
 
@@ -372,7 +354,7 @@ class Registry:
         """The merged answers of all plugins to a hook that maps names, each name once."""
         found: dict[str, tuple[str, str]] = {}
         for source in self._plugins:
-            for name, path in (getattr(source, hook) or {}).items():
+            for name, path in getattr(source, hook).items():
                 if name in found:
                     raise DuplicateArchitectureError(
                         f"{what} {name!r} is claimed by {found[name][0]!r} and {source.name!r}; "
@@ -471,13 +453,13 @@ def _load_class(target: str | type, owner: str) -> type:
     return value
 
 
-def _check_module_map(owner: str, value: Any, what: str = "module_map()") -> dict[str, str]:
+def _check_names(owner: str, hook: str, value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(
         isinstance(key, str) and isinstance(path, str) and "." in path
         for key, path in value.items()
     ):
         raise PluginLoadError(
-            f"{owner}: {what} must map names to 'package.module.Class' strings, got {value!r}"
+            f"{owner}: {hook}() must map names to 'package.module.Class' strings, got {value!r}"
         )
     return value
 
@@ -494,8 +476,10 @@ def _check_classes(owner: str, hook: str, value: Any, methods: Iterable[str]) ->
     return tuple(value)
 
 
-_BUILDER_METHODS = ("condition", "build")
-_PROCESSOR_METHODS = ("condition", "process")
+_CLASS_METHODS = {
+    "config_builders": ("condition", "build"),
+    "input_processors": ("condition", "process"),
+}
 
 
 def _check_api(owner: str, module: ModuleType) -> None:
@@ -539,24 +523,13 @@ def _load_plugin(manager: pluggy.PluginManager, name: str, module: ModuleType) -
                     raise PluginLoadError(
                         f"{owner}: {hook}() failed: {type(error).__name__}: {error}"
                     ) from error
-    return _Source(
-        name=name,
-        module_map=_check_module_map(owner, offers.get("module_map", {})),
-        config_builders=_check_classes(
-            owner, "config_builders", offers.get("config_builders", []), _BUILDER_METHODS
-        ),
-        input_processors=_check_classes(
-            owner, "input_processors", offers.get("input_processors", []), _PROCESSOR_METHODS
-        ),
-        gguf_adapters=_check_module_map(owner, offers.get("gguf_adapters", {}), "gguf_adapters()"),
-        quantization_schemes=_check_module_map(
-            owner, offers.get("quantization_schemes", {}), "quantization_schemes()"
-        ),
-        tool_parsers=_check_module_map(owner, offers.get("tool_parsers", {}), "tool_parsers()"),
-        reasoning_parsers=_check_module_map(
-            owner, offers.get("reasoning_parsers", {}), "reasoning_parsers()"
-        ),
-    )
+    checked: dict[str, Any] = {
+        hook: _check_classes(owner, hook, offer, _CLASS_METHODS[hook])
+        if hook in _CLASS_METHODS
+        else _check_names(owner, hook, offer)
+        for hook, offer in offers.items()
+    }
+    return _Source(name=name, **checked)
 
 
 def _load_module_map_file(path: str) -> _Source:
@@ -597,7 +570,10 @@ def _load_module_map_file(path: str) -> _Source:
                 "file nor 'package.module.Class'"
             )
     builders = _check_classes(
-        owner, "CONFIG_BUILDERS", getattr(module, "CONFIG_BUILDERS", []), _BUILDER_METHODS
+        owner,
+        "CONFIG_BUILDERS",
+        getattr(module, "CONFIG_BUILDERS", []),
+        _CLASS_METHODS["config_builders"],
     )
     return _Source(name=str(file), module_map=module_map, config_builders=builders)
 
