@@ -69,7 +69,8 @@ class DiskCache:
         """
         entry = self.root / key
         if _is_whole(entry):
-            _touch(entry)
+            with contextlib.suppress(OSError):
+                os.utime(entry)
             return entry
         root = self._writable_root()
         entry = root / key
@@ -94,7 +95,8 @@ class DiskCache:
             with contextlib.suppress(OSError):
                 used = folder.stat().st_mtime
                 if not folder.name.startswith(_TRASH_PREFIX):
-                    entries.append((used, _size(folder), folder))
+                    size = sum(file.stat().st_size for file in folder.iterdir())
+                    entries.append((used, size, folder))
                 elif time.time() - used > _ABANDONED_SECONDS:
                     shutil.rmtree(folder, ignore_errors=True)
         total = sum(size for _, size, _ in entries)
@@ -166,20 +168,11 @@ def _is_whole(entry: Path) -> bool:
         return False
 
 
-def _touch(entry: Path) -> None:
-    with contextlib.suppress(OSError):
-        os.utime(entry)
-
-
 def _folders(root: Path) -> list[Path]:
     try:
         return [path for path in root.iterdir() if path.is_dir()]
     except OSError:
         return []
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 @functools.cache

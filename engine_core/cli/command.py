@@ -57,16 +57,14 @@ def parsed(field: FieldInfo, value: Any) -> Any:
         return [parsed(field, item) for item in value]
     if not isinstance(value, str):
         return value
-    members = {item for member in _members(field.annotation) for item in _items(member)}
+    members = set[Any]()
+    for member in _members(field.annotation):
+        members.update(get_args(member) if get_origin(member) is tuple else (member,))
     for kind in (int, float):
         if kind in members and str not in members:
             with contextlib.suppress(ValueError):
                 return kind(value)
     return value
-
-
-def _items(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) is tuple else (annotation,)
 
 
 def _takes_none(field: FieldInfo) -> bool:

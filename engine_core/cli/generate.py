@@ -127,13 +127,9 @@ def _since(end: float | None, start: float | None) -> float | None:
     return None if end is None or start is None else end - start
 
 
-def _generated(result: RequestOutput) -> int:
-    return sum(len(completion.token_ids) for completion in result.outputs)
-
-
 def _statistics(results: Sequence[RequestOutput]) -> str:
     prompt_tokens = sum(len(result.prompt_token_ids) for result in results)
-    generated = sum(map(_generated, results))
+    generated = sum(len(each.token_ids) for result in results for each in result.outputs)
     parts = [f"{prompt_tokens} prompt tokens", f"{generated} generated"]
     times = [result.metrics for result in results]
     waits = [

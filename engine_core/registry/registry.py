@@ -578,10 +578,6 @@ def _load_module_map_file(path: str) -> _Source:
     return _Source(name=str(file), module_map=module_map, config_builders=builders)
 
 
-def _entry_points() -> list[metadata.EntryPoint]:
-    return sorted(metadata.entry_points(group=NAMESPACE), key=lambda point: point.name)
-
-
 def build_registry(
     custom_module_map: Sequence[str] = (),
     *,
@@ -606,7 +602,9 @@ def build_registry(
     manager.add_hookspecs(HookSpecs)
     reports: list[PluginReport] = []
     plugins: list[_Source] = []
-    for point in _entry_points() if entry_points is None else entry_points:
+    if entry_points is None:
+        entry_points = sorted(metadata.entry_points(group=NAMESPACE), key=lambda point: point.name)
+    for point in entry_points:
         report = PluginReport(
             name=point.name,
             module=point.value,

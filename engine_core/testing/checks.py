@@ -6,12 +6,12 @@ import copy
 import importlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine_core.checkpoint import TensorHeader
 from engine_core.configs import EngineConfig, HFConfig, KVCacheSpec, SamplingParams
 from engine_core.engine import LLM
 from engine_core.errors import (
@@ -131,14 +131,6 @@ class _Headers:
         raise AssertionError("a check of names reads no data")
 
 
-class _Shape:
-    """A header with another shape."""
-
-    def __init__(self, header: TensorHeader, shape: tuple[int, ...]) -> None:
-        self.dtype = header.dtype
-        self.shape = shape
-
-
 def weights(subject: Subject) -> None:
     """Every tensor is asked for, every parameter filled, and each mistake is refused by name."""
     model = subject.on_meta()
@@ -160,7 +152,7 @@ def weights(subject: Subject) -> None:
                 "load_stacked_weights"
             )
         shape = (header.shape[0] + 1, *header.shape[1:])
-        refusal = _refusal(model, {**rest, name: _Shape(header, shape)})
+        refusal = _refusal(model, {**rest, name: replace(header, shape=shape)})
         if refusal is None or not any(name in message for message in refusal.wrong):
             raise ConformanceError(
                 f"the tensor {name!r} with shape {list(shape)} in place of {list(header.shape)} "
@@ -252,44 +244,41 @@ def _check_same(subject: Subject, number: int, run: Run, place: int, how: str) -
         )
 
 
+def _check_alone(subject: Subject, runs: Sequence[Run], how: str) -> None:
+    for number, run in enumerate(runs):
+        _check_same(subject, number, run, 0, how)
+
+
 def chunked_prefill(subject: Subject) -> None:
     """A prompt may be computed in pieces of any size."""
     for size in _CHUNKS:
         runs = subject.run_alone(subject.model, lambda sequence, size=size: sequence.chunks(size))  # type: ignore[misc]
-        for number, run in enumerate(runs):
-            _check_same(subject, number, run, 0, f"in chunks of {size}")
+        _check_alone(subject, runs, f"in chunks of {size}")
 
 
 def recomputation(subject: Subject) -> None:
     """Tokens computed together are those decoded one by one: what a preempted request needs."""
     runs = subject.run_alone(subject.model, lambda sequence: [(0, len(sequence.token_ids))])
-    for number, run in enumerate(runs):
-        _check_same(subject, number, run, 0, "with what was decoded after it, in one step")
+    _check_alone(subject, runs, "with what was decoded after it, in one step")
 
 
 def batching(subject: Subject) -> None:
     """Compare a sequence alone with the same one beside others."""
     model = subject.model
     sequences = subject.sequences(model)
-    together = model.run(sequences, _together(sequences))
-    staggered = model.run(sequences, _staggered(sequences))
-    lockstep = model.run(sequences, _lockstep(sequences))
-    for number in range(len(sequences)):
-        _check_same(subject, number, together, number, "batched with the others")
-        how = "batched so that some decode while others begin"
-        _check_same(subject, number, staggered, number, how)
-        how = "batched with the others, one token of each a step"
-        _check_same(subject, number, lockstep, number, how)
-
-
-def _together(sequences: Sequence[TokenSequence]) -> list[Step]:
-    """All prompts in one step, then all decode."""
-    return _side_by_side([sequence.incremental() for sequence in sequences])
-
-
-def _lockstep(sequences: Sequence[TokenSequence]) -> list[Step]:
-    """All at the same position, as long as they last."""
-    return _side_by_side([sequence.chunks(1) for sequence in sequences])
+    pieces = [sequence.incremental() for sequence in sequences]
+    ways = {
+        "batched with the others": pieces,
+        # Each begins a step later than the one before.
+        "batched so that some decode while others begin": [
+            [(0, 0)] * index + each for index, each in enumerate(pieces)
+        ],
+        "batched with the others, one token of each a step": [s.chunks(1) for s in sequences],
+    }
+    for how, way in ways.items():
+        run = model.run(sequences, _side_by_side(way))
+        for number in range(len(sequences)):
+            _check_same(subject, number, run, number, how)
 
 
 def _side_by_side(pieces: Sequence[Sequence[tuple[int, int]]]) -> list[Step]:
@@ -299,11 +288,6 @@ def _side_by_side(pieces: Sequence[Sequence[tuple[int, int]]]) -> list[Step]:
         rows = [(n, *piece[step]) for n, piece in enumerate(pieces) if step < len(piece)]
         steps.append(sorted((row for row in rows if row[2]), key=lambda row: row[2] != 1))
     return [step for step in steps if step]
-
-
-def _staggered(sequences: Sequence[TokenSequence]) -> list[Step]:
-    """Each sequence begins a step later than the one before; decode rows come first."""
-    return _side_by_side([[(0, 0)] * n + s.incremental() for n, s in enumerate(sequences)])
 
 
 def block_sizes(subject: Subject) -> None:
@@ -327,7 +311,7 @@ def no_state(subject: Subject) -> None:
     model = subject.load()
     before = snapshot(model.network)
     sequences = subject.sequences(model)
-    model.run(sequences, _together(sequences))
+    model.run(sequences, _side_by_side([each.incremental() for each in sequences]))
     found = changes(model.network, before, snapshot(model.network))
     if found:
         raise ConformanceError(
@@ -373,8 +357,7 @@ def gpu_logits(subject: Subject) -> None:
     """A GPU's kernels give the CPU's logits."""
     model = subject.load(device=torch.device("cuda"))
     runs = subject.run_alone(model, TokenSequence.incremental)
-    for number, run in enumerate(runs):
-        _check_same(subject, number, run, 0, "on a GPU")
+    _check_alone(subject, runs, "on a GPU")
 
 
 def state_dict_round_trip(subject: Subject) -> None:
