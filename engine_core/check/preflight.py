@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -630,4 +630,4 @@ class _Collecting:
 
 
 def _code(error: EngineError) -> Code:
-    return cast("Code", error.code.value) if error.code.value in HINTS else "config-invalid"
+    return error.code.value if error.code.value in HINTS else "config-invalid"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,40 +10,7 @@ from engine_core.configs import CacheSpec
 
 Severity = Literal["error", "warning", "info"]
 
-Code = Literal[
-    "architecture-ambiguous",
-    "architecture-unknown",
-    "chat-template-failed",
-    "chat-template-invalid",
-    "chat-template-missing",
-    "checkpoint-corrupt",
-    "checkpoint-not-found",
-    "checkpoint-unsupported",
-    "comparison-differs",
-    "comparison-unavailable",
-    "config-invalid",
-    "device-unavailable",
-    "dtype-converted",
-    "eos-missing",
-    "generation-config-invalid",
-    "generation-config-unread",
-    "length-cut",
-    "memory-cache-too-small",
-    "memory-weights-too-large",
-    "option-invalid",
-    "plugin-broken",
-    "quantization-unsupported",
-    "special-id-out-of-range",
-    "tied-head-unread",
-    "tokenizer-larger-than-vocabulary",
-    "tokenizer-unusable",
-    "weights-missing",
-    "weights-not-finite",
-    "weights-unexpected",
-    "weights-wrong",
-]
-
-HINTS: dict[Code, str] = {
+HINTS = {
     "architecture-ambiguous": "Uninstall one of the plugins, or say which in a custom_module_map.",
     "architecture-unknown": "Install the plugin of this family; 'engine-core plugins' lists what "
     "is there.",
@@ -81,6 +48,12 @@ HINTS: dict[Code, str] = {
     "weights-unexpected": "Check that config.json belongs to these weights.",
     "weights-wrong": "Check that config.json belongs to these weights.",
 }
+
+
+if TYPE_CHECKING:
+    Code = str
+else:
+    Code = Literal[tuple(HINTS)]
 
 
 class _Model(BaseModel):
