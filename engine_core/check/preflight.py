@@ -13,12 +13,7 @@ import torch
 from torch import nn
 
 import engine_core
-from engine_core.check.deep import (
-    DeepModel,
-    Golden,
-    compare_with_golden,
-    compare_with_transformers,
-)
+from engine_core.check.deep import DeepModel, Golden, compare_with_golden, compare_with_transformers
 from engine_core.check.gpus import NamedGPU, find_gpu
 from engine_core.check.report import (
     HINTS,

@@ -184,11 +184,7 @@ def _open_gguf(
     hf_overrides: Mapping[str, Any] | None,
     convert: bool,
 ) -> Checkpoint:
-    from engine_core.checkpoint.gguf_convert import (
-        convert_gguf,
-        convert_tokenizer,
-        translate_gguf,
-    )
+    from engine_core.checkpoint.gguf_convert import convert_gguf, convert_tokenizer, translate_gguf
 
     tokenizer_folder = partial(convert_tokenizer, path)
     if not convert:

@@ -61,9 +61,7 @@ def unpack_blocks(raw: NDArray[np.uint8], type_name: str, shape: tuple[int, ...]
     )
 
 
-def _six_bit_factors(
-    packed: NDArray[np.uint8],
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _six_bit_factors(packed: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Q4_K's 12 bytes ``[n, 12]`` as the 8 factors of the scales and of the minima, ``[n, 8]``."""
     import numpy as np
 

@@ -36,12 +36,7 @@ class _Workload(StrEnum):
 
 # Defaults of each workload's options; any other option is refused.
 _DEFAULTS: Mapping[_Workload, Mapping[str, Any]] = {
-    _Workload.LATENCY: {
-        "prompt_len": "512",
-        "output_len": "128",
-        "batch_size": [1],
-        "repeats": 5,
-    },
+    _Workload.LATENCY: {"prompt_len": "512", "output_len": "128", "batch_size": [1], "repeats": 5},
     _Workload.THROUGHPUT: {
         "prompt_len": "100-1024",
         "output_len": "100-1024",
@@ -234,14 +229,13 @@ def bench(
         _Workload,
         typer.Option(
             help="latency: requests of one shape that begin together; throughput: many of mixed "
-            "lengths; shared: what all engines are compared by.",
+            "lengths; shared: what all engines are compared by."
         ),
     ] = _Workload.LATENCY,
     prompt_len: Annotated[
         str | None,
         typer.Option(
-            metavar="N|LOW-HIGH",
-            help="Tokens of a prompt (default: 512; throughput: 100-1024).",
+            metavar="N|LOW-HIGH", help="Tokens of a prompt (default: 512; throughput: 100-1024)."
         ),
     ] = None,
     output_len: Annotated[
@@ -268,8 +262,7 @@ def bench(
         ),
     ] = None,
     repeats: Annotated[
-        int | None,
-        typer.Option(min=1, help="Runs that are counted (default: 5; throughput: 3)."),
+        int | None, typer.Option(min=1, help="Runs that are counted (default: 5; throughput: 3).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     **options: Any,

@@ -146,8 +146,7 @@ def check_model(
         typer.Option(metavar="FILE", help="Load it and compare it with golden outputs."),
     ] = None,
     fusions: Annotated[
-        bool,
-        typer.Option("--fusions", help="List what is fused with each linear on its device."),
+        bool, typer.Option("--fusions", help="List what is fused with each linear on its device.")
     ] = False,
     **options: Any,
 ) -> None:
@@ -166,13 +165,7 @@ def check_model(
 
     try:
         report = check(
-            model,
-            config,
-            memory=budget,
-            gpu=gpu,
-            deep=deep,
-            against=against,
-            list_fusions=fusions,
+            model, config, memory=budget, gpu=gpu, deep=deep, against=against, list_fusions=fusions
         )
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None

@@ -133,10 +133,7 @@ class OptionGroup(Generic[Config]):
             kind = list[str] if repeats(field) else str
             metavar = _metavar(field.annotation) + ("|none" if _takes_none(field) else "")
         option = typer.Option(
-            flags,
-            metavar=metavar,
-            help=_help(field, self._defaults.get(name)),
-            show_default=False,
+            flags, metavar=metavar, help=_help(field, self._defaults.get(name)), show_default=False
         )
         return inspect.Parameter(
             name,

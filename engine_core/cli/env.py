@@ -98,8 +98,7 @@ def _lines(about: dict[str, Any]) -> list[str]:
 
 @command(PLUGIN_OPTIONS)
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    **options: Any,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, **options: Any
 ) -> None:
     """Show versions, devices and plugins, ready to paste into a bug report."""
     about = _describe(options)

@@ -33,8 +33,7 @@ def plugin_reports(options: dict[str, Any]) -> tuple[PluginReport, ...]:
 
 @command(PLUGIN_OPTIONS)
 def plugins(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    **options: Any,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, **options: Any
 ) -> None:
     """Show the installed model families, and why one cannot be used."""
     reports = plugin_reports(options)

@@ -5,18 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from engine_core.errors import RequestError
-from engine_core.parsers.guided_calls import (
-    ArgumentsParser,
-    CallListParser,
-    CallsOrAnswerParser,
-)
+from engine_core.parsers.guided_calls import ArgumentsParser, CallListParser, CallsOrAnswerParser
 from engine_core.parsers.reasoning import ReasoningParser
-from engine_core.parsers.tool_choice import (
-    ToolChoice,
-    Tools,
-    chosen_function,
-    offered_functions,
-)
+from engine_core.parsers.tool_choice import ToolChoice, Tools, chosen_function, offered_functions
 from engine_core.parsers.tools import ParsedDelta, ToolParser
 
 if TYPE_CHECKING:

@@ -52,10 +52,7 @@ def tool_choice_params(
 
 
 def calls_or_answer_params(
-    tools: Tools,
-    answer: GuidedParams,
-    tags: tuple[str, str],
-    special_tokens: Mapping[str, int],
+    tools: Tools, answer: GuidedParams, tags: tuple[str, str], special_tokens: Mapping[str, int]
 ) -> GuidedParams:
     """The constraint that makes the text either calls in the model's own format or an answer.
 
@@ -103,10 +100,7 @@ def _call_schema(offered: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, An
     calls = [
         {
             "type": "object",
-            "properties": {
-                "name": {"const": name},
-                "arguments": {"$ref": f"#/$defs/{key}"},
-            },
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{key}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }

@@ -215,13 +215,7 @@ class _Chat:
         if self._body.logprobs:
             self._token_bytes = await self._service.token_bytes()
         generation = await Generation.start(
-            self._service,
-            self._context,
-            self._id,
-            [prompt],
-            params,
-            self._body,
-            self._alternatives,
+            self._service, self._context, self._id, [prompt], params, self._body, self._alternatives
         )
         if self._body.stream:
             return EventStream(self._events(generation), generation.close, self._context)

@@ -253,10 +253,7 @@ class Generation:
             for index, guided in enumerate((*alternatives, params.guided)):
                 try:
                     await asyncio.to_thread(
-                        check_guided,
-                        params.replace(guided=guided),
-                        vocab_size,
-                        engine.tokenizer,
+                        check_guided, params.replace(guided=guided), vocab_size, engine.tokenizer
                     )
                 except RequestError as error:
                     of_calls = bool(alternatives) and index == 1

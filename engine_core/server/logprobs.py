@@ -35,10 +35,7 @@ def _most_probable(entries: TokenLogprobs, count: int) -> list[tuple[int, Logpro
 
 
 def chat_logprobs(
-    token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs],
-    top: int,
-    table: Sequence[bytes],
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int, table: Sequence[bytes]
 ) -> dict[str, Any]:
     """The ``logprobs`` object of a chat completion's choice.
 
@@ -139,10 +136,7 @@ class CompletionLogprobs:
         return offsets
 
     def _object(
-        self,
-        token_ids: Iterable[int],
-        logprobs: Iterable[TokenLogprobs | None],
-        offsets: list[int],
+        self, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs | None], offsets: list[int]
     ) -> dict[str, Any]:
         made: dict[str, Any] = {
             "tokens": [],

@@ -18,12 +18,7 @@ from engine_core import __version__
 from engine_core.server import routes
 from engine_core.server.chat import create_chat_completion
 from engine_core.server.completions import create_completion
-from engine_core.server.protocol import (
-    CHAT_BODY,
-    COMPLETION_BODY,
-    DETOKENIZE_BODY,
-    TOKENIZE_BODY,
-)
+from engine_core.server.protocol import CHAT_BODY, COMPLETION_BODY, DETOKENIZE_BODY, TOKENIZE_BODY
 from engine_core.server.responses import (
     Answer,
     ChatChunkAnswer,

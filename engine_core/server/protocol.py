@@ -135,11 +135,7 @@ class Body(BaseModel):
     """A body, or an object within one."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        frozen=True,
-        use_attribute_docstrings=True,
+        extra="forbid", strict=True, allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
     )
 
     @model_validator(mode="before")
@@ -333,8 +329,7 @@ class ToolMessage(Body):
 
 
 Message = Annotated[
-    InstructionMessage | UserMessage | AssistantMessage | ToolMessage,
-    Field(discriminator="role"),
+    InstructionMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
 ]
 
 

@@ -42,11 +42,7 @@ class _Server(uvicorn.Server):
 
 
 def run_server(
-    model: str,
-    config: EngineConfig,
-    settings: ServerSettings,
-    *,
-    api_keys: Sequence[str] = (),
+    model: str, config: EngineConfig, settings: ServerSettings, *, api_keys: Sequence[str] = ()
 ) -> None:
     """Serve ``model`` until a signal ends it.
 

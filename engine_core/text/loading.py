@@ -200,10 +200,7 @@ def _sentencepiece_tokenizer(
                 f"file; put a {_TOKENIZER_FILE} converted from it beside it"
             )
     tokens = _read_declared_tokens(folder, config, ())
-    named = {
-        **format.named_tokens,
-        **{name: token.content for name, token in tokens.named.items()},
-    }
+    named = {**format.named_tokens, **{name: token.content for name, token in tokens.named.items()}}
     added = dict(tokens.added)
     for token in added.values():
         token.special = token.special or token in tokens.extra

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine_core.text.detokenizer import (
-    BYTE_TOKEN,
-    byte_fallback_steps,
-    byte_level_bytes,
-)
+from engine_core.text.detokenizer import BYTE_TOKEN, byte_fallback_steps, byte_level_bytes
 from engine_core.text.tokenizer import Tokenizer
 
 SPECIAL = b"\xff"
