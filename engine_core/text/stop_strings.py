@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 
@@ -21,32 +20,12 @@ class StopMatch:
     stopped_by: str | None = None
 
 
-@dataclass(slots=True)
-class _Node:
-    """A state of the automaton: the longest end of the text that begins a stop string.
-
-    Attributes:
-        depth: how many characters that is.
-        next: the state after each character that goes on with it.
-        fail: the state of the next shorter end of the text.
-        completed: the longest stop string that the text ends with here.
-        hold: characters that may become part of a stop string which is not complete here.
-    """
-
-    depth: int
-    next: dict[str, _Node] = field(default_factory=dict)
-    fail: _Node | None = None
-    completed: str | None = None
-    hold: int = 0
-
-
 class StopStringMatcher:
     """Cuts a text, which arrives in pieces, before the first stop string.
 
     The text ends with the piece that completes a stop string. If that piece completes several, the
     one that begins first counts, and of those the longest. At most ``max(len(stop)) - 1``
-    characters are held back. Time is constant for each character (Aho and Corasick, "Efficient
-    String Matching", 1975).
+    characters are held back.
 
     Args:
         stop: the stop strings, none of them empty; none at all is allowed.
@@ -55,8 +34,10 @@ class StopStringMatcher:
     def __init__(self, stop: Sequence[str]) -> None:
         if not all(stop):
             raise ValueError(f"an empty stop string would end every text at once: {list(stop)!r}")
-        self._root = _automaton(tuple(stop))
-        self._node = self._root
+        self._stop = tuple(stop)
+        self._firsts = frozenset(string[0] for string in stop)
+        self._beginnings = _beginnings(self._stop)
+        self._longest = max(map(len, stop), default=1) - 1
         self._held = ""
         self._stopped = False
 
@@ -69,58 +50,35 @@ class StopStringMatcher:
                 ordinary text.
         """
         assert not self._stopped, "text appended after a stop string was completed"
-        if not self._root.next:
-            return StopMatch(text)
         buffer = self._held + text
-        node = self._node
-        start, stopped_by = len(buffer), None
-        for end, character in enumerate(text, start=len(self._held) + 1):
-            node = self._step(node, character)
-            completed = node.completed
-            # Strings that begin at one place are completed in the order of their length: "<=".
-            if completed is not None and may_stop and end - len(completed) <= start:
-                start, stopped_by = end - len(completed), completed
-        if stopped_by is not None:
-            self._stopped = True
-            self._held = ""
-            return StopMatch(buffer[:start], stopped_by)
-        self._node = node
-        self._held = buffer[len(buffer) - node.hold :]
-        return StopMatch(buffer[: len(buffer) - node.hold])
+        if self._firsts.isdisjoint(buffer):
+            return StopMatch(buffer)
+        if may_stop:
+            found = []
+            for stop in self._stop:
+                # Only what ends in the new piece: an earlier one was ordinary text.
+                start = buffer.find(stop, max(len(self._held) - len(stop) + 1, 0))
+                if start >= 0:
+                    found.append((start, -len(stop), stop))
+            if found:
+                start, _, stopped_by = min(found)
+                self._stopped = True
+                self._held = ""
+                return StopMatch(buffer[:start], stopped_by)
+        end = len(buffer)
+        places = range(max(end - self._longest, 0), end)
+        hold = next((place for place in places if buffer[place:] in self._beginnings), end)
+        self._held = buffer[hold:]
+        return StopMatch(buffer[:hold])
 
     def finish(self) -> str:
         """Return the text held back: no stop string can be completed any more."""
         held, self._held = self._held, ""
-        self._node = self._root
         return held
 
-    def _step(self, node: _Node, character: str) -> _Node:
-        while character not in node.next:
-            if node.fail is None:
-                return node
-            node = node.fail
-        return node.next[character]
 
-
-# The sequences of a request share theirs, which nobody changes once it is made.
+# The sequences of a request share theirs.
 @lru_cache(maxsize=16)
-def _automaton(stop: tuple[str, ...]) -> _Node:
-    root = _Node(0)
-    for string in stop:
-        node = root
-        for character in string:
-            node = node.next.setdefault(character, _Node(node.depth + 1))
-        node.completed = string
-    queue = deque([root])
-    while queue:
-        node = queue.popleft()
-        for character, child in node.next.items():
-            fail = node.fail
-            while fail is not None and character not in fail.next:
-                fail = fail.fail
-            child.fail = root if fail is None else fail.next[character]
-            child.completed = child.completed or child.fail.completed
-            # A complete string that no longer one continues is not held for its own sake.
-            child.hold = child.depth if child.next else child.fail.hold
-            queue.append(child)
-    return root
+def _beginnings(stop: tuple[str, ...]) -> frozenset[str]:
+    """What a text may end with that one of the strings goes on from."""
+    return frozenset(string[:length] for string in stop for length in range(1, len(string)))
