@@ -103,7 +103,7 @@ class LMHead(VocabularySplit):
         """``[..., hidden]`` to ``[..., vocab]``, the same on every rank."""
         if self.packed is None:
             deterministic = self.context.deterministic
-            local = linear(hidden_states, self.weight, batch_invariant=deterministic)
+            local = linear(hidden_states, self.weight, deterministic=deterministic)
         else:
             local = self.packed.multiply(hidden_states, None)
         return all_gather_last_dim(local, self.context)[..., : self.vocab_size]

@@ -118,7 +118,7 @@ class UnquantizedLinearMethod(LinearMethod):
         if layer.packed is not None:
             assert isinstance(x, Tensor), "a packed weight takes no norm without its division"
             return layer.packed.multiply(x, bias)
-        return linear(x, layer.weight, bias, batch_invariant=layer.context.deterministic)
+        return linear(x, layer.weight, bias, deterministic=layer.context.deterministic)
 
     def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
         """The reason against fusing: mostly that no kernel takes so many rows of this weight."""
@@ -132,7 +132,7 @@ class UnquantizedLinearMethod(LinearMethod):
             if activation is None:
                 return f"{type(epilogue.module).__name__} is not an activation of a kernel"
             gated = bool(epilogue.module.gated)
-            if has_kernel(*shape, gated=gated, batch_invariant=deterministic):
+            if has_kernel(*shape, gated=gated, deterministic=deterministic):
                 return None
             if not deterministic and call.dtype.itemsize == 2:
                 if gated and activation == "silu" and has_gated_kernel(call.rows, n, k, call.gpu):
@@ -143,9 +143,9 @@ class UnquantizedLinearMethod(LinearMethod):
         if isinstance(epilogue, RotateStore):
             if epilogue.q_norm is not None:
                 return "a norm of q and k needs whole heads; it is one kernel with the rotation"
-            if getattr(layer, "head_size", None) != getattr(layer, "head_size_v", None):
+            if getattr(layer, "head_dim", None) != getattr(layer, "v_head_dim", None):
                 return "heads of values have another size"
-            return None if has_kernel(*shape, batch_invariant=deterministic) else _NEEDS_CUBLAS
+            return None if has_kernel(*shape, deterministic=deterministic) else _NEEDS_CUBLAS
         if deterministic:
             return _NEEDS_ALONE
         if isinstance(epilogue, Divide):
@@ -186,7 +186,7 @@ class UnquantizedLinearMethod(LinearMethod):
         if isinstance(epilogue, Activated):
             act: Any = epilogue.module
             return linear(
-                *product, gated=act.gated, activation=act.activation, batch_invariant=deterministic
+                *product, gated=act.gated, activation=act.activation, deterministic=deterministic
             )
         if isinstance(epilogue, RotateStore):
             cos_sin, cache, slot_mapping = operands
@@ -198,7 +198,7 @@ class UnquantizedLinearMethod(LinearMethod):
                 cache[1],
                 slot_mapping,
                 interleaved=epilogue.interleaved,
-                batch_invariant=deterministic,
+                deterministic=deterministic,
             )
         assert isinstance(epilogue, AddNorm), f"{epilogue} was declined"
         assert isinstance(x, Tensor), "no norm stands before a linear that adds the residual"
@@ -482,8 +482,8 @@ class QKVLinear(Linear):
         in_features: int,
         num_q_heads: int,
         num_kv_heads: int,
-        head_size: int,
-        head_size_v: int,
+        head_dim: int,
+        v_head_dim: int,
         **kwargs: Any,
     ) -> None:
         context = current_build_context()
@@ -501,34 +501,34 @@ class QKVLinear(Linear):
                 )
             kv_heads, kv_start = 1, rank // (size // num_kv_heads)
         self.split_sizes = (
-            q_heads * head_size,
-            kv_heads * head_size,
-            kv_heads * head_size_v,
+            q_heads * head_dim,
+            kv_heads * head_dim,
+            kv_heads * v_head_dim,
         )
         parts = [
-            ("q", num_q_heads * head_size, rank * self.split_sizes[0], self.split_sizes[0]),
-            ("k", num_kv_heads * head_size, kv_start * head_size, self.split_sizes[1]),
-            ("v", num_kv_heads * head_size_v, kv_start * head_size_v, self.split_sizes[2]),
+            ("q", num_q_heads * head_dim, rank * self.split_sizes[0], self.split_sizes[0]),
+            ("k", num_kv_heads * head_dim, kv_start * head_dim, self.split_sizes[1]),
+            ("v", num_kv_heads * v_head_dim, kv_start * v_head_dim, self.split_sizes[2]),
         ]
         super().__init__(in_features, parts, **kwargs)
-        self.head_size = head_size
-        self.head_size_v = head_size_v
+        self.head_dim = head_dim
+        self.v_head_dim = v_head_dim
         self.num_q_heads = q_heads
         self.num_kv_heads = kv_heads
         self._group = num_q_heads // num_kv_heads
 
     def split_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[..., out]`` to views q ``[T, heads, D]``, k ``[T, kv, D]`` and v ``[T, kv, Dv]``."""
-        if self.head_size == self.head_size_v:
-            heads = x.view(-1, self.num_q_heads + 2 * self.num_kv_heads, self.head_size)
+        if self.head_dim == self.v_head_dim:
+            heads = x.view(-1, self.num_q_heads + 2 * self.num_kv_heads, self.head_dim)
             sizes = (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)
             q, k, v = heads.split_with_sizes(sizes, dim=1)
             return q, k, v
         q, k, v = x.flatten(0, -2).split(self.split_sizes, dim=-1)
         return (
-            q.unflatten(-1, (self.num_q_heads, self.head_size)),
-            k.unflatten(-1, (self.num_kv_heads, self.head_size)),
-            v.unflatten(-1, (self.num_kv_heads, self.head_size_v)),
+            q.unflatten(-1, (self.num_q_heads, self.head_dim)),
+            k.unflatten(-1, (self.num_kv_heads, self.head_dim)),
+            v.unflatten(-1, (self.num_kv_heads, self.v_head_dim)),
         )
 
     @property
@@ -554,9 +554,9 @@ class QKVLinear(Linear):
         pieces = super()._split(tensor, parts=parts, output_dim=output_dim)
         if layout == "default":
             return pieces
-        if layout != "hgd" or self.head_size != self.head_size_v:
+        if layout != "hgd" or self.head_dim != self.v_head_dim:
             raise ValueError(f"layout must be 'default' or 'hgd' with equal heads, got {layout!r}")
-        num_heads = sum(part.total for part in self._parts.values()) // self.head_size
+        num_heads = sum(part.total for part in self._parts.values()) // self.head_dim
         if tensor.shape[output_dim] % num_heads:
             raise ShapeMismatchError(
                 f"has shape {list(tensor.shape)}, the model wants {num_heads} whole heads"
@@ -578,9 +578,9 @@ def build_qkv_proj(
     in_features: int,
     num_q_heads: int,
     num_kv_heads: int,
-    head_size: int,
+    head_dim: int,
     *,
-    head_size_v: int | None = None,
+    v_head_dim: int | None = None,
     bias: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
@@ -594,8 +594,8 @@ def build_qkv_proj(
         in_features,
         num_q_heads,
         num_kv_heads,
-        head_size,
-        head_size_v or head_size,
+        head_dim,
+        v_head_dim or head_dim,
         bias=bias,
         dtype=dtype,
         device=device,

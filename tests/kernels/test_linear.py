@@ -148,15 +148,15 @@ def test_kernel_activates(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("activation", "gated"), ACTIVATIONS)
-def test_activations_on_a_gpu(activation: Any, gated: bool, batch_invariant: bool) -> None:
+def test_activations_on_a_gpu(activation: Any, gated: bool, deterministic: bool) -> None:
     for rows in (1, 32, 100, 300):
         for n, k in ((9728, 896), (4096, 1024), (6144, 4096)):
             x, weight, bias = case(rows, n, k, torch.bfloat16, "cuda")
             x = x.contiguous()
             for chosen in (None, bias):
-                options = {"gated": gated, "batch_invariant": batch_invariant}
+                options = {"gated": gated, "deterministic": deterministic}
                 got = linear(x, weight, chosen, activation=activation, **options)
                 product = formula(x, weight, chosen, False)
                 expected = activated(product, activation, gated)
@@ -381,7 +381,7 @@ def test_batch_invariant_kernels(
 def test_batch_invariant_preconditions() -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
     with pytest.raises(ValueError, match="on a GPU"):
-        linear(x, weight, batch_invariant=True)
+        linear(x, weight, deterministic=True)
 
 
 @pytest.mark.gpu
@@ -401,12 +401,12 @@ def test_rows_do_not_depend_on_how_many_there_are(
     """Bit for bit, in any place: what makes a request's tokens independent of the batch."""
     many = 1030 if n * k < 2**28 else 300
     x, weight, bias = case(many, n, k, dtype, "cuda")
-    every = linear(x, weight, bias, gated=gated, batch_invariant=True)
+    every = linear(x, weight, bias, gated=gated, deterministic=True)
     for first, count in [
         *((0, count) for count in (1, 2, 5, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 257)),
         *((many - count, count) for count in (1, 16, 200)),
     ]:
-        some = linear(x[first : first + count], weight, bias, gated=gated, batch_invariant=True)
+        some = linear(x[first : first + count], weight, bias, gated=gated, deterministic=True)
         assert torch.equal(some, every[first : first + count]), f"{count} rows from {first}"
 
 

@@ -162,7 +162,7 @@ def test_rows_do_not_depend_on_how_many_there_are(
     def run(part: slice) -> list[Tensor]:
         caches = [x.new_zeros(rows, 1, kv_heads, head_dim) for _ in range(2)]
         turns = (angles.cos()[part], angles.sin()[part]) if rotates else (None, None)
-        options = {"interleaved": interleaved, "batch_invariant": True}
+        options = {"interleaved": interleaved, "deterministic": True}
         q = linear_rotary_store(x[part], weight, bias, *turns, *caches, slots[part], **options)
         return [q, caches[0][part, 0], caches[1][part, 0]]
 

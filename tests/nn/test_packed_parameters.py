@@ -167,7 +167,7 @@ def fuse(wholes: list[Tensor], layout: Any, linear: Linear) -> Tensor:
     if layout is None:
         return torch.cat(wholes)
     assert isinstance(linear, QKVLinear)
-    q, k, v = (whole.unflatten(0, (-1, linear.head_size)) for whole in wholes)
+    q, k, v = (whole.unflatten(0, (-1, linear.head_dim)) for whole in wholes)
     group = q.shape[0] // k.shape[0]
     heads = [
         torch.cat([q[i * group : (i + 1) * group], k[i : i + 1], v[i : i + 1]])

@@ -314,7 +314,7 @@ def build_qkv_proj(
         num_q_heads,
         num_kv_heads,
         head_size,
-        head_size_v=head_size_v,
+        v_head_dim=head_size_v,
         bias=bias,
         dtype=dtype,
         device=device,

@@ -74,7 +74,7 @@ def paged_attention(
         ``[T, Hq, Dv]``. Tokens at ``query_start[R]`` and beyond are not written.
 
     Raises:
-        ValueError: a shape, dtype or stride is not as above, or ``batch_invariant`` is given on a
+        ValueError: a shape, dtype or stride is not as above, or ``deterministic`` is given on a
             CPU.
     """
     if q.dim() != 3 or k_cache.dim() != 4 or v_cache.dim() != 4:

@@ -54,7 +54,7 @@ def linear(
     *,
     gated: bool = False,
     activation: Activation | None = None,
-    batch_invariant: bool = False,
+    deterministic: bool = False,
 ) -> Tensor:
     """``x @ weight.T + bias``, and its activation.
 
@@ -69,7 +69,7 @@ def linear(
         gated: whether the first half of the columns is activated and multiplies the second.
         activation: of the result, or of the gate, "silu" if it is None; "gelu_tanh" is the
             approximation by tanh.
-        batch_invariant: whether each row of the result must be the same, bit for bit, however many
+        deterministic: whether each row of the result must be the same, bit for bit, however many
             rows there are. Only on a GPU, with a contiguous weight and no :class:`DeferredRMSNorm`.
 
     Returns:
@@ -83,7 +83,7 @@ def linear(
     _check("linear", x, weight, bias)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"linear: a gated weight must have an even N, got {tuple(weight.shape)}")
-    if batch_invariant:
+    if deterministic:
         _check_invariant("linear", x, weight, squares)
         from engine_core.kernels.linear.invariant import triton as invariant
 
@@ -246,7 +246,7 @@ def linear_rotary_store(
     slot_mapping: Tensor,
     *,
     interleaved: bool = False,
-    batch_invariant: bool = False,
+    deterministic: bool = False,
 ) -> Tensor:
     """A linear to queries, keys and values, their rotation, and the storing of keys and values.
 
@@ -263,7 +263,7 @@ def linear_rotary_store(
         v_cache: likewise.
         slot_mapping: ``[T]`` int64; a token whose slot is negative is not stored.
         interleaved: how dimensions pair in the rotation.
-        batch_invariant: as of :func:`linear`.
+        deterministic: as of :func:`linear`.
 
     Returns:
         The rotated queries ``[T, Hq, D]``.
@@ -283,7 +283,7 @@ def linear_rotary_store(
     rows = values.reshape(-1, values.shape[-1])
     tile: tiles.Tile | None = None
     if _rotates_and_stores(rows, cos, sin, k_cache, v_cache, slot_mapping):
-        if not batch_invariant:
+        if not deterministic:
             tile = _tile(rows, weight, gated=False)
         elif 0 < len(rows) <= tiles.few_rows_of_invariant(len(weight)):
             _check_invariant("linear_rotary_store", rows, weight, squares)
@@ -312,7 +312,7 @@ def linear_rotary_store(
             ),
         )
         return q.view(-1, num_heads, head_dim)
-    qkv = linear(x, weight, bias, batch_invariant=batch_invariant)
+    qkv = linear(x, weight, bias, deterministic=deterministic)
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if cos is None or sin is None:
@@ -330,10 +330,10 @@ def has_kernel(
     gpu: GPU | None,
     *,
     gated: bool = False,
-    batch_invariant: bool = False,
+    deterministic: bool = False,
 ) -> bool:
     """Whether a kernel that can fuse what follows takes a weight ``[n, k]`` of this dtype."""
-    if batch_invariant:
+    if deterministic:
         return gpu is not None and rows <= tiles.few_rows_of_invariant(n)
     return dtype in _SIXTEEN_BITS and tiles.choose_tile(rows, n, k, gated, gpu) is not None
 
