@@ -6,6 +6,7 @@ There Triton is to interpret its kernels, and it decides at its import, which an
 
 import os
 import signal
+import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The kit in engine_core/testing may be run from another folder, whose settings know no pythonpath.
+sys.path.append(str(Path(__file__).parent / "tests"))
 import forkserver
 
 with suppress(ImportError):  # a machine with a GPU may run its tests without hypothesis

@@ -80,5 +80,5 @@ class StopStringMatcher:
 # The sequences of a request share theirs.
 @lru_cache(maxsize=16)
 def _beginnings(stop: tuple[str, ...]) -> frozenset[str]:
-    """What a text may end with that one of the strings goes on from."""
+    """Ends of a text with which one of the strings may begin."""
     return frozenset(string[:length] for string in stop for length in range(1, len(string)))
