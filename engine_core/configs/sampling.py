@@ -178,7 +178,7 @@ class SamplingParams(FrozenConfig):
     logits_processors: tuple[LogitsProcessor, ...] = Field(default=(), exclude=True)
     """Functions that change the logits; see LogitsProcessor. Offline use only."""
     guided: GuidedParams | None = Field(default=None, exclude=True)
-    """What the text must be: JSON, a JSON schema, a regular expression, ..."""
+    """Required form of the text: JSON, a JSON schema, a regular expression, ..."""
 
     @field_validator(
         "n",

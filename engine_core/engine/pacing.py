@@ -131,7 +131,7 @@ class Pacing:
         left = max(0.0, self._max_step_time - decode)
         tokens = max(_LEAST_TOKENS, int(left / median(self._token_seconds)))
         # Few different sizes, which steps are captured for: powers of two and half-way points.
-        grain = max(_LEAST_TOKENS, 1 << max(0, tokens.bit_length() - 2))
+        grain = max(_LEAST_TOKENS, 1 << (tokens.bit_length() - 2))
         limit = self._scheduler.config.max_num_batched_tokens
         self._scheduler.prompt_budget = min(limit, tokens // grain * grain)
 

@@ -474,19 +474,19 @@ class GraphSteps(_Graphs):
     def fit(self, key: GraphKey) -> GraphKey | None:
         """The captured step that holds one of this shape; None if it is to run without a graph."""
         own = self._own_shape(key)
-        if own in self._graphs:
+        if own in self._graphs or (own is not None and not self._complete):
             return own
         prompts = key.tokens - key.decode_rows
-        holding = [
-            held
-            for held in self._graphs
-            if held.decode_rows >= key.decode_rows
-            and held.prefill_rows >= key.prefill_rows
-            and held.tokens - held.decode_rows >= prompts
-        ]
-        if self._complete or own is None:
-            return min(holding, default=None)
-        return own
+        return min(
+            (
+                held
+                for held in self._graphs
+                if held.decode_rows >= key.decode_rows
+                and held.prefill_rows >= key.prefill_rows
+                and held.tokens - held.decode_rows >= prompts
+            ),
+            default=None,
+        )
 
     def _own_shape(self, key: GraphKey) -> GraphKey | None:
         """The closest shape that a step of this one is captured for by need; None for none."""

@@ -166,7 +166,7 @@ class JsonSchemaFormat(Body):
     description: str | None = None
     """No effect."""
     schema_: dict[str, Any] = Field(alias="schema")
-    """What the output must be."""
+    """Required form of the output."""
     strict: bool | None = None
     """No effect: the output always follows the schema."""
 
@@ -243,7 +243,7 @@ class GenerationBody(Body):
     """Seconds from the request's arrival to its end at most, if the server's own limit is not
     less."""
     response_format: ResponseFormat | None = None
-    """What the text must be."""
+    """Required form of the text."""
     guided_json: dict[str, Any] | None = None
     """JSON schema that the text must follow."""
     guided_regex: Text | None = None
