@@ -184,17 +184,13 @@ def _run(
     return results
 
 
-def _check_can_trace(
-    prompts: Sequence[Prompt], config: EngineConfig, given: Mapping[str, Any]
-) -> None:
+def _check_can_trace(prompts: Sequence[Prompt], config: EngineConfig) -> None:
     if len(prompts) > 1:
         raise typer.BadParameter(f"--trace-layers takes one prompt, got {len(prompts)}")
     if config.tensor_parallel_size > 1:
         raise typer.BadParameter(
             "--trace-layers sees the layers of this process only; leave --tensor-parallel-size out"
         )
-    if given.get("eager") is False:
-        raise typer.BadParameter("--trace-layers needs --eager; leave --no-eager out")
 
 
 @command(SAMPLING_OPTIONS, ENGINE_OPTIONS)
@@ -227,8 +223,7 @@ def generate(
         bool,
         typer.Option(
             "--trace-layers",
-            help="Print what each layer gives in the first prefill and decode steps; one prompt. "
-            "It implies --eager.",
+            help="Print what each layer gives in the first prefill and decode steps; one prompt.",
         ),
     ] = False,
     **options: Any,
@@ -244,8 +239,7 @@ def generate(
     conversations = [_conversation(prompt, system) for prompt in prompts] if chat else []
     config = ENGINE_OPTIONS.build(options)
     if trace_layers:
-        _check_can_trace(prompts, config, ENGINE_OPTIONS.given(options))
-        config = config.replace(eager=True)
+        _check_can_trace(prompts, config)
     SAMPLING_OPTIONS.build(options)  # a wrong value is found before the model is loaded
 
     from engine_core import LLM

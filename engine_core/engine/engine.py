@@ -213,10 +213,10 @@ class Engine:
             for step in trace.steps:
                 print(step.phase, step.first_non_finite)
 
-        Steps are slower while they are recorded, and forward hooks are there only then.
+        Steps with forward hooks, which are there only in those two, run without CUDA graphs.
 
         Raises:
-            ConfigError: ``tensor_parallel_size`` is above 1, or a GPU is used without ``eager``.
+            ConfigError: ``tensor_parallel_size`` is above 1.
             EngineDeadError: the engine has stopped, or was closed.
         """
         return self.core.trace_layers()

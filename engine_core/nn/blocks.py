@@ -35,7 +35,7 @@ from engine_core.nn.linear import (
     build_o_proj,
     build_qkv_proj,
 )
-from engine_core.nn.module import Module, hooks_registered
+from engine_core.nn.module import Module
 from engine_core.nn.norm import RMSNorm
 from engine_core.nn.rotary import ApplyRotaryEmb
 from engine_core.step_context import AttentionMetadata
@@ -127,7 +127,7 @@ class SelfAttention(Branch):
     ) -> Any:
         """``x [1, T, H]`` to ``[1, T, H]``; ``cos_sin`` None for no rotation."""
         first, epilogue, last = self.ends()
-        if hooks_registered(self):
+        if self.watched:
             q, k, v = epilogue.watched(first, x, cos_sin)
             heads = self.attend(q, k, v, *cache[:2], attn_metadata)
         else:
@@ -148,7 +148,7 @@ class FeedForward(Branch):
     def forward(self, x: Tensor | DeferredRMSNorm, *then: Any) -> Any:
         """``[1, T, H]`` to ``[1, T, H]``."""
         first, epilogue, last = self.ends()
-        if self._asks and not hooks_registered(self):
+        if self._asks and not self.watched:
             return last(first(x, epilogue), *then)
         return last(epilogue.plain(first, x), *then)
 
@@ -276,13 +276,13 @@ class DecoderLayer(Module):
         if self.residual_after_norm:
             residual = normed
         assert residual is not None, "the layer before gives the residual too"
-        watched = hooks_registered(self)
+        watched = self.watched
         middle, end = self._joints or self.join()
         inputs = (normed, cos_sin, cache, attn_metadata)
         normed, residual = middle.run(self.self_attn, inputs, residual, owned, watched)
         if self.residual_after_norm:
             residual = normed
-        if end is None or watched or hooks_registered(self._next[0]):
+        if end is None or watched or self._next[0].watched:
             out = self.mlp(normed)
             return self.post_feedforward_layernorm(out) if self.sandwich else out, residual
         normed, residual = end.run(self.mlp, (normed,), residual, True, False)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine_core.nn.module import HookFlag, Module, hooks_registered
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.step_batch import StepBatch, StepOutputs, StepState
 from engine_core.step_context import StepContext
@@ -19,6 +20,15 @@ class ForwardPass:
         """``model`` has the interface that :class:`ModelRunner` describes."""
         self._model = model
         self._kv_cache = kv_cache
+        self._hook_flag = HookFlag()
+        for module in model.modules():
+            if isinstance(module, Module):
+                module.hook_flag = self._hook_flag
+
+    @property
+    def watched(self) -> bool:
+        """Whether forward hooks are registered, so that the model's parts are to be called."""
+        return hooks_registered(self._model)
 
     def hidden(self, context: StepContext) -> Tensor:
         """``[T, H]``, or the logits ``[T, V]`` of a model without ``get_logits``."""
@@ -28,7 +38,11 @@ class ForwardPass:
             if prepare is not None
             else context.model_inputs(self._kv_cache)
         )
-        hidden: Tensor = self._model(**inputs)
+        self._hook_flag.watched = self.watched
+        try:
+            hidden: Tensor = self._model(**inputs)
+        finally:
+            self._hook_flag.watched = None
         return hidden[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

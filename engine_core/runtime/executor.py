@@ -143,11 +143,7 @@ class InProcessExecutor:
             return self._live().runner.capture_next()
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
-        """Record layers' outputs of the steps submitted in the ``with`` block.
-
-        Raises:
-            ConfigError: steps would be replayed as CUDA graphs.
-        """
+        """Record layers' outputs of the steps submitted in the ``with`` block."""
         return self._live().trace_layers()
 
     def close(self) -> None:

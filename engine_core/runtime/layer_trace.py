@@ -87,8 +87,9 @@ class LayerTrace:
             return
         step = StepTrace(phase, plan.num_tokens)
         self.steps.append(step)
+        seen: set[str] = set()
         handles = [
-            module.register_forward_hook(self._hook(name, step))
+            module.register_forward_hook(self._hook(name, step, seen))
             for name, module in self._model.named_modules()
             if name and not isinstance(module, nn.ModuleList)
         ]
@@ -105,9 +106,12 @@ class LayerTrace:
         )
         return "prefill" if prefill else "decode"
 
-    def _hook(self, name: str, step: StepTrace) -> Any:
+    def _hook(self, name: str, step: StepTrace, seen: set[str]) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             del module, args
+            if name in seen:
+                return  # A plan may be run several times.
+            seen.add(name)
             value = main_output(output, is_layer=name in self._decoder_layers)
             if value is None or not value.is_floating_point():
                 return

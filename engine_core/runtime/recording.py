@@ -151,19 +151,15 @@ class RecordedSteps:
     and is not recorded any more.
     """
 
-    def __init__(
-        self, state: StepState, logits_of: Model, is_watched: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, state: StepState, logits_of: Model) -> None:
         """To be used under ``torch.inference_mode``.
 
         Args:
             state: what is kept from step to step.
             logits_of: a step's context, of decode rows only, to logits ``[R, V]``.
-            is_watched: whether somebody waits for a part of the model to be called now.
         """
         self._state = state
         self._logits_of = logits_of
-        self._is_watched = is_watched
         # None is for a number of rows that came once.
         self._recordings: dict[int, _Recording | None] = {}
         self._nbytes = 0
@@ -172,7 +168,7 @@ class RecordedSteps:
     def run(self, batch: StepBatch) -> StepOutputs | None:
         """Repeat a step; see :class:`~engine_core.runtime.step_batch.Steps`."""
         count = batch.key.tokens
-        if not batch.decodes or self._refused or count > _MOST_ROWS or self._is_watched():
+        if not batch.decodes or self._refused or count > _MOST_ROWS:
             return None
         if count not in self._recordings:
             self._recordings[count] = None

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.kernels import choose_greedy, compiled
 from engine_core.nn.attention import cached_layers
-from engine_core.nn.module import hooks_registered
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.runtime.eager import EagerSteps, ForwardPass
 from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, largest_step_bytes
@@ -25,7 +24,7 @@ from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.platform import all_to_device, to_device
 from engine_core.runtime.recording import RecordedSteps
 from engine_core.runtime.sampler import REASONS, Sampler, is_hosted, token_logprobs
-from engine_core.runtime.step_batch import Choice, StepBatch, StepOutputs, StepState
+from engine_core.runtime.step_batch import Choice, StepOutputs, Steps, StepState
 from engine_core.runtime.swap import SwapSpace
 from engine_core.steps import (
     Admission,
@@ -142,9 +141,7 @@ class ModelRunner:
         self._eager_steps = EagerSteps(self._state, forward)
         self._recorded_steps: RecordedSteps | None = None
         if device.type == "cpu" and not eager and compiled.available():
-            self._recorded_steps = RecordedSteps(
-                self._state, forward, lambda: hooks_registered(model)
-            )
+            self._recorded_steps = RecordedSteps(self._state, forward)
         self._decode_graphs: DecodeGraphs | None = None
         self._graph_steps: GraphSteps | None = None
         if device.type == "cuda" and not eager and _supports_graphs(model):
@@ -156,7 +153,7 @@ class ModelRunner:
                 _launch_bound_tokens(model, len(layers)),
                 scheduler_config.max_num_batched_tokens,
             )
-            if capture_at_start:
+            if capture_at_start and not forward.watched:
                 with torch.inference_mode():
                     self._decode_graphs.capture_at_start()
                     self._graph_steps.capture_at_start()
@@ -167,17 +164,22 @@ class ModelRunner:
         """Capture one more step that is likely to be needed; a step may be in flight meanwhile.
 
         Returns:
-            False if there is none left, or too little memory, if one could not be captured, and
-            before it is known what a row keeps.
+            False if there is none left, or too little memory, if one could not be captured, while
+            forward hooks are registered, and before it is known what a row keeps.
         """
-        return self._state_known and any(
+        if not self._state_known or self._forward.watched:
+            return False
+        return any(
             graphs is not None and graphs.capture_next()
             for graphs in (self._decode_graphs, self._graph_steps)
         )
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Run ``plan``; the result may be asked for later."""
+        """Run ``plan``; the result may be asked for later.
+
+        While forward hooks are registered, the model itself runs every step.
+        """
         if self._swap_space is not None:
             if plan.swap_out:
                 self._swap_space.copy_out(plan.swap_out)
@@ -200,7 +202,8 @@ class ModelRunner:
             if row.num_tokens > 1 or row.start < known or not row.sample:
                 decodes = False
                 break
-        if self._decode_graphs is not None and decodes:
+        watched = self._forward.watched
+        if self._decode_graphs is not None and decodes and not watched:
             replayed = self._decode_graphs.begin(
                 [row.row for row in plan.rows],
                 [row.start for row in plan.rows],
@@ -209,37 +212,33 @@ class ModelRunner:
             if replayed is not None:
                 turns = replayed.replays(plan.repeat, len(plan.rows), chosen=choice is not None)
                 return self._collect(plan, choice, turns)
-        return self._collect(plan, choice, self._run(plan, choice, decodes=decodes))
+        steps = None if watched else self._graph_steps or self._recorded_steps
+        return self._collect(plan, choice, self._run(plan, choice, steps, decodes=decodes))
 
     def _run(
-        self, plan: StepPlan, choice: Choice | None, *, decodes: bool
+        self, plan: StepPlan, choice: Choice | None, steps: Steps | None, *, decodes: bool
     ) -> Iterator[StepOutputs]:
-        """Run the step as often as planned; each repeat goes on from the tokens of the last one."""
-        for turn in range(plan.repeat):
-            batch = self._batch(plan, turn, choice, decodes=decodes)
-            outputs = None
-            if self._graph_steps is not None:
-                outputs = self._graph_steps.run(batch)
-            elif self._recorded_steps is not None:
-                outputs = self._recorded_steps.run(batch)
-            yield self._eager_steps.run(batch) if outputs is None else outputs
+        """Run the step as often as planned; each repeat goes on from the tokens of the last one.
 
-    def _batch(
-        self, plan: StepPlan, turn: int, choice: Choice | None, *, decodes: bool
-    ) -> StepBatch:
-        """The numbers of one turn."""
-        if decodes and self.device.type == "cpu":
-            positions = [row.start + turn for row in plan.rows]
-            return self._state.decode_batch([row.row for row in plan.rows], positions, choice)
+        ``steps`` are asked before the model runs it.
+        """
         fit = None
         # Where there is no memory for a decode step's graph, there is none for another one.
-        if self._graph_steps is not None and not decodes and not self._wants_prompt_logprobs(plan):
-            fit = self._graph_steps.fit
-        rows = [row._replace(start=row.start + turn) for row in plan.rows] if turn else plan.rows
-        return self._state.batch(rows, self._rows, choice, fit)
-
-    def _wants_prompt_logprobs(self, plan: StepPlan) -> bool:
-        return any(self._rows[row.row].sampling.prompt_logprobs is not None for row in plan.rows)
+        if isinstance(steps, GraphSteps) and not decodes:
+            known = (self._rows[row.row] for row in plan.rows)
+            if all(row.sampling.prompt_logprobs is None for row in known):
+                fit = steps.fit
+        for turn in range(plan.repeat):
+            if decodes and self.device.type == "cpu":
+                positions = [row.start + turn for row in plan.rows]
+                batch = self._state.decode_batch([row.row for row in plan.rows], positions, choice)
+            else:
+                rows: Sequence[PlanRow] = plan.rows
+                if turn:
+                    rows = [row._replace(start=row.start + turn) for row in rows]
+                batch = self._state.batch(rows, self._rows, choice, fit)
+            outputs = None if steps is None else steps.run(batch)
+            yield self._eager_steps.run(batch) if outputs is None else outputs
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
         """Give rows to requests. Their state on the device is written for all at once."""

@@ -10,7 +10,6 @@ import torch
 
 from engine_core import own_process
 from engine_core.configs import CacheSpec, EngineConfig, SchedulerConfig
-from engine_core.errors import ConfigError
 from engine_core.nn.attention import cached_layers
 from engine_core.runtime import platform
 from engine_core.runtime.guided import GrammarCompiler
@@ -144,15 +143,7 @@ class Worker:
 
     @contextmanager
     def trace_layers(self) -> Iterator[LayerTrace]:
-        """Record layers' outputs of the steps submitted in the ``with`` block.
-
-        Raises:
-            ConfigError: steps would be replayed as CUDA graphs, in which no layer is called.
-        """
-        if self._source.device.type == "cuda" and not self._config.eager:
-            raise ConfigError(
-                "layers cannot be traced in CUDA graphs, whose steps call no layer; set eager"
-            )
+        """Record layers' outputs of the steps submitted in the ``with`` block."""
         self._trace = LayerTrace(self._model)
         try:
             yield self._trace

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from engine_core.cli import app
-from engine_core.errors import ConfigError
 
 NAME = "llama-gqa"
 CHECKPOINT = GOLDEN / NAME
@@ -162,7 +161,6 @@ def test_json_stays_on_stdout() -> None:
     [
         (["one", "two"], "--trace-layers takes one prompt, got 2"),
         (["one", "--tensor-parallel-size", "2"], "leave --tensor-parallel-size out"),
-        (["one", "--no-eager"], "--trace-layers needs --eager"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str], said: str) -> None:
@@ -188,16 +186,14 @@ def test_only_the_steps_inside_are_traced() -> None:
 
 
 @pytest.mark.gpu
-def test_graphs_are_refused_on_a_gpu() -> None:
+@pytest.mark.parametrize("eager", [False, True])
+def test_layers_on_a_gpu(eager: bool) -> None:
     prompt = _prompt("short")
-    with (
-        golden_llm(NAME) as llm,
-        pytest.raises(ConfigError, match="set eager"),
-        llm.engine.trace_layers(),
-    ):
-        pass
-    with golden_llm(NAME, eager=True) as llm, llm.engine.trace_layers() as trace:
-        llm.generate(prompt.input_ids, greedy_params(NAME))
+    with golden_llm(NAME, eager=eager) as llm:
+        # Plans are repeated from then on.
+        llm.generate(prompt.input_ids, greedy_params(NAME).replace(max_tokens=60))
+        with llm.engine.trace_layers() as trace:
+            llm.generate(prompt.input_ids, greedy_params(NAME))
     for step, logits in zip(
         trace.steps, (prompt.prefill_logits[-1], prompt.step_logits[1]), strict=True
     ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from engine_core.nn.blocks import agree, link_layers
 from engine_core.nn.epilogue import Activated, AddNorm, Call, Epilogue, RotateStore
 from engine_core.nn.fusions import fusions
 from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
+from engine_core.runtime.eager import ForwardPass
 from engine_core.step_context import AttentionMetadata, BuildContext, GroupMetadata, building
 
 H200 = GPU.of_capability((9, 0))
@@ -205,6 +207,43 @@ def test_a_hook_turns_fusions_off_and_its_removal_on_again(operations: list[str]
     operations.clear()
     run(layers, 3)
     assert operations == fused
+
+
+class Stack(nn.Module):
+    """Layers that a runner calls as a model."""
+
+    def __init__(self, layers: list[DecoderLayer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def prepare_inputs_for_generation(self, *_: object) -> dict[str, Any]:
+        return {}
+
+    def forward(self) -> Tensor:
+        return run(list(self.layers), 3)[None]
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_runner_tells_the_layers_of_hooks(operations: list[str]) -> None:
+    layers = stack("llama")
+    agree(nn.ModuleList(layers), torch.device("cpu"))
+    forward = ForwardPass(Stack(layers), [])
+    step: Any = SimpleNamespace(inputs_embeds=None)
+
+    def taken(call: Callable[[], object]) -> list[str]:
+        operations.clear()
+        call()
+        return list(operations)
+
+    fused = taken(lambda: forward.hidden(step))
+    assert "silu_and_mul" not in fused
+    handle = layers[1].mlp.act.register_forward_hook(lambda module, args, output: None)
+    # Before the next step, too.
+    unfused = taken(lambda: run(layers, 3))
+    assert "silu_and_mul" in unfused
+    assert taken(lambda: forward.hidden(step)).count("silu_and_mul") == 3
+    handle.remove()
+    assert taken(lambda: forward.hidden(step)) == fused
 
 
 def context(**options: Any) -> BuildContext:
