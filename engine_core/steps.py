@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from array import array
@@ -86,6 +86,8 @@ class PlanRow(NamedTuple):
     sample: bool
 
 
+StepKind = Literal["decode", "prefill", "mixed"]
+
 SwapPairs = tuple[tuple[int, int], ...]
 """``(block, slot)`` of each block of the cache that is copied to or from host memory."""
 
@@ -118,6 +120,14 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens computed by one run of the step."""
         return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def kind(self) -> StepKind:
+        """Whether every row computes one token, none does, or some do."""
+        # Rows that decode come first, so that two rows tell what all of them are.
+        if self.rows[-1].num_tokens == 1:
+            return "decode"
+        return "mixed" if self.rows[0].num_tokens == 1 else "prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +242,7 @@ class EngineStats(NamedTuple):
         prefix_cache_queries: prompt tokens looked up in the prefix cache.
         prefix_cache_hits: those that were found there.
         num_preemptions: how often a sequence lost its blocks and got a row again.
+        last_plan: id of the last plan whose results are in; -1 before the first.
     """
 
     running: int = 0
@@ -245,6 +256,7 @@ class EngineStats(NamedTuple):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    last_plan: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,10 @@ def _measure(
     # took 1 s of a throughput run that takes 0.02 s after. Another run may have other sizes of
     # batch, because the host finds out later or earlier that a request has ended.
     engine.warmup()
+    # Only what is counted is traced.
+    trace, engine.core.trace = engine.core.trace, None
     run()
+    engine.core.trace = trace
     stats = engine.step_stats = StepStats()
     runs = [run() for _ in range(repeats)]
     prompt_tokens, output_tokens = sum(prompt_lens), sum(output_lens)

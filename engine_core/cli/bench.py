@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -265,6 +266,13 @@ def bench(
         int | None, typer.Option(min=1, help="Runs that are counted (default: 5; throughput: 3).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write what each step of the counted runs held and when, for ui.perfetto.dev.",
+        ),
+    ] = None,
     **options: Any,
 ) -> None:
     """Measure how fast a model runs, and say where the time went.
@@ -289,11 +297,18 @@ def bench(
 
     from engine_core import LLM
     from engine_core.bench import make_report
+    from engine_core.engine.trace import EngineTrace, check_trace_file, write_trace
 
+    if trace is not None:
+        check_trace_file(trace)
     with LLM(model, config) as llm:
+        if trace is not None:
+            llm.engine.core.trace = EngineTrace()
         found = _run(llm, workload, values, config.seed)
         seconds = time.perf_counter() - start
         report = make_report(llm, model, workload.value, seconds=seconds, **found)
+        if trace is not None:
+            write_trace(trace, llm.engine.core.trace)
     if as_json:
         print(report.to_json())
     else:

@@ -8,6 +8,7 @@ import inspect
 import json
 import types
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
@@ -19,7 +20,7 @@ from engine_core.errors import ConfigError, EngineError
 
 Config = TypeVar("Config", bound=FrozenConfig)
 
-_METAVARS = {int: "INTEGER", float: "FLOAT", str: "TEXT", Bytes: "SIZE"}
+_METAVARS = {int: "INTEGER", float: "FLOAT", str: "TEXT", Bytes: "SIZE", Path: "FILE"}
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from engine_core.engine import process
 from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.frontend import Frontend, Prompt, State, choose_tokenizer
 from engine_core.engine.process import Decoder, Failure, Found, Ready
+from engine_core.engine.trace import EngineTrace, FrontendTrace, OutputRecord, RequestRecord
 from engine_core.errors import (
     ConfigError,
     EngineDeadError,
@@ -93,6 +94,7 @@ class RequestStream:
         self._error: EngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._written: OutputRecord | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -105,6 +107,10 @@ class RequestStream:
             RequestTimeoutError: its time is over.
             EngineDeadError: the engine process has ended.
         """
+        if self._written is not None:
+            # Whoever asks for more has written what there was.
+            self._written.written = time.monotonic()
+            self._written = None
         while not self._changed:
             if self._error is not None:
                 raise self._error
@@ -121,7 +127,10 @@ class RequestStream:
             finally:
                 self._waiter = None
         self._changed = False
-        return self._state.delta()
+        output = self._state.delta()
+        if (trace := self._engine.trace) is not None:
+            self._written = trace.taken(output, self._engine._stats.last_plan)
+        return output
 
     async def __aenter__(self) -> Self:
         return self
@@ -180,6 +189,7 @@ class AsyncEngine:
         startup: seconds that each phase of loading took in the engine process.
         pid: the engine process.
         dead: why the engine process ended; None while it lives, and after :meth:`close`.
+        trace: this process's part of a trace; None before :meth:`start_trace`.
     """
 
     def __init__(
@@ -203,6 +213,8 @@ class AsyncEngine:
         self.startup = ready.startup
         self.pid = link.pid
         self.dead: EngineDeadError | None = None
+        self.trace: FrontendTrace | None = None
+        self._engine_trace: asyncio.Future[EngineTrace | None] | None = None
         self._loop = asyncio.get_running_loop()
         self._link = link
         self._max_queued = max_queued_requests
@@ -418,6 +430,7 @@ class AsyncEngine:
                 tokenized.append(await asyncio.to_thread(frontend.tokenize, prompt))
             else:
                 tokenized.append(frontend.tokenize(prompt))
+        tokenized_time = time.monotonic()
         # From here on nobody else runs until all of them are queued.
         self._check_alive()
         self._check_queue(params.n * len(prompts))
@@ -444,11 +457,33 @@ class AsyncEngine:
             if state.request_id in prepared:
                 raise RequestError(f"two requests are called {state.request_id!r}; rename one")
             prepared[state.request_id] = (state, sequences)
-        return [self._queue(state, sequences, timeout) for state, sequences in prepared.values()]
+        streams = [self._queue(state, sequences, timeout) for state, sequences in prepared.values()]
+        if self.trace is not None:
+            now = time.monotonic()
+            for name, (_, sequences) in prepared.items():
+                ids = tuple(sequence.sequence_id for sequence in sequences)
+                self.trace.requests.append(
+                    RequestRecord(name, ids, arrival_time, tokenized_time, now)
+                )
+        return streams
 
     def stats(self) -> EngineStats:
         """Load of the engine after its last step, and counts since its start."""
         return self._stats
+
+    def start_trace(self) -> None:
+        """Record every step and request from now on, in both processes."""
+        self.trace = FrontendTrace()
+        self._link.send(("trace",))
+
+    async def take_trace(self) -> EngineTrace | None:
+        """The engine process's part of the trace so far; None if there is none, or it has died."""
+        if self.dead is not None or self.trace is None:
+            return None
+        if self._engine_trace is None:
+            self._engine_trace = self._loop.create_future()
+            self._link.send(("take_trace",))
+        return await asyncio.shield(self._engine_trace)
 
     async def wait_dead(self) -> EngineDeadError:
         """Wait until the engine process has ended without being asked to; returns why."""
@@ -526,17 +561,28 @@ class AsyncEngine:
             )
         return stream
 
-    def _receive(self, message: tuple[list[TokenUpdate], EngineStats]) -> None:
+    def _receive(self, message: tuple[list[TokenUpdate], EngineStats] | EngineTrace) -> None:
         """Take in what a step brought."""
-        updates, self._stats = message
         self._heard = True
+        if isinstance(message, EngineTrace):
+            self._give_trace(message)
+            return
+        received = time.monotonic()
+        updates, self._stats = message
         for state in self.frontend.apply(updates):
             stream = self._streams.get(state.request_id)
             if stream is not None:
                 stream._wake()
                 if state.unfinished == 0:
                     stream._end()
+        if self.trace is not None:
+            self.trace.received(updates, self._stats.last_plan, received)
         self._note_idle()
+
+    def _give_trace(self, trace: EngineTrace | None) -> None:
+        if self._engine_trace is not None:
+            self._engine_trace.set_result(trace)
+            self._engine_trace = None
 
     def _finish(self, sequence_id: str, reason: str, stop_reason: str) -> None:
         self._link.send(("finish", sequence_id, reason, stop_reason))
@@ -605,6 +651,7 @@ class AsyncEngine:
         """The engine process has ended."""
         if self._watcher is not None:
             self._watcher.cancel()
+        self._give_trace(None)
         if self._closing and not self.frontend.states:
             return
         self.dead = error

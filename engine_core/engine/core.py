@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from engine_core.engine.pacing import Pacing
 from engine_core.engine.startup import Loaded
 from engine_core.engine.step_stats import StepStats
+from engine_core.engine.trace import EngineTrace
 from engine_core.errors import EngineDeadError
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.runner import PendingStep
@@ -31,6 +32,7 @@ class EngineCore:
         executor: runs the steps.
         pacing: decides how far the host runs ahead of the device.
         step_stats: where the time of its steps went; put a new one here to begin anew.
+        trace: records each step and sequence; None for no records.
     """
 
     def __init__(self, loaded: Loaded, pacing: Pacing | None = None) -> None:
@@ -38,6 +40,7 @@ class EngineCore:
         self.executor = loaded.executor
         self.pacing = pacing or Pacing(loaded.scheduler, loaded.depth)
         self.step_stats = StepStats()
+        self.trace: EngineTrace | None = None
         self._eos_token_ids = loaded.eos_token_ids
         self._max_model_len = loaded.cache_plan.max_model_len
         self._sequences: dict[str, Sequence] = {}
@@ -48,6 +51,7 @@ class EngineCore:
         self._steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
+        self._last_plan = -1
 
     @property
     def has_unfinished(self) -> bool:
@@ -79,6 +83,7 @@ class EngineCore:
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
             num_preemptions=scheduler.num_preemptions,
+            last_plan=self._last_plan,
         )
 
     def add(self, new: NewSequence) -> None:
@@ -102,17 +107,23 @@ class EngineCore:
         self.scheduler.add(sequence)
         self.pacing.arrived()
         self._sequences[new.sequence_id] = sequence
+        if self.trace is not None:
+            self.trace.added(new, time.monotonic())
 
     def abort(self, sequence_id: str) -> None:
         """End a sequence; nothing more comes of it. Unknown ids are ignored."""
         if self._sequences.pop(sequence_id, None) is not None:
             self._aborted += 1
             self.scheduler.abort(sequence_id)
+            if self.trace is not None:
+                self.trace.finished(sequence_id, "abort", time.monotonic())
 
     def finish(self, sequence_id: str, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence whose text says that it is complete. Unknown ids are ignored."""
         if self._sequences.pop(sequence_id, None) is not None:
             self.scheduler.finish(sequence_id, reason, stop_reason)
+            if self.trace is not None:
+                self.trace.finished(sequence_id, reason, time.monotonic())
 
     def step(self) -> list[TokenUpdate]:
         """Submit a step if there is one, and take the results of the oldest in flight if due.
@@ -126,27 +137,32 @@ class EngineCore:
         self.check_alive()
         stats = self.step_stats
         try:
-            stats.begin()
+            begun = stats.begin()
             plan = self.scheduler.schedule()
-            stats.scheduled()
+            asked = planned = stats.scheduled()
             if plan is not None:
-                begin = time.perf_counter()
-                self._flight.append((plan, begin, self.executor.submit(plan)))
-                stats.submitted(plan)
+                pending = self.executor.submit(plan)
+                self._flight.append((plan, planned, pending))
+                asked = stats.submitted(plan)
                 self._steps += plan.repeat
                 if plan.admitted:
                     self._count_admitted(plan)
+                if self.trace is not None:
+                    self._trace_submitted(self.trace, plan, pending, (begun, planned, asked))
             if not self._flight or (plan is not None and len(self._flight) <= self.pacing.depth):
                 return []
-            done, begin, pending = self._flight.popleft()
+            done, planned, pending = self._flight.popleft()
             early = pending.done
             self.pacing.waiting(done, early=early)
             result = pending.result()
-            self.pacing.finished(done, begin, early=early)
-            stats.waited(done)
+            self.pacing.finished(done, planned, early=early)
+            ended = stats.waited(done)
             updates = self.scheduler.update(result)
+            self._last_plan = done.step_id
             self._count_updates(updates)
-            stats.applied()
+            applied = stats.applied()
+            if self.trace is not None:
+                self.trace.done(done, updates, (asked, ended, applied), early=early)
             return updates
         except Exception as error:
             raise self.fail(error) from error
@@ -203,6 +219,21 @@ class EngineCore:
         """
         if self._dead is not None:
             raise EngineDeadError(f"the engine has stopped: {self._dead}") from self._dead
+
+    def _trace_submitted(
+        self,
+        trace: EngineTrace,
+        plan: StepPlan,
+        pending: PendingStep,
+        times: tuple[float, float, float],
+    ) -> None:
+        prompts = [
+            row
+            for row in plan.rows
+            if row.num_tokens > 1 or row.start < self._sequences[row.sequence_id].prompt_len
+        ]
+        load = (len(self._flight), self.scheduler.num_running, self.scheduler.num_waiting)
+        trace.submitted(plan, pending, prompts, times, load)
 
     def _count_admitted(self, plan: StepPlan) -> None:
         for admission in plan.admitted:

@@ -169,6 +169,8 @@ class Engine:
                 raise self.core.fail(error) from error
         outputs = [state.output() for state in changed if state.streaming or state.unfinished == 0]
         self.core.step_stats.applied()
+        if self.core.trace is not None:
+            self.core.trace.sent()
         return outputs
 
     def warmup(self) -> None:

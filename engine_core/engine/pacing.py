@@ -53,7 +53,7 @@ class Pacing:
         *,
         max_step_time: float | None = None,
         first_budget: int = 512,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._serving = max_step_time is not None
         self._max_step_time = max_step_time or 0.0

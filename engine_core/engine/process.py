@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core import own_process
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
+from engine_core.engine.trace import EngineTrace
 from engine_core.errors import EngineDeadError, EngineError, RequestError
 from engine_core.steps import NewSequence, RowError, TokenUpdate
 
@@ -359,6 +360,10 @@ def _run(channel: _Channel, core: EngineCore) -> None:
             elif name == "abort":
                 for sequence_id in arguments[0]:
                     core.abort(sequence_id)
+            elif name == "trace":
+                core.trace = EngineTrace()
+            elif name == "take_trace":
+                channel.send(core.trace)
             else:
                 core.finish(*arguments)
         before = (core.num_steps, core.num_in_flight)
@@ -368,6 +373,8 @@ def _run(channel: _Channel, core: EngineCore) -> None:
         # back.
         if commands or moved:
             channel.send((refused + updates, core.stats()))
+            if core.trace is not None:
+                core.trace.sent()
         busy = 0.0 if moved else _STALLED_SECONDS
         wait = busy if core.has_unfinished else _IDLE_SECONDS
 

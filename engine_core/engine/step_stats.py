@@ -9,7 +9,7 @@ from engine_core.steps import StepPlan
 
 
 @dataclass(slots=True)
-class StepKind:
+class KindStats:
     """The steps of one kind.
 
     Attributes:
@@ -56,47 +56,50 @@ class StepStats:
         self.submit_seconds = 0.0
         self.wait_seconds = 0.0
         self.apply_seconds = 0.0
-        self.prefill = StepKind()
-        self.mixed = StepKind()
-        self.decode = StepKind()
+        self.prefill = KindStats()
+        self.mixed = KindStats()
+        self.decode = KindStats()
         self._last = 0.0
 
-    def begin(self) -> None:
-        """A step begins."""
-        self._last = time.perf_counter()
+    def begin(self) -> float:
+        """A step begins. This and the others return the time, of ``time.monotonic``."""
+        self._last = time.monotonic()
+        return self._last
 
-    def scheduled(self) -> None:
+    def scheduled(self) -> float:
         """The scheduler has made a plan, or found that there is nothing to do."""
         self.schedule_seconds += self._lap()
+        return self._last
 
-    def submitted(self, plan: StepPlan) -> None:
+    def submitted(self, plan: StepPlan) -> float:
         """``plan`` was given to the executor."""
         seconds = self._lap()
         self.submit_seconds += seconds
-        kind = self._kind(plan)
+        kind = self._of(plan)
         kind.steps += plan.repeat
         # Adding up the rows' counts would cost a decode step more than all the rest here.
         kind.tokens += len(plan.rows) * plan.repeat if kind is self.decode else plan.num_tokens
         kind.seconds += seconds
+        return self._last
 
-    def waited(self, plan: StepPlan) -> None:
+    def waited(self, plan: StepPlan) -> float:
         """The result of ``plan`` is there."""
         seconds = self._lap()
         self.wait_seconds += seconds
-        self._kind(plan).seconds += seconds
+        self._of(plan).seconds += seconds
+        return self._last
 
-    def applied(self) -> None:
+    def applied(self) -> float:
         """The outputs of a result are made."""
         self.apply_seconds += self._lap()
+        return self._last
 
     def _lap(self) -> float:
-        now = time.perf_counter()
+        now = time.monotonic()
         seconds = now - self._last
         self._last = now
         return seconds
 
-    def _kind(self, plan: StepPlan) -> StepKind:
-        # Rows that decode come first, so that two rows tell what all of them are.
-        if plan.rows[-1].num_tokens == 1:
-            return self.decode
-        return self.mixed if plan.rows[0].num_tokens == 1 else self.prefill
+    def _of(self, plan: StepPlan) -> KindStats:
+        kind: KindStats = getattr(self, plan.kind)
+        return kind

@@ -210,7 +210,7 @@ class ProcessExecutor(Executor):
     def submit(self, plan: StepPlan) -> PendingStep:
         """Send a step to every rank."""
         self._send("submit", plan)
-        return PendingStep(self._next_result)
+        return PendingStep(self._next_result, plan.num_tokens)
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """Refuse: the layers are in other processes.

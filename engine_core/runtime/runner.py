@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ from engine_core.steps import (
     TokenLogprobs,
 )
 
+Way = Literal["graph", "recorded", "eager"]
+
 # Signed integers, by their bytes.
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -54,13 +56,25 @@ class _Row:
 
 
 class PendingStep:
-    """A step that was submitted; on a GPU it may still be running."""
+    """A step that was submitted; on a GPU it may still be running.
+
+    Args:
+        finish: waits for its result.
+        num_tokens: tokens of one run, padding included.
+        way: how it was run; the last time, if it was repeated.
+        is_done: tells without waiting; None if that is unknown.
+    """
 
     def __init__(
-        self, finish: Callable[[], StepResult], is_done: Callable[[], bool] | None = None
+        self,
+        finish: Callable[[], StepResult],
+        num_tokens: int,
+        way: Way = "eager",
+        is_done: Callable[[], bool] | None = None,
     ) -> None:
-        """``is_done`` tells without waiting; None if that is unknown."""
         self._finish = finish
+        self.num_tokens = num_tokens
+        self.way = way
         self._is_done = is_done
 
     @property
@@ -158,6 +172,8 @@ class ModelRunner:
                     self._decode_graphs.capture_at_start()
                     self._graph_steps.capture_at_start()
         self._state_known = capture_at_start
+        # How the last run went, and its tokens, padding included.
+        self._ran: tuple[Way, int] = ("eager", 0)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
@@ -210,6 +226,9 @@ class ModelRunner:
                 choice or Choice.GREEDY,
             )
             if replayed is not None:
+                tokens = replayed.chosen.tokens
+                assert tokens is not None, "a captured step chooses"
+                self._ran = "graph", len(tokens)
                 turns = replayed.replays(plan.repeat, len(plan.rows), chosen=choice is not None)
                 return self._collect(plan, choice, turns)
         steps = None if watched else self._graph_steps or self._recorded_steps
@@ -238,7 +257,11 @@ class ModelRunner:
                     rows = [row._replace(start=row.start + turn) for row in rows]
                 batch = self._state.batch(rows, self._rows, choice, fit)
             outputs = None if steps is None else steps.run(batch)
-            yield self._eager_steps.run(batch) if outputs is None else outputs
+            way: Way = "graph" if steps is self._graph_steps else "recorded"
+            if outputs is None:
+                outputs, way = self._eager_steps.run(batch), "eager"
+            self._ran = way, batch.key.tokens
+            yield outputs
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
         """Give rows to requests. Their state on the device is written for all at once."""
@@ -336,11 +359,12 @@ class ModelRunner:
                 result.tokens, result.status = all_tokens, all_status
             all_tokens[turn].copy_(tokens, non_blocking=True)
             all_status[turn].copy_(status, non_blocking=True)
+        way, num_tokens = self._ran
         if not on_gpu:
-            return PendingStep(result.read)
+            return PendingStep(result.read, num_tokens, way)
         result.event = torch.cuda.Event()
         result.event.record()
-        return PendingStep(result.read, result.event.query)
+        return PendingStep(result.read, num_tokens, way, result.event.query)
 
     def _choose(
         self, result: _Results, turn: int, choice: Choice | None, logits: Tensor

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 import uvicorn
 
@@ -17,6 +18,7 @@ from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine.async_engine import AsyncEngine
 from engine_core.engine.guided import grammar_compiler
+from engine_core.engine.trace import check_trace_file, write_trace
 from engine_core.errors import ConfigError, EngineDeadError
 from engine_core.parsers import find_parser_names
 from engine_core.registry import Registry, build_registry
@@ -67,6 +69,8 @@ def run_server(
         registry.tool_parser(settings.tool_parser)
     if settings.reasoning_parser is not None:
         registry.reasoning_parser(settings.reasoning_parser)
+    if settings.trace is not None:
+        check_trace_file(settings.trace)
     configure_logging(settings.log_format)
     uvicorn_config = uvicorn.Config(
         create_app(None, settings, api_keys=api_keys),
@@ -107,6 +111,8 @@ async def _serve(
         engine = await _load(model, config, settings, service, registry, stop)
         if engine is None:
             return
+        if settings.trace is not None:
+            engine.start_trace()
         dead = asyncio.ensure_future(engine.wait_dead())
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait({dead, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -130,7 +136,21 @@ async def _serve(
         server.should_exit = True
         await serving
         if engine is not None:
+            if settings.trace is not None:
+                await _write_trace(engine, settings.trace, settings.trace_seconds)
             await engine.close()
+
+
+async def _write_trace(engine: AsyncEngine, path: Path, seconds: float) -> None:
+    """Write the trace that ``engine`` has, as far as its process lives."""
+    steps = await engine.take_trace()
+    frontends = [] if engine.trace is None else [engine.trace]
+    try:
+        await asyncio.to_thread(write_trace, path, steps, frontends, seconds=seconds)
+    except OSError as error:
+        logger.error("the trace could not be written to %s: %s", path, error)
+    else:
+        log(logger, logging.INFO, "wrote a trace", file=str(path))
 
 
 async def _load(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -61,6 +62,10 @@ class ServerSettings(FrozenConfig):
     """Lines of the log as text or as JSON objects."""
     log_prompts: bool = False
     """Write prompts and outputs into the log too."""
+    trace: Path | None = None
+    """File that gets a trace of the server's last seconds when it ends, for ui.perfetto.dev."""
+    trace_seconds: float = Field(default=10.0, gt=0)
+    """Seconds of the trace."""
 
     @field_validator("served_model_name")
     @classmethod
