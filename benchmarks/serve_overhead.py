@@ -18,22 +18,21 @@ import argparse
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 # In place of this folder, whose kernels.py is not the package of that name that transformers knows.
-sys.path[0:1] = [str(ROOT), str(ROOT / "tests")]
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.serve import ROOT, SMOLLM2, Server
 
 Load = dict[str, Any]
-SMOLLM2 = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 STREAMS = 50
 # Answers of different lengths, so that requests do not all end, and begin, at once.
 FIRST_TOKEN: Load = {
@@ -110,48 +109,31 @@ def serve_offline(model: str, options: dict[str, Any]) -> None:
         print(json.dumps(figures), flush=True)
 
 
-class Served:
+class Served(Server):
     """``engine-core serve`` on a free port."""
-
-    def __init__(self, model: Path, options: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "engine_core.cli", "serve", str(model), "--port", "0"]
-        self._process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
-        assert self._process.stderr is not None
-        self._url = ""
-        for line in self._process.stderr:
-            if found := re.search(r"listening on (http://[^\s\"]+)", line):
-                self._url = found[1]
-            if " ready " in line:
-                break
-        else:
-            raise SystemExit("the server did not start")
-        # Nobody reads its log any more, and a full pipe would stop it.
-        self._drain = subprocess.Popen(
-            ["cat"], stdin=self._process.stderr, stdout=subprocess.DEVNULL
-        )
 
     def run(self, load: Load) -> dict[str, float]:
         """Figures of a load, as its clients see them."""
-        with tempfile.NamedTemporaryFile(suffix=".json") as result:
+        with tempfile.NamedTemporaryFile(suffix=".jsonl") as result:
             options = {
-                "--url": self._url,
-                "--requests": load["requests"],
+                "--url": self.url,
+                "--burst": load["requests"],
                 "--concurrency": load["concurrency"],
                 "--prompt-tokens": load["prompt"],
                 "--output-tokens": "uniform:{}:{}".format(*load["output"]),
-                "--json": result.name,
+                "--output": result.name,
             }
             command = [sys.executable, str(ROOT / "benchmarks" / "serve.py")]
             command += [str(part) for pair in options.items() for part in pair]
             command += ["--token-range", *map(str, load["tokens"])]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            figures = json.loads(Path(result.name).read_text())["figures"]
-        return {"ttft_ms": figures["ttft_ms"]["p50"], "tokens_s": figures["output_tokens_per_s"]}
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-        self._drain.wait()
+            subprocess.run(
+                command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            figures = json.loads(Path(result.name).read_text())
+        return {
+            "ttft_ms": figures["first_token_ms"]["p50"],
+            "tokens_s": figures["output_tokens_s"],
+        }
 
 
 def compare(
@@ -175,6 +157,7 @@ def main() -> None:
         serve_offline(model, json.loads(given))
         return
 
+    sys.path.append(str(ROOT / "tests"))
     from serving import write_tiny_model
 
     print(f"{time.strftime('%Y-%m-%d')}, {len(os.sched_getaffinity(0))} cores")
@@ -182,7 +165,7 @@ def main() -> None:
         tiny = write_tiny_model(Path(folder) / "tiny")
         settings = {"enable_prefix_caching": False, "kv_cache_memory": "64MiB"}
         flags = ["--no-enable-prefix-caching", "--kv-cache-memory", "64MiB"]
-        ours, theirs = Offline(tiny, settings), Served(tiny, flags)
+        ours, theirs = Offline(tiny, settings), Served(str(tiny), flags)
         alone, through = compare(ours, theirs, FIRST_TOKEN, options.rounds)
         ours.close()
         theirs.close()
@@ -193,7 +176,7 @@ def main() -> None:
         )
     settings = {"enable_prefix_caching": False, "kv_cache_memory": "1GiB", "max_model_len": 1024}
     flags = ["--no-enable-prefix-caching", "--kv-cache-memory", "1GiB", "--max-model-len", "1024"]
-    ours, theirs = Offline(options.model, settings), Served(options.model, flags)
+    ours, theirs = Offline(options.model, settings), Served(str(options.model), flags)
     alone, through = compare(ours, theirs, THROUGHPUT, options.rounds)
     ours.close()
     theirs.close()
