@@ -222,7 +222,7 @@ class Step:
 
     def __str__(self) -> str:
         prompts = f"{self.prompt_tokens:,} tokens of prompts" if self.prompt_tokens else ""
-        rows = f"{self.decode_rows} rows" if self.decode_rows else ""
+        rows = f"{self.decode_rows} row{'s' * (self.decode_rows > 1)}" if self.decode_rows else ""
         what = " and ".join(filter(None, (rows, prompts)))
         return f"{self.kind} step ({self.way}) of {what}: {(self.end - self.begin) * 1e3:.1f} ms"
 
@@ -355,6 +355,7 @@ def summarise(
         ),
         "client_late_ms_p99": late_p99,
         "client_too_late": late_p99 is not None and late_p99 > LATE_MS,
+        "client_stall_ms": max((end - begin for begin, end in run.stalls), default=0.0) * 1e3,
         "largest_gap": None,
     }
     if gaps:
@@ -581,7 +582,7 @@ def report(options: argparse.Namespace, rows: Sequence[Row], steps: list[Step] |
                 file.write(json.dumps(row.figures | every) + "\n")
         if options.plot:
             plot(seen, options.plot / re.sub(r"\W+", "_", f"{first['model']}_{row.label}"))
-    return not any(row.figures["failed"] for row in rows)
+    return not any(row.figures["errors"] for row in rows)
 
 
 def plot(observations: Sequence[Observation], folder: Path) -> None:

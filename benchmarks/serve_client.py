@@ -114,7 +114,8 @@ class Client:
         url: of the server, without a path.
         processes: processes that send; each takes its share of the requests.
         concurrency: requests in flight at most, instead of an open loop; None for no limit.
-        patience: seconds after the last request is due until the streams left are given up.
+        patience: seconds after the last request is due until the streams left are given up; a
+            closed loop goes on to its end.
         until: index of the request whose end ends the run, or None for all.
         api_key: what the server wants, or None.
     """
@@ -177,8 +178,9 @@ async def _send(
     watch = asyncio.create_task(_watch(stalls))
     tasks = [asyncio.create_task(stream.run(origin, room)) for stream in streams]
     ends = [t for t, s in zip(tasks, streams, strict=True) if client.until in (None, s.index)]
-    deadline = origin + max(stream.request.due for stream in streams) + client.patience
-    await asyncio.wait(ends or tasks, timeout=deadline - clock())
+    last = origin + max(stream.request.due for stream in streams)
+    timeout = None if limit else last + client.patience - clock()
+    await asyncio.wait(ends or tasks, timeout=timeout)
     cut = client.until is not None and all(task.done() for task in ends)
     for stream, task in zip(streams, tasks, strict=True):
         if not task.done():
