@@ -30,6 +30,8 @@ from engine_core.errors import EngineDeadError, EngineError, RequestError
 from engine_core.steps import NewSequence, RowError, TokenUpdate
 
 if TYPE_CHECKING:
+    import torch
+
     from engine_core.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
@@ -322,7 +324,7 @@ def _serve(
     )
     try:
         if warm_up:
-            _capture_expected(core)
+            _capture_expected(core, source.device)
         plan = pickle.dumps(loaded.cache_plan)
         channel.send(Ready(loaded.scheduler_config, plan, dict(opened.phases)))
         _run(channel, core)
@@ -379,14 +381,19 @@ def _run(channel: _Channel, core: EngineCore) -> None:
         wait = busy if core.has_unfinished else _IDLE_SECONDS
 
 
-def _capture_expected(core: EngineCore) -> None:
+def _capture_expected(core: EngineCore, device: torch.device) -> None:
     """Capture all steps that are expected, so that no request waits for a capture."""
-    begin, captured = time.monotonic(), 0
+    from engine_core.runtime.platform import used_memory
+
+    begin, before, captured = time.monotonic(), used_memory(device), 0
     while core.capture_next():
         captured += 1
     if captured:
         seconds = time.monotonic() - begin
-        logger.info("captured %d more CUDA graphs at start, in %.1f s", captured, seconds)
+        size = (used_memory(device) - before) >> 20
+        logger.info(
+            "captured %d more CUDA graphs at start, in %.1f s and %d MiB", captured, seconds, size
+        )
 
 
 def _add(core: EngineCore, sequences: Sequence[NewSequence], refused: list[TokenUpdate]) -> None:

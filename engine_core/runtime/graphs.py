@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 
 import torch
 from torch import Tensor, nn
 
 from engine_core.errors import OptionError
 from engine_core.kernels import choose_greedy, decode_inputs, sample_tokens
-from engine_core.kernels.sampling import Adjustments, SamplingState
+from engine_core.kernels.sampling import NUMBERS, Adjustments, SamplingState
 from engine_core.nn.embedding import VocabularySplit
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.step_batch import (
@@ -24,14 +24,17 @@ from engine_core.runtime.step_batch import (
     StepBatch,
     StepOutputs,
     StepState,
+    chunk_size,
+    chunk_sizes,
 )
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 
 logger = logging.getLogger(__name__)
 
-# Powers of two, and from 16 on the half-way points too: a bucket is at most a third larger than
-# the batch that runs in it.
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# Few, as each takes a tenth of a second and some memory; from 16 on a bucket is at most half as
+# large again as the batch that runs in it, and from 128 on a quarter.
+_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 256, 32), *range(256, 512, 64))
+_BUCKETS += tuple(range(512, 1025, 128))
 # Host buffers in rotation: more than there can be steps in flight.
 _RING = 8
 
@@ -173,7 +176,7 @@ class _Graphs(ABC):
             False if there is none left, or too little memory, or one could not be captured.
         """
         key = next((key for key in self._expected if key not in self._graphs), None)
-        self._complete = key is None
+        self._complete = self._complete or key is None
         if key is None or not self._state.ahead:
             return False
         free = _free_memory(self._device)
@@ -306,6 +309,60 @@ class DecodeGraphs(_Graphs):
         self._turn = 0
         # Those whose tensors the adjusted graphs have captured.
         self._adjustments: Adjustments | None = None
+        self._compiled = False
+
+    def capture_next(self) -> bool:
+        """See above; last of all the kernels of adjusted choice are compiled."""
+        more = super().capture_next()
+        if self._complete and not self._compiled:
+            self._compiled = True
+            self._compile_adjusted()
+        return more
+
+    def _compile_adjusted(self) -> None:
+        logits = self._graphs[self._keys[Choice.GREEDY][0]].logits
+        assert logits is not None, "greedy steps keep their logits"
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(2, *shape, dtype=dtype, device=self._device)
+
+        vocab = logits.shape[-1]
+        for biased, penalised in product((False, True), repeat=2):
+            adjustments = Adjustments(
+                kinds=zeros(dtype=torch.int32),
+                ban_ids=zeros(8, dtype=torch.int32),
+                ban_ends=zeros(dtype=torch.int64),
+                bias=zeros(vocab, dtype=torch.float32) if biased else None,
+                prompt_mask=zeros(vocab, dtype=torch.bool) if penalised else None,
+                output_counts=zeros(vocab, dtype=torch.int32) if penalised else None,
+            )
+            numbers = zeros(len(NUMBERS), dtype=torch.float64)
+            row, last_tokens, seeds = (zeros(dtype=torch.int64) for _ in range(3))
+            state = SamplingState(numbers, seeds, adjustments)
+            sample_tokens(logits[:1], row[:1], row[:1] - 1, last_tokens, state)
+
+    def offer(self, count: int, choice: Choice | None) -> Choice | None:
+        """The choice that a step of ``count`` rows makes by itself; None to choose by its logits.
+
+        ``choice`` is one that every row's parameters can be followed with, None if there is none.
+        Once all that is expected was captured, no request waits for a capture: adjusted choice,
+        which needs tensors over the vocabulary that few servers ever need, is made by the logits
+        until :meth:`capture_next` has captured it.
+        """
+        if choice is not Choice.ADJUSTED:
+            return choice
+        adjustments = self._state.sampling().adjustments
+        if adjustments is not self._adjustments:
+            # These have captured other tensors.
+            self._adjustments = adjustments
+            for key in [key for key in self._graphs if key.choice is choice]:
+                del self._graphs[key]
+        key = self._keys[choice][bisect_left(self._buckets, count)]
+        if key in self._graphs or not self._complete:
+            return choice
+        if key not in self._expected:
+            self._expected += (key,)
+        return None
 
     def begin(
         self,
@@ -315,14 +372,11 @@ class DecodeGraphs(_Graphs):
     ) -> Captured | None:
         """Set the rows, and the positions of the tokens they compute; returns what to replay.
 
-        None if this step is to be run without a graph. ``choice`` is one that every row's
-        parameters can be followed with.
+        None if this step is to be run without a graph. ``choice`` is as :meth:`offer` gave it.
         """
         count = len(rows)
         key = self._keys[choice][bisect_left(self._buckets, count)]
         bucket = key.decode_rows
-        if choice is Choice.ADJUSTED:
-            self._drop_outdated()
         # Capturing runs the step and so moves the static inputs; it comes before they are set.
         captured = self._get(key)
         if captured is None:
@@ -339,14 +393,6 @@ class DecodeGraphs(_Graphs):
         for table in self._steps.tables:
             table.flush()
         return captured
-
-    def _drop_outdated(self) -> None:
-        """Drop adjusted graphs that have captured other tensors than those of now."""
-        adjustments = self._state.sampling().adjustments
-        if adjustments is not self._adjustments:
-            self._adjustments = adjustments
-            for key in [key for key in self._graphs if key.choice is Choice.ADJUSTED]:
-                del self._graphs[key]
 
     def _make(self, key: GraphKey) -> Captured:
         # Padding is all there is in the step that is captured.
@@ -400,21 +446,15 @@ class DecodeGraphs(_Graphs):
 
 # Decode rows and prefill rows that a step with prompts is captured for. Each decode row that there
 # is not is a token of padding; prompts that there are not take next to nothing.
-_DECODE_ROWS = (0, 32, 64, 128, 192, 256, 384, 512)
+_DECODE_ROWS = (0, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _PREFILL_ROWS = (1, 8, 32)
 # Those that steps are captured for before they come, whatever prompts are beside them.
-_DECODE_ROWS_BESIDE = (32, 64, 128, 256, 512)
-
-
-def _chunk_bucket(tokens: int) -> int:
-    """At least ``tokens``: multiples of 64, from 256 on powers of two and half-way points."""
-    grain = max(64, 1 << max(0, (tokens - 1).bit_length() - 2))
-    return -(-tokens // grain) * grain
+_DECODE_ROWS_BESIDE = (32, 64, 128, 256, 512, 1024)
 
 
 def _full_steps(max_num_batched_tokens: int, max_chunk: int, max_rows: int) -> Iterator[GraphKey]:
     """Full steps in which no prompt is alone."""
-    tokens = _chunk_bucket(max_num_batched_tokens)
+    tokens = chunk_size(max_num_batched_tokens)
     for fewer, decode in pairwise((-1, *_DECODE_ROWS)):
         for less, prefill in pairwise((0, *_PREFILL_ROWS)):
             # At most so many rows prefill beside the fewest that decode.
@@ -456,17 +496,16 @@ class GraphSteps(_Graphs):
                 come alone, and prompts beside rows that decode.
         """
         max_chunk = min(max_num_batched_tokens, state.steps.max_model_len)
-        sizes = [0]
-        while sizes[-1] < max_chunk:
-            sizes.append(_chunk_bucket(sizes[-1] + 1))
-        alone = [GraphKey(tokens, 0, 1) for tokens in sizes[1:]]
+        sizes = chunk_sizes(max_chunk)
+        alone = [GraphKey(tokens, 0, 1) for tokens in sizes]
         full = _full_steps(max_num_batched_tokens, max_chunk, state.steps.max_rows)
         expected = [key for key in (*alone, *full) if key.tokens <= max_tokens]
         if state.steps.max_rows > 1:
             # Their padding is next to nothing where prompts are cut to these sizes, as a server
-            # cuts them, so they may be somewhat longer.
-            beside = _steps_beside(sizes[1:], state.steps.max_rows)
-            expected += [key for key in beside if key.tokens <= max_tokens * 5 // 4]
+            # cuts them, so they may be longer; and a host that launches kernels for as long as the
+            # device runs them can do nothing else.
+            beside = _steps_beside(sizes, state.steps.max_rows)
+            expected += [key for key in beside if key.tokens <= max_tokens * 3 // 2]
         # The largest of the others first: what comes after reuses its memory.
         super().__init__(state, at_start=expected[:1], later=sorted(expected[1:], reverse=True))
         self._max_tokens = max_tokens
@@ -494,7 +533,7 @@ class GraphSteps(_Graphs):
         prefill = next((size for size in _PREFILL_ROWS if size >= key.prefill_rows), None)
         if decode is None or prefill is None:
             return None
-        tokens = decode + _chunk_bucket(key.tokens - key.decode_rows)
+        tokens = decode + chunk_size(key.tokens - key.decode_rows)
         fitting = GraphKey(tokens, decode, prefill)
         taken = tokens <= self._max_tokens and fitting not in self._state.uncaptured
         return fitting if taken else None

@@ -109,6 +109,14 @@ def total_memory(device: torch.device) -> int:
     return memory
 
 
+def used_memory(device: torch.device) -> int:
+    """Bytes of a GPU that all processes together have taken; 0 for a CPU."""
+    if device.type == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
 def rank_memory(device: torch.device, num_ranks: int) -> int:
     """Bytes of :func:`total_memory` for each rank: each has a GPU, or all share the host's."""
     return total_memory(device) // (num_ranks if device.type == "cpu" else 1)

@@ -220,6 +220,7 @@ class ModelRunner:
                 break
         watched = self._forward.watched
         if self._decode_graphs is not None and decodes and not watched:
+            choice = self._decode_graphs.offer(len(plan.rows), choice)
             replayed = self._decode_graphs.begin(
                 [row.row for row in plan.rows],
                 [row.start for row in plan.rows],

@@ -20,6 +20,23 @@ from engine_core.steps import PlanRow
 _ALIGNMENT = 16
 
 
+def chunk_size(tokens: int) -> int:
+    """The size that a captured step has for so many tokens of prompts.
+
+    At least ``tokens``: a multiple of 64, and from 512 on of what is at most a quarter of it.
+    """
+    grain = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // grain) * grain
+
+
+def chunk_sizes(tokens: int) -> list[int]:
+    """All sizes up to the one for ``tokens``."""
+    sizes = [chunk_size(1)]
+    while sizes[-1] < tokens:
+        sizes.append(chunk_size(sizes[-1] + 1))
+    return sizes
+
+
 class Choice(IntEnum):
     """Ways of choosing tokens in a captured step; each includes those before it."""
 

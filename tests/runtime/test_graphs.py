@@ -13,6 +13,7 @@ import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ from engine_core.step_context import StepContext
 from engine_core.steps import Admission, PlanRow, StepPlan
 
 ROWS, VOCAB, MAX_MODEL_LEN = 20, 32, 4096
+# Prompts alone, the largest first.
+LONG = [2048, 1792, 1536, 1280, 1024, 896, 768, 640, 512, 448, 384, 320, 256, 192, 128]
 
 
 class Device:
@@ -170,9 +173,41 @@ def test_decode_steps_of_the_largest_batch_come_first_and_the_others_one_by_one(
         for choice in (Choice.GREEDY, Choice.RANDOM):
             assert graphs.begin(*rows(count), choice) is not None
     assert device.take() == []
-    # Penalties, biases and bans are captured only when they are asked for.
-    assert graphs.begin(*rows(1), Choice.ADJUSTED) is not None
-    assert device.take() == [(1, 1)]
+
+
+def test_penalties_never_wait_for_a_capture_once_the_expected_steps_are_captured(
+    device: Device, state: GraphState
+) -> None:
+    graphs = DecodeGraphs(state)
+    assert graphs.offer(3, Choice.ADJUSTED) is Choice.ADJUSTED
+    assert graphs.begin(*rows(3), Choice.ADJUSTED) is not None
+    while graphs.capture_next():
+        pass
+    device.take()
+    assert graphs.offer(3, Choice.ADJUSTED) is Choice.ADJUSTED
+    # The others choose by the logits until the engine has been idle.
+    for _ in range(2):
+        assert graphs.offer(7, Choice.ADJUSTED) is None
+    assert [graphs.offer(7, choice) for choice in (Choice.RANDOM, None)] == [Choice.RANDOM, None]
+    assert graphs.capture_next()
+    assert graphs.offer(2, Choice.ADJUSTED) is None
+    assert device.take() == [(8, 8)]
+    assert graphs.offer(7, Choice.ADJUSTED) is Choice.ADJUSTED
+    assert graphs.begin(*rows(7), Choice.ADJUSTED) is not None
+    assert graphs.capture_next()
+    assert not graphs.capture_next()
+    assert device.take() == [(2, 2)]
+
+
+def test_up_to_1024_rows_decode_in_few_sizes(device: Device) -> None:
+    graphs = DecodeGraphs(state_of(device, 1024))
+    while graphs.capture_next():
+        pass
+    captured = device.take()
+    assert len(captured) == 46
+    sizes = sorted({size for size, _ in captured})
+    assert sizes[-1] == 1024
+    assert all(high <= low * 5 / 4 for low, high in pairwise(sizes) if low >= 128)
 
 
 def test_other_threads_may_use_the_device_beside_a_capture(
@@ -204,9 +239,9 @@ def test_one_row_at_a_time_has_few_graphs(device: Device) -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "max_batched", "start", "later"),
     [
-        (10**6, 2048, [64], [2048, 1536, 1024, 768, 512, 384, 256, 192, 128]),
+        (10**6, 2048, [64], LONG),
         # The size that holds the longest chunk.
-        (10**6, 1100, [64], [1536, 1024, 768, 512, 384, 256, 192, 128]),
+        (10**6, 1100, [64], LONG[3:]),
         (10**6, 160, [64], [192, 128]),
         # A larger step takes the device longer than the launch of its kernels.
         (300, 8192, [64], [256, 192, 128]),
@@ -305,7 +340,7 @@ def test_steps_that_take_the_device_longer_than_their_launch_have_little_padding
     graphs = GraphSteps(state_of(device, 20), 300, 1024)
     while graphs.capture_next():
         pass
-    assert max(device.take()) == (288, 32)
+    assert max(device.take()) == (416, 32)
 
 
 OUT_OF_MEMORY = {
