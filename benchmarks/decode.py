@@ -102,7 +102,7 @@ def profile(graph: torch.cuda.CUDAGraph) -> None:
 def measure(name: str, batches: list[int], seconds: float, folder: Path, *, profiled: bool) -> None:
     """Print one line per batch size."""
     with build(name, folder, deterministic=False) as llm:
-        runner = llm.engine.core.executor._worker._runner
+        runner = llm.engine.core.executor._runner
         graphs = runner._decode_graphs
         for cache in itertools.chain.from_iterable(runner.kv_cache):
             cache.normal_()

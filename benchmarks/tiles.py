@@ -94,7 +94,7 @@ def settings(text: str) -> Iterator[None]:
 def compare(name: str, batches: list[int], tries: list[str], rounds: int, folder: Path) -> None:
     """Print a line for each batch size and variation."""
     with build(name, folder, deterministic=False) as llm:
-        runner = llm.engine.core.executor._worker._runner
+        runner = llm.engine.core.executor._runner
         graphs = runner._decode_graphs
         for caches in runner.kv_cache:
             for cache in caches:

@@ -14,14 +14,14 @@ import os
 import time
 from pathlib import Path
 
-from engine_core.runtime.executor import InProcessExecutor
 from engine_core.runtime.runner import PendingStep
+from engine_core.runtime.worker import Worker
 from engine_core.steps import StepPlan
 
 FOLDER = "ENGINE_CORE_TEST_CAPTURES"
 COUNT = 4
 
-_submit = InProcessExecutor.submit
+_submit = Worker.submit
 
 
 def _note(line: str) -> None:
@@ -29,12 +29,12 @@ def _note(line: str) -> None:
         journal.write(f"{line}\n")
 
 
-def _submit_and_note(self: InProcessExecutor, plan: StepPlan) -> PendingStep:
+def _submit_and_note(self: Worker, plan: StepPlan) -> PendingStep:
     _note("step")
     return _submit(self, plan)
 
 
-def _capture_next(self: InProcessExecutor) -> bool:
+def _capture_next(self: Worker) -> bool:
     del self
     folder = Path(os.environ[FOLDER])
     journal = folder / "journal"
@@ -51,7 +51,7 @@ def _capture_next(self: InProcessExecutor) -> bool:
     return True
 
 
-InProcessExecutor.submit = _submit_and_note  # type: ignore[method-assign]
-InProcessExecutor.capture_next = _capture_next  # type: ignore[method-assign]
+Worker.submit = _submit_and_note  # type: ignore[method-assign]
+Worker.capture_next = _capture_next  # type: ignore[method-assign]
 
 MODULE_MAP: dict[str, str] = {}

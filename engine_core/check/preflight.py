@@ -66,7 +66,6 @@ from engine_core.runtime.source import (
     option_scheme,
     read_config,
 )
-from engine_core.runtime.worker import complete_context
 from engine_core.step_context import BuildContext
 from engine_core.text import Tokenizer
 
@@ -298,10 +297,10 @@ class _Check:
         if self.model_class is None:
             return
         with self._collecting():
-            context = complete_context(
-                BuildContext(tp_size=self.config.tensor_parallel_size),
-                self.config,
-                getattr(torch, dtype),
+            context = BuildContext(
+                tp_size=self.config.tensor_parallel_size,
+                dtype=getattr(torch, dtype),
+                deterministic=self.config.deterministic,
             )
             self.network = build_on_meta(self.model_class, model_config, context, self.scheme)
         max_model_len = None

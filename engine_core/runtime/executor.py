@@ -22,14 +22,13 @@ from typing import Any, Protocol
 from engine_core import own_process
 from engine_core.configs import EngineConfig, SchedulerConfig
 from engine_core.errors import ConfigError, EngineDeadError, EngineError, OptionError
-from engine_core.runtime import platform
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.loader import build_on_meta
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.runner import PendingStep
 from engine_core.runtime.source import ModelSource, open_model
-from engine_core.runtime.worker import Worker, WorkerReport, complete_context
+from engine_core.runtime.worker import Worker, WorkerReport
 from engine_core.step_context import BuildContext
 from engine_core.steps import StepPlan, StepResult
 
@@ -85,7 +84,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
         ConfigError: its class cannot be built from its config.
     """
     if config.tensor_parallel_size == 1:
-        return InProcessExecutor(source, config)
+        return Worker(source, config, BuildContext())
     if source.device.type == "cuda":
         import torch
 
@@ -102,64 +101,13 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
                 f"tensor_parallel_size is {config.tensor_parallel_size}, but there are {count} GPUs"
             )
     # Otherwise each rank would refuse by itself, after all of them were started.
-    context = complete_context(
-        BuildContext(tp_size=config.tensor_parallel_size), config, source.dtype
+    context = BuildContext(
+        tp_size=config.tensor_parallel_size,
+        dtype=source.dtype,
+        deterministic=config.deterministic,
     )
     build_on_meta(source.model_class, source.model_config, context, source.scheme)
     return ProcessExecutor(source, config)
-
-
-class InProcessExecutor:
-    """One rank, in this process."""
-
-    def __init__(self, source: ModelSource, config: EngineConfig) -> None:
-        self._worker: Worker | None = Worker(source, config, BuildContext())
-        self._device = source.device
-
-    def load(self) -> WorkerReport:
-        """Load the model."""
-        with platform.on(self._device):
-            return self._live().load()
-
-    def start(
-        self,
-        plan: CachePlan,
-        scheduler_config: SchedulerConfig,
-        eos_token_ids: tuple[int, ...],
-        grammar_compiler: Callable[[], GrammarCompiler] | None,
-    ) -> None:
-        """Make the cache and the persistent batch."""
-        with platform.on(self._device):
-            self._live().start(plan, scheduler_config, eos_token_ids, grammar_compiler)
-
-    def submit(self, plan: StepPlan) -> PendingStep:
-        """Run a step."""
-        with platform.on(self._device):
-            return self._live().submit(plan)
-
-    def capture_next(self) -> bool:
-        """Capture one more step."""
-        with platform.on(self._device):
-            return self._live().runner.capture_next()
-
-    def trace_layers(self) -> AbstractContextManager[LayerTrace]:
-        """Record layers' outputs of the steps submitted in the ``with`` block."""
-        return self._live().trace_layers()
-
-    def close(self) -> None:
-        """Drop the model and its cache."""
-        self._worker = None
-        own_process.thaw()
-        if self._device.type == "cuda":
-            import torch
-
-            # Parameters and layers refer to each other; free their memory now.
-            gc.collect()
-            torch.cuda.empty_cache()
-
-    def _live(self) -> Worker:
-        assert self._worker is not None, "the executor was closed"
-        return self._worker
 
 
 class ProcessExecutor(Executor):

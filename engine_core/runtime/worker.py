@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from engine_core import own_process
 from engine_core.configs import CacheSpec, EngineConfig, SchedulerConfig
@@ -44,25 +46,15 @@ class WorkerReport:
     phases: Phases
 
 
-def complete_context(
-    context: BuildContext, config: EngineConfig, dtype: torch.dtype
-) -> BuildContext:
-    """``context``, which says which rank it is, with what ``config`` says of the model's layers."""
-    return replace(
-        context,
-        dtype=dtype,
-        deterministic=config.deterministic,
-    )
-
-
 class Worker:
-    """One rank of a model. Call :meth:`load`, then :meth:`start`, then :meth:`submit`."""
+    """One rank of a model; where there is no other, the executor."""
 
     def __init__(self, source: ModelSource, config: EngineConfig, context: BuildContext) -> None:
         """``context`` says which rank it is; its dtype is taken from ``source``."""
         self._source = source
         self._config = config
-        self._context = complete_context(context, config, source.dtype)
+        self._context = replace(context, dtype=source.dtype, deterministic=config.deterministic)
+        self._model: nn.Module | None = None
         self._runner: ModelRunner | None = None
         self._trace: LayerTrace | None = None
 
@@ -73,24 +65,28 @@ class Worker:
             WeightsMismatchError: the checkpoint's tensors do not fit; nothing was allocated.
             ConfigError: the model cannot be split over the ranks.
         """
+        with platform.on(self._source.device):
+            return self._load()
+
+    def _load(self) -> WorkerReport:
         source, config, phases = self._source, self._config, Phases()
         with phases.timed("model"):
-            self._model = build_on_meta(
+            model = self._model = build_on_meta(
                 source.model_class, source.model_config, self._context, source.scheme
             )
-            specs = tuple(layer.cache_spec() for layer in cached_layers(self._model))
+            specs = tuple(layer.cache_spec() for layer in cached_layers(model))
             checkpoint = source.checkpoint
             if config.load_format != "dummy":
-                account = check_weights(self._model, checkpoint, source.name)
+                account = check_weights(model, checkpoint, source.name)
                 if source.scheme is not None:
-                    checkpoint = source.scheme.match(self._model, checkpoint, account)
-            platform.check_weights_fit(weight_bytes(self._model), source.device)
+                    checkpoint = source.scheme.match(model, checkpoint, account)
+            platform.check_weights_fit(weight_bytes(model), source.device)
         with phases.timed("weights"):
             if config.load_format == "dummy":
-                packing = dummy_weights(self._model, source.device, config.seed)
+                packing = dummy_weights(model, source.device, config.seed)
             else:
                 packing = load_weights(
-                    self._model,
+                    model,
                     checkpoint,
                     source.name,
                     source.device,
@@ -109,43 +105,58 @@ class Worker:
         grammar_compiler: Callable[[], GrammarCompiler] | None,
     ) -> None:
         """Make the cache and the persistent batch; see :class:`ModelRunner`."""
+        assert self._model is not None, "load comes first"
         if self._source.device.type == "cpu":
             own_process.keep_freed_memory()
         else:
             platform.sum_in_float32()
         # Before steps are captured: that may begin with a full collection of garbage.
         own_process.freeze()
-        self._runner = ModelRunner(
-            self._model,
-            plan,
-            scheduler_config,
-            self._source.device,
-            eos_token_ids=eos_token_ids,
-            # Collectives inside a captured step have not been tried.
-            eager=self._config.eager or self._context.tp_size > 1,
-            # What a row keeps is known when the first request brings it.
-            capture_at_start=not self._source.has_input_processor,
-            grammar_compiler=grammar_compiler,
-        )
+        with platform.on(self._source.device):
+            self._runner = ModelRunner(
+                self._model,
+                plan,
+                scheduler_config,
+                self._source.device,
+                eos_token_ids=eos_token_ids,
+                # Collectives inside a captured step have not been tried.
+                eager=self._config.eager or self._context.tp_size > 1,
+                # What a row keeps is known when the first request brings it.
+                capture_at_start=not self._source.has_input_processor,
+                grammar_compiler=grammar_compiler,
+            )
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run a step; see :meth:`ModelRunner.submit`."""
-        if self._trace is None:
+        step = nullcontext() if self._trace is None else self._trace.step(plan)
+        with platform.on(self._source.device), step:
             return self.runner.submit(plan)
-        with self._trace.step(plan):
-            return self.runner.submit(plan)
+
+    def capture_next(self) -> bool:
+        """Capture one more step; see :meth:`ModelRunner.capture_next`."""
+        with platform.on(self._source.device):
+            return self.runner.capture_next()
 
     @property
     def runner(self) -> ModelRunner:
         """The model with its cache, after :meth:`start`."""
-        assert self._runner is not None, "start comes first"
+        assert self._runner is not None, "it was not started, or was closed"
         return self._runner
 
     @contextmanager
     def trace_layers(self) -> Iterator[LayerTrace]:
         """Record layers' outputs of the steps submitted in the ``with`` block."""
-        self._trace = LayerTrace(self._model)
+        self._trace = LayerTrace(self.runner.model)
         try:
             yield self._trace
         finally:
             self._trace = None
+
+    def close(self) -> None:
+        """Drop the model and its cache."""
+        self._model = self._runner = None
+        own_process.thaw()
+        if self._source.device.type == "cuda":
+            # Parameters and layers refer to each other; free their memory now.
+            gc.collect()
+            torch.cuda.empty_cache()

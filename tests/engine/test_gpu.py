@@ -231,7 +231,7 @@ PROMPTS |= {GraphKey(32 + tokens, 32, 8) for tokens in (64, 128, 192)}
 
 def captured(llm: LLM) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """The graphs that there are by now, of decode steps and of steps with prompts."""
-    runner = llm.engine.core.executor._worker._runner
+    runner = llm.engine.core.executor._runner
     return runner._decode_graphs._graphs, runner._graph_steps._graphs
 
 

@@ -11,7 +11,7 @@ from golden_fixtures import GOLDEN, golden_prompts
 
 from engine_core import LLM, SamplingParams
 from engine_core.errors import EngineDeadError
-from engine_core.runtime.executor import InProcessExecutor
+from engine_core.runtime.worker import Worker
 
 PROMPTS = golden_prompts("llama-gqa")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -78,7 +78,7 @@ def let_captures(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], object]) -
     """
     done: list[int] = []
 
-    def capture_next(self: InProcessExecutor) -> bool:
+    def capture_next(self: Worker) -> bool:
         del self
         if len(done) == len(acts):
             return False
@@ -86,7 +86,7 @@ def let_captures(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], object]) -
         done.append(len(done))
         return True
 
-    monkeypatch.setattr(InProcessExecutor, "capture_next", capture_next)
+    monkeypatch.setattr(Worker, "capture_next", capture_next)
     return done
 
 

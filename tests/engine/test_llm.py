@@ -427,7 +427,7 @@ def test_steps_repeated_on_the_runner_give_the_same(
 
 def test_closing_frees_the_model_and_refuses_more_work() -> None:
     llm = LLM(MODEL, skip_tokenizer_init=True)
-    model = weakref.ref(llm.engine.core.executor._worker._model)
+    model = weakref.ref(llm.engine.core.executor._model)
     llm.close()
     gc.collect()
     assert model() is None
@@ -467,7 +467,7 @@ def test_a_failing_model_ends_the_engine_with_its_root_cause() -> None:
         raise StrikeError("the tensor cores are on strike")
 
     with LLM(MODEL, skip_tokenizer_init=True) as llm:
-        llm.engine.core.executor._worker._model.forward = fail
+        llm.engine.core.executor._model.forward = fail
         with pytest.raises(
             EngineDeadError, match="StrikeError: the tensor cores are on strike"
         ) as caught:

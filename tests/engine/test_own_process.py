@@ -47,12 +47,12 @@ print(json.dumps({"counts": counts, "heap": "libc.so.6" in libraries}))
 _WATCH = """
 import gc
 from pathlib import Path
-from engine_core.runtime.executor import InProcessExecutor
-submit = InProcessExecutor.submit
+from engine_core.runtime.worker import Worker
+submit = Worker.submit
 def watched(self, plan):
     Path(__file__).with_name("count").write_text(str(gc.get_freeze_count()))
     return submit(self, plan)
-InProcessExecutor.submit = watched
+Worker.submit = watched
 MODULE_MAP = {}
 """
 

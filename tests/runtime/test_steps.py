@@ -214,7 +214,7 @@ def test_a_padded_step_gives_what_it_gives_without() -> None:
     prompts = golden_prompts("llama-gqa")
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     with golden_llm("llama-gqa", device="cpu", eager=True, max_num_batched_tokens=24) as llm:
-        llm.engine.core.executor._worker._runner._graph_steps = Padded()
+        llm.engine.core.executor._runner._graph_steps = Padded()
         outputs = llm.generate([prompt.input_ids for prompt in prompts], params)
     for output, prompt in zip(outputs, prompts, strict=True):
         assert output.outputs[0].token_ids == prompt.new_tokens, prompt.name
