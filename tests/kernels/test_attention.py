@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine_core.kernels import paged_attention, store_kv
 from engine_core.kernels.attention import reference
+from engine_core.kernels.attention.call import Call
 
 ROWS = [(1, 5), (1, 33), (1, 0), (1, 1), (7, 7), (3, 21)]
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -235,16 +236,8 @@ def launch(paged: Paged, scale: float, **options: Any) -> Tensor:
     from engine_core.kernels.attention import triton
 
     out = paged.poisoned_out()
-    triton.paged_attention(
-        paged.q,
-        paged.k_cache,
-        paged.v_cache,
-        out,
-        scale=scale,
-        **paged.metadata(),
-        **paged.sizes(),
-        **options,
-    )
+    sizes = paged.metadata() | paged.sizes() | options
+    triton.paged_attention(Call(paged.q, paged.k_cache, paged.v_cache, out, scale=scale, **sizes))
     return out
 
 
@@ -354,9 +347,8 @@ def test_kernel_grid_of_a_larger_context(deterministic: bool, launch_device: str
     sizes = paged.sizes() | {"max_kv_len": 4096}
     options = {"scale": 0.125, "deterministic": deterministic}
     for _ in range(2):  # the second launch finds the counts that the first one left
-        triton.paged_attention(
-            paged.q, paged.k_cache, paged.v_cache, out, **options, **paged.metadata(), **sizes
-        )
+        given = options | paged.metadata() | sizes
+        triton.paged_attention(Call(paged.q, paged.k_cache, paged.v_cache, out, **given))
     assert error(out, attend_by_reference(paged, 0.125)) < 1e-5
 
 

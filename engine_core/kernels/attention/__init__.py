@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine_core.kernels.attention import cpu
+from engine_core.kernels.attention.call import Call
 
 __all__ = ["paged_attention"]
 
@@ -141,44 +142,15 @@ def paged_attention(
         )
     if deterministic and not q.is_cuda:
         raise ValueError(f"paged_attention: batch invariance is for a GPU, q is on {q.device}")
+    call = Call(
+        q, k_cache, v_cache, out, block_tables, query_start, kv_lens, max_query_len, max_kv_len,
+        num_decode_rows, scale, alibi_slopes, window, softcap, prefix_lens,
+        {} if memo is None else memo, deterministic,
+    )  # fmt: skip
     if q.is_cuda:
         from engine_core.kernels.attention import triton
 
-        triton.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            out,
-            block_tables=block_tables,
-            query_start=query_start,
-            kv_lens=kv_lens,
-            max_query_len=max_query_len,
-            max_kv_len=max_kv_len,
-            num_decode_rows=num_decode_rows,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            window=window,
-            softcap=softcap,
-            prefix_lens=prefix_lens,
-            memo=memo,
-            deterministic=deterministic,
-        )
+        triton.paged_attention(call)
     else:
-        cpu.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            out,
-            block_tables=block_tables,
-            query_start=query_start,
-            kv_lens=kv_lens,
-            max_kv_len=max_kv_len,
-            num_decode_rows=num_decode_rows,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            window=window,
-            softcap=softcap,
-            prefix_lens=prefix_lens,
-            memo={} if memo is None else memo,
-        )
+        cpu.paged_attention(call)
     return out

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from engine_core.kernels import compiled
 from engine_core.kernels.attention import reference
+from engine_core.kernels.attention.call import Call
 
 # Decode rows are attended together until their padding costs more than one more call would: about
 # 60 us, in which one core attends to 2**17 values.
@@ -87,46 +88,19 @@ class _Plan:
     chunks: list[tuple[int, int, int]]
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    *,
-    block_tables: Tensor,
-    query_start: Tensor,
-    kv_lens: Tensor,
-    max_kv_len: int,
-    num_decode_rows: int,
-    scale: float,
-    alibi_slopes: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    prefix_lens: Tensor | None,
-    memo: dict[Any, Any],
-) -> None:
-    """Write attention into ``out``; arguments as in the public wrapper."""
+def paged_attention(call: Call) -> None:
+    """Write attention into ``call.out``."""
+    q, k_cache, v_cache, out = call.q, call.k_cache, call.v_cache, call.out
+    scale, window, alibi_slopes = call.scale, call.window, call.alibi_slopes
+    prefix_lens, block_tables = call.prefix_lens, call.block_tables
     num_tokens, num_heads = q.shape[:2]
     done = 0
-    if num_decode_rows and (window is None or prefix_lens is None) and compiled.takes(q):
-        done = num_decode_rows
-        compiled.kernels("attention").decode_attention(
-            q,
-            k_cache,
-            v_cache,
-            out,
-            block_tables=block_tables,
-            kv_lens=kv_lens,
-            num_rows=num_decode_rows,
-            max_kv_len=max_kv_len,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            window=window,
-            softcap=softcap,
-        )
-        if num_tokens == done == len(kv_lens):
+    if call.num_decode_rows and (window is None or prefix_lens is None) and compiled.takes(q):
+        done = call.num_decode_rows
+        compiled.kernels("attention").decode_attention(call)
+        if num_tokens == done == len(call.kv_lens):
             return
-    if softcap is not None:
+    if call.softcap is not None:
         # Rows that are done have one query each.
         reference.paged_attention(
             q[done:],
@@ -134,24 +108,19 @@ def paged_attention(
             v_cache,
             out[done:],
             block_tables=block_tables[done:],
-            query_start=query_start[done:] - done,
-            kv_lens=kv_lens[done:],
+            query_start=call.query_start[done:] - done,
+            kv_lens=call.kv_lens[done:],
             scale=scale,
             alibi_slopes=alibi_slopes,
             window=window,
-            softcap=softcap,
+            softcap=call.softcap,
             prefix_lens=None if prefix_lens is None else prefix_lens[done:],
         )
         return
     key = (k_cache.shape, v_cache.shape, window)
-    plan: _Plan | None = memo.get(key)
+    plan: _Plan | None = call.memo.get(key)
     if plan is None:
-        values_per_token = k_cache.shape[2] * (k_cache.shape[3] + v_cache.shape[3])
-        plan = memo[key] = _plan(
-            block_tables, query_start.tolist(), kv_lens.tolist(), done, num_decode_rows, window,
-            None if prefix_lens is None else prefix_lens.tolist(), k_cache.shape[1],
-            values_per_token,
-        )  # fmt: skip
+        plan = call.memo[key] = _plan(call, done)
     for begin, end in plan.empty:
         out[begin:end].zero_()
     for row, span in plan.rows:
@@ -161,30 +130,25 @@ def paged_attention(
         _attend_group(q, k_cache, v_cache, out, group, scale, alibi_slopes)
     for row, begin, end in plan.chunks:
         _attend_chunk(
-            q[begin:end], k_cache, v_cache, out[begin:end], block_tables[row], int(kv_lens[row]),
-            scale, alibi_slopes, window, 0 if prefix_lens is None else int(prefix_lens[row]),
+            q[begin:end], k_cache, v_cache, out[begin:end], block_tables[row],
+            int(call.kv_lens[row]), scale, alibi_slopes, window,
+            0 if prefix_lens is None else int(prefix_lens[row]),
         )  # fmt: skip
 
 
-def _plan(
-    block_tables: Tensor,
-    starts: list[int],
-    lens: list[int],
-    done: int,
-    num_decode_rows: int,
-    window: int | None,
-    prefixes: list[int] | None,
-    block_size: int,
-    values_per_token: int,
-) -> _Plan:
+def _plan(call: Call, done: int) -> _Plan:
     """A plan of all rows but the first ``done``."""
+    window, block_tables, block_size = call.window, call.block_tables, call.k_cache.shape[1]
+    values_per_token = call.k_cache.shape[2] * (call.k_cache.shape[3] + call.v_cache.shape[3])
+    starts, lens = call.query_start.tolist(), call.kv_lens.tolist()
+    prefixes = None if call.prefix_lens is None else call.prefix_lens.tolist()
     plan = _Plan([], [], [], [])
     batch: list[int] = []
     for row in range(done, len(lens)):
         kv_len = lens[row]
         if kv_len == 0:
             plan.empty.append((starts[row], starts[row + 1]))
-        elif row >= num_decode_rows or (window is not None and prefixes and prefixes[row]):
+        elif row >= call.num_decode_rows or (window is not None and prefixes and prefixes[row]):
             if starts[row] < starts[row + 1]:
                 plan.chunks.append((row, starts[row], starts[row + 1]))
         else:

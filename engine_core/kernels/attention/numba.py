@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from engine_core.kernels.attention.call import Call
 from engine_core.kernels.compiled import Kernel, threads
 from engine_core.kernels.compiled.numbers import (
     STORED,
@@ -35,51 +35,40 @@ _LEAST = 2**15
 _TILE = 256
 
 
-def decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    *,
-    block_tables: Tensor,
-    kv_lens: Tensor,
-    num_rows: int,
-    max_kv_len: int,
-    scale: float,
-    alibi_slopes: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-) -> None:
-    """Attend the first ``num_rows`` rows of one query each; arguments as in the public wrapper."""
+def decode_attention(call: Call) -> None:
+    """Attend the rows that have one query each, which come first."""
+    q, k_cache, v_cache, num_rows = call.q, call.k_cache, call.v_cache, call.num_decode_rows
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads, v_head_dim = v_cache.shape[1:]
     group = num_heads // num_kv_heads
-    longest = max_kv_len if window is None else min(max_kv_len, window)
+    alibi_slopes, window = call.alibi_slopes, call.window
+    longest = call.max_kv_len if window is None else min(call.max_kv_len, window)
     parts = threads(num_rows * longest * num_heads * head_dim, _LEAST)
     # After what each thread needs, how many shared the work.
     stride = _scratch(group, head_dim, v_head_dim)[2]
     scratch = q.new_empty(parts * stride + 1, dtype=torch.float32)
-    special = (q.dtype, group, head_dim, v_head_dim, alibi_slopes is not None, softcap is not None)
+    capped = call.softcap is not None
+    special = (q.dtype, group, head_dim, v_head_dim, alibi_slopes is not None, capped)
     arguments = (
         q.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        out.data_ptr(),
-        block_tables.data_ptr(),
-        kv_lens.data_ptr(),
+        call.out.data_ptr(),
+        call.block_tables.data_ptr(),
+        call.kv_lens.data_ptr(),
         0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         scratch.data_ptr(),
         num_rows,
         num_kv_heads,
         block_size,
-        block_tables.stride(0),
+        call.block_tables.stride(0),
         window or 0,
         parts,
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
-        scale,
-        softcap or 0.0,
+        call.scale,
+        call.softcap or 0.0,
     )
     _ATTEND.run(special, parts, *arguments)
     if parts > 1:

@@ -18,7 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine_core.kernels.attention.tiles.triton import block_at, load_tokens, tile_logits
+from engine_core.kernels.attention.call import Call
+from engine_core.kernels.attention.tiles.triton import (
+    Inputs,
+    Queries,
+    Shape,
+    block_at,
+    divided,
+    load_pairs,
+    load_queries,
+    load_tokens,
+    store_rows,
+    tile_logits,
+)
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -53,49 +65,24 @@ def _attend_tiles(
     acc,
     denominator,
     maximum,
-    q,
-    query_pos,
-    slopes,
+    inputs,
+    queries,
     low,
     high,
-    k_cache_ptr,
-    v_cache_ptr,
-    table_ptr,
-    k_block_stride,
-    k_slot_stride,
-    v_block_stride,
-    v_slot_stride,
-    logit_scale,
-    cap_scale,
-    window,
-    prefix_len,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
     MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Fold the tokens in ``[low, high)`` into the running softmax of every query row.
 
     ``low`` is a multiple of BLOCK_N. Without MASKED ``high`` is one too, and all see every token.
     """
-    block = block_at(table_ptr, low, high, BLOCK_SIZE)
+    block = block_at(queries.table, low, high, SHAPE)
     for start in range(low, high, BLOCK_N):
         in_range = start + tl.arange(0, BLOCK_N) < high
         # Loaded one tile ahead, so that no key waits for it.
-        next_block = block_at(table_ptr, start + BLOCK_N, high, BLOCK_SIZE)
-        logits = tile_logits(
-            q, query_pos, slopes, block, start, in_range, k_cache_ptr, table_ptr, k_block_stride,
-            k_slot_stride, logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, BLOCK_D,
-            BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, MASKED, PRECISION,
-        )  # fmt: skip
+        next_block = block_at(queries.table, start + BLOCK_N, high, SHAPE)
+        logits = tile_logits(inputs, queries, block, start, in_range, SHAPE, BLOCK_N, MASKED)
         new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
         if MASKED:
             # A query that has seen nothing yet: -inf - -inf would be NaN.
@@ -106,11 +93,11 @@ def _attend_tiles(
         rescale = tl.exp2(maximum - subtrahend)
         denominator = denominator * rescale + tl.sum(weights, axis=1)
         v = load_tokens(
-            v_cache_ptr, table_ptr, block, start, in_range, v_block_stride, v_slot_stride,
-            BLOCK_SIZE, DV, BLOCK_DV, BLOCK_N, MASKED,
+            queries.v, inputs.v_strides, queries.table, block, start, in_range, SHAPE, SHAPE.dv,
+            SHAPE.block_dv, BLOCK_N, MASKED,
         )  # fmt: skip
         acc = acc * rescale[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=SHAPE.precision)
         maximum = new_maximum
         block = next_block
     return acc, denominator, maximum
@@ -176,13 +163,12 @@ def _merge_splits(
     heads,
     head_mask,
     num_splits,
-    NUM_HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
     """Merge the first ``num_splits`` splits of some heads of one row, in the splits' order."""
+    BLOCK_DV: tl.constexpr = SHAPE.block_dv
     dims = tl.arange(0, BLOCK_DV)
     acc = tl.zeros([BLOCK_HEADS, BLOCK_DV], dtype=tl.float32)
     total = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
@@ -190,11 +176,11 @@ def _merge_splits(
     for start in range(0, num_splits, BLOCK_SPLITS):
         splits = start + tl.arange(0, BLOCK_SPLITS)
         mask = (splits < num_splits)[:, None] & head_mask[None, :]
-        partial = splits[:, None] * NUM_HEADS + heads[None, :]
+        partial = splits[:, None] * SHAPE.num_heads + heads[None, :]
         lse = tl.load(lse_ptr + partial, mask=mask, other=float("-inf"), cache_modifier=".cg")
         values = tl.load(
-            partial_ptr + partial[:, :, None] * DV + dims[None, None, :],
-            mask=mask[:, :, None] & (dims < DV)[None, None, :],
+            partial_ptr + partial[:, :, None] * SHAPE.dv + dims[None, None, :],
+            mask=mask[:, :, None] & (dims < SHAPE.dv)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
@@ -206,12 +192,7 @@ def _merge_splits(
         total = total * rescale + tl.sum(weights, axis=0)
         acc = acc * rescale[:, None] + tl.sum(weights[:, :, None] * values, axis=0)
         maximum = new_maximum
-    y = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    tl.store(
-        out_ptr + heads[:, None] * DV + dims[None, :],
-        y.to(out_ptr.dtype.element_ty),
-        mask=head_mask[:, None] & (dims < DV)[None, :],
-    )
+    store_rows(out_ptr, heads, divided(acc, total), head_mask, SHAPE)
 
 
 # Without a graph the stride of the tables is the blocks of the longest row. A kernel compiled for
@@ -223,43 +204,16 @@ def _decode_kernel(
     lse_ptr,
     arrivals_ptr,
     items_ptr,
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    kv_lens_ptr,
-    prefix_lens_ptr,
-    slopes_ptr,
-    logit_scale,
-    cap_scale,
+    inputs,
     window,
     planned_now,
-    q_token_stride,
-    q_head_stride,
-    k_block_stride,
-    k_slot_stride,
-    k_head_stride,
-    v_block_stride,
-    v_slot_stride,
-    v_head_stride,
     table_stride,
-    NUM_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ITEM: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
     MERGED_HEADS: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Up to BLOCK_G query heads of one KV head of one row over one split of its tokens.
@@ -268,6 +222,9 @@ def _decode_kernel(
     [max_items, Hq, Dv]`` float32 takes the results and ``lse`` their logarithmic denominators; the
     last program to arrive merges them, MERGED_SPLITS of MERGED_HEADS at a time.
     """
+    NUM_HEADS: tl.constexpr = SHAPE.num_heads
+    GROUP_SIZE: tl.constexpr = SHAPE.group_size
+    BLOCK_DV: tl.constexpr = SHAPE.block_dv
     G_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_G - 1) // BLOCK_G
     kv_head = (tl.program_id(0) // G_TILES).to(tl.int64)
     item = tl.program_id(1).to(tl.int64)
@@ -283,72 +240,41 @@ def _decode_kernel(
     high = tl.load(items_ptr + 2)
     first_item = tl.load(items_ptr + 3).to(tl.int64)
     used = tl.load(items_ptr + 4)
-    kv_len = tl.load(kv_lens_ptr + row)
-    k_cache_ptr += kv_head * k_head_stride
-    v_cache_ptr += kv_head * v_head_stride
-    block_tables_ptr += row * table_stride
+    kv_len = tl.load(inputs.kv_lens + row)
     wait(PDL)
 
     in_group = tl.program_id(0) % G_TILES * BLOCK_G + tl.arange(0, BLOCK_G)
     heads = kv_head * GROUP_SIZE + in_group
     head_mask = in_group < GROUP_SIZE
-    dims = tl.arange(0, BLOCK_D)
-    q = tl.load(
-        q_ptr + row * q_token_stride + heads[:, None] * q_head_stride + dims[None, :],
-        mask=head_mask[:, None] & (dims < D)[None, :],
-        other=0.0,
-    )
-    slopes = tl.zeros([BLOCK_G], dtype=tl.float32)
-    if HAS_ALIBI:
-        slopes = tl.load(slopes_ptr + heads, mask=head_mask, other=0.0) * 1.4426950408889634
+    q_ptr = inputs.q + row * inputs.q_strides[0]
+    q, slopes = load_queries(inputs, q_ptr, heads * inputs.q_strides[1], heads, head_mask, SHAPE)
     prefix_len = 0
-    if HAS_PREFIX:
-        prefix_len = tl.load(prefix_lens_ptr + row)
-
-    acc, denominator, maximum = _attend_tiles(
-        tl.zeros([BLOCK_G, BLOCK_DV], dtype=tl.float32),
-        tl.zeros([BLOCK_G], dtype=tl.float32),
-        tl.full([BLOCK_G], float("-inf"), dtype=tl.float32),
+    if SHAPE.has_prefix:
+        prefix_len = tl.load(inputs.prefix_lens + row)
+    queries = Queries(
         q,
         tl.zeros([BLOCK_G], dtype=tl.int32) + (kv_len - 1),
         slopes,
-        low,
-        high,
-        k_cache_ptr,
-        v_cache_ptr,
-        block_tables_ptr,
-        k_block_stride,
-        k_slot_stride,
-        v_block_stride,
-        v_slot_stride,
-        logit_scale,
-        cap_scale,
+        inputs.k_cache + kv_head * inputs.k_strides[2],
+        inputs.v_cache + kv_head * inputs.v_strides[2],
+        inputs.block_tables + row * table_stride,
         window,
         prefix_len,
-        BLOCK_SIZE,
-        D,
-        DV,
-        BLOCK_D,
-        BLOCK_DV,
-        BLOCK_N,
-        HAS_ALIBI,
-        HAS_WINDOW,
-        HAS_SOFTCAP,
-        HAS_PREFIX,
-        True,
-        PRECISION,
+    )
+    acc = tl.zeros([BLOCK_G, BLOCK_DV], dtype=tl.float32)
+    denominator = tl.zeros([BLOCK_G], dtype=tl.float32)
+    maximum = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
+    acc, denominator, maximum = _attend_tiles(
+        acc, denominator, maximum, inputs, queries, low, high, SHAPE, BLOCK_N, True
     )
     # Not before: programs of the linear that follows would take the place of these.
     launch_dependents(PDL)
     # No tokens (padding), or with a prefix and a window none that is visible in this split.
     safe = tl.where(denominator > 0.0, denominator, 1.0)
     y = acc / safe[:, None]
-    dims_v = tl.arange(0, BLOCK_DV)
-    mask = head_mask[:, None] & (dims_v < DV)[None, :]
-    out_ptrs = out_ptr + (row * NUM_HEADS + heads)[:, None] * DV + dims_v[None, :]
     if used > 1:
         partial = item * NUM_HEADS + heads
-        tl.store(partial_ptr + partial[:, None] * DV + dims_v[None, :], y, mask=mask)
+        store_rows(partial_ptr, partial, y, head_mask, SHAPE)
         tl.store(lse_ptr + partial, maximum + tl.log2(safe), mask=head_mask)
         arrivals_ptr += row * tl.num_programs(0) + tl.program_id(0)
         if arrives_last(arrivals_ptr, used):
@@ -356,92 +282,48 @@ def _decode_kernel(
             for in_tile in range(0, min(BLOCK_G, GROUP_SIZE), MERGED_HEADS):
                 merged = first_head + in_tile + tl.arange(0, MERGED_HEADS)
                 _merge_splits(
-                    out_ptr + row * NUM_HEADS * DV,
-                    partial_ptr + first_item * NUM_HEADS * DV,
+                    out_ptr + row * NUM_HEADS * SHAPE.dv,
+                    partial_ptr + first_item * NUM_HEADS * SHAPE.dv,
                     lse_ptr + first_item * NUM_HEADS,
                     kv_head * GROUP_SIZE + merged,
                     merged < GROUP_SIZE,
                     used,
-                    NUM_HEADS,
-                    DV,
-                    BLOCK_DV,
+                    SHAPE,
                     MERGED_SPLITS,
                     MERGED_HEADS,
                 )
     else:
-        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
+        store_rows(out_ptr, row * NUM_HEADS + heads, y, head_mask, SHAPE)
 
 
 @triton.jit(do_not_specialize=["window", "first_row", "table_stride"])
 def _prefill_kernel(
     out_ptr,
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    query_start_ptr,
-    kv_lens_ptr,
-    prefix_lens_ptr,
-    slopes_ptr,
-    logit_scale,
-    cap_scale,
+    inputs,
     window,
     first_row,
-    q_token_stride,
-    q_head_stride,
-    k_block_stride,
-    k_slot_stride,
-    k_head_stride,
-    v_block_stride,
-    v_slot_stride,
-    v_head_stride,
     table_stride,
-    NUM_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_M (query, head) pairs of one KV head of one row, heads of a query adjacent."""
+    GROUP_SIZE: tl.constexpr = SHAPE.group_size
+    BLOCK_DV: tl.constexpr = SHAPE.block_dv
     launch_dependents(PDL)
     wait(PDL)
     kv_head = tl.program_id(0).to(tl.int64)
     # The last tiles see the most keys: they start first, so that short ones fill the end.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     row = first_row + tl.program_id(2).to(tl.int64)
-    query_begin = tl.load(query_start_ptr + row)
-    num_queries = tl.load(query_start_ptr + row + 1) - query_begin
+    query_begin = tl.load(inputs.query_start + row)
+    num_queries = tl.load(inputs.query_start + row + 1) - query_begin
     first_pair = tile * BLOCK_M
     if first_pair >= num_queries * GROUP_SIZE:
         return
-    kv_len = tl.load(kv_lens_ptr + row)
+    kv_len = tl.load(inputs.kv_lens + row)
     start_pos = kv_len - num_queries
-
-    pairs = first_pair + tl.arange(0, BLOCK_M)
-    queries = pairs // GROUP_SIZE
-    pair_mask = queries < num_queries
-    query_pos = start_pos + queries
-    heads = kv_head * GROUP_SIZE + pairs % GROUP_SIZE
-    tokens = (query_begin + queries).to(tl.int64)
-    dims = tl.arange(0, BLOCK_D)
-    q = tl.load(
-        q_ptr + (tokens * q_token_stride + heads * q_head_stride)[:, None] + dims[None, :],
-        mask=pair_mask[:, None] & (dims < D)[None, :],
-        other=0.0,
-    )
-    slopes = tl.zeros([BLOCK_M], dtype=tl.float32)
-    if HAS_ALIBI:
-        slopes = tl.load(slopes_ptr + heads, mask=pair_mask, other=0.0) * 1.4426950408889634
 
     first_pos = start_pos + first_pair // GROUP_SIZE
     last_query = (first_pair + BLOCK_M - 1) // GROUP_SIZE
@@ -452,53 +334,41 @@ def _prefill_kernel(
     full_low = 0
     full_high = tl.maximum(first_pos + 1, 0)
     prefix_len = 0
-    if HAS_PREFIX:
-        prefix_len = tl.minimum(tl.load(prefix_lens_ptr + row), kv_len)
+    if SHAPE.has_prefix:
+        prefix_len = tl.minimum(tl.load(inputs.prefix_lens + row), kv_len)
         high = tl.maximum(high, prefix_len)
         full_high = tl.maximum(full_high, prefix_len)
-    if HAS_WINDOW:
-        if HAS_PREFIX:
+    if SHAPE.has_window:
+        if SHAPE.has_prefix:
             full_high = 0
         else:
             low = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N
             full_low = tl.cdiv(tl.maximum(last_pos - window + 1, 0), BLOCK_N) * BLOCK_N
     full_high = full_high // BLOCK_N * BLOCK_N
-    if HAS_WINDOW:
+    if SHAPE.has_window:
         full_high = tl.maximum(full_high, low)
         full_low = tl.minimum(full_low, full_high)
 
-    k_cache_ptr += kv_head * k_head_stride
-    v_cache_ptr += kv_head * v_head_stride
-    table_ptr = block_tables_ptr + row * table_stride
+    table_ptr = inputs.block_tables + row * table_stride
+    queries, tokens, heads, mask = load_pairs(
+        inputs, table_ptr, kv_head, first_pair, query_begin, num_queries, start_pos, window,
+        prefix_len, SHAPE, BLOCK_M,
+    )  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
     denominator = tl.zeros([BLOCK_M], dtype=tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    if HAS_WINDOW:
+    if SHAPE.has_window:
         acc, denominator, maximum = _attend_tiles(
-            acc, denominator, maximum, q, query_pos, slopes, low, full_low, k_cache_ptr,
-            v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
-            logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV,
-            BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
-        )  # fmt: skip
+            acc, denominator, maximum, inputs, queries, low, full_low, SHAPE, BLOCK_N, True
+        )
     acc, denominator, maximum = _attend_tiles(
-        acc, denominator, maximum, q, query_pos, slopes, full_low, full_high, k_cache_ptr,
-        v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
-        logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-        HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, False, PRECISION,
-    )  # fmt: skip
-    acc, denominator, maximum = _attend_tiles(
-        acc, denominator, maximum, q, query_pos, slopes, full_high, high, k_cache_ptr,
-        v_cache_ptr, table_ptr, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
-        logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-        HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
-    )  # fmt: skip
-    y = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
-    dims_v = tl.arange(0, BLOCK_DV)
-    tl.store(
-        out_ptr + (tokens * NUM_HEADS + heads)[:, None] * DV + dims_v[None, :],
-        y.to(out_ptr.dtype.element_ty),
-        mask=pair_mask[:, None] & (dims_v < DV)[None, :],
+        acc, denominator, maximum, inputs, queries, full_low, full_high, SHAPE, BLOCK_N, False
     )
+    acc, denominator, maximum = _attend_tiles(
+        acc, denominator, maximum, inputs, queries, full_high, high, SHAPE, BLOCK_N, True
+    )
+    rows = tokens * SHAPE.num_heads + heads
+    store_rows(out_ptr, rows, divided(acc, denominator), mask, SHAPE)
 
 
 @functools.cache
@@ -603,81 +473,37 @@ def _plan(
     return items, True
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    *,
-    block_tables: Tensor,
-    query_start: Tensor,
-    kv_lens: Tensor,
-    max_query_len: int,
-    max_kv_len: int,
-    num_decode_rows: int,
-    scale: float,
-    alibi_slopes: Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    prefix_lens: Tensor | None = None,
-    memo: dict[Any, Any] | None = None,
-    deterministic: bool = False,
-) -> None:
-    """Write attention into ``out``; arguments as in the public wrapper."""
-    num_rows = kv_lens.shape[0]
+def paged_attention(call: Call) -> None:
+    """Write attention into ``call.out``."""
+    q, prefix_lens, window = call.q, call.prefix_lens, call.window
+    num_rows, num_decode_rows = call.kv_lens.shape[0], call.num_decode_rows
     num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads, v_head_dim = v_cache.shape[1:]
-    group_size = num_heads // num_kv_heads
+    block_size, num_kv_heads, v_head_dim = call.v_cache.shape[1:]
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_dv = max(16, triton.next_power_of_2(v_head_dim))
     dims = max(block_d, block_dv)
     wide = dims > 128
     float32 = q.dtype == torch.float32
-    scales = (scale * _LOG2E, 0.0)
-    if softcap is not None:
-        scales = (softcap * _LOG2E, 2.0 * scale / softcap)
-    strides = (
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        block_tables.stride(0),
-    )
-    constants = {
-        "NUM_HEADS": num_heads,
-        "GROUP_SIZE": group_size,
-        "BLOCK_SIZE": block_size,
-        "D": head_dim,
-        "DV": v_head_dim,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
-        "HAS_ALIBI": alibi_slopes is not None,
-        "HAS_WINDOW": window is not None,
-        "HAS_SOFTCAP": softcap is not None,
-        "HAS_PREFIX": prefix_lens is not None,
-        "PRECISION": "ieee" if float32 else "tf32",
-        **pdl_options(q.device),
-    }
-    if deterministic:
+    scales = (call.scale * _LOG2E, 0.0)
+    if call.softcap is not None:
+        scales = (call.softcap * _LOG2E, 2.0 * call.scale / call.softcap)
+    inputs = Inputs(
+        q, call.k_cache, call.v_cache, call.block_tables, call.query_start, call.kv_lens,
+        prefix_lens, call.alibi_slopes, *scales, q.stride()[:2], call.k_cache.stride()[:3],
+        call.v_cache.stride()[:3],
+    )  # fmt: skip
+    group_size = num_heads // num_kv_heads
+    shape = Shape(
+        num_heads, group_size, block_size, head_dim, v_head_dim, block_d, block_dv,
+        call.alibi_slopes is not None, window is not None, call.softcap is not None,
+        prefix_lens is not None, "ieee" if float32 else "tf32",
+    )  # fmt: skip
+    pdl = pdl_options(q.device)
+    table_stride = call.block_tables.stride(0)
+    if call.deterministic:
         from engine_core.kernels.attention.invariant import triton as invariant
 
-        invariant.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            out,
-            block_tables=block_tables,
-            query_start=query_start,
-            kv_lens=kv_lens,
-            max_query_len=max_query_len,
-            max_kv_len=max_kv_len,
-            num_decode_rows=num_decode_rows,
-            alibi_slopes=alibi_slopes,
-            prefix_lens=prefix_lens,
-            scales=scales,
-            window=window or 0,
-            strides=strides,
-            constants=constants,
-        )
+        invariant.paged_attention(call, inputs, shape)
         return
     if num_decode_rows:
         block_g = min(64, max(16, triton.next_power_of_2(group_size)))
@@ -695,36 +521,27 @@ def paged_attention(
             merged_splits = max(least, min(triton.next_power_of_2(splits), most))
             merged_heads = 32 * tile.num_warps * tile.merged // (merged_splits * block_dv)
         items, planned_now = _plan(
-            kv_lens,
+            call.kv_lens,
             num_decode_rows,
-            max_kv_len,
+            call.max_kv_len,
             window if prefix_lens is None else None,
             wanted,
             tile.block_n,
-            {} if memo is None else memo,
+            call.memo,
         )
-        shape = (len(items), num_heads)
-        partial = torch.empty((*shape, v_head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        size = (len(items), num_heads)
         merged_heads = max(1, min(triton.next_power_of_2(min(group_size, block_g)), merged_heads))
         _decode_kernel[(head_tiles, len(items))](
-            out,
-            partial,
-            lse,
+            call.out,
+            torch.empty((*size, v_head_dim), dtype=torch.float32, device=q.device),
+            torch.empty(size, dtype=torch.float32, device=q.device),
             arrival_counts(q.device, programs),
             items,
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            kv_lens,
-            prefix_lens,
-            alibi_slopes,
-            *scales,
+            inputs,
             window or 0,
             int(planned_now),
-            *strides,
-            **constants,
+            table_stride,
+            SHAPE=shape,
             BLOCK_G=block_g,
             BLOCK_N=tile.block_n,
             ITEM=_ITEM,
@@ -732,29 +549,17 @@ def paged_attention(
             MERGED_HEADS=merged_heads,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            **pdl,
         )
-    if num_rows > num_decode_rows and max_query_len:
-        plain = alibi_slopes is None and window is None and softcap is None and prefix_lens is None
-        if plain and scale > 0 and runs_gluon(q.device):
+    if num_rows > num_decode_rows and call.max_query_len:
+        plain = not (shape.has_alibi or shape.has_window or shape.has_softcap or shape.has_prefix)
+        if plain and call.scale > 0 and runs_gluon(q.device):
             from engine_core.kernels.attention.hopper import triton as hopper
 
-            if hopper.fits(q, k_cache, v_cache):
-                hopper.prefill(
-                    q,
-                    k_cache,
-                    v_cache,
-                    out,
-                    block_tables=block_tables,
-                    query_start=query_start,
-                    kv_lens=kv_lens,
-                    max_query_len=max_query_len,
-                    num_decode_rows=num_decode_rows,
-                    scale=scales[0],
-                    num_programs=num_multiprocessors(q.device),
-                    pdl=constants["PDL"],
-                )
+            if hopper.fits(q, call.k_cache, call.v_cache):
+                hopper.prefill(call, scales[0], num_multiprocessors(q.device), pdl["PDL"])
                 return
-        pairs = max_query_len * group_size
+        pairs = call.max_query_len * group_size
         # 128 x 64 tiles of 256 dimensions take 192 KiB of shared memory, of 128 dimensions 96.
         small = wide and _shared_memory(q.device) < 200 * 1024
         block_m, block_n = (64, 32) if small else (128, 64)
@@ -763,22 +568,15 @@ def paged_attention(
         block_m = min(block_m, max(16, triton.next_power_of_2(pairs)))
         grid = (num_kv_heads, triton.cdiv(pairs, block_m), num_rows - num_decode_rows)
         _prefill_kernel[grid](
-            out,
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            query_start,
-            kv_lens,
-            prefix_lens,
-            alibi_slopes,
-            *scales,
+            call.out,
+            inputs,
             window or 0,
             num_decode_rows,
-            *strides,
-            **constants,
+            table_stride,
+            SHAPE=shape,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=8 if block_m == 128 or float32 else 4,
             num_stages=2 if wide else 3,
+            **pdl,
         )

@@ -8,6 +8,8 @@ Shah et al. 2024). Programs stay on their multiprocessor and take tiles in turn,
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -22,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from engine_core.kernels.attention.call import Call
 from engine_core.kernels.launch.hopper.triton import launch_dependents, wait
 
 # Rows of a warp group, keys of a tile, and columns of a panel: the 128 bytes of the widest swizzle.
@@ -31,17 +34,34 @@ _KEYS = gl.constexpr(128)
 _PANEL = gl.constexpr(64)
 
 
+class _Plan(NamedTuple):
+    """The rows that a launch attends: their lengths, and how programs take them in ``turns``."""
+
+    query_start_ptr: Any
+    kv_lens_ptr: Any
+    first_row: Any
+    num_rows: Any
+    query_tiles: Any
+    turns: Any
+
+
+class _Buffers(NamedTuple):
+    """Tiles in shared memory, and the barriers that say which of them are full or empty."""
+
+    q: Any
+    k: Any
+    v: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    end_full: Any
+
+
 @gluon.jit
-def _work(
-    turn,
-    query_start_ptr,
-    kv_lens_ptr,
-    first_row,
-    num_rows,
-    query_tiles,
-    HEAD_TILES: gl.constexpr,
-    TOKENS: gl.constexpr,
-):
+def _work(turn, plan, HEAD_TILES: gl.constexpr, TOKENS: gl.constexpr):
     """The work of this program at its ``turn``.
 
     Returns the row, where its queries begin, the first query, the number of queries and of tokens
@@ -52,15 +72,15 @@ def _work(
     last = gl.num_programs(0) - 1
     item = turn * (last + 1) + program + turn % 2 * (last - 2 * program)
     head_tile = item % HEAD_TILES
-    row = first_row + item // HEAD_TILES % num_rows
-    first_query = (query_tiles - 1 - item // HEAD_TILES // num_rows) * 2 * TOKENS
+    row = plan.first_row + item // HEAD_TILES % plan.num_rows
+    first_query = (plan.query_tiles - 1 - item // HEAD_TILES // plan.num_rows) * 2 * TOKENS
     query_begin = 0
     num_queries = 0
     kv_len = 0
     if first_query >= 0:
-        query_begin = gl.load(query_start_ptr + row)
-        num_queries = gl.load(query_start_ptr + row + 1) - query_begin
-        kv_len = gl.load(kv_lens_ptr + row)
+        query_begin = gl.load(plan.query_start_ptr + row)
+        num_queries = gl.load(plan.query_start_ptr + row + 1) - query_begin
+        kv_len = gl.load(plan.kv_lens_ptr + row)
     key_tiles = 0
     if first_query < num_queries:
         end = kv_len - num_queries + gl.minimum(first_query + 2 * TOKENS, num_queries)
@@ -84,24 +104,10 @@ def _load(
     q_desc,
     k_desc,
     v_desc,
-    q_smem,
-    k_smem,
-    v_smem,
-    q_full,
-    q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    end_full,
+    buffers,
+    plan,
     block_tables_ptr,
-    query_start_ptr,
-    kv_lens_ptr,
     table_stride,
-    first_row,
-    num_rows,
-    query_tiles,
-    turns,
     k_head_stride,
     v_head_stride,
     HEAD_TILES: gl.constexpr,
@@ -119,39 +125,37 @@ def _load(
     BOXES: gl.constexpr = _KEYS // BOX
     TILE_BYTES: gl.constexpr = _KEYS * D * 2
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    k_boxes = k_smem._reinterpret(k_desc.dtype, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
-    v_boxes = v_smem._reinterpret(v_desc.dtype, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
+    k_boxes = buffers.k._reinterpret(k_desc.dtype, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
+    v_boxes = buffers.v._reinterpret(v_desc.dtype, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
     # Shared memory of a swizzled panel repeats every 8 rows.
     CHUNKS: gl.constexpr = _KEYS // 8
-    v_chunks = v_smem._reinterpret(v_desc.dtype, [STAGES * PANELS * CHUNKS, 8, _PANEL], panels)
+    v_chunks = buffers.v._reinterpret(v_desc.dtype, [STAGES * PANELS * CHUNKS, 8, _PANEL], panels)
     chunk_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     in_chunk = gl.arange(0, 8, gl.SliceLayout(1, chunk_layout))
     q_panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
-    q_boxes = q_smem._reinterpret(q_desc.dtype, [4 * PANELS, TOKENS, PACKED, _PANEL], q_panels)
+    q_boxes = buffers.q._reinterpret(q_desc.dtype, [4 * PANELS, TOKENS, PACKED, _PANEL], q_panels)
     wait(PDL)
     items = 0
     loaded = 0
     ends = 0
     # The next tile is looked up while this one is computed.
-    work = _work(
-        0, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, HEAD_TILES, TOKENS
-    )
-    for turn in range(turns):
+    work = _work(0, plan, HEAD_TILES, TOKENS)
+    for turn in range(plan.turns):
         row, query_begin, first_query, _, kv_len, head_tile, key_tiles = work
-        work = _work(
-            turn + 1, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, HEAD_TILES,
-            TOKENS,
-        )  # fmt: skip
+        work = _work(turn + 1, plan, HEAD_TILES, TOKENS)
         if key_tiles > 0:
             slot = items % 2
-            mbarrier.wait(q_empty.index(slot), (items // 2 & 1) ^ 1)
-            mbarrier.expect(q_full.index(slot), 2 * _ROWS * D * 2)
+            mbarrier.wait(buffers.q_empty.index(slot), (items // 2 & 1) ^ 1)
+            full = buffers.q_full.index(slot)
+            mbarrier.expect(full, 2 * _ROWS * D * 2)
             for group in gl.static_range(2):
                 token = query_begin + first_query + group * TOKENS
                 for panel in gl.static_range(PANELS):
                     coordinates = [token, head_tile * PACKED, panel * _PANEL]
                     place = q_boxes.index((slot * 2 + group) * PANELS + panel)
-                    tma.async_copy_global_to_shared(q_desc, coordinates, q_full.index(slot), place)
+                    tma.async_copy_global_to_shared(
+                        q_desc, coordinates, buffers.q_full.index(slot), place
+                    )
             items += 1
             kv_head = head_tile // TILES_OF_GROUP
             table_ptr = block_tables_ptr + row.to(gl.int64) * table_stride
@@ -165,20 +169,22 @@ def _load(
                     rows = rows + (cache_row,)  # type: ignore[assignment]  # noqa: RUF005
                 stage = loaded % STAGES
                 parity = (loaded // STAGES & 1) ^ 1
-                mbarrier.wait(k_empty.index(stage), parity)
-                mbarrier.expect(k_full.index(stage), TILE_BYTES)
+                mbarrier.wait(buffers.k_empty.index(stage), parity)
+                mbarrier.expect(buffers.k_full.index(stage), TILE_BYTES)
                 column = kv_head * k_head_stride
-                _load_tile(k_desc, k_boxes, stage, k_full.index(stage), rows, column, BOX, PANELS)
-                mbarrier.wait(v_empty.index(stage), parity)
+                _load_tile(
+                    k_desc, k_boxes, stage, buffers.k_full.index(stage), rows, column, BOX, PANELS
+                )
+                mbarrier.wait(buffers.v_empty.index(stage), parity)
                 column = kv_head * v_head_stride
                 valid = kv_len - tile * _KEYS
                 if valid >= _KEYS:
-                    barrier = v_full.index(stage)
+                    barrier = buffers.v_full.index(stage)
                     mbarrier.expect(barrier, TILE_BYTES)
                     _load_tile(v_desc, v_boxes, stage, barrier, rows, column, BOX, PANELS)
                 else:
                     # Slots behind the last token may hold anything, and 0 * NaN is NaN.
-                    barrier = end_full.index(0)
+                    barrier = buffers.end_full.index(0)
                     mbarrier.expect(barrier, TILE_BYTES)
                     _load_tile(v_desc, v_boxes, stage, barrier, rows, column, BOX, PANELS)
                     mbarrier.wait(barrier, ends & 1)
@@ -190,7 +196,7 @@ def _load(
                             keep = (chunk * 8 + in_chunk < valid)[:, None]
                             values.store(gl.where(keep, x, gl.zeros_like(x)))
                     fence_async_shared()
-                    mbarrier.arrive(v_full.index(stage))
+                    mbarrier.arrive(buffers.v_full.index(stage))
                 loaded += 1
 
 
@@ -225,12 +231,7 @@ def _attend_tile(
     q,
     query_pos,
     scale,
-    k_smem,
-    v_smem,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
+    buffers,
     MASKED: gl.constexpr,
     STAGES: gl.constexpr,
     LOGITS: gl.constexpr,
@@ -240,21 +241,21 @@ def _attend_tile(
     """Multiply with the keys of a tile, and ``weights`` with the values of the one before."""
     stage = used % STAGES
     before = (used - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), used // STAGES & 1)
+    mbarrier.wait(buffers.k_full.index(stage), used // STAGES & 1)
     logits = gl.zeros([_ROWS, _KEYS], gl.float32, LOGITS)
-    k = k_smem.index(stage).permute((1, 0))
+    k = buffers.k.index(stage).permute((1, 0))
     logits = warpgroup_mma(q, k, logits, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), (used - 1) // STAGES & 1)
-    acc = warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
+    mbarrier.wait(buffers.v_full.index(before), (used - 1) // STAGES & 1)
+    acc = warpgroup_mma(weights, buffers.v.index(before), acc, is_async=True)
     logits = warpgroup_mma_wait(1, deps=(logits,))
-    mbarrier.arrive(k_empty.index(stage))
+    mbarrier.arrive(buffers.k_empty.index(stage))
     weights, maximum, denominator, rescale = _softmax(
         logits, maximum, denominator, scale, tile * _KEYS, query_pos, MASKED, LOGITS
     )
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_empty.index(before))
+    mbarrier.arrive(buffers.v_empty.index(before))
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
-    weights = gl.convert_layout(weights.to(v_smem.dtype), WEIGHTS)
+    weights = gl.convert_layout(weights.to(buffers.v.dtype), WEIGHTS)
     return acc, weights, maximum, denominator
 
 
@@ -276,21 +277,8 @@ def _store(
 def _attend(
     GROUP: gl.constexpr,
     out_ptr,
-    q_smem,
-    k_smem,
-    v_smem,
-    q_full,
-    q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    query_start_ptr,
-    kv_lens_ptr,
-    first_row,
-    num_rows,
-    query_tiles,
-    turns,
+    buffers,
+    plan,
     scale,
     NUM_HEADS: gl.constexpr,
     HEAD_TILES: gl.constexpr,
@@ -310,15 +298,10 @@ def _attend(
     wait(PDL)
     items = 0
     used = 0
-    work = _work(
-        0, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, HEAD_TILES, TOKENS
-    )
-    for turn in range(turns):
+    work = _work(0, plan, HEAD_TILES, TOKENS)
+    for turn in range(plan.turns):
         _, query_begin, first_query, num_queries, kv_len, head_tile, key_tiles = work
-        work = _work(
-            turn + 1, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, HEAD_TILES,
-            TOKENS,
-        )  # fmt: skip
+        work = _work(turn + 1, plan, HEAD_TILES, TOKENS)
         if key_tiles > 0:
             first_query += GROUP * TOKENS
             first_pos = kv_len - num_queries + first_query
@@ -326,16 +309,16 @@ def _attend(
             # Key tiles that all of these queries see as a whole.
             full = (first_pos + 1) // _KEYS
             slot = items % 2
-            mbarrier.wait(q_full.index(slot), items // 2 & 1)
-            q = q_smem.index(slot * 2 + GROUP)
+            mbarrier.wait(buffers.q_full.index(slot), items // 2 & 1)
+            q = buffers.q.index(slot * 2 + GROUP)
 
             stage = used % STAGES
-            mbarrier.wait(k_full.index(stage), used // STAGES & 1)
+            mbarrier.wait(buffers.k_full.index(stage), used // STAGES & 1)
             logits = gl.zeros([_ROWS, _KEYS], gl.float32, LOGITS)
-            k = k_smem.index(stage).permute((1, 0))
+            k = buffers.k.index(stage).permute((1, 0))
             logits = warpgroup_mma(q, k, logits, use_acc=False, is_async=True)
             logits = warpgroup_mma_wait(0, deps=(logits,))
-            mbarrier.arrive(k_empty.index(stage))
+            mbarrier.arrive(buffers.k_empty.index(stage))
             maximum = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
             denominator = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, LOGITS))
             if full > 0:
@@ -346,33 +329,33 @@ def _attend(
                 weights, maximum, denominator, _unused = _softmax(
                     logits, maximum, denominator, scale, 0, query_pos, True, LOGITS
                 )
-            weights = gl.convert_layout(weights.to(v_smem.dtype), WEIGHTS)
+            weights = gl.convert_layout(weights.to(buffers.v.dtype), WEIGHTS)
             acc = gl.zeros([_ROWS, D], gl.float32, ACC)
             used += 1
             full = gl.minimum(gl.maximum(full, 1), key_tiles)
             for tile in range(1, full):
                 acc, weights, maximum, denominator = _attend_tile(
-                    acc, weights, maximum, denominator, used, tile, q, query_pos, scale, k_smem,
-                    v_smem, k_full, k_empty, v_full, v_empty, False, STAGES, LOGITS, ACC, WEIGHTS,
+                    acc, weights, maximum, denominator, used, tile, q, query_pos, scale, buffers,
+                    False, STAGES, LOGITS, ACC, WEIGHTS,
                 )  # fmt: skip
                 used += 1
             for tile in range(full, key_tiles):
                 acc, weights, maximum, denominator = _attend_tile(
-                    acc, weights, maximum, denominator, used, tile, q, query_pos, scale, k_smem,
-                    v_smem, k_full, k_empty, v_full, v_empty, True, STAGES, LOGITS, ACC, WEIGHTS,
+                    acc, weights, maximum, denominator, used, tile, q, query_pos, scale, buffers,
+                    True, STAGES, LOGITS, ACC, WEIGHTS,
                 )  # fmt: skip
                 used += 1
             before = (used - 1) % STAGES
-            mbarrier.wait(v_full.index(before), (used - 1) // STAGES & 1)
-            acc = warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
+            mbarrier.wait(buffers.v_full.index(before), (used - 1) // STAGES & 1)
+            acc = warpgroup_mma(weights, buffers.v.index(before), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index(before))
+            mbarrier.arrive(buffers.v_empty.index(before))
             y = acc / gl.convert_layout(denominator, gl.SliceLayout(1, ACC))[:, None]
             # By way of the queries' place, to be stored in whole lines.
-            q.store(y.to(q_smem.dtype))
+            q.store(y.to(buffers.q.dtype))
             y = q.load(OUT)
             fence_async_shared()
-            mbarrier.arrive(q_empty.index(slot))
+            mbarrier.arrive(buffers.q_empty.index(slot))
             items += 1
             _store(
                 out_ptr, y, query_begin, first_query, num_queries, head_tile, NUM_HEADS, PACKED, D,
@@ -380,7 +363,7 @@ def _attend(
             )  # fmt: skip
         elif first_query >= 0:
             # Queries of a row of padding, if any.
-            y = gl.zeros([_ROWS, D], q_smem.dtype, OUT)
+            y = gl.zeros([_ROWS, D], buffers.q.dtype, OUT)
             _store(
                 out_ptr, y, query_begin, first_query + GROUP * TOKENS, num_queries, head_tile,
                 NUM_HEADS, PACKED, D, OUT,
@@ -389,11 +372,11 @@ def _attend(
 
 @gluon.jit(
     do_not_specialize=[
-        "table_stride",
         "first_row",
         "num_rows",
         "query_tiles",
         "turns",
+        "table_stride",
         "k_head_stride",
         "v_head_stride",
     ]
@@ -428,44 +411,42 @@ def _hopper_prefill_kernel(
     element: gl.constexpr = k_desc.dtype
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     single: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(element, [4, _ROWS, D], panels)
-    k_smem = gl.allocate_shared_memory(element, [STAGES, _KEYS, D], panels)
-    v_smem = gl.allocate_shared_memory(element, [STAGES, _KEYS, D], panels)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], single)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], single)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
-    end_full = gl.allocate_shared_memory(gl.int64, [1, 1], single)
+    plan = _Plan(query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, turns)
+    buffers = _Buffers(
+        gl.allocate_shared_memory(element, [4, _ROWS, D], panels),
+        gl.allocate_shared_memory(element, [STAGES, _KEYS, D], panels),
+        gl.allocate_shared_memory(element, [STAGES, _KEYS, D], panels),
+        gl.allocate_shared_memory(gl.int64, [2, 1], single),
+        gl.allocate_shared_memory(gl.int64, [2, 1], single),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], single),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], single),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], single),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], single),
+        gl.allocate_shared_memory(gl.int64, [1, 1], single),
+    )
     for slot in gl.static_range(2):
-        mbarrier.init(q_full.index(slot), count=1)
-        mbarrier.init(q_empty.index(slot), count=2)
+        mbarrier.init(buffers.q_full.index(slot), count=1)
+        mbarrier.init(buffers.q_empty.index(slot), count=2)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=2)
-    mbarrier.init(end_full.index(0), count=1)
+        mbarrier.init(buffers.k_full.index(stage), count=1)
+        mbarrier.init(buffers.k_empty.index(stage), count=2)
+        mbarrier.init(buffers.v_full.index(stage), count=1)
+        mbarrier.init(buffers.v_empty.index(stage), count=2)
+    mbarrier.init(buffers.end_full.index(0), count=1)
     fence_async_shared()
     # Registers of a thread: 2 * 128 * 232 + 128 * 40 fit a multiprocessor's 65536.
     gl.warp_specialize(
         [
             (_attend, (
-                0, out_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                v_empty, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, turns,
-                scale, NUM_HEADS, HEAD_TILES, PACKED, D, STAGES, PDL,
+                0, out_ptr, buffers, plan, scale, NUM_HEADS, HEAD_TILES, PACKED, D, STAGES, PDL,
             )),
             (_attend, (
-                1, out_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                v_empty, query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, turns,
-                scale, NUM_HEADS, HEAD_TILES, PACKED, D, STAGES, PDL,
+                1, out_ptr, buffers, plan, scale, NUM_HEADS, HEAD_TILES, PACKED, D, STAGES, PDL,
             )),
             (_load, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, end_full, block_tables_ptr, query_start_ptr, kv_lens_ptr,
-                table_stride, first_row, num_rows, query_tiles, turns, k_head_stride,
-                v_head_stride, HEAD_TILES, TILES_OF_GROUP, PACKED, BLOCK_SIZE, D, STAGES, PDL,
+                q_desc, k_desc, v_desc, buffers, plan, block_tables_ptr, table_stride,
+                k_head_stride, v_head_stride, HEAD_TILES, TILES_OF_GROUP, PACKED, BLOCK_SIZE, D,
+                STAGES, PDL,
             )),
         ],
         [4, 1],
@@ -493,34 +474,22 @@ def fits(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     )
 
 
-def prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    *,
-    block_tables: Tensor,
-    query_start: Tensor,
-    kv_lens: Tensor,
-    max_query_len: int,
-    num_decode_rows: int,
-    scale: float,
-    num_programs: int,
-    pdl: bool,
-) -> None:
-    """Write the attention of all rows but the first ``num_decode_rows`` into ``out``.
+def prefill(call: Call, scale: float, num_programs: int, pdl: bool) -> None:
+    """Write the attention of all rows but the first ``num_decode_rows`` into ``call.out``.
 
-    Arguments as in the public wrapper; what :func:`fits` asks of them holds. The tensor maps have
-    the addresses in them, as the arguments of any captured kernel do.
+    What :func:`fits` asks of the call holds. The tensor maps have the addresses in them, as the
+    arguments of any captured kernel do.
 
     Args:
-        scale: of a dot product, times log2(e); positive.
+        call: with a positive scale.
+        scale: that times log2(e).
         num_programs: at most, one a multiprocessor.
         pdl: launch with programmatic dependent launch.
     """
-    num_rows = kv_lens.shape[0] - num_decode_rows
+    q = call.q
+    num_rows = call.kv_lens.shape[0] - call.num_decode_rows
     num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = k_cache.shape[1:3]
+    block_size, num_kv_heads = call.k_cache.shape[1:3]
     group_size = num_heads // num_kv_heads
     # As many heads of a group as divide both it and the rows of a warp group.
     packed = min(group_size & -group_size, _ROWS.value)
@@ -540,28 +509,28 @@ def prefill(
             [min(block_size, _KEYS.value), _PANEL.value],
             gl.NVMMASharedLayout(128, 16, rank=2),
         )
-        for cache in (k_cache, v_cache)
+        for cache in (call.k_cache, call.v_cache)
     )
     head_tiles = num_heads // packed
-    query_tiles = triton.cdiv(max_query_len, 2 * tokens)
+    query_tiles = triton.cdiv(call.max_query_len, 2 * tokens)
     items = query_tiles * num_rows * head_tiles
     programs = min(num_programs, items)
     _hopper_prefill_kernel[(programs,)](
-        out,
+        call.out,
         q_desc,
         k_desc,
         v_desc,
-        block_tables,
-        query_start,
-        kv_lens,
+        call.block_tables,
+        call.query_start,
+        call.kv_lens,
         scale,
-        block_tables.stride(0),
-        num_decode_rows,
+        call.block_tables.stride(0),
+        call.num_decode_rows,
         num_rows,
         query_tiles,
         triton.cdiv(items, programs),
-        k_cache.stride(2),
-        v_cache.stride(2),
+        call.k_cache.stride(2),
+        call.v_cache.stride(2),
         NUM_HEADS=num_heads,
         HEAD_TILES=head_tiles,
         TILES_OF_GROUP=group_size // packed,

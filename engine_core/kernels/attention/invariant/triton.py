@@ -11,19 +11,27 @@ tile lies in registers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from engine_core.kernels.attention.tiles.triton import block_at, load_tokens, tile_logits
+from engine_core.kernels.attention.call import Call
+from engine_core.kernels.attention.tiles.triton import (
+    Inputs,
+    Shape,
+    block_at,
+    divided,
+    load_pairs,
+    load_tokens,
+    store_rows,
+    tile_logits,
+)
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
     launch_dependents,
     num_multiprocessors,
+    pdl_options,
     wait,
 )
 
@@ -32,8 +40,10 @@ _MAX_PARTIAL = 2**29
 
 
 @triton.jit
-def _fold(acc, denominator, maximum, next_acc, next_denominator, next_maximum):
+def _fold(some, others):
     """The softmax of some tokens and of those after them, folded into one."""
+    acc, denominator, maximum = some
+    next_acc, next_denominator, next_maximum = others
     new_maximum = tl.maximum(maximum, next_maximum)
     # Where nothing was visible yet: -inf - -inf would be NaN.
     subtrahend = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -55,17 +65,15 @@ def _load_partial(
     num_tiles,
     heads,
     head_mask,
-    NUM_HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Load the partial result of some heads of a tile; zero where there is no such tile."""
-    places = tile * NUM_HEADS + heads
-    present = head_mask & (places < num_tiles * NUM_HEADS)
-    dims = tl.arange(0, BLOCK_DV)
+    places = tile * SHAPE.num_heads + heads
+    present = head_mask & (places < num_tiles * SHAPE.num_heads)
+    dims = tl.arange(0, SHAPE.block_dv)
     acc = tl.load(
-        partial_ptr + places[:, None] * DV + dims[None, :],
-        mask=present[:, None] & (dims < DV)[None, :],
+        partial_ptr + places[:, None] * SHAPE.dv + dims[None, :],
+        mask=present[:, None] & (dims < SHAPE.dv)[None, :],
         other=0.0,
         cache_modifier=".cg",
     )
@@ -83,52 +91,26 @@ def _fold_partial(
     heads,
     head_mask,
     num_tiles,
-    NUM_HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
     """Fold the first ``num_tiles`` tiles of some heads of a row, four asked for at a time."""
+    BLOCK_DV: tl.constexpr = SHAPE.block_dv
     acc = tl.zeros([BLOCK_HEADS, BLOCK_DV], dtype=tl.float32)
     denominator = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
     maximum = tl.full([BLOCK_HEADS], float("-inf"), dtype=tl.float32)
-    for tile in range(0, num_tiles, 4):
-        acc_0, denominator_0, maximum_0 = _load_partial(
-            partial_ptr, denominators_ptr, maxima_ptr, tile, num_tiles, heads, head_mask,
-            NUM_HEADS, DV, BLOCK_DV,
-        )  # fmt: skip
-        acc_1, denominator_1, maximum_1 = _load_partial(
-            partial_ptr, denominators_ptr, maxima_ptr, tile + 1, num_tiles, heads, head_mask,
-            NUM_HEADS, DV, BLOCK_DV,
-        )  # fmt: skip
-        acc_2, denominator_2, maximum_2 = _load_partial(
-            partial_ptr, denominators_ptr, maxima_ptr, tile + 2, num_tiles, heads, head_mask,
-            NUM_HEADS, DV, BLOCK_DV,
-        )  # fmt: skip
-        acc_3, denominator_3, maximum_3 = _load_partial(
-            partial_ptr, denominators_ptr, maxima_ptr, tile + 3, num_tiles, heads, head_mask,
-            NUM_HEADS, DV, BLOCK_DV,
-        )  # fmt: skip
-        acc, denominator, maximum = _fold(
-            acc, denominator, maximum, acc_0, denominator_0, maximum_0
-        )
-        # Beyond the last tile nothing is changed: factors of 1, sums with 0.
-        acc, denominator, maximum = _fold(
-            acc, denominator, maximum, acc_1, denominator_1, maximum_1
-        )
-        acc, denominator, maximum = _fold(
-            acc, denominator, maximum, acc_2, denominator_2, maximum_2
-        )
-        acc, denominator, maximum = _fold(
-            acc, denominator, maximum, acc_3, denominator_3, maximum_3
-        )
-    y = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
-    dims = tl.arange(0, BLOCK_DV)
-    tl.store(
-        out_ptr + heads[:, None] * DV + dims[None, :],
-        y.to(out_ptr.dtype.element_ty),
-        mask=head_mask[:, None] & (dims < DV)[None, :],
-    )
+    for first in range(0, num_tiles, 4):
+        loaded = ()
+        for tile in tl.static_range(4):
+            part = _load_partial(
+                partial_ptr, denominators_ptr, maxima_ptr, first + tile, num_tiles, heads,
+                head_mask, SHAPE,
+            )  # fmt: skip
+            loaded = loaded + (part,)  # type: ignore[assignment]  # noqa: RUF005
+        for tile in tl.static_range(4):
+            # Beyond the last tile nothing is changed: factors of 1, sums with 0.
+            acc, denominator, maximum = _fold((acc, denominator, maximum), loaded[tile])
+    store_rows(out_ptr, heads, divided(acc, denominator), head_mask, SHAPE)
 
 
 @triton.jit(do_not_specialize=["window", "first_row", "num_splits", "max_tiles", "table_stride"])
@@ -138,45 +120,17 @@ def _tiles_kernel(
     denominators_ptr,
     maxima_ptr,
     arrivals_ptr,
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    query_start_ptr,
-    kv_lens_ptr,
-    prefix_lens_ptr,
-    slopes_ptr,
-    logit_scale,
-    cap_scale,
+    inputs,
     window,
     first_row,
     num_splits,
     max_tiles,
-    q_token_stride,
-    q_head_stride,
-    k_block_stride,
-    k_slot_stride,
-    k_head_stride,
-    v_block_stride,
-    v_slot_stride,
-    v_head_stride,
     table_stride,
-    NUM_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FOLDED_HEADS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
     HAS_SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_M (query, head) pairs of one KV head of one row, heads of a query adjacent.
@@ -186,6 +140,9 @@ def _tiles_kernel(
     after it its denominators and maxima. The last program to arrive folds them, FOLDED_HEADS heads
     at a time.
     """
+    NUM_HEADS: tl.constexpr = SHAPE.num_heads
+    GROUP_SIZE: tl.constexpr = SHAPE.group_size
+    BLOCK_DV: tl.constexpr = SHAPE.block_dv
     launch_dependents(PDL)
     wait(PDL)
     kv_head = tl.program_id(0).to(tl.int64)
@@ -194,22 +151,22 @@ def _tiles_kernel(
     block = (tl.num_programs(1) - 1 - tl.program_id(1)) // num_splits
     place = tl.program_id(2).to(tl.int64)
     row = first_row + place
-    query_begin = tl.load(query_start_ptr + row)
-    num_queries = tl.load(query_start_ptr + row + 1) - query_begin
+    query_begin = tl.load(inputs.query_start + row)
+    num_queries = tl.load(inputs.query_start + row + 1) - query_begin
     first_pair = block * BLOCK_M
     if first_pair >= num_queries * GROUP_SIZE:
         return
-    kv_len = tl.load(kv_lens_ptr + row)
+    kv_len = tl.load(inputs.kv_lens + row)
     start_pos = kv_len - num_queries
     last_query = (first_pair + BLOCK_M - 1) // GROUP_SIZE
     # [low, high) holds every visible key.
     low = 0
     high = start_pos + tl.minimum(last_query, num_queries - 1) + 1
     prefix_len = 0
-    if HAS_PREFIX:
-        prefix_len = tl.minimum(tl.load(prefix_lens_ptr + row), kv_len)
+    if SHAPE.has_prefix:
+        prefix_len = tl.minimum(tl.load(inputs.prefix_lens + row), kv_len)
         high = tl.maximum(high, prefix_len)
-    if HAS_WINDOW and not HAS_PREFIX:
+    if SHAPE.has_window and not SHAPE.has_prefix:
         low = tl.maximum(start_pos + first_pair // GROUP_SIZE - window + 1, 0)
     # Tiles [first, end) of the row, and [begin, stop) of this program.
     first = low // BLOCK_N
@@ -222,62 +179,40 @@ def _tiles_kernel(
         return
     used = tl.cdiv(end - first, per_split)
 
-    pairs = first_pair + tl.arange(0, BLOCK_M)
-    queries = pairs // GROUP_SIZE
-    pair_mask = queries < num_queries
-    heads = kv_head * GROUP_SIZE + pairs % GROUP_SIZE
-    tokens = (query_begin + queries).to(tl.int64)
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
-    mask = pair_mask[:, None] & (dims_v < DV)[None, :]
-    q = tl.load(
-        q_ptr + (tokens * q_token_stride + heads * q_head_stride)[:, None] + dims[None, :],
-        mask=pair_mask[:, None] & (dims < D)[None, :],
-        other=0.0,
-    )
-    slopes = tl.zeros([BLOCK_M], dtype=tl.float32)
-    if HAS_ALIBI:
-        slopes = tl.load(slopes_ptr + heads, mask=pair_mask, other=0.0) * 1.4426950408889634
-    k_cache_ptr += kv_head * k_head_stride
-    v_cache_ptr += kv_head * v_head_stride
-    table_ptr = block_tables_ptr + row * table_stride
+    table_ptr = inputs.block_tables + row * table_stride
+    queries, tokens, heads, pair_mask = load_pairs(
+        inputs, table_ptr, kv_head, first_pair, query_begin, num_queries, start_pos, window,
+        prefix_len, SHAPE, BLOCK_M,
+    )  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
     denominator = tl.zeros([BLOCK_M], dtype=tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    kv_block = block_at(table_ptr, begin * BLOCK_N, high, BLOCK_SIZE)
+    kv_block = block_at(table_ptr, begin * BLOCK_N, high, SHAPE)
     for tile in range(begin, stop):
         start = tile * BLOCK_N
         in_range = start + tl.arange(0, BLOCK_N) < high
-        next_kv_block = block_at(table_ptr, start + BLOCK_N, high, BLOCK_SIZE)
-        logits = tile_logits(
-            q, start_pos + queries, slopes, kv_block, start, in_range, k_cache_ptr, table_ptr,
-            k_block_stride, k_slot_stride, logit_scale, cap_scale, window, prefix_len, BLOCK_SIZE,
-            D, BLOCK_D, BLOCK_N, HAS_ALIBI, HAS_WINDOW, HAS_SOFTCAP, HAS_PREFIX, True, PRECISION,
-        )  # fmt: skip
+        next_kv_block = block_at(table_ptr, start + BLOCK_N, high, SHAPE)
+        logits = tile_logits(inputs, queries, kv_block, start, in_range, SHAPE, BLOCK_N, True)
         tile_maximum = tl.max(logits, axis=1)
         subtrahend = tl.where(tile_maximum == float("-inf"), 0.0, tile_maximum)
-        weights = tl.exp2(logits - subtrahend[:, None]).to(q.dtype)
-        ones = tl.full([BLOCK_N, 16], 1.0, q.dtype)
-        tile_denominator = tl.max(tl.dot(weights, ones, input_precision=PRECISION), axis=1)
+        weights = tl.exp2(logits - subtrahend[:, None]).to(queries.q.dtype)
+        ones = tl.full([BLOCK_N, 16], 1.0, queries.q.dtype)
+        tile_denominator = tl.max(tl.dot(weights, ones, input_precision=SHAPE.precision), axis=1)
         v = load_tokens(
-            v_cache_ptr, table_ptr, kv_block, start, in_range, v_block_stride, v_slot_stride,
-            BLOCK_SIZE, DV, BLOCK_DV, BLOCK_N, True,
+            queries.v, inputs.v_strides, table_ptr, kv_block, start, in_range, SHAPE, SHAPE.dv,
+            SHAPE.block_dv, BLOCK_N, True,
         )  # fmt: skip
-        tile_acc = tl.dot(weights, v, input_precision=PRECISION)
-        if HAS_SPLITS:
-            if used > 1:
-                partial = (place * max_tiles + tile - first) * NUM_HEADS + heads
-                values = partial_ptr + partial[:, None] * DV + dims_v[None, :]
-                tl.store(values, tile_acc, mask=mask)
-                tl.store(denominators_ptr + partial, tile_denominator, mask=pair_mask)
-                tl.store(maxima_ptr + partial, tile_maximum, mask=pair_mask)
-            else:
-                acc, denominator, maximum = _fold(
-                    acc, denominator, maximum, tile_acc, tile_denominator, tile_maximum
-                )
+        tile_acc = tl.dot(weights, v, input_precision=SHAPE.precision)
+        if HAS_SPLITS and used > 1:
+            dims = tl.arange(0, SHAPE.block_dv)
+            partial = (place * max_tiles + tile - first) * NUM_HEADS + heads
+            values = partial_ptr + partial[:, None] * SHAPE.dv + dims[None, :]
+            tl.store(values, tile_acc, mask=pair_mask[:, None] & (dims < SHAPE.dv)[None, :])
+            tl.store(denominators_ptr + partial, tile_denominator, mask=pair_mask)
+            tl.store(maxima_ptr + partial, tile_maximum, mask=pair_mask)
         else:
             acc, denominator, maximum = _fold(
-                acc, denominator, maximum, tile_acc, tile_denominator, tile_maximum
+                (acc, denominator, maximum), (tile_acc, tile_denominator, tile_maximum)
             )
         kv_block = next_kv_block
     if HAS_SPLITS:  # noqa: SIM102
@@ -289,25 +224,19 @@ def _tiles_kernel(
                 for in_block in range(0, min(BLOCK_M, GROUP_SIZE), FOLDED_HEADS):
                     folded = first_pair + in_block + tl.arange(0, FOLDED_HEADS)
                     _fold_partial(
-                        out_ptr + query_begin.to(tl.int64) * NUM_HEADS * DV,
-                        partial_ptr + at * DV,
+                        out_ptr + query_begin.to(tl.int64) * NUM_HEADS * SHAPE.dv,
+                        partial_ptr + at * SHAPE.dv,
                         denominators_ptr + at,
                         maxima_ptr + at,
                         kv_head * GROUP_SIZE + folded,
                         folded < GROUP_SIZE,
                         end - first,
-                        NUM_HEADS,
-                        DV,
-                        BLOCK_DV,
+                        SHAPE,
                         FOLDED_HEADS,
                     )
             return
-    y = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
-    tl.store(
-        out_ptr + (tokens * NUM_HEADS + heads)[:, None] * DV + dims_v[None, :],
-        y.to(out_ptr.dtype.element_ty),
-        mask=mask,
-    )
+    rows = tokens * NUM_HEADS + heads
+    store_rows(out_ptr, rows, divided(acc, denominator), pair_mask, SHAPE)
 
 
 def _block_n(dims: int, float32: bool) -> int:
@@ -332,38 +261,12 @@ def _decode_options(dims: int, float32: bool, num_programs: int) -> tuple[int, i
     return (2, 2, 4) if num_programs < 512 else (2, 3, 4)
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    *,
-    block_tables: Tensor,
-    query_start: Tensor,
-    kv_lens: Tensor,
-    max_query_len: int,
-    max_kv_len: int,
-    num_decode_rows: int,
-    alibi_slopes: Tensor | None,
-    prefix_lens: Tensor | None,
-    scales: tuple[float, float],
-    window: int,
-    strides: tuple[int, ...],
-    constants: dict[str, Any],
-) -> None:
-    """Write attention into ``out``; arguments as in the public wrapper, and of the kernel.
-
-    Args:
-        scales: ``logit_scale`` and ``cap_scale``.
-        window: 0 for none.
-        strides: of q, the caches and the block tables, in the kernel's order.
-        constants: what decode, prefill and this kernel are all compiled for.
-    """
-    num_rows = kv_lens.shape[0]
-    num_heads, num_kv_heads = q.shape[1], k_cache.shape[2]
-    v_head_dim = v_cache.shape[3]
-    group_size = num_heads // num_kv_heads
-    dims = max(constants["BLOCK_D"], constants["BLOCK_DV"])
+def paged_attention(call: Call, inputs: Inputs, shape: Shape) -> None:
+    """Write attention into ``call.out``; the other arguments are the kernel's."""
+    q, num_decode_rows, max_kv_len = call.q, call.num_decode_rows, call.max_kv_len
+    num_rows, num_kv_heads = call.kv_lens.shape[0], call.k_cache.shape[2]
+    num_heads, group_size, v_head_dim = shape.num_heads, shape.group_size, shape.dv
+    dims = max(shape.block_d, shape.block_dv)
     float32 = q.dtype == torch.float32
     block_n = _block_n(dims, float32)
     max_tiles = triton.cdiv(max_kv_len, block_n)
@@ -373,38 +276,31 @@ def paged_attention(
     ) -> None:
         partial = denominators = maxima = arrivals = None
         if splits > 1:
-            shape = (count, max_tiles, num_heads)
-            partial = torch.empty((*shape, v_head_dim), dtype=torch.float32, device=q.device)
-            denominators = torch.empty(shape, dtype=torch.float32, device=q.device)
+            size = (count, max_tiles, num_heads)
+            partial = torch.empty((*size, v_head_dim), dtype=torch.float32, device=q.device)
+            denominators = torch.empty(size, dtype=torch.float32, device=q.device)
             maxima = torch.empty_like(denominators)
             arrivals = arrival_counts(q.device, count * num_kv_heads * blocks)
         _tiles_kernel[(num_kv_heads, blocks * splits, count)](
-            out,
+            call.out,
             partial,
             denominators,
             maxima,
             arrivals,
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            query_start,
-            kv_lens,
-            prefix_lens,
-            alibi_slopes,
-            *scales,
-            window,
+            inputs,
+            call.window or 0,
             first_row,
             splits,
             max_tiles,
-            *strides,
-            **constants,
+            call.block_tables.stride(0),
+            SHAPE=shape,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             FOLDED_HEADS=min(triton.next_power_of_2(group_size), 4),
             HAS_SPLITS=splits > 1,
             num_warps=warps,
             num_stages=stages,
+            **pdl_options(q.device),
         )
 
     if num_decode_rows:
@@ -419,8 +315,8 @@ def paged_attention(
         if 4 * num_decode_rows * max_tiles * num_heads * (v_head_dim + 2) > _MAX_PARTIAL:
             splits = 1
         launch(0, num_decode_rows, block_m, blocks, splits, max(warps, block_m // 8), stages)
-    if num_rows > num_decode_rows and max_query_len:
-        pairs = max_query_len * group_size
+    if num_rows > num_decode_rows and call.max_query_len:
+        pairs = call.max_query_len * group_size
         block_m = 32 if float32 else 64 if dims > 128 else 128
         block_m = min(block_m, max(16, triton.next_power_of_2(pairs)))
         warps = 8 if block_m == 128 or float32 else 4

@@ -1,28 +1,169 @@
-"""Tiles of keys and values, and their logits, for attention on a GPU."""
+"""What attention on a GPU reads, and the logits of tiles of keys."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 
+class Inputs(NamedTuple):
+    """What a kernel reads: tensors and scales, as in the public wrapper, and strides.
+
+    Attributes:
+        q: ``[T, Hq, D]``.
+        k_cache: ``[num_blocks, block_size, Hk, D]``.
+        v_cache: ``[num_blocks, block_size, Hk, Dv]``.
+        block_tables: ``[R, max_blocks]``.
+        query_start: ``[R + 1]``.
+        kv_lens: ``[R]``.
+        prefix_lens: ``[R]`` or None.
+        slopes: ``[Hq]`` or None.
+        logit_scale: a dot product times this is a logit in units of log 2; or with a softcap the
+            bound of such logits, around the tanh of half of the product times ``cap_scale``.
+        cap_scale: see ``logit_scale``.
+        q_strides: of tokens and heads.
+        k_strides: of blocks, slots and heads.
+        v_strides: likewise.
+    """
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    block_tables: Any
+    query_start: Any
+    kv_lens: Any
+    prefix_lens: Any
+    slopes: Any
+    logit_scale: Any
+    cap_scale: Any
+    q_strides: Any
+    k_strides: Any
+    v_strides: Any
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for; ``block_d`` and ``block_dv`` are powers of 2 that hold heads.
+
+    Attributes:
+        precision: of products of float32.
+    """
+
+    num_heads: int
+    group_size: int
+    block_size: int
+    d: int
+    dv: int
+    block_d: int
+    block_dv: int
+    has_alibi: bool
+    has_window: bool
+    has_softcap: bool
+    has_prefix: bool
+    precision: str
+
+
+class Queries(NamedTuple):
+    """Queries of a row and a KV head, and the keys and values that they see.
+
+    Attributes:
+        q: ``[M, BLOCK_D]``.
+        positions: ``[M]``.
+        slopes: ``[M]``, in units of log 2.
+        k: the KV head's keys in block 0.
+        v: its values there.
+        table: the row's blocks.
+        window: sliding window in tokens.
+        prefix_len: leading tokens that all queries see.
+    """
+
+    q: Any
+    positions: Any
+    slopes: Any
+    k: Any
+    v: Any
+    table: Any
+    window: Any
+    prefix_len: Any
+
+
 @triton.jit
-def block_at(table_ptr, position, high, BLOCK_SIZE: tl.constexpr):
+def load_queries(inputs, row_ptr, rows, heads, mask, SHAPE: tl.constexpr):
+    """Queries ``[M, BLOCK_D]`` at ``rows`` behind ``row_ptr``, and the slopes of their heads."""
+    dims = tl.arange(0, SHAPE.block_d)
+    ptrs = row_ptr + rows[:, None] + dims[None, :]
+    q = tl.load(ptrs, mask=mask[:, None] & (dims < SHAPE.d)[None, :], other=0.0)
+    slopes = tl.zeros([heads.shape[0]], dtype=tl.float32)
+    if SHAPE.has_alibi:
+        slopes = tl.load(inputs.slopes + heads, mask=mask, other=0.0) * 1.4426950408889634
+    return q, slopes
+
+
+@triton.jit
+def load_pairs(
+    inputs,
+    table_ptr,
+    kv_head,
+    first_pair,
+    query_begin,
+    num_queries,
+    start_pos,
+    window,
+    prefix_len,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """BLOCK_M (query, head) pairs of a row and a KV head, heads of a query adjacent.
+
+    Returns the :class:`Queries`, their tokens, heads, and which of them there are.
+    """
+    pairs = first_pair + tl.arange(0, BLOCK_M)
+    queries = pairs // SHAPE.group_size
+    mask = queries < num_queries
+    heads = kv_head * SHAPE.group_size + pairs % SHAPE.group_size
+    tokens = (query_begin + queries).to(tl.int64)
+    rows = tokens * inputs.q_strides[0] + heads * inputs.q_strides[1]
+    q, slopes = load_queries(inputs, inputs.q, rows, heads, mask, SHAPE)
+    k = inputs.k_cache + kv_head * inputs.k_strides[2]
+    v = inputs.v_cache + kv_head * inputs.v_strides[2]
+    held = Queries(q, start_pos + queries, slopes, k, v, table_ptr, window, prefix_len)
+    return held, tokens, heads, mask
+
+
+@triton.jit
+def divided(acc, denominator):
+    """What queries attended to, ``acc [M, BLOCK_DV]``; zeros for those that saw nothing."""
+    return acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
+
+
+@triton.jit
+def store_rows(out_ptr, rows, y, mask, SHAPE: tl.constexpr):
+    """Store ``y [M, BLOCK_DV]`` as those rows of ``out [..., Dv]``."""
+    dims = tl.arange(0, SHAPE.block_dv)
+    tl.store(
+        out_ptr + rows[:, None] * SHAPE.dv + dims[None, :],
+        y.to(out_ptr.dtype.element_ty),
+        mask=mask[:, None] & (dims < SHAPE.dv)[None, :],
+    )
+
+
+@triton.jit
+def block_at(table_ptr, position, high, SHAPE: tl.constexpr):
     """The block of the token at ``position``, or of the last before ``high`` if that is less."""
     position = tl.maximum(tl.minimum(position, high - 1), 0)
-    return tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
+    return tl.load(table_ptr + position // SHAPE.block_size).to(tl.int64)
 
 
 @triton.jit
 def load_tokens(
     cache_ptr,
+    strides,
     table_ptr,
     block,
     start,
     in_range,
-    block_stride,
-    slot_stride,
-    BLOCK_SIZE: tl.constexpr,
+    SHAPE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -36,13 +177,15 @@ def load_tokens(
     """
     in_tile = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    if BLOCK_SIZE % BLOCK_N == 0:
-        cache_ptr += block * block_stride + start % BLOCK_SIZE * slot_stride
-        rows = in_tile * slot_stride
+    if SHAPE.block_size % BLOCK_N == 0:
+        cache_ptr += block * strides[0] + start % SHAPE.block_size * strides[1]
+        rows = in_tile * strides[1]
     else:
         positions = start + in_tile
-        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
-        rows = blocks * block_stride + (positions % BLOCK_SIZE).to(tl.int64) * slot_stride
+        blocks = tl.load(table_ptr + positions // SHAPE.block_size, mask=in_range, other=0).to(
+            tl.int64
+        )
+        rows = blocks * strides[0] + (positions % SHAPE.block_size).to(tl.int64) * strides[1]
     ptrs = cache_ptr + rows[:, None] + dims[None, :]
     if MASKED:
         if BLOCK_D == D:
@@ -59,58 +202,41 @@ def load_tokens(
 
 @triton.jit
 def tile_logits(
-    q,
-    query_pos,
-    slopes,
+    inputs,
+    queries,
     block,
     start,
     in_range,
-    k_cache_ptr,
-    table_ptr,
-    k_block_stride,
-    k_slot_stride,
-    logit_scale,
-    cap_scale,
-    window,
-    prefix_len,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
     MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Logits of every query row for the tokens from ``start`` on, -inf where they are not visible.
+    """Logits of every query for the tokens from ``start`` on, -inf where they are not visible.
 
-    :func:`load_tokens` says what ``block`` is. Without MASKED they are all visible. A dot product
-    becomes a logit by ``scale * log2(e)`` in ``logit_scale``; or with a softcap by ``softcap *
-    log2(e)`` there, around the tanh of half of it times ``cap_scale``.
+    :func:`load_tokens` says what ``block`` is. Without MASKED they are all visible.
     """
     positions = start + tl.arange(0, BLOCK_N)
     # Without a mask: what is stored beyond the row may be anything, since its logits become -inf.
     k = load_tokens(
-        k_cache_ptr, table_ptr, block, start, in_range, k_block_stride, k_slot_stride,
-        BLOCK_SIZE, D, BLOCK_D, BLOCK_N, False,
+        queries.k, inputs.k_strides, queries.table, block, start, in_range, SHAPE, SHAPE.d,
+        SHAPE.block_d, BLOCK_N, False,
     )  # fmt: skip
-    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if HAS_SOFTCAP:
+    logits = tl.dot(queries.q, tl.trans(k), input_precision=SHAPE.precision)
+    if SHAPE.has_softcap:
         # tanh(x) = 2 * sigmoid(2 * x) - 1
-        logits = logit_scale * (2.0 * tl.sigmoid(logits * cap_scale) - 1.0)
+        logits = inputs.logit_scale * (2.0 * tl.sigmoid(logits * inputs.cap_scale) - 1.0)
     else:
-        logits = logits * logit_scale
-    if HAS_ALIBI:
-        distance = (positions[None, :] - query_pos[:, None]).to(tl.float32)
-        logits += slopes[:, None] * distance
+        logits = logits * inputs.logit_scale
+    if SHAPE.has_alibi:
+        distance = (positions[None, :] - queries.positions[:, None]).to(tl.float32)
+        logits += queries.slopes[:, None] * distance
     if MASKED:
-        visible = positions[None, :] <= query_pos[:, None]
-        if HAS_WINDOW:
-            visible = visible & (positions[None, :] > query_pos[:, None] - window)
-        if HAS_PREFIX:
-            visible = visible | (positions < prefix_len)[None, :]
+        visible = positions[None, :] <= queries.positions[:, None]
+        if SHAPE.has_window:
+            after = positions[None, :] > queries.positions[:, None] - queries.window
+            visible = visible & after
+        if SHAPE.has_prefix:
+            visible = visible | (positions < queries.prefix_len)[None, :]
         visible = visible & in_range[None, :]
         logits = tl.where(visible, logits, float("-inf"))
     return logits
