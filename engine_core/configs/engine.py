@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from engine_core.configs.base import FrozenConfig
 from engine_core.configs.dtypes import DType
@@ -33,6 +33,14 @@ def _paths(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _number(value: Any) -> Any:
+    # Pydantic would read true as 1 and bytes as digits.
+    if isinstance(value, bool | bytes):
+        raise ValueError("a number is expected")
+    return value
+
+
+_Number = BeforeValidator(_number)
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
 
@@ -58,17 +66,17 @@ class EngineConfig(FrozenConfig):
     """Folder with another tokenizer than the model's."""
     skip_tokenizer_init: bool = False
     """Read no tokenizer: prompts and results are token ids."""
-    max_model_len: int | None = Field(default=None, gt=0)
+    max_model_len: Annotated[int | None, Field(gt=0), _Number] = None
     """Longest sequence, prompt and output together; the model's own if not set."""
-    max_num_seqs: int = Field(default=256, gt=0)
+    max_num_seqs: Annotated[int, Field(gt=0), _Number] = 256
     """Sequences that run at once."""
-    max_num_batched_tokens: int = Field(default=2048, gt=0)
+    max_num_batched_tokens: Annotated[int, Field(gt=0), _Number] = 2048
     """Prompt tokens computed in one step; longer prompts are chunked."""
-    block_size: int | None = Field(default=None, gt=0)
+    block_size: Annotated[int | None, Field(gt=0), _Number] = None
     """Tokens in a block of the KV cache; 16 on a CPU and 64 on a GPU if not set."""
-    kv_cache_memory: Bytes | None = Field(default=None, gt=0)
+    kv_cache_memory: Annotated[Bytes | None, Field(gt=0), _Number] = None
     """Bytes for the KV cache, like 4GiB; a share of what is free if not set."""
-    swap_space: Bytes = Field(default=0, ge=0)
+    swap_space: Annotated[Bytes, Field(ge=0), _Number] = 0
     """Bytes of host memory a rank, like 4GiB, for the KV cache of preempted sequences; with 0 it is
     computed again."""
     enable_prefix_caching: bool = True
@@ -78,35 +86,17 @@ class EngineConfig(FrozenConfig):
     steps."""
     deterministic: bool = False
     """On a GPU: a request gets the same tokens whatever else is in its batch."""
-    tensor_parallel_size: int = Field(default=1, gt=0)
+    tensor_parallel_size: Annotated[int, Field(gt=0), _Number] = 1
     """Processes, or GPUs, that share the model."""
     quantization: str | None = Field(default=None, min_length=1)
     """Fewer bits a weight. On a CPU int8 or int4 at load, or gguf for a GGUF file's own; packages
     may add names."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: Annotated[int, Field(ge=0, lt=2**63), _Number] = 0
     """Seed of dummy weights and of requests without one."""
     custom_module_map: Paths = ()
     """Python files with MODULE_MAP and CONFIG_BUILDERS; run with your rights."""
     plugin_errors: Literal["report", "strict"] = "report"
     """A broken plugin is reported and skipped, or raises."""
-
-    @field_validator(
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "block_size",
-        "kv_cache_memory",
-        "swap_space",
-        "tensor_parallel_size",
-        "seed",
-        mode="before",
-    )
-    @classmethod
-    def _numbers(cls, value: Any) -> Any:
-        # Pydantic would read true as 1 and bytes as digits.
-        if isinstance(value, bool | bytes):
-            raise ValueError("a number is expected")
-        return value
 
     @model_validator(mode="after")
     def _one_tokenizer_or_none(self) -> Self:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from engine_core.configs.base import FieldError, FrozenConfig
 
@@ -46,8 +46,9 @@ def _number(value: Any) -> Any:
     return value
 
 
-_Token = Annotated[int, BeforeValidator(_number)]
-_Bias = Annotated[float, BeforeValidator(_number), Field(ge=-100.0, le=100.0)]
+_Number = BeforeValidator(_number)
+_Token = Annotated[int, _Number]
+_Bias = Annotated[float, _Number, Field(ge=-100.0, le=100.0)]
 _TokenSequence = Annotated[tuple[_Token, ...], Field(min_length=1)]
 
 
@@ -129,23 +130,23 @@ class SamplingParams(FrozenConfig):
     refused, as they could not be kept.
     """
 
-    n: int = Field(default=1, ge=1, le=1024)
+    n: Annotated[int, Field(ge=1, le=1024), _Number] = 1
     """Completions for the prompt; the first has the seed, each of the others one derived from it
     and its index."""
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    temperature: Annotated[float, Field(ge=0.0, le=100.0), _Number] = 1.0
     """0 is greedy; otherwise logits are divided by it."""
-    top_k: int = Field(default=0, ge=-1)
+    top_k: Annotated[int, Field(ge=-1), _Number] = 0
     """Only the k most probable tokens; 0 or -1 for all."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), _Number] = 1.0
     """Only the smallest set of most probable tokens whose probability reaches it."""
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    min_p: Annotated[float, Field(ge=0.0, le=1.0), _Number] = 0.0
     """Only tokens at least this many times as probable as the most probable one."""
-    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    repetition_penalty: Annotated[float, Field(gt=0.0), _Number] = 1.0
     """Divides the positive logits of tokens in the prompt and the output, and multiplies the
     negative ones."""
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0), _Number] = 0.0
     """Subtracted from the logits of tokens in the output."""
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0), _Number] = 0.0
     """Subtracted from a token's logit once for each time it is in the output."""
     logit_bias: dict[int, _Bias] = Field(default={})
     """Added to the logits: token id to a number from -100 to 100."""
@@ -153,12 +154,12 @@ class SamplingParams(FrozenConfig):
     """Only these tokens, the end of sequence too only if named."""
     bad_words: tuple[str | _TokenSequence, ...] = ()
     """Never these words, nor the same after a space."""
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: Annotated[int | None, Field(ge=0, lt=2**63), _Number] = None
     """Makes random sampling repeatable; one is drawn if not set."""
-    max_tokens: int | None = Field(default=16, ge=1)
+    max_tokens: Annotated[int | None, Field(ge=1), _Number] = 16
     """Tokens to generate at most; none for as many as the model's length allows, which ends the
     sequence in any case."""
-    min_tokens: int = Field(default=0, ge=0)
+    min_tokens: Annotated[int, Field(ge=0), _Number] = 0
     """No end of sequence or stop token before so many tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end the text."""
@@ -168,10 +169,10 @@ class SamplingParams(FrozenConfig):
     """Leave the stop string or the stop token in the text."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token."""
-    logprobs: int | None = Field(default=None, ge=-1)
+    logprobs: Annotated[int | None, Field(ge=-1), _Number] = None
     """How many of the most probable tokens to report at each step, besides the chosen one; -1 for
     all; no report if not set."""
-    prompt_logprobs: int | None = Field(default=None, ge=-1)
+    prompt_logprobs: Annotated[int | None, Field(ge=-1), _Number] = None
     """The same for the prompt's tokens; no report if not set."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
@@ -179,26 +180,6 @@ class SamplingParams(FrozenConfig):
     """Functions that change the logits; see LogitsProcessor. Offline use only."""
     guided: GuidedParams | None = Field(default=None, exclude=True)
     """Required form of the text: JSON, a JSON schema, a regular expression, ..."""
-
-    @field_validator(
-        "n",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
-        "max_tokens",
-        "min_tokens",
-        "logprobs",
-        "prompt_logprobs",
-        mode="before",
-    )
-    @classmethod
-    def _numbers(cls, value: Any) -> Any:
-        return _number(value)
 
     @field_validator("stop_token_ids", "allowed_token_ids", mode="before")
     @classmethod
@@ -210,8 +191,6 @@ class SamplingParams(FrozenConfig):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_string(cls, value: Any) -> Any:
-        if value is None:
-            return ()
         return (value,) if isinstance(value, str) else value
 
     @field_validator("stop")
@@ -221,15 +200,12 @@ class SamplingParams(FrozenConfig):
             raise ValueError("an empty stop string would end every text at once")
         return value
 
-    @field_validator("stop_token_ids", "bad_words", "logits_processors", mode="before")
+    @field_validator(
+        "logit_bias", "bad_words", "stop", "stop_token_ids", "logits_processors", mode="before"
+    )
     @classmethod
-    def _none_of_them(cls, value: Any) -> Any:
-        return () if value is None else value
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _no_bias(cls, value: Any) -> Any:
-        return {} if value is None else value
+    def _none_of_them(cls, value: Any, info: ValidationInfo) -> Any:
+        return cls.model_fields[info.field_name or ""].default if value is None else value
 
     @field_validator("allowed_token_ids")
     @classmethod
@@ -315,16 +291,11 @@ class BeamSearchParams(FrozenConfig):
     Beyond 10 that power would leave the range of a float for long sequences.
     """
 
-    beam_width: int = Field(ge=1, le=1024)
+    beam_width: Annotated[int, Field(ge=1, le=1024), _Number]
     """Sequences kept at each step and returned."""
-    max_tokens: int = Field(ge=1)
+    max_tokens: Annotated[int, Field(ge=1), _Number]
     """Tokens to generate at most."""
-    length_penalty: float = Field(default=1.0, ge=-10.0, le=10.0)
+    length_penalty: Annotated[float, Field(ge=-10.0, le=10.0), _Number] = 1.0
     """Above 0 favours long sequences, below 0 short ones; from -10 to 10."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token."""
-
-    @field_validator("beam_width", "max_tokens", "length_penalty", mode="before")
-    @classmethod
-    def _numbers(cls, value: Any) -> Any:
-        return _number(value)
