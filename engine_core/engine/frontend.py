@@ -110,37 +110,33 @@ class Completion:
         """All output so far, which stays."""
         if len(self.text) > 1:
             self.text = ["".join(self.text)]
-        return CompletionOutput(
-            index=index,
-            text=self.text[0] if self.text else "",
-            token_ids=list(self.token_ids),
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            error=None if self.error is None else self.error.message,
-            error_code=None if self.error is None else self.error.code,
-        )
+        logprobs = None if self.logprobs is None else list(self.logprobs)
+        return self._output(index, list(self.token_ids), logprobs)
 
     def delta(self, index: int) -> CompletionOutput:
         """All pending output, which is then dropped."""
-        taken = CompletionOutput(
-            index=index,
-            text="".join(self.text),
-            token_ids=self.token_ids,
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=self.logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            error=None if self.error is None else self.error.message,
-            error_code=None if self.error is None else self.error.code,
-        )
+        taken = self._output(index, self.token_ids, self.logprobs)
         self.token_ids = []
         self.text.clear()
         if self.logprobs is not None:
             self.logprobs = []
         self.changed = False
         return taken
+
+    def _output(
+        self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> CompletionOutput:
+        return CompletionOutput(
+            index=index,
+            text="".join(self.text),
+            token_ids=token_ids,
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=None if self.error is None else self.error.message,
+            error_code=None if self.error is None else self.error.code,
+        )
 
 
 @dataclass(slots=True)
@@ -517,12 +513,11 @@ class Frontend:
             # The token that ended it (end of sequence or a stop token) is not part of the text.
             new = new[:-1]
         if new:
-            text = stream.append(new)
-            completion.text.append(text.delta)
-            if text.stopped_by is not None and reason is None:
+            completion.text.append(stream.append(new))
+            if stream.stopped_by is not None and reason is None:
                 reason = "stop"
-                completion.finish_reason, completion.stop_reason = reason, text.stopped_by
-                self._finish(update.sequence_id, reason, text.stopped_by)
+                completion.finish_reason, completion.stop_reason = reason, stream.stopped_by
+                self._finish(update.sequence_id, reason, stream.stopped_by)
         if reason is not None:
             completion.text.append(stream.finish())
             if completion.include_stop:
@@ -651,17 +646,3 @@ def choose_tokenizer(
             raise CheckpointNotFoundError(f"tokenizer: {error}") from error
         return load_tokenizer(path, sentencepiece)
     return load_tokenizer(folder(), sentencepiece)
-
-
-__all__ = [
-    "Completion",
-    "Frontend",
-    "Message",
-    "Prompt",
-    "State",
-    "TextPrompt",
-    "TokenizedPrompt",
-    "TokensPrompt",
-    "check_token_ids",
-    "choose_tokenizer",
-]

@@ -55,28 +55,15 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
         self._pieces = _pieces_for(tokenizer, skip_special_tokens, prompt_token_ids)
-        self._text: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """Everything given out so far."""
-        if len(self._text) > 1:
-            self._text = ["".join(self._text)]
-        return self._text[0] if self._text else ""
 
     def append(self, token_ids: Iterable[int]) -> str:
         """The text that became final with these tokens; often empty or more than one token's."""
         push = self._pieces.push
-        return self._give_out("".join([push(token_id) for token_id in token_ids]))
+        return "".join([push(token_id) for token_id in token_ids])
 
     def finish(self) -> str:
         """Return the text held back; an incomplete character becomes U+FFFD. Call it once."""
-        return self._give_out(self._pieces.flush())
-
-    def _give_out(self, text: str) -> str:
-        if text:
-            self._text.append(text)
-        return text
+        return self._pieces.flush()
 
 
 class _Pieces(ABC):

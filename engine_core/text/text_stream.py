@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from engine_core.text.detokenizer import IncrementalDetokenizer
 from engine_core.text.stop_strings import StopStringMatcher
@@ -11,21 +11,6 @@ from engine_core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from engine_core.configs import SamplingParams
-
-
-class TextUpdate(NamedTuple):
-    """Text added by some tokens. A named tuple, as there is one per token.
-
-    Attributes:
-        delta: the new text; never part of a stop string.
-        stopped_by: the stop string that the tokens completed, or None.
-        num_tokens_used: how many of the tokens were read: all of them, or those up to the one
-            that completed the stop string. The others are to be dropped.
-    """
-
-    delta: str
-    stopped_by: str | None
-    num_tokens_used: int
 
 
 class TextStream:
@@ -42,6 +27,11 @@ class TextStream:
         tokenizer: whose tokens they are.
         sampling: gives ``stop``, ``min_tokens`` and ``skip_special_tokens``.
         prompt_token_ids: the tokens before the first generated one.
+
+    Attributes:
+        stopped_by: the stop string that ended the text, or None.
+        num_tokens: tokens read: all that were appended, or those up to the one that completed the
+            stop string.
     """
 
     def __init__(
@@ -54,60 +44,40 @@ class TextStream:
         )
         self._matcher = StopStringMatcher(sampling.stop) if sampling.stop else None
         self._min_tokens = sampling.min_tokens
-        self._num_tokens = 0
-        self._stopped_by: str | None = None
-        self._text: list[str] = []
+        self.num_tokens = 0
+        self.stopped_by: str | None = None
 
-    @property
-    def text(self) -> str:
-        """Everything given out so far."""
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Read tokens until they end or one completes a stop string; return the new text.
+
+        It never holds a part of a stop string.
+        """
         if self._matcher is None:
-            return self._detokenizer.text
-        if len(self._text) > 1:
-            self._text = ["".join(self._text)]
-        return self._text[0] if self._text else ""
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that ended the text, or None."""
-        return self._stopped_by
-
-    def append(self, token_ids: Sequence[int]) -> TextUpdate:
-        """Reads tokens until they end or one of them completes a stop string."""
-        matcher = self._matcher
-        if matcher is None:
-            return TextUpdate(self._detokenizer.append(token_ids), None, len(token_ids))
+            self.num_tokens += len(token_ids)
+            return self._detokenizer.append(token_ids)
         given_out = []
-        used = 0
         for token_id in token_ids:
-            used += 1
-            self._num_tokens += 1
-            given_out.append(self._read(matcher, self._detokenizer.append((token_id,))))
-            if self._stopped_by is not None:
+            self.num_tokens += 1
+            given_out.append(self._read(self._matcher, self._detokenizer.append((token_id,))))
+            if self.stopped_by is not None:
                 break
-        return TextUpdate("".join(given_out), self._stopped_by, used)
+        return "".join(given_out)
 
     def finish(self) -> str:
-        """The text that was held back; empty if a stop string ended the text. Call it once.
+        """Return the text that was held back; empty if a stop string ended the text. Call it once.
 
         An incomplete character becomes U+FFFD. The text still ends before a stop string if that
         completes one.
         """
-        matcher = self._matcher
-        if matcher is None:
-            return self._detokenizer.finish()
-        if self._stopped_by is not None:
+        if self.stopped_by is not None:
             return ""
-        text = self._read(matcher, self._detokenizer.finish())
-        if self._stopped_by is None:
-            held = matcher.finish()
-            self._text.append(held)
-            text += held
-        return text
+        text = self._detokenizer.finish()
+        if self._matcher is None:
+            return text
+        text = self._read(self._matcher, text)
+        return text if self.stopped_by is not None else text + self._matcher.finish()
 
     def _read(self, matcher: StopStringMatcher, text: str) -> str:
-        match = matcher.append(text, may_stop=self._num_tokens > self._min_tokens)
-        self._stopped_by = match.stopped_by
-        if match.text:
-            self._text.append(match.text)
+        match = matcher.append(text, may_stop=self.num_tokens > self._min_tokens)
+        self.stopped_by = match.stopped_by
         return match.text

@@ -18,10 +18,7 @@ def stream(
         tokenizer, skip_special_tokens=skip, prompt_token_ids=prompt
     )
     pieces = [detokenizer.append([token_id]) for token_id in ids]
-    assert detokenizer.text == "".join(pieces)
-    pieces.append(detokenizer.finish())
-    assert detokenizer.text == "".join(pieces)
-    return detokenizer.text
+    return "".join([*pieces, detokenizer.finish()])
 
 
 def ids_of(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[int]:

@@ -48,64 +48,61 @@ def test_equals_decoding_everything_for_each_token(
     ids = encode(byte_level, text)
     expected_text, expected_stop, expected_used = reference(byte_level, ids, stop, min_tokens)
     stream = make(byte_level, stop=tuple(stop), min_tokens=min_tokens)
-    given_out, used, rest = "", 0, ids
+    given_out, rest = "", ids
     while rest and stream.stopped_by is None:
         size = data.draw(st.integers(1, len(rest)))
-        update = stream.append(rest[:size])
-        given_out += update.delta
-        used += update.num_tokens_used
+        given_out += stream.append(rest[:size])
         rest = rest[size:]
         # Once given out, text stays.
         assert expected_text.startswith(given_out)
     given_out += stream.finish()
-    assert (given_out, stream.stopped_by, used) == (expected_text, expected_stop, expected_used)
-    assert stream.text == given_out
+    assert (given_out, stream.stopped_by) == (expected_text, expected_stop)
+    assert stream.num_tokens == expected_used
 
 
 def test_says_which_token_completed_the_stop_string(byte_level: Tokenizer) -> None:
     ids = encode(byte_level, "hello world. more text")
     cut = len(encode(byte_level, "hello world."))
-    update = make(byte_level, stop=("world.",)).append(ids)
-    assert (update.delta, update.stopped_by) == ("hello ", "world.")
-    assert update.num_tokens_used == cut < len(ids)
+    stream = make(byte_level, stop=("world.",))
+    assert (stream.append(ids), stream.stopped_by) == ("hello ", "world.")
+    assert stream.num_tokens == cut < len(ids)
 
 
 def test_newline_byte_stops_at_once(byte_fallback: Tokenizer) -> None:
     newline = byte_fallback.token_to_id("<0x0A>")
     assert newline is not None
     stream = TextStream(byte_fallback, SamplingParams(stop=("\n",)), ())
-    assert stream.append([newline]).stopped_by == "\n"
+    stream.append([newline])
+    assert stream.stopped_by == "\n"
 
 
 def test_stop_string_counts_only_after_min_tokens(byte_level: Tokenizer) -> None:
     ids = encode(byte_level, "hello world hello world")
     once = len(encode(byte_level, "hello world"))
-    assert (
-        make(byte_level, stop=("world",), min_tokens=once - 1).append(ids).num_tokens_used == once
-    )
+    early = make(byte_level, stop=("world",), min_tokens=once - 1)
+    assert (early.append(ids), early.num_tokens) == ("hello ", once)
     late = make(byte_level, stop=("world",), min_tokens=once)
-    update = late.append(ids)
-    assert (update.delta, update.num_tokens_used) == ("hello world hello ", len(ids))
+    assert (late.append(ids), late.num_tokens) == ("hello world hello ", len(ids))
 
 
 def test_finish_gives_what_was_held_back(byte_level: Tokenizer) -> None:
     stream = make(byte_level, stop=("world",))
     ids = encode(byte_level, "hello wor")
-    assert stream.append(ids).delta + stream.finish() == "hello wor"
+    assert stream.append(ids) + stream.finish() == "hello wor"
     broken = make(byte_level)
-    assert broken.append(encode(byte_level, "龘")[:-1]).delta == ""
-    assert broken.finish() == broken.text == "\ufffd"
+    assert broken.append(encode(byte_level, "龘")[:-1]) == ""
+    assert broken.finish() == "\ufffd"
 
 
 def test_finish_after_a_stop_string_is_empty(byte_level: Tokenizer) -> None:
     stream = make(byte_level, stop=("lo",))
-    assert stream.append(encode(byte_level, "hello")).stopped_by == "lo"
-    assert (stream.finish(), stream.text) == ("", "hel")
+    assert stream.append(encode(byte_level, "hello")) == "hel"
+    assert (stream.stopped_by, stream.finish()) == ("lo", "")
 
 
 def test_special_tokens_are_shown_if_asked_for(byte_level: Tokenizer) -> None:
     end = byte_level.token_to_id("<|end|>")
     assert end is not None
     ids = [*encode(byte_level, "hello"), end]
-    assert make(byte_level).append(ids).delta == "hello"
-    assert make(byte_level, skip_special_tokens=False).append(ids).delta == "hello<|end|>"
+    assert make(byte_level).append(ids) == "hello"
+    assert make(byte_level, skip_special_tokens=False).append(ids) == "hello<|end|>"
