@@ -63,20 +63,14 @@ class _Module:
             raise PluginLoadError(f"{name} has no source file to copy from")
         text = Path(spec.origin).read_text(encoding="utf-8")
         self._lines = text.splitlines()
-        self._tree = ast.parse(text)
-        self.definitions: dict[str, ast.stmt] = {}
+        self._body = ast.parse(text).body
+        self.definitions = {name: node for node in self._body for name in _defined(node)}
         self.imports: dict[str, tuple[str, str]] = {}
-        # What stands under "if TYPE_CHECKING:".
-        self._for_types: list[ast.stmt] = []
-        for node in self._tree.body:
-            for defined in _defined(node):
-                self.definitions[defined] = node
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                self._for_types += node.body
-        for node in (*self._tree.body, *self._for_types):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    self.imports[alias.asname or alias.name] = (node.module, alias.name)
+        for statement in self._body:
+            for node in (statement, *_for_types(statement)):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    for alias in node.names:
+                        self.imports[alias.asname or alias.name] = (node.module, alias.name)
 
     def uses(self, name: str) -> set[str]:
         """The names that a definition reads."""
@@ -84,28 +78,25 @@ class _Module:
         return {node.id for node in nodes if isinstance(node, ast.Name)}
 
     def text(self, names: set[str]) -> str:
-        """The source of these definitions."""
-        kept = [node for node in self._tree.body if names.intersection(_defined(node))]
+        """The source of these definitions and of the imports that they use."""
         used = set().union(*(self.uses(name) for name in names))
-        for_types = _imports(self._for_types, used)
-        if for_types:
+        if any(_imports(_for_types(node), used) for node in self._body):
             used.add("TYPE_CHECKING")
-        parts = [self._group(_imports(self._tree.body, used))]
-        if for_types:
-            parts.append("\nif TYPE_CHECKING:\n" + indent("\n".join(for_types), "    "))
-        last: ast.stmt | None = None
-        for node in kept:
-            first, end = self._span(node)
-            block = "\n".join(self._lines[first:end])
-            if last is None or isinstance(node, ast.ClassDef | ast.FunctionDef):
-                gap = "\n\n" if isinstance(node, ast.ClassDef | ast.FunctionDef) else "\n"
-            elif isinstance(last, ast.ClassDef | ast.FunctionDef):
-                gap = "\n\n"
-            else:
-                gap = "" if self._span(last)[1] == first else "\n"
-            parts.append(f"{gap}{block}")
-            last = node
-        return "\n".join(parts) + "\n"
+        text: list[str] = []
+        gap = end = 0
+        for node in self._body:
+            first, last = self._span(node)
+            gap = max(gap, min(first - end, 2))
+            lines = _imports([node], used)
+            if for_types := _imports(_for_types(node), used):
+                lines = ["if TYPE_CHECKING:", indent("\n".join(for_types), "    ")]
+            elif names.intersection(_defined(node)):
+                lines = self._lines[first:last]
+            if lines:
+                text += [""] * gap + lines
+                gap = 0
+            end = last
+        return "\n".join(text).strip("\n") + "\n"
 
     def _span(self, node: ast.stmt) -> tuple[int, int]:
         """First line, counted from 0, with decorators and the comment above, and the end."""
@@ -116,15 +107,12 @@ class _Module:
         assert node.end_lineno is not None, "ast.parse gives every statement its end"
         return first, node.end_lineno
 
-    @staticmethod
-    def _group(lines: list[str]) -> str:
-        """Imports as the formatter wants them: future, standard library, the rest."""
-        future = [line for line in lines if line.startswith("from __future__")]
-        ours = [line for line in lines if line.startswith(("from engine_core", "import engine_c"))]
-        torch = [line for line in lines if line.startswith(("from torch", "import torch"))]
-        standard = [line for line in lines if line not in (*future, *ours, *torch)]
-        groups = [future, standard, torch, ours]
-        return "\n\n".join("\n".join(group) for group in groups if group)
+
+def _for_types(node: ast.stmt) -> list[ast.stmt]:
+    """The statements under ``if TYPE_CHECKING``; of any other statement none."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return node.body
+    return []
 
 
 def _defined(node: ast.stmt) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import ClassVar
 
 _WHITESPACE = " \t\n\r"
+_AFTER_SCALAR = f"{_WHITESPACE},}}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,12 @@ class ParsedDelta:
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.tool_calls)
+    def __add__(self, other: ParsedDelta) -> ParsedDelta:
+        return ParsedDelta(
+            self.content + other.content,
+            self.reasoning + other.reasoning,
+            self.tool_calls + other.tool_calls,
+        )
 
 
 class ToolParser(ABC):
@@ -83,51 +87,6 @@ class ToolParser(ABC):
         """Give out what was held back; the text has ended."""
 
 
-class _Place(Enum):
-    """Where in the object of a call the reader stands."""
-
-    BEFORE = auto()
-    KEY_OR_END = auto()
-    KEY = auto()
-    COLON = auto()
-    VALUE = auto()
-    NEXT_OR_END = auto()
-    END = auto()
-
-
-class _Value:
-    """Finds the end of one JSON value, a character at a time; does not validate it."""
-
-    def __init__(self, first: str) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-        self.is_scalar = first not in '{["'
-
-    def takes(self, char: str) -> bool:
-        """Whether a character outside a string still belongs to a number, true, false or null."""
-        return char not in _WHITESPACE and char not in ",}]"
-
-    def ends_with(self, char: str) -> bool:
-        """Whether the value, no scalar, ends with this character."""
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._in_string = False
-                return self._depth == 0
-        elif char == '"':
-            self._in_string = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
-            return self._depth == 0
-        return False
-
-
 class CallReader:
     """Reads one call, ``{"name": ..., "arguments": {...}}``, from pieces of its text.
 
@@ -143,31 +102,23 @@ class CallReader:
     Attributes:
         called: whether it is a call.
         failed: whether it cannot become one any more.
+        ended: whether its object is complete, or it failed: nothing more is read.
     """
 
     def __init__(self, functions: Collection[str], index: int) -> None:
         self._functions = functions
         self._index = index
-        self._place = _Place.BEFORE
-        self._token: list[str] = []
-        self._key = ""
-        self._value: _Value | None = None
         self._name: str | None = None
-        self._early_arguments: str | None = None
-        self._seen: set[str] = set()
         self._raw: list[str] = []
-        self.called = False
-        self.failed = False
+        self._pieces: list[str] = []
+        self.called = self.failed = self.ended = False
+        self._object = self._read_object()
+        next(self._object)
 
     @property
     def raw(self) -> str:
         """The text read so far."""
         return "".join(self._raw)
-
-    @property
-    def ended(self) -> bool:
-        """Whether its object is complete, or it failed: nothing more is read."""
-        return self.failed or self._place is _Place.END
 
     def feed(self, text: str) -> tuple[int, list[ToolCallDelta]]:
         """Read ``text`` up to the end of the call.
@@ -175,149 +126,108 @@ class CallReader:
         Returns:
             How many characters were read, and what they added to the call.
         """
-        pieces: list[str] = []
-        deltas: list[ToolCallDelta] = []
-        used = 0
-        while used < len(text) and not self.ended:
-            char = text[used]
-            was_called = self.called
-            took, piece = self._read(char)
-            if self.called and not was_called:
-                deltas.append(
-                    ToolCallDelta(self._index, f"call_{uuid.uuid4().hex[:24]}", self._name, "")
-                )
-            if piece:
-                pieces.append(piece)
-            if took:
-                self._raw.append(char)
+        was_called, used = self.called, 0
+        self._pieces.clear()
+        try:
+            while used < len(text) and not self.ended:
+                self._object.send(text[used])
                 used += 1
-        if pieces:
-            deltas.append(ToolCallDelta(self._index, None, None, "".join(pieces)))
-        return used, _joined_first(deltas)
+        except StopIteration as end:
+            used += end.value
+            # A call that was given out stays and ends here, whatever follows.
+            self.ended, self.failed = True, not self.called
+        self._raw.append(text[:used])
+        arguments = "".join(self._pieces)
+        if self.called and not was_called:
+            call_id = f"call_{uuid.uuid4().hex[:24]}"
+            return used, [ToolCallDelta(self._index, call_id, self._name, arguments)]
+        return used, [ToolCallDelta(self._index, None, None, arguments)] if arguments else []
 
-    def _read(self, char: str) -> tuple[bool, str]:
-        """Read one character; return whether it was consumed, and its part of the arguments."""
-        if self._place is _Place.VALUE:
-            return self._read_value(char)
-        if self._place is _Place.KEY:
-            self._read_key(char)
-        elif char in _WHITESPACE:
-            pass
-        elif self._place is _Place.BEFORE and char == "{":
-            self._place = _Place.KEY_OR_END
-        elif self._place is _Place.KEY_OR_END and char == '"':
-            self._begin_key(char)
-        elif self._place is _Place.COLON and char == ":":
-            self._place = _Place.VALUE
-        elif self._place is _Place.NEXT_OR_END and char == ",":
-            self._place = _Place.KEY_OR_END
-        elif self._place in (_Place.KEY_OR_END, _Place.NEXT_OR_END) and char == "}":
-            return True, self._end()
-        else:
-            # Not consumed: it may belong to the tag that ends an unfinished object.
-            self._fail()
-            return False, ""
-        return True, ""
+    def _read_object(self) -> Generator[None, str, bool]:
+        """Take the object's characters; return whether the last one that was sent is its own.
 
-    def _begin_key(self, char: str) -> None:
-        self._place = _Place.KEY
-        self._token = [char]
-        self._value = _Value(char)
-        self._value.ends_with(char)
-
-    def _read_key(self, char: str) -> None:
-        assert self._value is not None, "made when the key began"
-        self._token.append(char)
-        if self._value.ends_with(char):
-            key = _loads("".join(self._token))
-            self._value = None
-            self._place = _Place.COLON
+        One that is not may belong to the tag that ends an unfinished object.
+        """
+        seen: set[str] = set()
+        early: str | None = None
+        if (yield from _skip_space((yield))) != "{":
+            return False
+        while (char := (yield from _skip_space((yield)))) != "}":
+            if char != '"':
+                return False
+            key = _loads((yield from self._read_nested(char)))
             key = "arguments" if key == "parameters" else key
-            if not isinstance(key, str) or key in self._seen:
-                self._fail()
-                return
-            self._key = key
-            self._seen.add(key)
-
-    def _read_value(self, char: str) -> tuple[bool, str]:
-        if self._value is None:
-            if char in _WHITESPACE:
-                return True, ""
-            self._value = _Value(char)
-            self._token = []
-            if self._key == "arguments" and char == "{" and self._name is not None:
+            if not isinstance(key, str) or key in seen:
+                return True
+            seen.add(key)
+            if (yield from _skip_space((yield))) != ":":
+                return False
+            char = yield from _skip_space((yield))
+            nested, text = char in '{["', ""
+            streamed = key == "arguments" and char == "{" and self._name is not None
+            if nested:
+                self.called = self.called or streamed
+                text = yield from self._read_nested(char, streamed)
+            while not nested and char not in _AFTER_SCALAR:
+                text += char
+                char = yield
+            if key == "name":
+                name = _loads(text)
+                if not isinstance(name, str) or name not in self._functions:
+                    return nested
+                self._name = name
+            elif key == "arguments" and not streamed:
+                early = _as_arguments(text)
+                if early is None:
+                    return nested
+            if early is not None and self._name is not None:
                 self.called = True
-        streamed = self._key == "arguments" and self.called
-        if self._value.is_scalar:
-            if self._value.takes(char):
-                self._token.append(char)
-                return True, ""
-            return False, self._end_value("".join(self._token))
-        self._token.append(char)
-        if not self._value.ends_with(char):
-            return True, char if streamed else ""
-        if streamed:
-            self._value = None
-            self._place = _Place.NEXT_OR_END
-            return True, char
-        return True, self._end_value("".join(self._token))
-
-    def _end_value(self, text: str) -> str:
-        """Take in a value that was read as a whole; return its part of the arguments."""
-        self._value = None
-        self._place = _Place.NEXT_OR_END
-        if self._key not in ("name", "arguments"):
-            return ""
-        value = _loads(text)
-        if self._key == "name":
-            if not isinstance(value, str) or value not in self._functions:
-                self._fail()
-                return ""
-            self._name = value
-            if self._early_arguments is None:
-                return ""
+                self._pieces.append(early)
+                early = None
+            if nested:
+                char = yield
+            char = yield from _skip_space(char)
+            if char == "}":
+                break
+            if char != ",":
+                return False
+        if not self.called and self._name is not None:
             self.called = True
-            return self._early_arguments
-        if value is None and text == "null":
-            arguments = "{}"
-        elif isinstance(value, str) and isinstance(_loads(value), dict):
-            arguments = value
-        elif isinstance(value, dict):
-            arguments = text
-        else:
-            self._fail()
-            return ""
-        if self._name is None:
-            self._early_arguments = arguments
-            return ""
-        self.called = True
-        return arguments
+            self._pieces.append("{}")
+        return True
 
-    def _end(self) -> str:
-        """The object is complete."""
-        self._place = _Place.END
-        if self.called:
-            return ""
-        if self._name is None:
-            self._fail()
-            return ""
-        self.called = True
+    def _read_nested(self, char: str, streamed: bool = False) -> Generator[None, str, str]:
+        """Take the rest of a string, array or object, which is not validated; return all of it."""
+        text: list[str] = []
+        depth, in_string, escaped = 0, False, False
+        while True:
+            text.append(char)
+            if streamed:
+                self._pieces.append(char)
+            if char == '"' and not escaped:
+                in_string = not in_string
+            elif not in_string:
+                depth += (char in "{[") - (char in "}]")
+            escaped = in_string and char == "\\" and not escaped
+            if not in_string and not depth:
+                return "".join(text)
+            char = yield
+
+
+def _skip_space(char: str) -> Generator[None, str, str]:
+    while char in _WHITESPACE:
+        char = yield
+    return char
+
+
+def _as_arguments(text: str) -> str | None:
+    """The arguments as an object's JSON, or None if ``text`` is neither that nor stands for it."""
+    value = _loads(text)
+    if text == "null":
         return "{}"
-
-    def _fail(self) -> None:
-        """Nothing sensible follows; a call that was given out stays and ends here."""
-        if self.called:
-            self._place = _Place.END
-        else:
-            self.failed = True
-
-
-def _joined_first(deltas: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
-    """The delta with the name and the one after it as one."""
-    if len(deltas) < 2:
-        return list(deltas)
-    first, second = deltas
-    return [ToolCallDelta(first.index, first.id, first.name, second.arguments)]
+    if isinstance(value, str) and isinstance(_loads(value), dict):
+        return value
+    return text if isinstance(value, dict) else None
 
 
 def _loads(text: str) -> object:
