@@ -244,10 +244,10 @@ class ModelRunner:
         """
         fit = None
         # Where there is no memory for a decode step's graph, there is none for another one.
-        if isinstance(steps, GraphSteps) and not decodes:
+        if self._graph_steps is not None and steps is self._graph_steps and not decodes:
             known = (self._rows[row.row] for row in plan.rows)
             if all(row.sampling.prompt_logprobs is None for row in known):
-                fit = steps.fit
+                fit = self._graph_steps.fit
         for turn in range(plan.repeat):
             if decodes and self.device.type == "cpu":
                 positions = [row.start + turn for row in plan.rows]
