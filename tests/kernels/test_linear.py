@@ -103,7 +103,9 @@ def test_kernel(
         chosen = bias if with_bias else None
         expected = formula(x, weight, chosen, gated)
         for _ in range(2):  # the second launch finds the counts that the first one left
-            got = triton.linear(x, weight, chosen, triton.Tile(**tile), gated=gated)
+            epilogue = triton.Activated.of(x, len(weight), gated)
+            reader = triton.DenseWeight(weight)
+            got = triton.linear(x, reader, epilogue, triton.Tile(**tile), chosen)
             assert error(got, expected) < TOLERANCE[dtype]
 
 
@@ -141,8 +143,8 @@ def test_kernel_activates(
     rows = 1 if tile.get("mode") == "vector" else 3
     x, weight, bias = case(rows, 40, 96, torch.float32, launch_device)
     expected = activated(formula(x, weight, bias, False), activation, gated)
-    given = {"gated": gated, "activation": activation}
-    got = triton.linear(x, weight, bias, triton.Tile(**tile), **given)
+    epilogue = triton.Activated.of(x, len(weight), gated, activation)
+    got = triton.linear(x, triton.DenseWeight(weight), epilogue, triton.Tile(**tile), bias)
     assert error(got, expected) < TOLERANCE[torch.float32]
 
 
@@ -205,12 +207,13 @@ def test_kernel_of_a_norm_between_two_linears(
     def add(
         x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[DeferredRMSNorm, Tensor]:
-        given = (x, weight, bias, tile, residual, norm_weight)
-        values, squares, total = triton.linear_add(*given)
-        return DeferredRMSNorm(values, squares, eps), total
+        added = triton.Added.of(residual, norm_weight, tile)
+        values = triton.linear(x, triton.DenseWeight(weight), added, tile, bias)
+        return DeferredRMSNorm(values, added.squares, eps), added.total
 
     def gated(x: DeferredRMSNorm, weight: Tensor, bias: Tensor) -> Tensor:
-        return triton.linear(x.values, weight, bias, tile, gated=True, squares=x.squares, eps=x.eps)
+        epilogue = triton.Activated.of(x.values, len(weight), True)
+        return triton.linear(x, triton.DenseWeight(weight), epilogue, tile, bias)
 
     for dtype in (torch.float32, torch.float16):
         rows = 1 if tile.mode == "vector" else 21

@@ -133,15 +133,9 @@ def test_kernel(
             continue
         case = Case(rows, dtype, interleaved, launch_device, rotates=rotates, **shape)
         for _ in range(min(tile.splits, 2)):  # the second launch finds the counts of the first
-            got = triton.linear(
-                case.x,
-                case.weight,
-                case.bias,
-                tile,
-                gated=False,
-                stored=triton.Stored(*case.arguments(), interleaved),
-            )
-            case.check(got)
+            stored = triton.Stored.of(len(case.weight), *case.arguments(), interleaved)
+            reader = triton.DenseWeight(case.weight)
+            case.check(triton.linear(case.x, reader, stored, tile, case.bias))
 
 
 @pytest.mark.gpu

@@ -58,7 +58,9 @@ def test_kernels_are_the_formula(launch_device: str) -> None:
     assert error(got, formula(total, weight)) < TOLERANCE[torch.float32]
     matrix = numbers(48, 48, device=launch_device) / 7
     tile = linear.Tile(16, 32)
-    values, _, total = linear.linear_add(x, matrix, None, tile, residual, weight, 1.0)
+    added = linear.Added.of(residual, weight, tile, 1.0)
+    values = linear.linear(x, linear.DenseWeight(matrix), added, tile)
+    total = added.total
     assert error(values, total.double() * (1 + weight.double())) < TOLERANCE[torch.float32]
     q, k, v = (numbers(2, heads, 16, device=launch_device) for heads in (4, 2, 2))
     expected = formula(q, weight[:16])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.kv_store import store_kv
 from engine_core.kernels.linear import cublas, reference, tiles
-from engine_core.kernels.linear.reference import Activation
+from engine_core.kernels.linear.reference import Activation, DeferredRMSNorm, taken_apart
 from engine_core.kernels.norm import layer_norm, rms_norm
 from engine_core.kernels.rotary_store import rotary_store
 
@@ -27,24 +25,6 @@ __all__ = [
 ]
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredRMSNorm:
-    """An RMSNorm's result without the division by the root mean square.
-
-    The division commutes with a linear, which can make up for it: so the norm needs no launch.
-
-    Attributes:
-        values: ``[..., K]``, the norm's input times its weight, rounded once.
-        squares: ``[rows, parts]`` float32, whose sums over the parts are the sums of squares of the
-            norm's input.
-        eps: added to the mean square.
-    """
-
-    values: Tensor
-    squares: Tensor
-    eps: float
 
 
 def linear(
@@ -79,45 +59,33 @@ def linear(
         ValueError: weight or bias does not fit x, or batch invariance is asked for where there is
             none.
     """
-    x, squares, eps = _taken_apart(x)
-    _check("linear", x, weight, bias)
+    values, squares, _ = taken_apart(x)
+    _check("linear", values, weight, bias)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"linear: a gated weight must have an even N, got {tuple(weight.shape)}")
     if deterministic:
-        _check_invariant("linear", x, weight, squares)
+        _check_invariant("linear", values, weight, squares)
         from engine_core.kernels.linear.invariant import triton as invariant
 
-        rows = x.reshape(-1, x.shape[-1])
-        out = invariant.linear(
-            rows if rows.stride(-1) == 1 else rows.contiguous(),
-            weight,
-            bias,
-            gated=gated,
-            activation=activation,
-        )
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return invariant.linear(values, weight, bias, gated=gated, activation=activation)
     silu = activation in (None, "silu")
-    if gated and silu and squares is None and _hopper_wins(x, weight):
+    if gated and silu and squares is None and _hopper_wins(values, weight):
         from engine_core.kernels.linear.hopper import triton as hopper
 
-        out = hopper.gated_linear(x.view(-1, x.shape[-1]), weight, bias)
-        return out.view(*x.shape[:-1], out.shape[-1])
-    tile = _tile(x, weight, gated)
+        out = hopper.gated_linear(values.view(-1, values.shape[-1]), weight, bias)
+        return out.view(*values.shape[:-1], out.shape[-1])
+    tile = _tile(values, weight, gated)
     if tile is not None:
         from engine_core.kernels.linear import triton
 
-        rows = x.reshape(-1, x.shape[-1])
-        out = triton.linear(
-            rows, weight, bias, tile, gated=gated, activation=activation, squares=squares, eps=eps
-        )
-        return out.view(*x.shape[:-1], out.shape[-1])
-    if bias is not None and squares is None and _cublas_activates(x, weight, gated, activation):
-        rows = x.reshape(-1, x.shape[-1])
+        epilogue = triton.Activated.of(values, len(weight), gated, activation)
+        return triton.linear(x, triton.DenseWeight(weight), epilogue, tile, bias)
+    gelu = activation == "gelu_tanh" and not gated
+    if gelu and bias is not None and squares is None and _cublas_activates(values, weight):
+        rows = values.reshape(-1, values.shape[-1])
         out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
-        return out.view(*x.shape[:-1], out.shape[-1])
-    return reference.linear(
-        x, weight, bias, gated=gated, activation=activation, squares=squares, eps=eps
-    )
+        return out.view(*values.shape[:-1], out.shape[-1])
+    return reference.linear(x, weight, bias, gated=gated, activation=activation)
 
 
 def linear_add(
@@ -151,20 +119,14 @@ def linear_add(
         ValueError: shapes or dtypes are not as above.
     """
     _check_added("linear_add", x, weight, bias, residual, norm_weight)
-    shape = residual.shape
     tile = _tile(x, weight, gated=False)
     if tile is None:
-        values, squares, total = reference.linear_add(
-            x, weight, bias, residual, norm_weight, norm_offset
-        )
-        return DeferredRMSNorm(values, squares, eps), total
+        return reference.linear_add(x, weight, bias, residual, norm_weight, eps, norm_offset)
     from engine_core.kernels.linear import triton
 
-    rows = x.reshape(-1, x.shape[-1])
-    values, squares, total = triton.linear_add(
-        rows, weight, bias, tile, residual.reshape(-1, shape[-1]), norm_weight, norm_offset
-    )
-    return DeferredRMSNorm(values.view(shape), squares, eps), total.view(shape)
+    added = triton.Added.of(residual, norm_weight, tile, norm_offset)
+    values = triton.linear(x, triton.DenseWeight(weight), added, tile, bias)
+    return DeferredRMSNorm(values, added.squares, eps), added.total
 
 
 def linear_add_norm(
@@ -271,7 +233,7 @@ def linear_rotary_store(
     Raises:
         ValueError: shapes, dtypes or strides are not as above.
     """
-    values, squares, eps = _taken_apart(x)
+    values, squares, _ = taken_apart(x)
     _check("linear_rotary_store", values, weight, bias)
     num_kv_heads, head_dim = k_cache.shape[2:]
     num_heads = weight.shape[0] // head_dim - 2 * num_kv_heads
@@ -280,38 +242,18 @@ def linear_rotary_store(
             f"linear_rotary_store: weight {tuple(weight.shape)} does not have the rows of queries, "
             f"keys and values of {num_kv_heads} key heads of {head_dim}"
         )
-    rows = values.reshape(-1, values.shape[-1])
-    tile: tiles.Tile | None = None
-    if _rotates_and_stores(rows, cos, sin, k_cache, v_cache, slot_mapping):
-        if not deterministic:
-            tile = _tile(rows, weight, gated=False)
-        elif 0 < len(rows) <= tiles.few_rows_of_invariant(len(weight)):
-            _check_invariant("linear_rotary_store", rows, weight, squares)
-            from engine_core.kernels.linear.invariant import triton as invariant
-
-            size, _ = weight.shape
-            tile = invariant.few_rows_tile(len(rows), size, rows.shape[1], False, rows)
+    if deterministic:
+        _check_invariant("linear_rotary_store", values, weight, squares)
+    tile = None
+    if _rotates_and_stores(values, cos, sin, k_cache, v_cache, slot_mapping):
+        tile = _tile(values, weight, gated=False, deterministic=deterministic)
     if tile is not None:
         from engine_core.kernels.linear import triton
 
-        q = triton.linear(
-            rows,
-            weight,
-            bias,
-            tile,
-            gated=False,
-            squares=squares,
-            eps=eps,
-            stored=triton.Stored(
-                None if cos is None else cos.contiguous(),
-                None if sin is None else sin.contiguous(),
-                k_cache,
-                v_cache,
-                slot_mapping.contiguous(),
-                interleaved,
-            ),
+        stored = triton.Stored.of(
+            len(weight), cos, sin, k_cache, v_cache, slot_mapping, interleaved
         )
-        return q.view(-1, num_heads, head_dim)
+        return triton.linear(x, triton.DenseWeight(weight), stored, tile, bias)
     qkv = linear(x, weight, bias, deterministic=deterministic)
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -361,11 +303,6 @@ def adds_residual(
     if dtype in _SIXTEEN_BITS and tiles.choose_parts(rows, n, k, gpu) > 1:
         return True
     return not with_bias and rows >= tiles.table_of(gpu).adds_from
-
-
-def _taken_apart(x: Tensor | DeferredRMSNorm) -> tuple[Tensor, Tensor | None, float]:
-    """Its values, and what they lack: squares, None if there is nothing to divide by, and eps."""
-    return (x.values, x.squares, x.eps) if isinstance(x, DeferredRMSNorm) else (x, None, 0.0)
 
 
 def _check_invariant(op: str, x: Tensor, weight: Tensor, squares: Tensor | None) -> None:
@@ -420,7 +357,7 @@ def _rotates_and_stores(
 
     Unsupported inputs are not among them; :func:`rotary_store` refuses them.
     """
-    tokens, head_dim = len(x), k_cache.shape[-1]
+    tokens, head_dim = x.numel() // x.shape[-1], k_cache.shape[-1]
     angles = head_dim % 2 == 0
     if cos is not None and sin is not None:
         angles = (
@@ -453,27 +390,25 @@ def _hopper_wins(x: Tensor, weight: Tensor) -> bool:
     return hopper.fits(x.view(-1, k), weight)
 
 
-def _cublas_activates(
-    x: Tensor, weight: Tensor, gated: bool, activation: Activation | None
-) -> bool:
-    """Whether cuBLAS activates what it multiplied and added a bias to: it does by "gelu_tanh"."""
+def _cublas_activates(x: Tensor, weight: Tensor) -> bool:
+    """Whether cuBLAS activates by "gelu_tanh" what it multiplied and added a bias to."""
     return (
-        activation == "gelu_tanh"
-        and not gated
-        and gpu_of(x.device) is not None
+        gpu_of(x.device) is not None
         and x.dtype == weight.dtype
         and x.dtype in _SIXTEEN_BITS
         and x.numel() > 0
     )
 
 
-def _tile(x: Tensor, weight: Tensor, gated: bool) -> tiles.Tile | None:
-    """The tile of this linear's kernel; None where none is used."""
-    if not x.is_cuda or x.stride(-1) != 1:
-        return None
-    if x.dtype not in _SIXTEEN_BITS or x.dtype != weight.dtype:
+def _tile(x: Tensor, weight: Tensor, gated: bool, deterministic: bool = False) -> tiles.Tile | None:
+    """The tile of this linear's kernel of few rows; None where it is not used."""
+    if not x.is_cuda or x.stride(-1) != 1 or x.dtype != weight.dtype:
         return None
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return None
     n, k = weight.shape
-    return tiles.choose_tile(x.numel() // x.shape[-1], n, k, gated, gpu_of(x.device))
+    shape = (x.numel() // k, n, k, gated, gpu_of(x.device))
+    if deterministic:
+        few = 0 < shape[0] <= tiles.few_rows_of_invariant(n)
+        return tiles.choose_invariant_tile(*shape, x.dtype) if few else None
+    return tiles.choose_tile(*shape) if x.dtype in _SIXTEEN_BITS else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,6 +12,29 @@ from torch import Tensor
 from engine_core.kernels.activation import gelu_and_mul, silu_and_mul
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredRMSNorm:
+    """An RMSNorm's result without the division by the root mean square.
+
+    The division commutes with a linear, which can make up for it: so the norm needs no launch.
+
+    Attributes:
+        values: ``[..., K]``, the norm's input times its weight, rounded once.
+        squares: ``[rows, parts]`` float32, whose sums over the parts are the sums of squares of the
+            norm's input.
+        eps: added to the mean square.
+    """
+
+    values: Tensor
+    squares: Tensor
+    eps: float
+
+
+def taken_apart(x: Tensor | DeferredRMSNorm) -> tuple[Tensor, Tensor | None, float]:
+    """Its values, and what they lack: squares, None if there is nothing to divide by, and eps."""
+    return (x.values, x.squares, x.eps) if isinstance(x, DeferredRMSNorm) else (x, None, 0.0)
 
 
 def activate(x: Tensor, gated: bool, activation: Activation | None) -> Tensor:
@@ -25,22 +49,22 @@ def activate(x: Tensor, gated: bool, activation: Activation | None) -> Tensor:
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | DeferredRMSNorm,
     weight: Tensor,
     bias: Tensor | None,
     *,
     gated: bool,
     activation: Activation | None = None,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
 ) -> Tensor:
-    """``x @ weight.T + bias``, and its activation; x divided if ``squares``."""
+    """``x @ weight.T + bias``, divided if x still has to be, and its activation."""
+    values, squares, eps = taken_apart(x)
     if squares is None:
-        out = F.linear(x, weight, bias)
+        out = F.linear(values, weight, bias)
     else:
-        inverse = torch.rsqrt(squares.sum(-1) / x.shape[-1] + eps).view(*x.shape[:-1], 1)
-        out = F.linear(x.float(), weight.float()) * inverse
-        out = (out if bias is None else out + bias.float()).to(x.dtype)
+        mean = squares.sum(-1) / values.shape[-1]
+        inverse = torch.rsqrt(mean + eps).view(*values.shape[:-1], 1)
+        out = F.linear(values.float(), weight.float()) * inverse
+        out = (out if bias is None else out + bias.float()).to(values.dtype)
     return activate(out, gated, activation)
 
 
@@ -50,10 +74,12 @@ def linear_add(
     bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
+    eps: float,
     norm_offset: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum times the norm's weight, its squares ``[rows, 1]``, and the sum."""
+) -> tuple[DeferredRMSNorm, Tensor]:
+    """The sum times the norm's weight, with its squares ``[rows, 1]``, and the sum."""
     total = F.linear(x, weight, bias) + residual
     total32 = total.float()
     squares = total32.square().sum(-1).reshape(-1, 1)
-    return (total32 * (norm_offset + norm_weight.float())).to(x.dtype), squares, total
+    values = (total32 * (norm_offset + norm_weight.float())).to(x.dtype)
+    return DeferredRMSNorm(values, squares, eps), total

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
+
 from engine_core.kernels.gpu import GPU
 
 
@@ -192,6 +194,37 @@ def few_rows_of_invariant(n: int) -> int:
     It reads the weight from memory once; where the weight has few rows, that counts for less.
     """
     return 128 if n > 2048 else 64
+
+
+def choose_invariant_tile(
+    rows: int, n: int, k: int, gated: bool, gpu: GPU | None, dtype: torch.dtype
+) -> Tile:
+    """A tile that does not split K, for any number of rows.
+
+    Chosen as those of :func:`choose_tile`, of which the ones that do not split are taken too.
+    """
+    if dtype == torch.float32:
+        return Tile(32, 32, num_stages=2)
+    if table_of(gpu) is PORTABLE or k % 8 or rows > 128:
+        return Tile(64, 64, mode="wx", num_stages=3)
+    tile = choose_tile(max(rows, 2), n, k, gated, gpu)
+    if tile is not None and tile.splits == 1:
+        return tile
+    if gated and rows > 64:
+        # choose_tile leaves most of these to cuBLAS, which is not to be had here.
+        return Tile(128 if k >= 2048 else 64, 64, num_warps=8, prefetch=256)
+    if gated:
+        # Two weights' tiles are in flight at a time.
+        return Tile(64, 64, mode="wx", num_stages=4, prefetch=256)
+    if n > 5120:
+        return Tile(64, 128, mode="wx", prefetch=256)
+    if rows > 64:
+        return Tile(32, 64, num_stages=6, prefetch=256)
+    # Few columns make few programs, each of which reads a long run of the weight.
+    least = 16 if rows <= 16 else 64
+    if n <= 2048:
+        return Tile(16, 256 if k > 2048 else 128, prefetch=256, least_rows=least)
+    return Tile(32, 256, prefetch=512, least_rows=least)
 
 
 # What an activation by itself takes of the time of cuBLAS, times K: it reads and writes 3 values at

@@ -9,8 +9,6 @@ in LLM inference", 2025).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +25,6 @@ from engine_core.kernels.launch.triton import (
 from engine_core.kernels.linear import tiles
 from engine_core.kernels.linear import triton as few_rows
 from engine_core.kernels.linear.reference import Activation, activate
-from engine_core.kernels.linear.tiles import Tile
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_programs"])
@@ -72,62 +69,23 @@ def _matmul_kernel(
         out_desc.store([m, n], acc.to(out_desc.dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """How a product of many rows is cut: sizes of a tile, warps, and tiles in flight."""
+def _block(rows: int, n: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns and K of a tile, its warps, and tiles in flight, for many rows.
 
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
-
-
-def _block(rows: int, n: int) -> _Block:
-    """Chosen on an H200 in bfloat16 at the shapes of Llama 3 8B and Qwen2 0.5B."""
+    Chosen on an H200 in bfloat16 at the shapes of Llama 3 8B and Qwen2 0.5B.
+    """
     if n <= 2048:
         if rows <= 256:
-            return _Block(64, 32, 128, 4, 5)
+            return 64, 32, 128, 4, 5
         if rows <= 1024:
-            return _Block(64, 64, 128, 4, 4)
-        return _Block(128, 128, 64, 4, 4) if rows <= 4096 else _Block(128, 256, 64, 8, 3)
+            return 64, 64, 128, 4, 4
+        return (128, 128, 64, 4, 4) if rows <= 4096 else (128, 256, 64, 8, 3)
     # The largest tiles of which there are enough.
     if triton.cdiv(rows, 128) * triton.cdiv(n, 256) >= 96:
-        return _Block(128, 256, 64, 8, 3)
+        return 128, 256, 64, 8, 3
     if triton.cdiv(rows, 128) * triton.cdiv(n, 128) >= 96:
-        return _Block(128, 128, 64, 4, 4)
-    return _Block(64, 128, 64, 4, 5)
-
-
-def few_rows_tile(rows: int, n: int, k: int, gated: bool, x: Tensor) -> Tile:
-    """A tile that does not split K, for any number of rows.
-
-    Chosen as those of :func:`~engine_core.kernels.linear.tiles.choose_tile`, of which the ones that
-    do not split are taken too.
-    """
-    if x.dtype == torch.float32:
-        return Tile(32, 32, num_stages=2)
-    gpu = gpu_of(x.device)
-    if tiles.table_of(gpu) is tiles.PORTABLE or k % 8 or rows > 128:
-        return Tile(64, 64, mode="wx", num_stages=3)
-    tile = tiles.choose_tile(max(rows, 2), n, k, gated, gpu)
-    if tile is not None and tile.splits == 1:
-        return tile
-    if gated and rows > 64:
-        # choose_tile leaves most of these to cuBLAS, which is not to be had here.
-        return Tile(128 if k >= 2048 else 64, 64, num_warps=8, prefetch=256)
-    if gated:
-        # Two weights' tiles are in flight at a time.
-        return Tile(64, 64, mode="wx", num_stages=4, prefetch=256)
-    if n > 5120:
-        return Tile(64, 128, mode="wx", prefetch=256)
-    if rows > 64:
-        return Tile(32, 64, num_stages=6, prefetch=256)
-    # Few columns make few programs, each of which reads a long run of the weight.
-    least = 16 if rows <= 16 else 64
-    if n <= 2048:
-        return Tile(16, 256 if k > 2048 else 128, prefetch=256, least_rows=least)
-    return Tile(32, 256, prefetch=512, least_rows=least)
+        return 128, 128, 64, 4, 4
+    return 64, 128, 64, 4, 5
 
 
 def _has_tensor_maps(x: Tensor, n: int) -> bool:
@@ -150,38 +108,42 @@ def linear(
     gated: bool,
     activation: Activation | None = None,
 ) -> Tensor:
-    """``x [M, K]`` by ``weight [N, K]`` to ``[M, N]``, or ``[M, N / 2]`` if ``gated``; activated.
+    """``x [..., K]`` by ``weight [N, K]`` to N columns, or N / 2 if ``gated``; activated.
 
-    The rows of x and of the weight are contiguous, and the weight begins at a multiple of 16 bytes.
+    The weight is contiguous and begins at a multiple of 16 bytes.
     """
-    num_rows = x.shape[0]
     n, k = weight.shape
+    shape = x.shape[:-1]
+    x = x.reshape(-1, k)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    num_rows = len(x)
     if num_rows == 0:
-        return x.new_empty((0, n // 2 if gated else n))
+        return x.new_empty((*shape, n // 2 if gated else n))
     if num_rows <= tiles.few_rows_of_invariant(n) or not _has_tensor_maps(x, n):
-        tile = few_rows_tile(num_rows, n, k, gated, x)
-        return few_rows.linear(x, weight, bias, tile, gated=gated, activation=activation)
-    block = _block(num_rows, n)
+        tile = tiles.choose_invariant_tile(num_rows, n, k, gated, gpu_of(x.device), x.dtype)
+        epilogue = few_rows.Activated.of(x, n, gated, activation)
+        out = few_rows.linear(x, few_rows.DenseWeight(weight), epilogue, tile, bias)
+        return out.view(*shape, -1)
+    block_m, block_n, block_k, num_warps, num_stages = _block(num_rows, n)
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
-    blocks = triton.cdiv(num_rows, block.m) * triton.cdiv(n, block.n)
+    blocks = triton.cdiv(num_rows, block_m) * triton.cdiv(n, block_n)
     # Of small tiles two fit on a multiprocessor.
-    most = num_multiprocessors(x.device) * (1 if block.num_warps == 8 else 2)
-    programs = min(blocks, most)
+    programs = min(blocks, num_multiprocessors(x.device) * (1 if num_warps == 8 else 2))
     _matmul_kernel[(programs,)](
-        TensorDescriptor.from_tensor(out, [block.m, block.n]),
-        TensorDescriptor.from_tensor(x, [block.m, block.k]),
-        TensorDescriptor.from_tensor(weight, [block.n, block.k]),
+        TensorDescriptor.from_tensor(out, [block_m, block_n]),
+        TensorDescriptor.from_tensor(x, [block_m, block_k]),
+        TensorDescriptor.from_tensor(weight, [block_n, block_k]),
         bias,
         num_rows,
         programs,
         N=n,
         K=k,
-        BLOCK_M=block.m,
-        BLOCK_N=block.n,
-        BLOCK_K=block.k,
-        STAGES=block.num_stages,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        STAGES=num_stages,
         HAS_BIAS=bias is not None,
-        num_warps=block.num_warps,
+        num_warps=num_warps,
         **pdl_options(x.device),
     )
-    return activate(out, gated, activation)
+    return activate(out, gated, activation).view(*shape, -1)

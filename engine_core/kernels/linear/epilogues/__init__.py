@@ -1,0 +1,1 @@
+"""What a linear does with its products before they are stored."""

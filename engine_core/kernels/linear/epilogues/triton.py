@@ -1,0 +1,320 @@
+"""Epilogues of a linear: what becomes of a tile of products, in float32, before it is stored.
+
+An epilogue is a named tuple of tensors, constants and these functions, each of which is given the
+epilogue. Any reader of a weight goes with any epilogue. With GATED the weight has rows of the gate,
+then as many of up, and a tile has products of both. With LATE the next kernel is launched after the
+products, not at once. WHOLE columns are finished together: where tiles are narrower, by the last
+program of so many columns, which adds up nothing and reads what the others left.
+
+- ``order(epilogue, cols)``: the outputs that a tile's columns are.
+- ``ask(epilogue, place)``: what is loaded before the products and used after them.
+- ``finish(epilogue, asked, place, acc, up)``: round, compute and store; ``up`` only if GATED.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine_core.kernels.activation.triton import activated
+from engine_core.kernels.linear.tiles import Tile
+
+
+class Place(NamedTuple):
+    """The part of the result that a program computes.
+
+    Attributes:
+        tile: its number among those of a row.
+        first_row: int64.
+        rows: ``[BLOCK_M]``, counted from there.
+        row_mask: whether there are such rows.
+        cols: ``[BLOCK_N]``, as the tiles follow one another.
+        n: the outputs that they are, by the epilogue's order.
+        n_mask: whether there are such columns.
+        size: N.
+        start: int64, of the first row in ``[M, N]``.
+    """
+
+    tile: Any
+    first_row: Any
+    rows: Any
+    row_mask: Any
+    cols: Any
+    n: Any
+    n_mask: Any
+    size: Any
+    start: Any
+
+
+@triton.jit
+def place_of(epilogue, tile, first_row, num_rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The place of a tile of BLOCK_N columns."""
+    rows = tl.arange(0, BLOCK_M)
+    row_mask = rows < num_rows - first_row.to(tl.int32)
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = epilogue.order(epilogue, cols)
+    return Place(tile, first_row, rows, row_mask, cols, n, cols < N, N, first_row * N)
+
+
+@triton.jit
+def _offsets(place):
+    """From the start of the place in ``[M, N]``, and whether they are inside."""
+    offsets = place.rows[:, None] * place.size + place.n[None, :]
+    return offsets, place.row_mask[:, None] & place.n_mask[None, :]
+
+
+@triton.jit
+def _in_order(epilogue, cols):
+    return cols
+
+
+@triton.jit
+def _ask_nothing(epilogue, place):
+    return 0
+
+
+@triton.jit
+def _activate(epilogue, asked, place, acc, up):
+    """Rounded where a linear followed by an activation rounds."""
+    ELEMENT: tl.constexpr = epilogue.out.dtype.element_ty
+    if epilogue.ACTIVATION is not None:
+        acc = activated(acc.to(ELEMENT).to(tl.float32), epilogue.ACTIVATION)
+    if epilogue.GATED:
+        acc *= up.to(ELEMENT).to(tl.float32)
+    offsets, mask = _offsets(place)
+    tl.store(epilogue.out + place.start + offsets, acc.to(ELEMENT), mask=mask)
+
+
+class Activated(NamedTuple):
+    """The products, activated; of a gated weight the gate's activation times up."""
+
+    out: Tensor
+    GATED: Any
+    ACTIVATION: Any
+    WHOLE: Any = tl.constexpr(1)
+    LATE: Any = tl.constexpr(False)
+    order: Any = _in_order
+    ask: Any = _ask_nothing
+    finish: Any = _activate
+
+    @classmethod
+    def of(cls, x: Tensor, n: int, gated: bool = False, activation: str | None = None) -> Activated:
+        """The epilogue of ``x [..., K]`` and N rows of a weight.
+
+        ``activation`` is "silu", "gelu_tanh" or "gelu", of the gate "silu" if None.
+        """
+        out = x.new_empty((*x.shape[:-1], n // 2 if gated else n))
+        name = activation or ("silu" if gated else None)
+        return cls(out, tl.constexpr(gated), name and tl.constexpr(name))
+
+
+@triton.jit
+def _ask_residual(epilogue, place):
+    offsets, mask = _offsets(place)
+    return tl.load(epilogue.residual + place.start + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def _add_and_weigh(epilogue, residual, place, acc, up):
+    ELEMENT: tl.constexpr = epilogue.out.dtype.element_ty
+    offsets, mask = _offsets(place)
+    total = (acc.to(ELEMENT).to(tl.float32) + residual.to(tl.float32)).to(ELEMENT)
+    tl.store(epilogue.total + place.start + offsets, total, mask=mask)
+    total = tl.where(mask, total.to(tl.float32), 0.0)
+    squares = epilogue.squares + place.first_row * tl.num_programs(0) + place.tile
+    parts = tl.sum(total * total, axis=1)
+    tl.store(squares + place.rows * tl.num_programs(0), parts, mask=place.row_mask)
+    norm_weight = tl.load(epilogue.norm_weight + place.n, mask=place.n_mask, other=0.0)
+    norm_weight = norm_weight.to(tl.float32)
+    if epilogue.OFFSET != 0:
+        norm_weight += epilogue.OFFSET
+    tl.store(
+        epilogue.out + place.start + offsets, (total * norm_weight[None, :]).to(ELEMENT), mask=mask
+    )
+
+
+class Added(NamedTuple):
+    """The sum with the residual, times an RMSNorm's weight, which is left to be divided.
+
+    Attributes:
+        out: ``[..., N]``, takes the sum times the weight.
+        residual: ``[..., N]``, contiguous.
+        norm_weight: ``[N]``.
+        total: ``[..., N]``, takes the sum.
+        squares: ``[M, tiles]`` float32, takes the squares of a row's sums, summed a tile.
+        OFFSET: added to the norm's weight.
+    """
+
+    out: Tensor
+    residual: Tensor
+    norm_weight: Tensor
+    total: Tensor
+    squares: Tensor
+    OFFSET: Any
+    GATED: Any = tl.constexpr(False)
+    WHOLE: Any = tl.constexpr(1)
+    LATE: Any = tl.constexpr(False)
+    order: Any = _in_order
+    ask: Any = _ask_residual
+    finish: Any = _add_and_weigh
+
+    @classmethod
+    def of(cls, residual: Tensor, norm_weight: Tensor, tile: Tile, offset: float = 0.0) -> Added:
+        """The epilogue for such tiles."""
+        residual = residual.contiguous()
+        n = residual.shape[-1]
+        parts = (residual.numel() // n, triton.cdiv(n, tile.block_n))
+        squares = residual.new_empty(parts, dtype=torch.float32)
+        out, total = torch.empty_like(residual), torch.empty_like(residual)
+        return cls(out, residual, norm_weight, total, squares, tl.constexpr(offset))
+
+
+@triton.jit
+def _rotated_order(epilogue, cols):
+    """An order in which outputs that rotate together are neighbours."""
+    D: tl.constexpr = epilogue.HEAD_DIM
+    return cols if epilogue.INTERLEAVED else cols // D * D + cols % 2 * (D // 2) + cols % D // 2
+
+
+@triton.jit
+def _angles(angles_ptr, epilogue, place, pairs):
+    """Cosines or sines ``[BLOCK_M, BLOCK_N / 2]``; 0 for those of values, which do not rotate."""
+    HALF: tl.constexpr = epilogue.HEAD_DIM // 2
+    rotates = pairs < (epilogue.NUM_HEADS + epilogue.NUM_KV_HEADS) * HALF
+    return tl.load(
+        angles_ptr + place.first_row * HALF + place.rows[:, None] * HALF + (pairs % HALF)[None, :],
+        mask=place.row_mask[:, None] & rotates[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _pairs(place):
+    """``[BLOCK_N / 2]``: the pairs of neighbours among all."""
+    return place.tile * (place.cols.shape[0] // 2) + tl.arange(0, place.cols.shape[0] // 2)
+
+
+@triton.jit
+def _ask_angles(epilogue, place):
+    slots = tl.load(epilogue.slots + place.first_row + place.rows, mask=place.row_mask, other=-1)
+    cos = 0.0
+    sin = 0.0
+    if epilogue.cos is not None:
+        cos = _angles(epilogue.cos, epilogue, place, _pairs(place))
+        sin = _angles(epilogue.sin, epilogue, place, _pairs(place))
+    return slots, cos, sin
+
+
+@triton.jit
+def _store_pairs(ptrs, a_dims, b_dims, a, b, mask):
+    tl.store(ptrs + a_dims[None, :], a, mask=mask)
+    tl.store(ptrs + b_dims[None, :], b, mask=mask)
+
+
+@triton.jit
+def _rotate_and_store(epilogue, asked, place, acc, up):
+    """Rounded before the rotation too, where a linear followed by rotary_store rounds."""
+    slots, cos, sin = asked
+    ELEMENT: tl.constexpr = epilogue.out.dtype.element_ty
+    D: tl.constexpr = epilogue.HEAD_DIM
+    NUM_HEADS: tl.constexpr = epilogue.NUM_HEADS
+    NUM_KV_HEADS: tl.constexpr = epilogue.NUM_KV_HEADS
+    acc = acc.to(ELEMENT).to(tl.float32)
+    a, b = tl.split(tl.reshape(acc, [acc.shape[0], acc.shape[1] // 2, 2]))
+    pairs = _pairs(place)
+    heads = pairs // (D // 2)
+    in_head = pairs % (D // 2)
+    a_dims = 2 * in_head if epilogue.INTERLEAVED else in_head
+    b_dims = a_dims + 1 if epilogue.INTERLEAVED else in_head + D // 2
+    if epilogue.cos is not None:
+        rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[None, :]
+        turned_a = tl.where(rotates, a * cos - b * sin, a).to(ELEMENT)
+        turned_b = tl.where(rotates, b * cos + a * sin, b).to(ELEMENT)
+    else:
+        turned_a = a.to(ELEMENT)
+        turned_b = b.to(ELEMENT)
+    q_rows = epilogue.out + place.first_row * (NUM_HEADS * D)
+    q_rows += (place.rows * NUM_HEADS)[:, None] * D
+    mask = place.row_mask[:, None] & (heads < NUM_HEADS)[None, :]
+    _store_pairs(q_rows + (heads * D)[None, :], a_dims, b_dims, turned_a, turned_b, mask)
+    blocks = slots // epilogue.BLOCK_SIZE
+    offsets = slots % epilogue.BLOCK_SIZE
+    stored = (place.row_mask & (slots >= 0))[:, None]
+    for cache in tl.static_range(2):
+        base = epilogue.v_cache if cache else epilogue.k_cache
+        block_stride, slot_stride, head_stride = epilogue.v_strides if cache else epilogue.k_strides
+        kv_heads = heads - NUM_HEADS - cache * NUM_KV_HEADS
+        ptrs = base + (blocks * block_stride + offsets * slot_stride)[:, None]
+        mask = stored & ((kv_heads >= 0) & (kv_heads < NUM_KV_HEADS))[None, :]
+        ptrs += (kv_heads * head_stride)[None, :]
+        _store_pairs(ptrs, a_dims, b_dims, turned_a, turned_b, mask)
+
+
+class Stored(NamedTuple):
+    """Queries, keys and values, rotated; keys and values stored in their caches.
+
+    Attributes:
+        out: ``[M, Hq, D]``, takes the queries.
+        cos: ``[M, D / 2]`` float32, contiguous; None for no rotation.
+        sin: likewise.
+        slots: ``[M]`` int64, contiguous; a token whose slot is negative is not stored.
+        k_cache: ``[num_blocks, block_size, Hk, D]``, written; last dimension contiguous.
+        v_cache: likewise.
+        k_strides: the cache's but the last.
+        v_strides: likewise.
+        INTERLEAVED: how dimensions pair in the rotation.
+    """
+
+    out: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    slots: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k_strides: Any
+    v_strides: Any
+    NUM_HEADS: Any
+    NUM_KV_HEADS: Any
+    HEAD_DIM: Any
+    BLOCK_SIZE: Any
+    INTERLEAVED: Any
+    WHOLE: Any = tl.constexpr(1)
+    GATED: Any = tl.constexpr(False)
+    # Attention is launched next. Having waited, it may read before it waits itself what is older:
+    # the lengths, and the plan of its splits that an earlier layer made. And not before the
+    # products: its programs would crowd on the multiprocessors that have none of these.
+    LATE: Any = tl.constexpr(True)
+    order: Any = _rotated_order
+    ask: Any = _ask_angles
+    finish: Any = _rotate_and_store
+
+    @classmethod
+    def of(
+        cls,
+        n: int,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        interleaved: bool,
+    ) -> Stored:
+        """The epilogue of N outputs: those of all queries, keys, then values."""
+        block_size, kv_heads, head_dim = k_cache.shape[1:]
+        num_heads = n // head_dim - 2 * kv_heads
+        sizes = (num_heads, kv_heads, head_dim, block_size, interleaved)
+        return cls(
+            k_cache.new_empty((len(slot_mapping), num_heads, head_dim)),
+            None if cos is None else cos.contiguous(),
+            None if sin is None else sin.contiguous(),
+            slot_mapping.contiguous(),
+            k_cache,
+            v_cache,
+            k_cache.stride()[:3],
+            v_cache.stride()[:3],
+            *(tl.constexpr(size) for size in sizes),
+        )

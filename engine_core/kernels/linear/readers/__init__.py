@@ -1,0 +1,1 @@
+"""Ways from a weight in memory to the tiles that a linear multiplies by."""
