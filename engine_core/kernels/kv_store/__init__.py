@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine_core.kernels.kv_store import cpu
 
-__all__ = ["store_kv"]
+__all__ = ["check_store", "store_kv"]
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -26,9 +26,22 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     Raises:
         ValueError: shapes, dtypes or strides are not as above.
     """
+    check_store("store_kv", k, v, k_cache, v_cache, slot_mapping)
+    if k.is_cuda:
+        from engine_core.kernels.kv_store import triton
+
+        triton.store_kv(k, v, k_cache, v_cache, slot_mapping)
+    else:
+        cpu.store_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def check_store(
+    op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Raise ValueError in the name of ``op`` if the arguments are not as :func:`store_kv` wants."""
     if k.dim() != 3 or k_cache.dim() != 4 or k.shape[:2] != v.shape[:2]:
         raise ValueError(
-            "store_kv: k must be [T, Hk, D], v [T, Hk, Dv] and the caches 4-dimensional, got "
+            f"{op}: k must be [T, Hk, D], v [T, Hk, Dv] and the caches 4-dimensional, got "
             f"{tuple(k.shape)}, {tuple(v.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
         )
     if (
@@ -37,28 +50,22 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         or k_cache.shape[:2] != v_cache.shape[:2]
     ):
         raise ValueError(
-            "store_kv: the caches must be [num_blocks, block_size, Hk, D], got k_cache "
+            f"{op}: the caches must be [num_blocks, block_size, Hk, D], got k_cache "
             f"{tuple(k_cache.shape)} for k {tuple(k.shape)}, v_cache {tuple(v_cache.shape)} for v "
             f"{tuple(v.shape)}"
         )
     if not k.dtype == v.dtype == k_cache.dtype == v_cache.dtype:
         raise ValueError(
-            f"store_kv: k is {k.dtype}, v {v.dtype}, k_cache {k_cache.dtype}, v_cache "
+            f"{op}: k is {k.dtype}, v {v.dtype}, k_cache {k_cache.dtype}, v_cache "
             f"{v_cache.dtype}; they must have one dtype"
         )
     if k.stride(2) != 1 or v.stride(2) != 1 or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError(
-            "store_kv: every last dimension must have stride 1, got "
+            f"{op}: every last dimension must have stride 1, got "
             f"{k.stride()}, {v.stride()}, {k_cache.stride()}, {v_cache.stride()}"
         )
     if slot_mapping.shape != k.shape[:1] or slot_mapping.dtype != torch.int64:
         raise ValueError(
-            f"store_kv: slot_mapping must be [{k.shape[0]}] int64, got "
+            f"{op}: slot_mapping must be [{k.shape[0]}] int64, got "
             f"{tuple(slot_mapping.shape)} {slot_mapping.dtype}"
         )
-    if k.is_cuda:
-        from engine_core.kernels.kv_store import triton
-
-        triton.store_kv(k, v, k_cache, v_cache, slot_mapping)
-    else:
-        cpu.store_kv(k, v, k_cache, v_cache, slot_mapping)

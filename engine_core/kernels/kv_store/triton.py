@@ -12,17 +12,23 @@ from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wa
 @triton.jit
 def _store_heads(
     src_ptr,
+    src_strides,
     cache_ptr,
-    src_rows,
-    cache_rows,
+    cache_strides,
+    tokens,
+    heads,
+    blocks,
+    offsets,
     mask,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     dims = tl.arange(0, BLOCK_D)
     mask = mask[:, None] & (dims < D)[None, :]
+    src_rows = tokens * src_strides[0] + heads * src_strides[1]
     values = tl.load(src_ptr + src_rows[:, None] + dims[None, :], mask=mask, other=0.0)
-    tl.store(cache_ptr + cache_rows[:, None] + dims[None, :], values, mask=mask)
+    rows = blocks * cache_strides[0] + offsets * cache_strides[1] + heads * cache_strides[2]
+    tl.store(cache_ptr + rows[:, None] + dims[None, :], values, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -33,16 +39,10 @@ def _store_kv_kernel(
     v_cache_ptr,
     slots_ptr,
     num_tokens,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    k_cache_block_stride,
-    k_cache_slot_stride,
-    k_cache_head_stride,
-    v_cache_block_stride,
-    v_cache_slot_stride,
-    v_cache_head_stride,
+    k_strides,
+    v_strides,
+    k_cache_strides,
+    v_cache_strides,
     BLOCK_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -63,23 +63,13 @@ def _store_kv_kernel(
     slots = tl.where(mask, slots, 0)
     blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     _store_heads(
-        k_ptr,
-        k_cache_ptr,
-        tokens * k_token_stride + heads * k_head_stride,
-        blocks * k_cache_block_stride + offsets * k_cache_slot_stride + heads * k_cache_head_stride,
-        mask,
-        D,
+        k_ptr, k_strides, k_cache_ptr, k_cache_strides, tokens, heads, blocks, offsets, mask, D,
         BLOCK_D,
-    )
+    )  # fmt: skip
     _store_heads(
-        v_ptr,
-        v_cache_ptr,
-        tokens * v_token_stride + heads * v_head_stride,
-        blocks * v_cache_block_stride + offsets * v_cache_slot_stride + heads * v_cache_head_stride,
-        mask,
-        DV,
+        v_ptr, v_strides, v_cache_ptr, v_cache_strides, tokens, heads, blocks, offsets, mask, DV,
         BLOCK_DV,
-    )
+    )  # fmt: skip
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -97,10 +87,10 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         v_cache,
         slot_mapping,
         num_tokens,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
+        k.stride(),
+        v.stride(),
+        k_cache.stride(),
+        v_cache.stride(),
         BLOCK_SIZE=k_cache.shape[1],
         NUM_HEADS=num_heads,
         D=head_dim,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine_core.kernels.rotary import cpu
 
-__all__ = ["apply_rotary", "rotary_angles"]
+__all__ = ["apply_rotary", "check_rotation", "rotary_angles"]
 
 
 def apply_rotary(
@@ -33,28 +33,7 @@ def apply_rotary(
     Raises:
         ValueError: shapes, dtypes or strides are not as above.
     """
-    half = cos.shape[-1]
-    num_sections = cos.shape[0] if cos.dim() == 3 else 1
-    if q.dim() != 3 or k.dim() != 3 or q.shape[::2] != k.shape[::2] or q.dtype != k.dtype:
-        raise ValueError(
-            "apply_rotary: q must be [T, Hq, D] and k [T, Hk, D] of one dtype, got "
-            f"{tuple(q.shape)} {q.dtype} and {tuple(k.shape)} {k.dtype}"
-        )
-    if cos.shape != sin.shape or cos.dim() not in (2, 3) or cos.shape[-2] != q.shape[0]:
-        raise ValueError(
-            f"apply_rotary: cos and sin must be [{q.shape[0]}, half] or [S, {q.shape[0]}, half], "
-            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    if 2 * half * num_sections > q.shape[2]:
-        raise ValueError(
-            f"apply_rotary: {num_sections} section(s) of {2 * half} dimensions exceed the head "
-            f"dimension {q.shape[2]}"
-        )
-    if q.stride(2) != 1 or k.stride(2) != 1:
-        raise ValueError(
-            "apply_rotary: the last dimension of q and k must have stride 1, got "
-            f"{q.stride()} and {k.stride()}"
-        )
+    check_rotation("apply_rotary", q, k, cos, sin)
     if q.is_cuda:
         from engine_core.kernels.rotary import triton
 
@@ -62,6 +41,34 @@ def apply_rotary(
     else:
         cpu.apply_rotary(q, k, cos, sin, interleaved=interleaved)
     return q, k
+
+
+def check_rotation(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raise ValueError in the name of ``op`` if :func:`apply_rotary` does not take these."""
+    half = cos.shape[-1]
+    num_sections = cos.shape[0] if cos.dim() == 3 else 1
+    if q.dim() != 3 or k.dim() != 3 or q.shape[::2] != k.shape[::2] or q.dtype != k.dtype:
+        raise ValueError(
+            f"{op}: q must be [T, Hq, D] and k [T, Hk, D] of one dtype, got "
+            f"{tuple(q.shape)} {q.dtype} and {tuple(k.shape)} {k.dtype}"
+        )
+    if cos.shape != sin.shape or cos.dim() not in (2, 3) or cos.shape[-2] != q.shape[0]:
+        raise ValueError(
+            f"{op}: cos and sin must be [{q.shape[0]}, half] or [S, {q.shape[0]}, half], "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if not cos.dtype == sin.dtype == torch.float32:
+        raise ValueError(f"{op}: cos and sin must be float32, got {cos.dtype} and {sin.dtype}")
+    if 2 * half * num_sections > q.shape[2]:
+        raise ValueError(
+            f"{op}: {num_sections} section(s) of {2 * half} dimensions exceed the head "
+            f"dimension {q.shape[2]}"
+        )
+    if q.stride(2) != 1 or k.stride(2) != 1:
+        raise ValueError(
+            f"{op}: the last dimension of q and k must have stride 1, got "
+            f"{q.stride()} and {k.stride()}"
+        )
 
 
 def rotary_angles(

@@ -11,10 +11,71 @@ from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wa
 
 
 @triton.jit
-def _rotate_heads(
+def rotate_heads(
+    src_ptr,
+    dst_ptr,
+    src_head_stride,
+    dst_head_stride,
+    heads,
+    head_mask,
+    weight_ptr,
+    eps,
+    cos_ptr,
+    sin_ptr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Some heads of one token, ``dst`` may be ``src``; BLOCK_REST covers what does not rotate."""
+    pairs = tl.arange(0, BLOCK_HALF)
+    a_dims = 2 * pairs if INTERLEAVED else pairs
+    b_dims = a_dims + 1 if INTERLEAVED else pairs + HALF
+    mask = head_mask[:, None] & (pairs < HALF)[None, :]
+    src = src_ptr + heads[:, None] * src_head_stride
+    dst = dst_ptr + heads[:, None] * dst_head_stride
+    element = dst_ptr.dtype.element_ty
+    a = tl.load(src + a_dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(src + b_dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    if BLOCK_REST:
+        rest_dims = 2 * HALF + tl.arange(0, BLOCK_REST)
+        rest_mask = head_mask[:, None] & (rest_dims < D)[None, :]
+        rest = tl.load(src + rest_dims[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+        if BLOCK_REST:
+            squares += tl.sum(rest * rest, axis=1)
+        inverse = (1.0 / tl.sqrt(squares / D + eps))[:, None]
+        a = _scaled(a, inverse, weight_ptr, a_dims, pairs < HALF, OFFSET, element)
+        b = _scaled(b, inverse, weight_ptr, b_dims, pairs < HALF, OFFSET, element)
+        if BLOCK_REST:
+            rest = _scaled(rest, inverse, weight_ptr, rest_dims, rest_dims < D, OFFSET, element)
+    cos = tl.load(cos_ptr + pairs, mask=pairs < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + pairs, mask=pairs < HALF, other=0.0)[None, :]
+    tl.store(dst + a_dims[None, :], (a * cos - b * sin).to(element), mask=mask)
+    tl.store(dst + b_dims[None, :], (b * cos + a * sin).to(element), mask=mask)
+    if BLOCK_REST:
+        tl.store(dst + rest_dims[None, :], rest.to(element), mask=rest_mask)
+
+
+@triton.jit
+def _scaled(x, inverse, weight_ptr, dims, mask, OFFSET: tl.constexpr, ELEMENT: tl.constexpr):
+    """RMSNorm's product, rounded before and after the weight as the op of its own rounds."""
+    weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
+    x *= inverse
+    if OFFSET != 0:
+        weight += OFFSET
+    else:
+        x = x.to(ELEMENT).to(tl.float32)
+    return (x * weight[None, :]).to(ELEMENT).to(tl.float32)
+
+
+@triton.jit
+def _rotate_sections(
     x_ptr,
-    x_token_stride,
-    x_head_stride,
+    strides,
     num_heads,
     cos_ptr,
     sin_ptr,
@@ -27,24 +88,14 @@ def _rotate_heads(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    heads = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    pairs = tl.arange(0, BLOCK_HALF)
-    mask = (heads < num_heads)[:, None] & (pairs < HALF)[None, :]
-    base = x_ptr + token * x_token_stride + heads.to(tl.int64)[:, None] * x_head_stride
+    heads = (tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
     for section in tl.static_range(SECTIONS):
-        angles = section * section_stride + token * HALF + pairs
-        cos = tl.load(cos_ptr + angles, mask=pairs < HALF, other=0.0)[None, :]
-        sin = tl.load(sin_ptr + angles, mask=pairs < HALF, other=0.0)[None, :]
-        if INTERLEAVED:
-            a_ptrs = base + (section * 2 * HALF + 2 * pairs)[None, :]
-            b_ptrs = a_ptrs + 1
-        else:
-            a_ptrs = base + (section * 2 * HALF + pairs)[None, :]
-            b_ptrs = a_ptrs + HALF
-        a = tl.load(a_ptrs, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(b_ptrs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(a_ptrs, (a * cos - b * sin).to(x_ptr.dtype.element_ty), mask=mask)
-        tl.store(b_ptrs, (b * cos + a * sin).to(x_ptr.dtype.element_ty), mask=mask)
+        x = x_ptr + token * strides[0] + section * 2 * HALF
+        angles = section * section_stride + token * HALF
+        rotate_heads(
+            x, x, strides[1], strides[1], heads, heads < num_heads, None, 0.0, cos_ptr + angles,
+            sin_ptr + angles, 2 * HALF, HALF, BLOCK_HALF, 0, 0, INTERLEAVED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["section_stride"])
@@ -53,10 +104,8 @@ def _rotary_kernel(
     k_ptr,
     cos_ptr,
     sin_ptr,
-    q_token_stride,
-    q_head_stride,
-    k_token_stride,
-    k_head_stride,
+    q_strides,
+    k_strides,
     section_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -73,14 +122,14 @@ def _rotary_kernel(
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     if tile < Q_TILES:
-        _rotate_heads(
-            q_ptr, q_token_stride, q_head_stride, NUM_HEADS, cos_ptr, sin_ptr, section_stride,
-            token, tile, HALF, SECTIONS, INTERLEAVED, BLOCK_HEADS, BLOCK_HALF,
+        _rotate_sections(
+            q_ptr, q_strides, NUM_HEADS, cos_ptr, sin_ptr, section_stride, token, tile, HALF,
+            SECTIONS, INTERLEAVED, BLOCK_HEADS, BLOCK_HALF,
         )  # fmt: skip
     else:
-        _rotate_heads(
-            k_ptr, k_token_stride, k_head_stride, NUM_KV_HEADS, cos_ptr, sin_ptr, section_stride,
-            token, tile - Q_TILES, HALF, SECTIONS, INTERLEAVED, BLOCK_HEADS, BLOCK_HALF,
+        _rotate_sections(
+            k_ptr, k_strides, NUM_KV_HEADS, cos_ptr, sin_ptr, section_stride, token,
+            tile - Q_TILES, HALF, SECTIONS, INTERLEAVED, BLOCK_HEADS, BLOCK_HALF,
         )  # fmt: skip
 
 
@@ -100,10 +149,8 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
         k,
         cos,
         sin,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
+        q.stride(),
+        k.stride(),
         num_tokens * half,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from engine_core.kernels import compiled
+from engine_core.kernels.kv_store import check_store
+from engine_core.kernels.rotary import check_rotation
 from engine_core.kernels.rotary_store import reference
 
 __all__ = ["is_fused", "rotary_store"]
@@ -58,48 +59,9 @@ def rotary_store(
     Raises:
         ValueError: shapes, dtypes or strides are not as above.
     """
-    tokens, num_kv_heads, head_dim = k.shape
-    block_shape = k_cache.shape[:2]
-    if (
-        q.shape[0] != tokens
-        or q.shape[2] != head_dim
-        or v.shape[:2] != k.shape[:2]
-        or k_cache.shape != (*block_shape, num_kv_heads, head_dim)
-        or v_cache.shape != (*block_shape, num_kv_heads, v.shape[2])
-        or slot_mapping.shape != (tokens,)
-        or slot_mapping.dtype != torch.int64
-    ):
-        raise ValueError(
-            "rotary_store: q must be [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv], the caches "
-            "[num_blocks, block_size, Hk, D or Dv] and slot_mapping [T] int64, got "
-            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}, {tuple(k_cache.shape)}, "
-            f"{tuple(v_cache.shape)} and {tuple(slot_mapping.shape)} {slot_mapping.dtype}"
-        )
-    if not q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(
-            f"rotary_store: q, k, v and the caches are {q.dtype}, {k.dtype}, {v.dtype}, "
-            f"{k_cache.dtype} and {v_cache.dtype}; they must have one dtype"
-        )
-    if any(x.stride(-1) != 1 for x in (q, k, v, k_cache, v_cache)):
-        raise ValueError(
-            "rotary_store: the last dimension of q, k, v and the caches must have stride 1, got "
-            f"{q.stride()}, {k.stride()}, {v.stride()}, {k_cache.stride()}, {v_cache.stride()}"
-        )
-    if cos.shape != sin.shape or cos.dim() not in (2, 3) or cos.shape[-2] != tokens:
-        raise ValueError(
-            f"rotary_store: cos and sin must be [{tokens}, half] or [S, {tokens}, half], got "
-            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    if not cos.dtype == sin.dtype == torch.float32:
-        raise ValueError(
-            f"rotary_store: cos and sin must be float32, got {cos.dtype} and {sin.dtype}"
-        )
-    sections = cos.shape[0] if cos.dim() == 3 else 1
-    if 2 * cos.shape[-1] * sections > head_dim:
-        raise ValueError(
-            f"rotary_store: {sections} section(s) of {2 * cos.shape[-1]} dimensions exceed the "
-            f"head dimension {head_dim}"
-        )
+    check_rotation("rotary_store", q, k, cos, sin)
+    check_store("rotary_store", k, v, k_cache, v_cache, slot_mapping)
+    head_dim = k.shape[2]
     weights = [None if w is None else tuple(w.shape) for w in (q_weight, k_weight)]
     if weights not in ([None, None], [(head_dim,), (head_dim,)]):
         raise ValueError(
@@ -113,7 +75,7 @@ def rotary_store(
             )
     given = (q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
     norms: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
-    if q.is_cuda and sections == 1 and cos.shape[-1]:
+    if q.is_cuda and (cos.dim() == 2 or cos.shape[0] == 1) and cos.shape[-1]:
         from engine_core.kernels.rotary_store import triton
 
         triton.rotary_store(*given, **norms, offset=offset, interleaved=interleaved)
