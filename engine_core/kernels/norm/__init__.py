@@ -46,16 +46,7 @@ def rms_norm(
     Raises:
         ValueError: weight or residual does not fit x.
     """
-    _check("rms_norm", x, weight, None, residual)
-    if x.is_cuda:
-        from engine_core.kernels.norm import triton
-
-        normed, total = triton.norm(
-            x, weight, None, eps, residual=residual, centred=False, offset=offset
-        )
-        return normed if total is None else (normed, total)
-    normed, total = cpu.rms_norm(x, weight, eps, residual, offset)
-    return normed if total is None else (normed, total)
+    return _norm("rms_norm", x, weight, None, eps, residual, centred=False, offset=offset)
 
 
 @overload
@@ -89,19 +80,20 @@ def layer_norm(
     Raises:
         ValueError: weight, bias or residual does not fit x.
     """
-    _check("layer_norm", x, weight, bias, residual)
-    if x.is_cuda:
-        from engine_core.kernels.norm import triton
-
-        normed, total = triton.norm(x, weight, bias, eps, residual=residual, centred=True)
-        return normed if total is None else (normed, total)
-    normed, total = cpu.layer_norm(x, weight, bias, eps, residual)
-    return normed if total is None else (normed, total)
+    return _norm("layer_norm", x, weight, bias, eps, residual, centred=True)
 
 
-def _check(
-    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
-) -> None:
+def _norm(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    *,
+    centred: bool,
+    offset: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:
     size = x.shape[-1:]
     if weight.shape != size or (bias is not None and bias.shape != size):
         raise ValueError(
@@ -120,3 +112,10 @@ def _check(
             f"{op}: residual is {tuple(residual.shape)} {residual.dtype}, x {tuple(x.shape)} "
             f"{x.dtype}; they must agree"
         )
+    norm = cpu.norm
+    if x.is_cuda:
+        from engine_core.kernels.norm import triton
+
+        norm = triton.norm
+    normed, total = norm(x, weight, bias, eps, residual=residual, centred=centred, offset=offset)
+    return normed if total is None else (normed, total)

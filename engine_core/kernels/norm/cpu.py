@@ -9,36 +9,34 @@ from torch import Tensor
 from engine_core.kernels import compiled
 from engine_core.kernels.norm import reference
 
-_Result = tuple[Tensor, Tensor | None]
 
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    residual: Tensor | None,
+    centred: bool,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor | None]:
+    """The norm of ``x [..., H]`` plus ``residual``, and that sum if there is a residual.
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, offset: float = 0.0
-) -> _Result:
-    """RMSNorm of ``x [..., H]`` plus ``residual``, and that sum if there is a residual."""
-    if not offset and compiled.takes(x, weight):
-        done: _Result = compiled.kernels("norm").norm(
-            x, weight, None, eps, residual=residual, centred=False
+    LayerNorm if ``centred``, else RMSNorm.
+    """
+    if not offset and compiled.takes(x, weight, *(() if bias is None else (bias,))):
+        given = (x, weight, bias, eps)
+        done: tuple[Tensor, Tensor | None] = compiled.kernels("norm").norm(
+            *given, residual=residual, centred=centred
         )
         return done
     total = None if residual is None else x + residual
     summed = x if total is None else total
+    if centred:
+        return reference.layer_norm(summed, weight, bias, eps), total
     if offset:
         return reference.rms_norm(summed, weight, eps, offset), total
     return _rms_norm(summed, weight, eps), total
-
-
-def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None
-) -> _Result:
-    """LayerNorm, as :func:`rms_norm`."""
-    if compiled.takes(x, weight, *(() if bias is None else (bias,))):
-        done: _Result = compiled.kernels("norm").norm(
-            x, weight, bias, eps, residual=residual, centred=True
-        )
-        return done
-    total = None if residual is None else x + residual
-    return reference.layer_norm(x if total is None else total, weight, bias, eps), total
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -21,20 +21,14 @@ def _norm_kernel(
     total_ptr,
     num_rows,
     inner_rows,
-    x_part_stride,
-    x_outer_stride,
-    x_inner_stride,
-    residual_outer_stride,
-    residual_inner_stride,
+    x_strides,
+    residual_strides,
     eps,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     CENTRED: tl.constexpr,
-    HAS_X_BIAS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -48,16 +42,16 @@ def _norm_kernel(
 
     weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
     wait(PDL)
-    x_rows = outer * x_outer_stride + inner * x_inner_stride
+    x_rows = outer * x_strides[1] + inner * x_strides[2]
     x_ptrs = x_ptr + x_rows[:, None] + cols[None, :]
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     for _ in tl.static_range(1, PARTS):
-        x_ptrs += x_part_stride
+        x_ptrs += x_strides[0]
         x += tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    if HAS_X_BIAS:
+    if x_bias_ptr is not None:
         x += tl.load(x_bias_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
-    if HAS_RESIDUAL:
-        residual_rows = outer * residual_outer_stride + inner * residual_inner_stride
+    if residual_ptr is not None:
+        residual_rows = outer * residual_strides[0] + inner * residual_strides[1]
         residual = tl.load(
             residual_ptr + residual_rows[:, None] + cols[None, :], mask=mask, other=0.0
         )
@@ -73,7 +67,7 @@ def _norm_kernel(
     elif not CENTRED:
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
     y = y * weight[None, :]
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
         y = y + bias[None, :]
     tl.store(out_ptr + out_offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -166,20 +160,14 @@ def _launch(
         num_rows,
         inner_rows,
         # A stride that is not used is always the same: kernels are compiled for multiples of 16.
-        x.stride(0) if parts > 1 else 0,
-        x.stride(1),
-        x.stride(2),
-        0 if residual is None else residual.stride(0),
-        0 if residual is None else residual.stride(1),
+        (x.stride(0) if parts > 1 else 0, *x.stride()[1:3]),
+        None if residual is None else residual.stride()[:2],
         eps,
         H=hidden_size,
         BLOCK_H=block_h,
         BLOCK_ROWS=block_rows,
         PARTS=parts,
         CENTRED=centred,
-        HAS_X_BIAS=x_bias is not None,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
         OFFSET=offset,
         num_warps=4 if block_h <= 2048 else 8 if block_h <= 8192 else 16,
         **pdl_options(x.device),
