@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Logits of a program.
 _BLOCK = 4096
 # Pivots of the second launch; each takes time for every logit of the blocks that reach it.
-_PIVOTS = 8
+_PIVOTS: tl.constexpr = tl.constexpr(8)
 # Most tokens that are gathered; above it the bounds are narrowed on all logits.
 _MOST_CANDIDATES = 16384
 # Logits that the narrowing program reads at once: of those gathered, which are few, or of all.
@@ -42,6 +42,8 @@ _CHUNK = 1024
 _WHOLE_CHUNK = 4096
 # Low bits that are the same for all logits of a type once they are float32.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+
+_LEAST_TEMPERATURE: tl.constexpr = tl.constexpr(LEAST_TEMPERATURE)
 
 # Kinds of choice for a row: already done, from all of its tokens, from a nucleus, or from the
 # top-k.
@@ -51,6 +53,61 @@ _NUCLEUS: tl.constexpr = tl.constexpr(2)
 _LIMITED: tl.constexpr = tl.constexpr(3)
 # Added to these where the logits are the adjusted ones.
 _ADJUSTED: tl.constexpr = tl.constexpr(4)
+
+
+class _Rows(NamedTuple):
+    """What all launches read; see the public wrapper."""
+
+    logits: Any
+    stride: Any
+    vocab: Any
+    rows: Any
+    numbers: Any
+
+
+class _Chosen(NamedTuple):
+    """Where the choice of a row is stored, and counted if there are ``counts``."""
+
+    tokens: Any
+    last_tokens: Any
+    kinds: Any
+    counts: Any
+
+
+class _Found(NamedTuple):
+    """What a launch leaves for those after it, for each row.
+
+    Attributes:
+        modes: the kind of choice.
+        peaks: the largest logit.
+        draws: the random number.
+        pivots: logits ``[_PIVOTS]``, above which the second launch weighs.
+        adjusted: the logits ``[V]`` of an adjusted row, float32; None if there are none.
+        best: the largest logit of each block.
+        masses: ``[_PIVOTS + 1, blocks]``, of a block's logits above each pivot, and of all.
+        above: ``[_PIVOTS, blocks]``, how many these are.
+        candidates: the logits that are gathered.
+        ids: their tokens.
+        sizes: how many there are; negative if none are gathered, but so many stay in question.
+        lows: the pivot above which these are.
+        low_masses: what they weigh.
+        totals: what all tokens weigh.
+    """
+
+    modes: Any
+    peaks: Any
+    draws: Any
+    pivots: Any
+    adjusted: Any
+    best: Any
+    masses: Any
+    above: Any
+    candidates: Any
+    ids: Any
+    sizes: Any
+    lows: Any
+    low_masses: Any
+    totals: Any
 
 
 @triton.jit
@@ -92,9 +149,9 @@ def _value(key):
 
 
 @triton.jit
-def _steepness(numbers_ptr, LEAST_TEMPERATURE: tl.constexpr):
+def _steepness(numbers_ptr):
     """The reciprocal of a row's temperature, with which a row that is drawn weighs its logits."""
-    temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), LEAST_TEMPERATURE)
+    temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), _LEAST_TEMPERATURE)
     return tl.div_rn(1.0, temperature)
 
 
@@ -124,10 +181,12 @@ def _limit(u, total):
 
 
 @triton.jit
-def _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS: tl.constexpr):
+def _load_logits(rows, found, place, mode, cols, mask):
     """Logits of one row as float32, -inf beyond ``mask``."""
-    if HAS_ADJUSTMENTS:
-        if is_adjusted:
+    logits_ptr = rows.logits + place * rows.stride
+    if found.adjusted is not None:
+        adjusted_ptr = found.adjusted + place * rows.vocab
+        if mode >= _ADJUSTED:
             x = tl.load(adjusted_ptr + cols, mask=mask, other=float("-inf"))
         else:
             x = tl.load(logits_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
@@ -137,99 +196,72 @@ def _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTME
 
 
 @triton.jit
-def _take(
-    token,
-    is_live,
-    place,
-    row,
-    tokens_ptr,
-    last_tokens_ptr,
-    kinds_ptr,
-    counts_ptr,
-    vocab,
-    HAS_COUNTS: tl.constexpr,
-):
+def _take(token, is_live, place, row, chosen, vocab):
     """Make ``token`` the row's one."""
     token = token.to(tl.int64)
-    tl.store(tokens_ptr + place, token)
-    tl.store(last_tokens_ptr + row, token)
+    tl.store(chosen.tokens + place, token)
+    tl.store(chosen.last_tokens + row, token)
     # Rows of padding share a row.
-    if HAS_COUNTS:
-        is_counted = is_live & ((tl.load(kinds_ptr + row) & 4) != 0)
-        count_ptr = counts_ptr + row * vocab + token
+    if chosen.counts is not None:
+        is_counted = is_live & ((tl.load(chosen.kinds + row) & 4) != 0)
+        count_ptr = chosen.counts + row * vocab + token
         count = tl.load(count_ptr, mask=is_counted, other=0)
         tl.store(count_ptr, count + 1, mask=is_counted)
 
 
 @triton.jit
 def _peaks_kernel(
-    tokens_ptr,
+    rows,
+    chosen,
+    found,
     status_ptr,
-    modes_ptr,
-    peaks_ptr,
-    draws_ptr,
-    pivots_ptr,
-    adjusted_ptr,
-    best_ptr,
     place_ptr,
     raw_best_ptr,
     arrivals_ptr,
-    logits_ptr,
-    rows_ptr,
     positions_ptr,
-    last_tokens_ptr,
-    numbers_ptr,
     seeds_ptr,
-    kinds_ptr,
     ban_ids_ptr,
     ban_ends_ptr,
     bias_ptr,
     prompt_mask_ptr,
-    counts_ptr,
-    row_stride,
     ban_width,
-    vocab,
-    BLOCK: tl.constexpr,
-    num_blocks,
-    BLOCK_BLOCKS: tl.constexpr,
-    PIVOTS: tl.constexpr,
     farthest,
-    LEAST_TEMPERATURE: tl.constexpr,
-    HAS_ADJUSTMENTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    BLOCK_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launch_dependents(PDL)
     wait(PDL)
     place = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    row = tl.load(rows_ptr + place)
+    vocab = rows.vocab
+    row = tl.load(rows.rows + place)
     position = tl.load(positions_ptr + place)
     live = position >= 0
-    numbers_ptr += row * 7
+    numbers_ptr = rows.numbers + row * 7
     cols = block * BLOCK + tl.arange(0, BLOCK)
     mask = cols < tl.where(live, vocab, 0)
-    x = tl.load(logits_ptr + place * row_stride + cols, mask=mask, other=float("-inf"))
+    x = tl.load(rows.logits + place * rows.stride + cols, mask=mask, other=float("-inf"))
     x = x.to(tl.float32)
-    if HAS_ADJUSTMENTS:
+    if found.adjusted is not None:
         # A comparison loses NaN, infinity wins it.
         raw_best = tl.max(tl.where(x == x, x, float("inf")), axis=0)
         tl.store(raw_best_ptr + place * num_blocks + block, raw_best)
-        kinds = tl.load(kinds_ptr + row)
+        kinds = tl.load(chosen.kinds + row)
         is_banned = position + 1 < tl.load(ban_ends_ptr + row)
         is_adjusted = live & (((kinds & 3) != 0) | is_banned)
         if is_adjusted:
-            if HAS_BIAS:
+            if bias_ptr is not None:
                 biased = cols < tl.where((kinds & 1) != 0, vocab, 0)
                 x += tl.load(bias_ptr + row * vocab + cols, mask=biased, other=0.0)
-            if HAS_PENALTIES:
+            if prompt_mask_ptr is not None:
                 is_penalised = (kinds & 2) != 0
                 if is_penalised:
                     repetition = tl.load(numbers_ptr + 4).to(tl.float32)
                     frequency = tl.load(numbers_ptr + 5).to(tl.float32)
                     presence = tl.load(numbers_ptr + 6).to(tl.float32)
-                    counts = tl.load(counts_ptr + row * vocab + cols, mask=mask, other=0)
+                    counts = tl.load(chosen.counts + row * vocab + cols, mask=mask, other=0)
                     seen = tl.load(prompt_mask_ptr + row * vocab + cols, mask=mask, other=0)
                     repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
                     x = tl.where((seen != 0) | (counts > 0), repeated, x)
@@ -239,14 +271,14 @@ def _peaks_kernel(
                 for index in range(ban_width):
                     banned = tl.load(ban_ids_ptr + row * ban_width + index)
                     x = tl.where(cols == banned, float("-inf"), x)
-            tl.store(adjusted_ptr + place * vocab + cols, x, mask=mask)
-    best_ptr += place * num_blocks
+            tl.store(found.adjusted + place * vocab + cols, x, mask=mask)
+    best_ptr = found.best + place * num_blocks
     place_ptr += place * num_blocks
     store_best(x, cols, best_ptr + block, place_ptr + block, vocab)
     if arrives_last(arrivals_ptr + place, num_blocks):
         peak, token = load_best(best_ptr, place_ptr, num_blocks, vocab, BLOCK_BLOCKS)
         status = tl.where(tl.abs(peak) == float("inf"), 1, 0)
-        if HAS_ADJUSTMENTS:
+        if found.adjusted is not None:
             blocks = tl.arange(0, BLOCK_BLOCKS)
             raw_bests = tl.load(
                 raw_best_ptr + place * num_blocks + blocks,
@@ -263,92 +295,61 @@ def _peaks_kernel(
         is_drawn = live & (status == 0) & (tl.load(numbers_ptr) > 0)
         is_limited = (top_k >= 1) & (top_k < vocab)
         mode = tl.where(is_limited, _LIMITED, tl.where(top_p < 1, _NUCLEUS, _WHOLE))
-        if HAS_ADJUSTMENTS:
+        if found.adjusted is not None:
             mode += tl.where(is_adjusted, _ADJUSTED, 0)
-        tl.store(modes_ptr + place, tl.where(is_drawn, mode, _DONE))
+        tl.store(found.modes + place, tl.where(is_drawn, mode, _DONE))
         tl.store(status_ptr + place, status.to(tl.int8))
         tl.store(positions_ptr + place, tl.where(live, position + 1, position))
         if is_drawn:
-            tl.store(peaks_ptr + place, peak)
-            tl.store(draws_ptr + place, _uniform(tl.load(seeds_ptr + row), position + 1))
+            tl.store(found.peaks + place, peak)
+            tl.store(found.draws + place, _uniform(tl.load(seeds_ptr + row), position + 1))
             # Distances to the peak, in units of the temperature; below the last nothing weighs
             # anything. The top-k do not depend on a high temperature.
-            temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
+            temperature = tl.maximum(temperature, _LEAST_TEMPERATURE)
             unit = tl.where(is_limited, tl.minimum(temperature, 1.0), temperature)
-            index = tl.arange(0, PIVOTS)
+            index = tl.arange(0, _PIVOTS)
             step = index.to(tl.float32)
             distance = 0.5 + step + 0.15 * step * step
-            distance = tl.where(index == PIVOTS - 1, farthest, distance)
-            tl.store(pivots_ptr + place * PIVOTS + index, peak - unit * distance)
+            distance = tl.where(index == _PIVOTS - 1, farthest, distance)
+            tl.store(found.pivots + place * _PIVOTS + index, peak - unit * distance)
         else:
-            _take(
-                token,
-                live,
-                place,
-                row,
-                tokens_ptr,
-                last_tokens_ptr,
-                kinds_ptr,
-                counts_ptr,
-                vocab,
-                HAS_PENALTIES,
-            )
+            _take(token, live, place, row, chosen, vocab)
 
 
 @triton.jit
 def _masses_kernel(
-    masses_ptr,
-    above_ptr,
-    best_ptr,
-    modes_ptr,
-    peaks_ptr,
-    pivots_ptr,
-    adjusted_ptr,
-    logits_ptr,
-    rows_ptr,
-    numbers_ptr,
-    row_stride,
-    vocab,
-    BLOCK: tl.constexpr,
-    num_blocks,
-    BLOCK_BLOCKS: tl.constexpr,
-    PIVOTS: tl.constexpr,
+    rows,
+    found,
     one,
-    LEAST_TEMPERATURE: tl.constexpr,
-    HAS_ADJUSTMENTS: tl.constexpr,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    BLOCK_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launch_dependents(PDL)
     wait(PDL)
     place = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    mode = tl.load(modes_ptr + place)
+    mode = tl.load(found.modes + place)
     if mode != _DONE:
-        numbers_ptr += tl.load(rows_ptr + place) * 7
-        steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
+        numbers_ptr = rows.numbers + tl.load(rows.rows + place) * 7
+        steepness = _steepness(numbers_ptr)
         cols = block * BLOCK + tl.arange(0, BLOCK)
-        mask = cols < vocab
-        x = _load_logits(
-            logits_ptr + place * row_stride,
-            adjusted_ptr + place * vocab,
-            mode >= _ADJUSTED,
-            cols,
-            mask,
-            HAS_ADJUSTMENTS,
-        )
-        weights = _weights(x, tl.load(peaks_ptr + place), steepness)
+        mask = cols < rows.vocab
+        x = _load_logits(rows, found, place, mode, cols, mask)
+        weights = _weights(x, tl.load(found.peaks + place), steepness)
         masses = _masses(weights, one)
         kind = mode & 3
         if kind == _WHOLE:
             min_p = tl.load(numbers_ptr + 3).to(tl.float32)
             masses = tl.where(weights >= min_p, masses, 0)
         # The whole mass is kept behind those of the pivots.
-        at = place * (PIVOTS + 1) * num_blocks + block
-        tl.store(masses_ptr + at + PIVOTS * num_blocks, tl.sum(masses, axis=0))
+        at = place * (_PIVOTS + 1) * num_blocks + block
+        tl.store(found.masses + at + _PIVOTS * num_blocks, tl.sum(masses, axis=0))
         if kind != _WHOLE:
-            best = tl.load(best_ptr + place * num_blocks + block)
-            for index in tl.static_range(PIVOTS):
-                pivot = tl.load(pivots_ptr + place * PIVOTS + index)
+            best = tl.load(found.best + place * num_blocks + block)
+            for index in tl.static_range(_PIVOTS):
+                pivot = tl.load(found.pivots + place * _PIVOTS + index)
                 count = tl.zeros((), tl.int32)
                 mass = tl.zeros((), tl.int64)
                 # Most blocks have nothing above the first pivots.
@@ -356,18 +357,16 @@ def _masses_kernel(
                     above = (x >= pivot) & mask
                     count = tl.sum(above.to(tl.int32), axis=0)
                     mass = tl.sum(tl.where(above, masses, 0), axis=0)
-                to = place * PIVOTS * num_blocks + index * num_blocks + block
-                tl.store(above_ptr + to, count)
-                tl.store(masses_ptr + at + index * num_blocks, mass)
+                to = place * _PIVOTS * num_blocks + index * num_blocks + block
+                tl.store(found.above + to, count)
+                tl.store(found.masses + at + index * num_blocks, mass)
 
 
 class _Logits(NamedTuple):
     """The logits that the narrowing program reads: all of a row, or those that were gathered.
 
     Attributes:
-        ptr: see ``_load_logits``.
-        adjusted_ptr: the same.
-        is_adjusted: the same.
+        gathered_ptr: None for all of the row that ``rows``, ``found``, ``place`` and ``mode`` name.
         size: how many there are.
         shift: unused low bits of their keys.
         peak: the largest.
@@ -375,9 +374,11 @@ class _Logits(NamedTuple):
         one: the integer that stands for a weight of 1.
     """
 
-    ptr: Any
-    adjusted_ptr: Any
-    is_adjusted: Any
+    gathered_ptr: Any
+    rows: Any
+    found: Any
+    place: Any
+    mode: Any
     size: Any
     shift: Any
     peak: Any
@@ -404,13 +405,14 @@ class _Kept(NamedTuple):
 
 
 @triton.jit
-def _load_chunk(logits, start, CHUNK: tl.constexpr, HAS_ADJUSTMENTS: tl.constexpr):
+def _load_chunk(logits, start, CHUNK: tl.constexpr):
     """Keys and weights of ``CHUNK`` logits from ``start`` on, and which of them there are."""
     cols = start + tl.arange(0, CHUNK)
     mask = cols < logits.size
-    x = _load_logits(
-        logits.ptr, logits.adjusted_ptr, logits.is_adjusted, cols, mask, HAS_ADJUSTMENTS
-    )
+    if logits.gathered_ptr is not None:
+        x = tl.load(logits.gathered_ptr + cols, mask=mask, other=float("-inf"))
+    else:
+        x = _load_logits(logits.rows, logits.found, logits.place, logits.mode, cols, mask)
     return _key(x) >> logits.shift, _weights(x, logits.peak, logits.steepness), mask
 
 
@@ -423,7 +425,6 @@ def _narrow(
     needed,
     BY_MASS: tl.constexpr,
     CHUNK: tl.constexpr,
-    HAS_ADJUSTMENTS: tl.constexpr,
 ):
     """The bounds in which the least kept logit lies: keys from ``low`` to below ``high``.
 
@@ -451,7 +452,7 @@ def _narrow(
         count = tl.zeros((4,), tl.int32)
         mass = tl.zeros((4,), tl.int64)
         for start in range(0, logits.size, CHUNK):
-            keys, weights, mask = _load_chunk(logits, start, CHUNK, HAS_ADJUSTMENTS)
+            keys, weights, mask = _load_chunk(logits, start, CHUNK)
             masses = _masses(weights, logits.one)
             above = (keys[None, :] >= pivots[:, None]) & mask[None, :]
             count += tl.sum(above.to(tl.int32), axis=1)
@@ -478,7 +479,6 @@ def _settle(
     numbers_ptr,
     u,
     CHUNK: tl.constexpr,
-    HAS_ADJUSTMENTS: tl.constexpr,
 ):
     """The index of the drawn token among ``logits`` in the order of their ids.
 
@@ -500,7 +500,7 @@ def _settle(
         top_k = tl.load(numbers_ptr + 1).to(tl.int64)
         if count > top_k:
             low, low_count, low_mass, high, high_count, high_mass = _narrow(
-                logits, low, count, mass, top_k, False, CHUNK, HAS_ADJUSTMENTS
+                logits, low, count, mass, top_k, False, CHUNK
             )
             between = low_count - high_count
             room = top_k.to(tl.int32) - high_count
@@ -513,7 +513,7 @@ def _settle(
     if top_p < 1:
         needed = _share(top_p, total)
         low, low_count, low_mass, high, high_count, high_mass = _narrow(
-            logits, low, count, mass, needed, True, CHUNK, HAS_ADJUSTMENTS
+            logits, low, count, mass, needed, True, CHUNK
         )
         # Those between are equal, or there is one. At the lower bound of the top-k not all that
         # are equal may have been counted, and then ``room`` is less than there are.
@@ -524,14 +524,14 @@ def _settle(
     weighed = tl.zeros_like(mass)
     seen = tl.zeros_like(count)
     for start in range(0, logits.size, CHUNK):
-        masses, seen = _kept_masses(logits, kept, start, seen, CHUNK, HAS_ADJUSTMENTS)
+        masses, seen = _kept_masses(logits, kept, start, seen, CHUNK)
         weighed += tl.sum(masses, axis=0)
     limit = _limit(u, weighed)
     before = tl.zeros_like(mass)
     seen = tl.zeros_like(count)
     chosen = tl.zeros_like(count) + logits.size
     for start in range(0, logits.size, CHUNK):
-        masses, seen = _kept_masses(logits, kept, start, seen, CHUNK, HAS_ADJUSTMENTS)
+        masses, seen = _kept_masses(logits, kept, start, seen, CHUNK)
         beyond = before + tl.cumsum(masses, axis=0) > limit
         first = tl.min(tl.where(beyond, start + tl.arange(0, CHUNK), logits.size), axis=0)
         chosen = tl.minimum(chosen, first)
@@ -540,9 +540,9 @@ def _settle(
 
 
 @triton.jit
-def _kept_masses(logits, kept, start, seen, CHUNK: tl.constexpr, HAS_ADJUSTMENTS: tl.constexpr):
+def _kept_masses(logits, kept, start, seen, CHUNK: tl.constexpr):
     """Masses of a chunk, 0 for tokens not kept, and the number between the bounds so far."""
-    keys, weights, mask = _load_chunk(logits, start, CHUNK, HAS_ADJUSTMENTS)
+    keys, weights, mask = _load_chunk(logits, start, CHUNK)
     is_kept = (keys >= kept.low) & (weights >= kept.min_p) & mask
     if kept.room < kept.between:
         inside = ((keys >= kept.low) & (keys < kept.high) & mask).to(tl.int32)
@@ -554,87 +554,50 @@ def _kept_masses(logits, kept, start, seen, CHUNK: tl.constexpr, HAS_ADJUSTMENTS
 
 @triton.jit
 def _gather_kernel(
-    tokens_ptr,
-    candidates_ptr,
-    ids_ptr,
-    sizes_ptr,
-    lows_ptr,
-    low_masses_ptr,
-    totals_ptr,
-    masses_ptr,
-    above_ptr,
-    modes_ptr,
-    peaks_ptr,
-    draws_ptr,
-    pivots_ptr,
-    adjusted_ptr,
-    logits_ptr,
-    rows_ptr,
-    last_tokens_ptr,
-    numbers_ptr,
-    kinds_ptr,
-    counts_ptr,
-    row_stride,
-    vocab,
-    BLOCK: tl.constexpr,
-    num_blocks,
-    BLOCK_BLOCKS: tl.constexpr,
-    PIVOTS: tl.constexpr,
+    rows,
+    chosen,
+    found,
     most,
     one,
-    LEAST_TEMPERATURE: tl.constexpr,
-    HAS_ADJUSTMENTS: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    BLOCK_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launch_dependents(PDL)
     wait(PDL)
     place = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    mode = tl.load(modes_ptr + place)
+    mode = tl.load(found.modes + place)
     if mode != _DONE:
-        row = tl.load(rows_ptr + place)
-        numbers_ptr += row * 7
-        logits_ptr += place * row_stride
-        adjusted_ptr += place * vocab
-        is_adjusted = mode >= _ADJUSTED
+        row = tl.load(rows.rows + place)
+        numbers_ptr = rows.numbers + row * 7
         kind = mode & 3
         cols = block * BLOCK + tl.arange(0, BLOCK)
-        mask = cols < vocab
+        mask = cols < rows.vocab
         blocks = tl.arange(0, BLOCK_BLOCKS)
         some = blocks < num_blocks
-        masses_ptr += place * (PIVOTS + 1) * num_blocks
-        every = tl.load(masses_ptr + PIVOTS * num_blocks + blocks, mask=some, other=0)
+        masses_ptr = found.masses + place * (_PIVOTS + 1) * num_blocks
+        every = tl.load(masses_ptr + _PIVOTS * num_blocks + blocks, mask=some, other=0)
         total = tl.sum(every, axis=0)
         if kind == _WHOLE:
             before = tl.sum(tl.where(blocks < block, every, 0), axis=0)
             own = tl.sum(tl.where(blocks == block, every, 0), axis=0)
-            limit = _limit(tl.load(draws_ptr + place), total)
+            limit = _limit(tl.load(found.draws + place), total)
             if (before <= limit) & (limit < before + own):
-                steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
-                x = _load_logits(logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS)
-                weights = _weights(x, tl.load(peaks_ptr + place), steepness)
+                steepness = _steepness(numbers_ptr)
+                x = _load_logits(rows, found, place, mode, cols, mask)
+                weights = _weights(x, tl.load(found.peaks + place), steepness)
                 min_p = tl.load(numbers_ptr + 3).to(tl.float32)
                 masses = tl.where(weights >= min_p, _masses(weights, one), 0)
                 beyond = before + tl.cumsum(masses, axis=0) > limit
-                token = tl.min(tl.where(beyond, cols, vocab - 1), axis=0)
-                _take(
-                    token,
-                    mode != _DONE,
-                    place,
-                    row,
-                    tokens_ptr,
-                    last_tokens_ptr,
-                    kinds_ptr,
-                    counts_ptr,
-                    vocab,
-                    HAS_COUNTS,
-                )
+                token = tl.min(tl.where(beyond, cols, rows.vocab - 1), axis=0)
+                _take(token, mode != _DONE, place, row, chosen, rows.vocab)
         else:
-            index = tl.arange(0, PIVOTS)
+            index = tl.arange(0, _PIVOTS)
             at = index[:, None] * num_blocks + blocks[None, :]
             parts = tl.load(
-                above_ptr + place * PIVOTS * num_blocks + at, mask=some[None, :], other=0
+                found.above + place * _PIVOTS * num_blocks + at, mask=some[None, :], other=0
             )
             counts = tl.sum(parts, axis=1)
             masses = tl.sum(tl.load(masses_ptr + at, mask=some[None, :], other=0), axis=1)
@@ -643,113 +606,73 @@ def _gather_kernel(
                 enough = (counts >= tl.load(numbers_ptr + 1)) | (masses == total)
             else:
                 enough = masses >= _share(tl.load(numbers_ptr + 2), total)
-            chosen = tl.min(tl.where(enough, index, PIVOTS), axis=0)
-            is_chosen = index == chosen
+            pivot_index = tl.min(tl.where(enough, index, _PIVOTS), axis=0)
+            is_chosen = index == pivot_index
             size = tl.sum(tl.where(is_chosen, counts, 0), axis=0)
-            is_gathered = (chosen < PIVOTS) & (size <= most)
-            pivot = tl.load(pivots_ptr + place * PIVOTS + tl.minimum(chosen, PIVOTS - 1))
+            is_gathered = (pivot_index < _PIVOTS) & (size <= most)
+            pivot = tl.load(found.pivots + place * _PIVOTS + tl.minimum(pivot_index, _PIVOTS - 1))
             if is_gathered:
                 own = is_chosen[:, None] & (blocks[None, :] == block)
                 if tl.sum(tl.sum(tl.where(own, parts, 0), axis=1), axis=0) > 0:
                     earlier = is_chosen[:, None] & (blocks[None, :] < block)
                     offset = tl.sum(tl.sum(tl.where(earlier, parts, 0), axis=1), axis=0)
-                    x = _load_logits(
-                        logits_ptr, adjusted_ptr, is_adjusted, cols, mask, HAS_ADJUSTMENTS
-                    )
+                    x = _load_logits(rows, found, place, mode, cols, mask)
                     above = (x >= pivot) & mask
                     to = place * most + offset + tl.cumsum(above.to(tl.int32), axis=0) - 1
-                    tl.store(candidates_ptr + to, x, mask=above)
-                    tl.store(ids_ptr + to, cols, mask=above)
+                    tl.store(found.candidates + to, x, mask=above)
+                    tl.store(found.ids + to, cols, mask=above)
             if block == 0:
                 # Rare: nothing is gathered of a flat distribution, or for thousands of top-k.
                 mass = tl.sum(tl.where(is_chosen, masses, 0), axis=0)
-                mass = tl.where(chosen == PIVOTS, total, mass)
-                size = tl.where(chosen == PIVOTS, vocab, size)
-                pivot = tl.where(chosen == PIVOTS, float("-inf"), pivot)
-                tl.store(sizes_ptr + place, tl.where(is_gathered, size, -size))
-                tl.store(lows_ptr + place, pivot)
-                tl.store(low_masses_ptr + place, mass)
-                tl.store(totals_ptr + place, total)
+                mass = tl.where(pivot_index == _PIVOTS, total, mass)
+                size = tl.where(pivot_index == _PIVOTS, rows.vocab, size)
+                pivot = tl.where(pivot_index == _PIVOTS, float("-inf"), pivot)
+                tl.store(found.sizes + place, tl.where(is_gathered, size, -size))
+                tl.store(found.lows + place, pivot)
+                tl.store(found.low_masses + place, mass)
+                tl.store(found.totals + place, total)
 
 
 @triton.jit
 def _settle_kernel(
-    tokens_ptr,
-    candidates_ptr,
-    ids_ptr,
-    sizes_ptr,
-    lows_ptr,
-    low_masses_ptr,
-    totals_ptr,
-    modes_ptr,
-    peaks_ptr,
-    draws_ptr,
-    adjusted_ptr,
-    logits_ptr,
-    rows_ptr,
-    last_tokens_ptr,
-    numbers_ptr,
-    kinds_ptr,
-    counts_ptr,
-    row_stride,
-    vocab,
+    rows,
+    chosen,
+    found,
     most,
+    one,
     CHUNK: tl.constexpr,
     WHOLE_CHUNK: tl.constexpr,
-    one,
     UNUSED_BITS: tl.constexpr,
-    LEAST_TEMPERATURE: tl.constexpr,
-    HAS_ADJUSTMENTS: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launch_dependents(PDL)
     wait(PDL)
     place = tl.program_id(0).to(tl.int64)
-    mode = tl.load(modes_ptr + place)
+    mode = tl.load(found.modes + place)
     kind = mode & 3
     if kind >= _NUCLEUS:
-        row = tl.load(rows_ptr + place)
-        numbers_ptr += row * 7
-        is_adjusted = mode >= _ADJUSTED
-        shift = tl.where(is_adjusted, 0, UNUSED_BITS)
+        row = tl.load(rows.rows + place)
+        numbers_ptr = rows.numbers + row * 7
+        shift = tl.where(mode >= _ADJUSTED, 0, UNUSED_BITS)
         # Rounded up: between two logits of 16 bits the pivot stands for the upper one, as the count
         # of those above it does.
-        low = (_key(tl.load(lows_ptr + place)) + (tl.full((), 1, tl.int32) << shift) - 1) >> shift
-        count = tl.load(sizes_ptr + place)
-        mass = tl.load(low_masses_ptr + place)
-        total = tl.load(totals_ptr + place)
-        peak = tl.load(peaks_ptr + place)
-        steepness = _steepness(numbers_ptr, LEAST_TEMPERATURE)
-        u = tl.load(draws_ptr + place)
+        low = (_key(tl.load(found.lows + place)) + (tl.full((), 1, tl.int32) << shift) - 1) >> shift
+        count = tl.load(found.sizes + place)
+        mass = tl.load(found.low_masses + place)
+        total = tl.load(found.totals + place)
+        peak = tl.load(found.peaks + place)
+        steepness = _steepness(numbers_ptr)
+        u = tl.load(found.draws + place)
+        row_of = (rows, found, place, mode)
         if count >= 0:
-            candidates_ptr += place * most
-            gathered = _Logits(
-                candidates_ptr, candidates_ptr, False, count, shift, peak, steepness, one
-            )
-            index = _settle(gathered, kind, low, count, mass, total, numbers_ptr, u, CHUNK, False)
-            token = tl.load(ids_ptr + place * most + index)
+            gathered_ptr = found.candidates + place * most
+            few = _Logits(gathered_ptr, *row_of, count, shift, peak, steepness, one)
+            index = _settle(few, kind, low, count, mass, total, numbers_ptr, u, CHUNK)
+            token = tl.load(found.ids + place * most + index)
         else:
-            logits_ptr += place * row_stride
-            adjusted_ptr += place * vocab
-            every = _Logits(
-                logits_ptr, adjusted_ptr, is_adjusted, vocab, shift, peak, steepness, one
-            )
-            token = _settle(
-                every, kind, low, -count, mass, total, numbers_ptr, u, WHOLE_CHUNK, HAS_ADJUSTMENTS
-            )
-        _take(
-            token,
-            mode != _DONE,
-            place,
-            row,
-            tokens_ptr,
-            last_tokens_ptr,
-            kinds_ptr,
-            counts_ptr,
-            vocab,
-            HAS_COUNTS,
-        )
+            many = _Logits(None, *row_of, rows.vocab, shift, peak, steepness, one)
+            token = _settle(many, kind, low, -count, mass, total, numbers_ptr, u, WHOLE_CHUNK)
+        _take(token, mode != _DONE, place, row, chosen, rows.vocab)
 
 
 def sample_tokens(
@@ -767,151 +690,77 @@ def sample_tokens(
         return torch.empty(num_rows, *shape, dtype=dtype, device=device)
 
     blocks = triton.cdiv(vocab, _BLOCK)
-    block_blocks = triton.next_power_of_2(blocks)
+    most = min(vocab, _MOST_CANDIDATES)
     bits = mass_bits(vocab)
     adjustments = state.adjustments
-    given = adjustments is not None
     kinds = ban_ids = ban_ends = bias = prompt_mask = output_counts = None
     if adjustments is not None:
         kinds, ban_ids, ban_ends = adjustments.kinds, adjustments.ban_ids, adjustments.ban_ends
         bias, output_counts = adjustments.bias, adjustments.output_counts
         if adjustments.prompt_mask is not None:
             prompt_mask = adjustments.prompt_mask.view(torch.uint8)
-    has_penalties = prompt_mask is not None and output_counts is not None
-    # Without adjustments it is never read.
-    adjusted = scratch(vocab, dtype=torch.float32) if given else logits
-    modes = scratch(dtype=torch.int32)
-    peaks = scratch(dtype=torch.float32)
-    draws = scratch(dtype=torch.float64)
-    pivots = scratch(_PIVOTS, dtype=torch.float32)
-    best = scratch(blocks, dtype=torch.float32)
-    arrivals = arrival_counts(device, num_rows)
+    given = _Rows(logits, logits.stride(0), vocab, rows, state.numbers)
+    chosen = _Chosen(tokens, last_tokens, kinds, output_counts)
+    found = _Found(
+        modes=scratch(dtype=torch.int32),
+        peaks=scratch(dtype=torch.float32),
+        draws=scratch(dtype=torch.float64),
+        pivots=scratch(_PIVOTS.value, dtype=torch.float32),
+        adjusted=None if adjustments is None else scratch(vocab, dtype=torch.float32),
+        best=scratch(blocks, dtype=torch.float32),
+        masses=scratch(_PIVOTS.value + 1, blocks, dtype=torch.int64),
+        above=scratch(_PIVOTS.value, blocks, dtype=torch.int32),
+        candidates=scratch(most, dtype=torch.float32),
+        ids=scratch(most, dtype=torch.int32),
+        sizes=scratch(dtype=torch.int32),
+        lows=scratch(dtype=torch.float32),
+        low_masses=scratch(dtype=torch.int64),
+        totals=scratch(dtype=torch.int64),
+    )
     common = {
-        "vocab": vocab,
-        "LEAST_TEMPERATURE": LEAST_TEMPERATURE,
-        "HAS_ADJUSTMENTS": given,
-        "num_warps": 8,
         # The reference's penalties round each product.
         "enable_fp_fusion": False,
         **pdl_options(device),
     }
     blocked = {
-        "BLOCK": _BLOCK,
         "num_blocks": blocks,
-        "BLOCK_BLOCKS": block_blocks,
-        "PIVOTS": _PIVOTS,
+        "BLOCK": _BLOCK,
+        "BLOCK_BLOCKS": triton.next_power_of_2(blocks),
+        "num_warps": 8,
+        **common,
     }
     grid = (num_rows, blocks)
     _peaks_kernel[grid](
-        tokens,
+        given,
+        chosen,
+        found,
         status,
-        modes,
-        peaks,
-        draws,
-        pivots,
-        adjusted,
-        best,
         scratch(blocks, dtype=torch.int32),
-        scratch(blocks, dtype=torch.float32) if given else None,
-        arrivals,
-        logits,
-        rows,
+        None if adjustments is None else scratch(blocks, dtype=torch.float32),
+        arrival_counts(device, num_rows),
         positions,
-        last_tokens,
-        state.numbers,
         state.seeds,
-        kinds,
         ban_ids,
         ban_ends,
         bias,
         prompt_mask,
-        output_counts,
-        logits.stride(0),
         0 if ban_ids is None else ban_ids.shape[1],
         farthest=bits * math.log(2) + 1,
-        HAS_BIAS=bias is not None,
-        HAS_PENALTIES=has_penalties,
-        **common,
         **blocked,
     )
-    masses = scratch(_PIVOTS + 1, blocks, dtype=torch.int64)
-    above = scratch(_PIVOTS, blocks, dtype=torch.int32)
-    _masses_kernel[grid](
-        masses,
-        above,
-        best,
-        modes,
-        peaks,
-        pivots,
-        adjusted,
-        logits,
-        rows,
-        state.numbers,
-        logits.stride(0),
-        one=2.0**bits,
-        **common,
-        **blocked,
-    )
-    most = min(vocab, _MOST_CANDIDATES)
-    candidates = scratch(most, dtype=torch.float32)
-    ids = scratch(most, dtype=torch.int32)
-    sizes = scratch(dtype=torch.int32)
-    lows = scratch(dtype=torch.float32)
-    low_masses = scratch(dtype=torch.int64)
-    totals = scratch(dtype=torch.int64)
-    _gather_kernel[grid](
-        tokens,
-        candidates,
-        ids,
-        sizes,
-        lows,
-        low_masses,
-        totals,
-        masses,
-        above,
-        modes,
-        peaks,
-        draws,
-        pivots,
-        adjusted,
-        logits,
-        rows,
-        last_tokens,
-        state.numbers,
-        kinds,
-        output_counts,
-        logits.stride(0),
-        most=most,
-        one=2.0**bits,
-        HAS_COUNTS=has_penalties,
-        **common,
-        **blocked,
-    )
+    one = 2.0**bits
+    _masses_kernel[grid](given, found, one, **blocked)
+    _gather_kernel[grid](given, chosen, found, most, one, **blocked)
     _settle_kernel[(num_rows,)](
-        tokens,
-        candidates,
-        ids,
-        sizes,
-        lows,
-        low_masses,
-        totals,
-        modes,
-        peaks,
-        draws,
-        adjusted,
-        logits,
-        rows,
-        last_tokens,
-        state.numbers,
-        kinds,
-        output_counts,
-        logits.stride(0),
-        most=most,
+        given,
+        chosen,
+        found,
+        most,
+        one,
         CHUNK=_CHUNK,
         WHOLE_CHUNK=_WHOLE_CHUNK,
-        one=2.0**bits,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
-        HAS_COUNTS=has_penalties,
-        **{**common, "num_warps": 16},
+        num_warps=16,
+        **common,
     )
     return tokens, status
