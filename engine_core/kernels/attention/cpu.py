@@ -90,50 +90,42 @@ class _Plan:
 
 def paged_attention(call: Call) -> None:
     """Write attention into ``call.out``."""
-    q, k_cache, v_cache, out = call.q, call.k_cache, call.v_cache, call.out
-    scale, window, alibi_slopes = call.scale, call.window, call.alibi_slopes
-    prefix_lens, block_tables = call.prefix_lens, call.block_tables
-    num_tokens, num_heads = q.shape[:2]
+    window, prefix_lens = call.window, call.prefix_lens
     done = 0
-    if call.num_decode_rows and (window is None or prefix_lens is None) and compiled.takes(q):
+    if call.num_decode_rows and (window is None or prefix_lens is None) and compiled.takes(call.q):
         done = call.num_decode_rows
         compiled.kernels("attention").decode_attention(call)
-        if num_tokens == done == len(call.kv_lens):
+        if len(call.q) == done == len(call.kv_lens):
             return
     if call.softcap is not None:
         # Rows that are done have one query each.
         reference.paged_attention(
-            q[done:],
-            k_cache,
-            v_cache,
-            out[done:],
-            block_tables=block_tables[done:],
+            call.q[done:],
+            call.k_cache,
+            call.v_cache,
+            call.out[done:],
+            block_tables=call.block_tables[done:],
             query_start=call.query_start[done:] - done,
             kv_lens=call.kv_lens[done:],
-            scale=scale,
-            alibi_slopes=alibi_slopes,
+            scale=call.scale,
+            alibi_slopes=call.alibi_slopes,
             window=window,
             softcap=call.softcap,
             prefix_lens=None if prefix_lens is None else prefix_lens[done:],
         )
         return
-    key = (k_cache.shape, v_cache.shape, window)
+    key = (call.k_cache.shape, call.v_cache.shape, window)
     plan: _Plan | None = call.memo.get(key)
     if plan is None:
         plan = call.memo[key] = _plan(call, done)
     for begin, end in plan.empty:
-        out[begin:end].zero_()
+        call.out[begin:end].zero_()
     for row, span in plan.rows:
-        attended = _attend_row(q[row], k_cache, v_cache, span, scale, alibi_slopes)
-        out[row].copy_(attended.view(num_heads, -1))
+        call.out[row].copy_(_attend_row(call, row, span).flatten(0, 1))
     for group in plan.groups:
-        _attend_group(q, k_cache, v_cache, out, group, scale, alibi_slopes)
+        _attend_group(call, group)
     for row, begin, end in plan.chunks:
-        _attend_chunk(
-            q[begin:end], k_cache, v_cache, out[begin:end], block_tables[row],
-            int(call.kv_lens[row]), scale, alibi_slopes, window,
-            0 if prefix_lens is None else int(prefix_lens[row]),
-        )  # fmt: skip
+        _attend_chunk(call, row, begin, end)
 
 
 def _plan(call: Call, done: int) -> _Plan:
@@ -195,21 +187,15 @@ def _group(
     return _Group(index, slots, bias, (positions - kv_len + 1)[:, None, None])
 
 
-def _attend_row(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    span: _Span,
-    scale: float,
-    alibi_slopes: Tensor | None,
-) -> Tensor:
+def _attend_row(call: Call, row: int, span: _Span) -> Tensor:
     """One query ``[Hq, D]`` over a span's tokens: ``[Hk, Hq / Hk, Dv]``.
 
     In float32, or in q's type.
     """
+    q, scale, alibi_slopes = call.q[row], call.scale, call.alibi_slopes
     num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
-    k, v = _row_tokens(k_cache, v_cache, span)
+    num_kv_heads = call.k_cache.shape[2]
+    k, v = _row_tokens(call.k_cache, call.v_cache, span)
     grouped = (num_kv_heads, num_heads // num_kv_heads)
     bias = None
     if alibi_slopes is not None:
@@ -234,52 +220,35 @@ def _attend_row(
     )[0]
 
 
-def _attend_group(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    group: _Group,
-    scale: float,
-    alibi_slopes: Tensor | None,
-) -> None:
+def _attend_group(call: Call, group: _Group) -> None:
     """One query for each of several rows, their keys gathered into one padded batch."""
     num_rows = len(group.rows)
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads = k_cache.shape[2]
+    num_heads, head_dim = call.q.shape[1:]
+    num_kv_heads = call.k_cache.shape[2]
     grouped = (num_rows, num_kv_heads, num_heads // num_kv_heads)
     bias = group.bias
-    if alibi_slopes is not None:
-        alibi = alibi_slopes.view(1, *grouped[1:], 1) * group.distance
+    if call.alibi_slopes is not None:
+        alibi = call.alibi_slopes.view(1, *grouped[1:], 1) * group.distance
         bias = alibi if bias is None else alibi + bias
-    k, v = (_gather_slots(cache, group.slots) for cache in (k_cache, v_cache))
+    k, v = (_gather_slots(cache, group.slots) for cache in (call.k_cache, call.v_cache))
     attended = F.scaled_dot_product_attention(
-        q.index_select(0, group.rows).view(*grouped, head_dim),
+        call.q.index_select(0, group.rows).view(*grouped, head_dim),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=bias,
-        scale=scale,
+        scale=call.scale,
     )
-    out.index_copy_(0, group.rows, attended.reshape(num_rows, num_heads, -1))
+    call.out.index_copy_(0, group.rows, attended.reshape(num_rows, num_heads, -1))
 
 
-def _attend_chunk(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    block_table: Tensor,
-    kv_len: int,
-    scale: float,
-    alibi_slopes: Tensor | None,
-    window: int | None,
-    prefix_len: int,
-) -> None:
-    """The last ``len(q)`` of a row's tokens, tile by tile, each over the keys that it can see.
+def _attend_chunk(call: Call, row: int, first: int, behind: int) -> None:
+    """Queries ``[first, behind)`` of a row, tile by tile, each over the keys that it can see.
 
     torch's ``is_causal`` computes the masked half too, and knows no cached prefix. A tile of 64
     queries computes little that is masked: 35% less time for 512 queries over 512 keys.
     """
+    q, k_cache, v_cache, window = call.q[first:behind], call.k_cache, call.v_cache, call.window
+    alibi_slopes, scale, kv_len = call.alibi_slopes, call.scale, int(call.kv_lens[row])
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v_cache.shape[2:]
     grouped = (num_kv_heads, num_heads // num_kv_heads)
@@ -287,12 +256,12 @@ def _attend_chunk(
     tile = 64 if num_heads * 2 >= 4 * torch.get_num_threads() else 128
     tile = min(tile, num_queries)
     start_pos = kv_len - num_queries
-    prefix_len = min(prefix_len, kv_len)
+    prefix_len = 0 if call.prefix_lens is None else min(int(call.prefix_lens[row]), kv_len)
     if window is None and prefix_len <= start_pos + 1:
         prefix_len = 0  # every query sees it anyway
 
     first_key = 0 if window is None or prefix_len else max(start_pos - window + 1, 0)
-    span = _span(block_table, first_key, kv_len, k_cache.shape[1])
+    span = _span(call.block_tables[row], first_key, kv_len, k_cache.shape[1])
     k, v = _row_tokens(k_cache, v_cache, span)
     by_products = _copies_into_tiles(q)
     if by_products:
@@ -302,7 +271,7 @@ def _attend_chunk(
         k = k.transpose(0, 1)[:, None].expand(*grouped, -1, -1)
         v = v.transpose(0, 1)[:, None].expand(*grouped, -1, -1)
     q = q.view(num_queries, *grouped, head_dim).permute(1, 2, 0, 3)
-    out = out.view(num_queries, *grouped, v_head_dim).permute(1, 2, 0, 3)
+    out = call.out[first:behind].view(num_queries, *grouped, v_head_dim).permute(1, 2, 0, 3)
 
     # The bias of a causal tile depends only on j - i, so all tiles slice one band: column c stands
     # for the key at distance c - reach from the tile's first query.
