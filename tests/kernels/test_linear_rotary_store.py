@@ -109,7 +109,7 @@ def test_preconditions() -> None:
     case = Case(ROWS, torch.float32, False, **SHAPES[0])
     with pytest.raises(ValueError, match=r"weight \(120, 48\) does not have the rows"):
         linear_rotary_store(case.x, case.weight[:120], None, *case.arguments())
-    with pytest.raises(ValueError, match=r"slot_mapping \[T\] int64"):
+    with pytest.raises(ValueError, match=r"slot_mapping must be \[5\] int64"):
         linear_rotary_store(
             case.x, case.weight, None, case.cos, case.sin, *case.caches, case.slots.int()
         )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine_core.kernels.activation.triton import activated
 from engine_core.kernels.linear.tiles import Tile
+from engine_core.kernels.rotary.triton import rotated
 
 
 class Place(NamedTuple):
@@ -232,8 +233,9 @@ def _rotate_and_store(epilogue, asked, place, acc, up):
     b_dims = a_dims + 1 if epilogue.INTERLEAVED else in_head + D // 2
     if epilogue.cos is not None:
         rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[None, :]
-        turned_a = tl.where(rotates, a * cos - b * sin, a).to(ELEMENT)
-        turned_b = tl.where(rotates, b * cos + a * sin, b).to(ELEMENT)
+        turned_a, turned_b = rotated(a, b, cos, sin)
+        turned_a = tl.where(rotates, turned_a, a).to(ELEMENT)
+        turned_b = tl.where(rotates, turned_b, b).to(ELEMENT)
     else:
         turned_a = a.to(ELEMENT)
         turned_b = b.to(ELEMENT)
