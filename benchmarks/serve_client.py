@@ -11,6 +11,7 @@ import asyncio
 import gc
 import json
 import multiprocessing
+import os
 import socket
 import time
 from bisect import bisect_left
@@ -135,10 +136,11 @@ class Client:
         """
         spawn = multiprocessing.get_context("spawn")
         count = min(self.processes, len(requests), self.concurrency or len(requests))
-        pipes = []
+        pipes, processes = [], []
         for place in range(count):
             here, there = spawn.Pipe()
-            spawn.Process(target=_process, args=(self, there), daemon=True).start()
+            processes.append(spawn.Process(target=_process, args=(self, there), daemon=True))
+            processes[-1].start()
             there.close()
             here.send([(index, requests[index]) for index in range(place, len(requests), count)])
             pipes.append(here)
@@ -154,6 +156,8 @@ class Client:
             parts = [pipe.recv() for pipe in pipes]
         except EOFError:
             raise RuntimeError("a process of the client ended; its error is above") from None
+        for process in processes:
+            process.join()
         observations = sorted((seen for seen, _ in parts for seen in seen), key=lambda o: o.index)
         return Run(observations, [stall for _, stalls in parts for stall in stalls], origin)
 
@@ -164,6 +168,8 @@ def _process(client: Client, pipe: Connection) -> None:
     pipe.send(None)
     origin, limit = pipe.recv()
     gc.disable()  # a collection would be a stall
+    with suppress(OSError):  # only root may: not to wait for a server on the same cores
+        os.nice(-10)
     stalls = asyncio.run(_send(client, streams, origin, limit))
     observations = [stream.observe(origin) for stream in streams]
     pipe.send((observations, [(begin - origin, end - origin) for begin, end in stalls]))
