@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 from urllib.request import Request as Fetch
@@ -741,6 +742,10 @@ def main() -> None:
             raise SystemExit("give --model or --scenario, or the --url of a server that runs")
         if not (run.rates or run.burst or run.long):
             raise SystemExit("give --rates, --burst or --long")
+        if any(rate <= 0 for rate in run.rates):
+            raise SystemExit(f"--rates {run.rates}: a rate is above 0; --burst is for all at once")
+        if run.plot and find_spec("matplotlib") is None:
+            raise SystemExit("--plot needs matplotlib: pip install 'engine-core-llm[bench]'")
     results = [run_one(run) for run in runs]  # all of them, whatever fails
     if not all(results):
         sys.exit(1)
