@@ -23,12 +23,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Raises:
         ValueError: the last dimension is odd or not contiguous.
     """
-    _check("silu_and_mul", x)
-    if x.is_cuda:
-        from engine_core.kernels.activation import triton
-
-        return triton.act_and_mul(x, "silu")
-    return cpu.silu_and_mul(x)
+    return _act_and_mul("silu_and_mul", x, "silu")
 
 
 def gelu_and_mul(x: Tensor, approximate: Literal["tanh", "none"] = "tanh") -> Tensor:
@@ -44,19 +39,19 @@ def gelu_and_mul(x: Tensor, approximate: Literal["tanh", "none"] = "tanh") -> Te
     Raises:
         ValueError: the last dimension is odd or not contiguous, or approximate is neither.
     """
-    _check("gelu_and_mul", x)
     if approximate not in ("tanh", "none"):
         raise ValueError(f"gelu_and_mul: approximate must be 'tanh' or 'none', got {approximate!r}")
-    if x.is_cuda:
-        from engine_core.kernels.activation import triton
-
-        return triton.act_and_mul(x, "gelu_tanh" if approximate == "tanh" else "gelu")
-    return cpu.gelu_and_mul(x, approximate)
+    return _act_and_mul("gelu_and_mul", x, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
-def _check(op: str, x: Tensor) -> None:
+def _act_and_mul(op: str, x: Tensor, activation: str) -> Tensor:
     if x.shape[-1] % 2 or x.stride(-1) != 1:
         raise ValueError(
             f"{op}: x must be [..., 2 * I] with stride 1 in the last dimension, got "
             f"{tuple(x.shape)} with strides {x.stride()}"
         )
+    if x.is_cuda:
+        from engine_core.kernels.activation import triton
+
+        return triton.act_and_mul(x, activation)
+    return cpu.act_and_mul(x, activation)

@@ -26,14 +26,8 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
         num_heads += k.shape[1]
         if cos.dim() == 2 and size == head_dim and not interleaved and q.itemsize < 4:
             half = size // 2
-            if tokens == 1:
-                halves = q.as_strided((num_heads, 2, half), (strides[1], half, 1))
-                # The angles of the one token fit as they are: each view saved is 0.4 us.
-                _rotate_copy(halves, cos, sin, 1)
-                return
             halves = q.as_strided((tokens, num_heads, 2, half), (*strides[:2], half, 1))
-            c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-            _rotate_copy(halves, c.unsqueeze(1), s, 2)
+            _rotate_copy(halves, cos[:, None, None], sin[:, None], 2)
             return
         tensors = [q.as_strided((tokens, num_heads, head_dim), strides)]
     if cos.dim() == 2:
