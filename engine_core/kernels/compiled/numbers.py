@@ -98,14 +98,23 @@ def array(address: int, dtype: Any, size: int) -> Any:
     return _numba.carray(_pointer(address, dtype), size)
 
 
-@_intrinsic
-def as_double(context: Any, bits: Any) -> Any:
-    """The float64 whose bits an int64 holds."""
+def _bitcast(source: Any, target: Any, form: Any) -> Any:
+    """A function that gives the ``target`` with the bits of a ``source``."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _ir.DoubleType())
+    @_intrinsic
+    def cast(context: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], form)
 
-    return _types.float64(_types.int64), generate
+        return target(source), generate
+
+    return cast
+
+
+#: The float64 whose bits an int64 holds.
+as_double = _bitcast(_types.int64, _types.float64, _ir.DoubleType())
+_bits = _bitcast(float32, _types.int32, _INT32)
+_from_bits = _bitcast(_types.int32, float32, _FLOAT)
 
 
 @_intrinsic
@@ -138,22 +147,6 @@ def narrow(context: Any, x: Any, like: Any) -> Any:
         return builder.trunc(kept, _ir.IntType(16))
 
     return _types.uint16(float32, like), generate
-
-
-@_intrinsic
-def _bits(context: Any, x: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _INT32)
-
-    return _types.int32(float32), generate
-
-
-@_intrinsic
-def _from_bits(context: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _FLOAT)
-
-    return float32(_types.int32), generate
 
 
 @_intrinsic
