@@ -138,6 +138,14 @@ class RotateStore(Epilogue):
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
 
+    @property
+    def norms(self) -> dict[str, Any]:
+        """The norms as kernels take them; empty for none."""
+        q, k = self.q_norm, self.k_norm
+        if q is None or k is None:
+            return {}
+        return {"q_weight": q.weight, "k_weight": k.weight, "eps": q.eps, "offset": q.offset}
+
     def plain(
         self,
         layer: Any,
@@ -153,7 +161,6 @@ class RotateStore(Epilogue):
             q, k = self._by_modules(q, k, cos_sin)
             store_kv(k, v, *cache[:2], slot_mapping)
             return q
-        q_norm, k_norm = self.q_norm, self.k_norm
         rotary_store(
             q,
             k,
@@ -161,10 +168,7 @@ class RotateStore(Epilogue):
             *cos_sin,
             *cache[:2],
             slot_mapping,
-            q_weight=None if q_norm is None else q_norm.weight,
-            k_weight=None if k_norm is None else k_norm.weight,
-            eps=0.0 if q_norm is None else q_norm.eps,
-            offset=0.0 if q_norm is None else q_norm.offset,
+            **self.norms,
             interleaved=self.interleaved,
         )
         return q

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from engine_core.kernels import (
     DeferredRMSNorm,
     adds_residual,
+    fits_head_norms,
     has_gated_kernel,
     has_kernel,
     linear,
@@ -141,10 +142,13 @@ class UnquantizedLinearMethod(LinearMethod):
                     return None  # cuBLAS has it
             return _NEEDS_CUBLAS
         if isinstance(epilogue, RotateStore):
-            if epilogue.q_norm is not None:
-                return "a norm of q and k needs whole heads; it is one kernel with the rotation"
-            if getattr(layer, "head_dim", None) != getattr(layer, "v_head_dim", None):
+            head_dim = getattr(layer, "head_dim", None)
+            if head_dim != getattr(layer, "v_head_dim", None):
                 return "heads of values have another size"
+            if epilogue.q_norm is not None and deterministic:
+                return "the order in which a norm of q and k adds up would depend on the tile"
+            if epilogue.q_norm is not None and not fits_head_norms(head_dim or 0):
+                return "tiles do not make up a head, which a norm of q and k needs whole"
             return None if has_kernel(*shape, deterministic=deterministic) else _NEEDS_CUBLAS
         if deterministic:
             return _NEEDS_ALONE
@@ -197,6 +201,7 @@ class UnquantizedLinearMethod(LinearMethod):
                 cache[0],
                 cache[1],
                 slot_mapping,
+                **epilogue.norms,
                 interleaved=epilogue.interleaved,
                 deterministic=deterministic,
             )

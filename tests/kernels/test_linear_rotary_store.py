@@ -10,7 +10,7 @@ import torch
 from kernel_cases import TOLERANCE, by_complex_numbers, error, stored
 from torch import Tensor
 
-from engine_core.kernels import DeferredRMSNorm, linear_rotary_store
+from engine_core.kernels import DeferredRMSNorm, linear_rotary_store, rotary_store
 
 ROWS = 5
 SHAPES: list[dict[str, int]] = [
@@ -47,6 +47,7 @@ class Case:
         head_dim: int,
         sections: int = 1,
         rotates: bool = True,
+        norm_offset: float | None = None,
     ) -> None:
         n, k, half = (heads + 2 * kv_heads) * head_dim, 48, head_dim // 2 // sections
         self.x = torch.randn(rows, k, device=device).to(dtype)
@@ -65,6 +66,18 @@ class Case:
         self.caches = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]
         qkv = (self.x.double() @ self.weight.double().T + self.bias.double()).to(dtype)
         q, keys, values = qkv.view(rows, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+        self.norms: dict[str, Any] = {}
+        if norm_offset is not None:
+            q_weight, k_weight = (torch.randn(2, head_dim, device=device) / 2 + 1).to(dtype)
+            # Some heads are small, so that what is added to their mean squares counts.
+            q, keys = (
+                x.double()
+                / (x.double().square().mean(-1, keepdim=True) + 0.25).sqrt()
+                * (weight.double() + norm_offset)
+                for x, weight in ((q, q_weight), (keys, k_weight))
+            )
+            self.norms = {"q_weight": q_weight, "k_weight": k_weight}
+            self.norms |= {"eps": 0.25, "offset": norm_offset}
         self.q, self.keys = (by_complex_numbers(x, angles, interleaved) for x in (q, keys))
         self.values = values
 
@@ -73,8 +86,8 @@ class Case:
         return *angles, *self.caches, self.slots
 
     def check(self, q: Tensor) -> None:
-        # Of two roundings, one after the other.
-        tolerance = 2 * TOLERANCE[self.x.dtype]
+        # Of two roundings, one after the other, and of two more by a norm.
+        tolerance = (4 if self.norms else 2) * TOLERANCE[self.x.dtype]
         assert error(q.reshape(self.q.shape), self.q) < tolerance
         for cache, expected in zip(self.caches, (self.keys, self.values), strict=True):
             assert error(stored(cache, self.slots), expected[self.slots >= 0]) < tolerance
@@ -97,6 +110,14 @@ def test_stores_without_rotation() -> None:
     case.check(linear_rotary_store(case.x, case.weight, case.bias, *case.arguments()))
 
 
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_heads(dtype: torch.dtype, offset: float, rotates: bool) -> None:
+    case = Case(ROWS, dtype, False, rotates=rotates, norm_offset=offset, **SHAPES[2])
+    case.check(linear_rotary_store(case.x, case.weight, case.bias, *case.arguments(), **case.norms))
+
+
 def test_makes_up_for_the_division_of_a_norm() -> None:
     case = Case(ROWS, torch.float32, False, **SHAPES[0])
     scale = torch.rand(ROWS, 1) + 0.5
@@ -113,6 +134,9 @@ def test_preconditions() -> None:
         linear_rotary_store(
             case.x, case.weight, None, case.cos, case.sin, *case.caches, case.slots.int()
         )
+    given = (case.x, case.weight, None, *case.arguments())
+    with pytest.raises(ValueError, match=r"linear_rotary_store: q_weight and k_weight must both"):
+        linear_rotary_store(*given, k_weight=torch.ones(16))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -136,6 +160,76 @@ def test_kernel(
             stored = triton.Stored.of(len(case.weight), *case.arguments(), interleaved)
             reader = triton.DenseWeight(case.weight)
             case.check(triton.linear(case.x, reader, stored, tile, case.bias))
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "dtype", "interleaved", "rotates"),
+    [
+        # Tiles that are a head, several, and a part of one.
+        (SHAPES[0], TILES[0], torch.float16, False, True),
+        (SHAPES[0], TILES[1], torch.float32, True, True),
+        (SHAPES[0], TILES[2], torch.float32, False, False),
+        (SHAPES[0], NARROW[1], torch.float16, True, True),
+        (SHAPES[1], TILES[1], torch.float16, False, True),
+        (SHAPES[1], TILES[2], torch.float32, True, True),
+        (SHAPES[1], TILES[3], torch.float32, False, True),
+    ],
+    ids=str,
+)
+def test_kernel_with_norms_of_heads(
+    shape: dict[str, int],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    interleaved: bool,
+    rotates: bool,
+    launch_device: str,
+) -> None:
+    from engine_core.kernels.linear import triton
+
+    tile = triton.Tile(**options, most_rows=16)
+    rows = 1 if tile.mode == "vector" else 21
+    given: dict[str, Any] = {"rotates": rotates, "norm_offset": float(interleaved)}
+    case = Case(rows, dtype, interleaved, launch_device, **given, **shape)
+    x = DeferredRMSNorm(case.x, torch.full((rows, 3), 12.0, device=launch_device), 0.25)
+    reader = triton.DenseWeight(case.weight)
+    for _ in range(2):  # the second launch finds the counts of the first
+        stored = triton.Stored.of(len(case.weight), *case.arguments(), interleaved, **case.norms)
+        case.check(triton.linear(x, reader, stored, tile, case.bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 64, 65])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "k"), [(32, 8, 128, 4096), (14, 2, 64, 896)])
+def test_norms_of_heads_on_a_gpu(rows: int, heads: int, kv_heads: int, dim: int, k: int) -> None:
+    """As the linear and the other kernel one after the other, and again in a graph."""
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+    weight = (torch.randn((heads + 2 * kv_heads) * dim, k, device="cuda") / k**0.5).bfloat16()
+    norms: dict[str, Any] = {
+        "q_weight": 1 + torch.randn(dim, device="cuda").bfloat16() / 4,
+        "k_weight": 1 + torch.randn(dim, device="cuda").bfloat16() / 4,
+        "eps": 1e-6,
+    }
+    angles = 6 * torch.rand(rows, dim // 2, device="cuda")
+    slots = torch.arange(rows, device="cuda")
+    turns = (angles.cos(), angles.sin())
+    caches = [x.new_zeros(rows, 1, kv_heads, dim) for _ in range(4)]
+    qkv = (x.double() @ weight.double().T).bfloat16().view(rows, -1, dim)
+    q, keys, values = qkv.split((heads, kv_heads, kv_heads), 1)
+    rotary_store(q, keys, values, *turns, *caches[:2], slots, **norms)
+
+    def run() -> Tensor:
+        return linear_rotary_store(x, weight, None, *turns, *caches[2:], slots, **norms)
+
+    got = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = [run() for _ in range(8)]
+    graph.replay()
+    assert all(torch.equal(each, got) for each in again)
+    for mine, expected in zip((got, *caches[2:]), (q, *caches[:2]), strict=True):
+        # A product may round to a neighbour of 2**-8, which the norm and the rotation pass on.
+        assert error(mine, expected) < 4 * TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.gpu

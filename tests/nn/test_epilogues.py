@@ -136,7 +136,6 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 # A layer in the middle of a stack.
 FEW = ["linear_rotary_store", "paged_attention", "linear_add", "linear[activated]", "linear_add"]
-NORMED = ["linear", "rotary_store", *FEW[1:]]
 MANY = [
     *("linear", "rotary_store", "paged_attention"),
     *("linear_add_norm", "linear", "silu_and_mul", "linear_add_norm"),
@@ -156,7 +155,7 @@ BLOOM = [
         ("llama", 96, [*FEW[:4], "linear_add_norm"]),
         ("llama", 300, MANY),
         ("qwen2", 32, FEW),
-        ("qwen3", 32, NORMED),
+        ("qwen3", 32, FEW),
         ("biases", 32, FEW),
         ("bloom", 96, BLOOM),
     ],
@@ -329,7 +328,16 @@ def test_fusions_are_listed_by_kind_of_layer() -> None:
     for layers in kinds:
         assert rows[layers, "self_attn.qkv_proj", "rotation and storing"] == "1-256"
     with building(context()):
-        wide = bloom(2048)
+        normed, wide = FAMILIES["qwen3"](), bloom(2048)
+        ragged = DecoderLayer(
+            SelfAttention(HIDDEN, 8, 2, 112, qk_norm_eps=1e-5),
+            GatedMLP(HIDDEN, INTERMEDIATE),
+            lambda: RMSNorm(HIDDEN, 1e-5),
+        )
+    first, *_ = fusions(normed, H200, torch.bfloat16)
+    assert (first.epilogue, first.rows) == ("norms, rotation and storing", "1-256")
+    first, *_ = fusions(ragged, H200, torch.bfloat16)
+    assert (first.rows, "do not make up a head" in str(first.reason)) == ("", True)
     first, *_, up = fusions(wide, H200, torch.bfloat16)
     assert (first.linear, first.rows) == ("self_attn.qkv_proj", "1-64")  # keys are stored
     assert (up.linear, up.reason) == ("mlp.up_proj", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,12 +12,13 @@ from engine_core.kernels.kv_store import store_kv
 from engine_core.kernels.linear import cublas, reference, tiles
 from engine_core.kernels.linear.reference import Activation, DeferredRMSNorm, taken_apart
 from engine_core.kernels.norm import layer_norm, rms_norm
-from engine_core.kernels.rotary_store import rotary_store
+from engine_core.kernels.rotary_store import check_norms, rotary_store
 
 __all__ = [
     "Activation",
     "DeferredRMSNorm",
     "adds_residual",
+    "fits_head_norms",
     "has_gated_kernel",
     "has_kernel",
     "linear",
@@ -207,10 +210,14 @@ def linear_rotary_store(
     v_cache: Tensor,
     slot_mapping: Tensor,
     *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    offset: float = 0.0,
     interleaved: bool = False,
     deterministic: bool = False,
 ) -> Tensor:
-    """A linear to queries, keys and values, their rotation, and the storing of keys and values.
+    """A linear to queries, keys and values, their norms, rotation, and storing in a cache.
 
     The same as :func:`linear` and :func:`~engine_core.kernels.rotary_store`, each rounding its
     results; one launch where a kernel is used for so few rows.
@@ -224,6 +231,11 @@ def linear_rotary_store(
         k_cache: ``[num_blocks, block_size, Hk, D]``, written; last dimension contiguous.
         v_cache: likewise.
         slot_mapping: ``[T]`` int64; a token whose slot is negative is not stored.
+        q_weight: ``[D]``, contiguous, of the RMSNorm of each head of the queries; None if there is
+            none, as for ``k_weight``.
+        k_weight: ``[D]``, contiguous, of the keys'.
+        eps: added to the mean squares of heads.
+        offset: added to the weights of those norms.
         interleaved: how dimensions pair in the rotation.
         deterministic: as of :func:`linear`.
 
@@ -244,23 +256,31 @@ def linear_rotary_store(
         )
     if deterministic:
         _check_invariant("linear_rotary_store", values, weight, squares)
+    check_norms("linear_rotary_store", q_weight, k_weight, head_dim)
+    norms: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight}
+    norms |= {"eps": eps, "offset": offset}
     tile = None
-    if _rotates_and_stores(values, cos, sin, k_cache, v_cache, slot_mapping):
+    fits = q_weight is None or (fits_head_norms(head_dim) and not deterministic)
+    if fits and _rotates_and_stores(values, cos, sin, k_cache, v_cache, slot_mapping):
         tile = _tile(values, weight, gated=False, deterministic=deterministic)
     if tile is not None:
         from engine_core.kernels.linear import triton
 
         stored = triton.Stored.of(
-            len(weight), cos, sin, k_cache, v_cache, slot_mapping, interleaved
+            len(weight), cos, sin, k_cache, v_cache, slot_mapping, interleaved, **norms
         )
         return triton.linear(x, triton.DenseWeight(weight), stored, tile, bias)
     qkv = linear(x, weight, bias, deterministic=deterministic)
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    if cos is None or sin is None:
-        store_kv(k, v, k_cache, v_cache, slot_mapping)
-    else:
-        rotary_store(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved=interleaved)
+    if cos is not None and sin is not None:
+        given = (q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+        rotary_store(*given, **norms, interleaved=interleaved)
+        return q
+    if q_weight is not None and k_weight is not None:
+        q = rms_norm(q, q_weight, eps, offset=offset)
+        k = rms_norm(k, k_weight, eps, offset=offset)
+    store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q
 
 
@@ -278,6 +298,11 @@ def has_kernel(
     if deterministic:
         return gpu is not None and rows <= tiles.few_rows_of_invariant(n)
     return dtype in _SIXTEEN_BITS and tiles.choose_tile(rows, n, k, gated, gpu) is not None
+
+
+def fits_head_norms(head_dim: int) -> bool:
+    """Whether norms of heads can be part of :func:`linear_rotary_store`: tiles make up a head."""
+    return head_dim & (head_dim - 1) == 0
 
 
 def has_gated_kernel(rows: int, n: int, k: int, gpu: GPU | None) -> bool:

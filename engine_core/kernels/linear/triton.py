@@ -170,8 +170,11 @@ def _linear_kernel(
             mask=row_mask[:, None] & (parts < SQUARES)[None, :],
             other=0.0,
         )
-    if TOGETHER == 1:
-        asked = epilogue.ask(epilogue, place)
+    whole = place
+    if TOGETHER > 1:
+        WIDTH: tl.constexpr = BLOCK_N * TOGETHER
+        whole = place_of(epilogue, tile // TOGETHER, first_row, num_rows, N, BLOCK_M, WIDTH)
+    asked = epilogue.ask(epilogue, whole)
     acc = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
     up = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
     if PRELOAD:
@@ -205,14 +208,9 @@ def _linear_kernel(
         tl.store(ptrs, acc, mask=mask)
         if epilogue.GATED:
             tl.store(ptrs + part, up, mask=mask)
-        group = tile // TOGETHER
-        arrivals_ptr += block * (tl.num_programs(0) // TOGETHER)
-        last = arrives_last(arrivals_ptr + group, SPLITS * TOGETHER)
+        arrivals_ptr += block * (tl.num_programs(0) // TOGETHER) + tile // TOGETHER
+        last = arrives_last(arrivals_ptr, SPLITS * TOGETHER)
     if last:
-        whole = place
-        if TOGETHER > 1:
-            whole = place_of(epilogue, group, first_row, num_rows, N, BLOCK_M, BLOCK_N * TOGETHER)
-            asked = epilogue.ask(epilogue, whole)
         total = acc
         total_up = up
         if SPLITS * TOGETHER > 1:

@@ -72,15 +72,20 @@ def rotate_heads(
 
 
 @triton.jit
-def _scaled(x, inverse, weight_ptr, dims, mask, OFFSET: tl.constexpr, ELEMENT: tl.constexpr):
+def scaled(x, inverse, weight, OFFSET: tl.constexpr, ELEMENT: tl.constexpr):
     """RMSNorm's product, rounded before and after the weight as the op of its own rounds."""
-    weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
     x *= inverse
     if OFFSET != 0:
         weight += OFFSET
     else:
         x = x.to(ELEMENT).to(tl.float32)
     return (x * weight[None, :]).to(ELEMENT).to(tl.float32)
+
+
+@triton.jit
+def _scaled(x, inverse, weight_ptr, dims, mask, OFFSET: tl.constexpr, ELEMENT: tl.constexpr):
+    weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
+    return scaled(x, inverse, weight, OFFSET, ELEMENT)
 
 
 @triton.jit

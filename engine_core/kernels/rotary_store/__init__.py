@@ -61,18 +61,7 @@ def rotary_store(
     """
     check_rotation("rotary_store", q, k, cos, sin)
     check_store("rotary_store", k, v, k_cache, v_cache, slot_mapping)
-    head_dim = k.shape[2]
-    weights = [None if w is None else tuple(w.shape) for w in (q_weight, k_weight)]
-    if weights not in ([None, None], [(head_dim,), (head_dim,)]):
-        raise ValueError(
-            f"rotary_store: q_weight and k_weight must both be [{head_dim}] or both None, got "
-            f"{weights[0]} and {weights[1]}"
-        )
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if weight is not None and not weight.is_contiguous():
-            raise ValueError(
-                f"rotary_store: {name} must be contiguous, got stride {weight.stride()}"
-            )
+    check_norms("rotary_store", q_weight, k_weight, k.shape[2])
     given = (q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
     norms: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
     if q.is_cuda and (cos.dim() == 2 or cos.shape[0] == 1) and cos.shape[-1]:
@@ -84,3 +73,20 @@ def rotary_store(
         compiled.kernels("rotary_store").rotary_store(*given, **norms, interleaved=interleaved)
     else:
         reference.rotary_store(*given, **norms, offset=offset, interleaved=interleaved)
+
+
+def check_norms(op: str, q_weight: Tensor | None, k_weight: Tensor | None, head_dim: int) -> None:
+    """Check the weights of norms of heads.
+
+    Raises:
+        ValueError: they are not both ``[head_dim]`` and contiguous, nor both None.
+    """
+    weights = [None if w is None else tuple(w.shape) for w in (q_weight, k_weight)]
+    if weights not in ([None, None], [(head_dim,), (head_dim,)]):
+        raise ValueError(
+            f"{op}: q_weight and k_weight must both be [{head_dim}] or both None, got "
+            f"{weights[0]} and {weights[1]}"
+        )
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None and not weight.is_contiguous():
+            raise ValueError(f"{op}: {name} must be contiguous, got stride {weight.stride()}")

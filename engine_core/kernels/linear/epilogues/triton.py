@@ -4,7 +4,7 @@ An epilogue is a named tuple of tensors, constants and these functions, each of 
 epilogue. Any reader of a weight goes with any epilogue. With GATED the weight has rows of the gate,
 then as many of up, and a tile has products of both. With LATE the next kernel is launched after the
 products, not at once. WHOLE columns are finished together: where tiles are narrower, by the last
-program of so many columns, which adds up nothing and reads what the others left.
+program of so many columns to arrive, which reads the products that the others left.
 
 - ``order(epilogue, cols)``: the outputs that a tile's columns are.
 - ``ask(epilogue, place)``: what is loaded before the products and used after them.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine_core.kernels.activation.triton import activated
 from engine_core.kernels.linear.tiles import Tile
-from engine_core.kernels.rotary.triton import rotated
+from engine_core.kernels.rotary.triton import rotated, scaled
 
 
 class Place(NamedTuple):
@@ -182,6 +182,16 @@ def _rotated_order(epilogue, cols):
 
 
 @triton.jit
+def _pairs(epilogue, place):
+    """``[BLOCK_N / 2]``: the pairs of neighbours among all, their heads, and their dimensions."""
+    HALF: tl.constexpr = epilogue.HEAD_DIM // 2
+    BLOCK: tl.constexpr = place.cols.shape[0] // 2
+    pairs = place.tile * BLOCK + tl.arange(0, BLOCK)
+    a_dims = 2 * (pairs % HALF) if epilogue.INTERLEAVED else pairs % HALF
+    return pairs, pairs // HALF, a_dims, a_dims + (1 if epilogue.INTERLEAVED else HALF)
+
+
+@triton.jit
 def _angles(angles_ptr, epilogue, place, pairs):
     """Cosines or sines ``[BLOCK_M, BLOCK_N / 2]``; 0 for those of values, which do not rotate."""
     HALF: tl.constexpr = epilogue.HEAD_DIM // 2
@@ -194,20 +204,38 @@ def _angles(angles_ptr, epilogue, place, pairs):
 
 
 @triton.jit
-def _pairs(place):
-    """``[BLOCK_N / 2]``: the pairs of neighbours among all."""
-    return place.tile * (place.cols.shape[0] // 2) + tl.arange(0, place.cols.shape[0] // 2)
+def _ask_weights(epilogue, heads, dims):
+    """Of the norm of each pair's head; values have none."""
+    ptrs = tl.where(heads < epilogue.NUM_HEADS, epilogue.q_weight + dims, epilogue.k_weight + dims)
+    mask = heads < epilogue.NUM_HEADS + epilogue.NUM_KV_HEADS
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _ask_angles(epilogue, place):
+def _ask_turns(epilogue, place):
+    """Slots, cosines and sines, and the weights of norms; numbers where there are none."""
+    pairs, heads, a_dims, b_dims = _pairs(epilogue, place)
     slots = tl.load(epilogue.slots + place.first_row + place.rows, mask=place.row_mask, other=-1)
-    cos = 0.0
+    cos = 1.0
     sin = 0.0
     if epilogue.cos is not None:
-        cos = _angles(epilogue.cos, epilogue, place, _pairs(place))
-        sin = _angles(epilogue.sin, epilogue, place, _pairs(place))
-    return slots, cos, sin
+        cos = _angles(epilogue.cos, epilogue, place, pairs)
+        sin = _angles(epilogue.sin, epilogue, place, pairs)
+    a_weight = 1.0
+    b_weight = 1.0
+    if epilogue.q_weight is not None:
+        a_weight = _ask_weights(epilogue, heads, a_dims)
+        b_weight = _ask_weights(epilogue, heads, b_dims)
+    return slots, cos, sin, a_weight, b_weight
+
+
+@triton.jit
+def _inverse(a, b, eps, D: tl.constexpr):
+    """One by the root mean square of each pair's head, ``[M, N / 2]``; tiles are whole heads."""
+    heads: tl.constexpr = a.shape[1] // (D // 2)
+    squares = tl.sum(tl.reshape(a * a + b * b, [a.shape[0], heads, D // 2]), axis=2)
+    inverse = 1.0 / tl.sqrt(squares / D + eps)
+    return tl.reshape(tl.broadcast_to(inverse[:, :, None], [a.shape[0], heads, D // 2]), a.shape)
 
 
 @triton.jit
@@ -218,21 +246,21 @@ def _store_pairs(ptrs, a_dims, b_dims, a, b, mask):
 
 @triton.jit
 def _rotate_and_store(epilogue, asked, place, acc, up):
-    """Rounded before the rotation too, where a linear followed by rotary_store rounds."""
-    slots, cos, sin = asked
+    """Rounded before the norm and before the rotation, as by a linear and then rotary_store."""
+    slots, cos, sin, a_weight, b_weight = asked
     ELEMENT: tl.constexpr = epilogue.out.dtype.element_ty
     D: tl.constexpr = epilogue.HEAD_DIM
     NUM_HEADS: tl.constexpr = epilogue.NUM_HEADS
     NUM_KV_HEADS: tl.constexpr = epilogue.NUM_KV_HEADS
     acc = acc.to(ELEMENT).to(tl.float32)
     a, b = tl.split(tl.reshape(acc, [acc.shape[0], acc.shape[1] // 2, 2]))
-    pairs = _pairs(place)
-    heads = pairs // (D // 2)
-    in_head = pairs % (D // 2)
-    a_dims = 2 * in_head if epilogue.INTERLEAVED else in_head
-    b_dims = a_dims + 1 if epilogue.INTERLEAVED else in_head + D // 2
+    _pair, heads, a_dims, b_dims = _pairs(epilogue, place)
+    rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[None, :]
+    if epilogue.q_weight is not None:
+        inverse = _inverse(a, b, epilogue.eps, D)
+        a = tl.where(rotates, scaled(a, inverse, a_weight, epilogue.OFFSET, ELEMENT), a)
+        b = tl.where(rotates, scaled(b, inverse, b_weight, epilogue.OFFSET, ELEMENT), b)
     if epilogue.cos is not None:
-        rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[None, :]
         turned_a, turned_b = rotated(a, b, cos, sin)
         turned_a = tl.where(rotates, turned_a, a).to(ELEMENT)
         turned_b = tl.where(rotates, turned_b, b).to(ELEMENT)
@@ -257,7 +285,7 @@ def _rotate_and_store(epilogue, asked, place, acc, up):
 
 
 class Stored(NamedTuple):
-    """Queries, keys and values, rotated; keys and values stored in their caches.
+    """Queries, keys and values; those but values normalised and rotated; all but queries stored.
 
     Attributes:
         out: ``[M, Hq, D]``, takes the queries.
@@ -268,6 +296,11 @@ class Stored(NamedTuple):
         v_cache: likewise.
         k_strides: the cache's but the last.
         v_strides: likewise.
+        q_weight: ``[D]``, of the norm of each head of queries; None for none, as for ``k_weight``.
+            D is then a power of two.
+        k_weight: likewise, of keys.
+        eps: of the norms.
+        OFFSET: added to their weights.
         INTERLEAVED: how dimensions pair in the rotation.
     """
 
@@ -279,19 +312,23 @@ class Stored(NamedTuple):
     v_cache: Tensor
     k_strides: Any
     v_strides: Any
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    OFFSET: Any
     NUM_HEADS: Any
     NUM_KV_HEADS: Any
     HEAD_DIM: Any
     BLOCK_SIZE: Any
     INTERLEAVED: Any
-    WHOLE: Any = tl.constexpr(1)
+    WHOLE: Any
     GATED: Any = tl.constexpr(False)
     # Attention is launched next. Having waited, it may read before it waits itself what is older:
     # the lengths, and the plan of its splits that an earlier layer made. And not before the
     # products: its programs would crowd on the multiprocessors that have none of these.
     LATE: Any = tl.constexpr(True)
     order: Any = _rotated_order
-    ask: Any = _ask_angles
+    ask: Any = _ask_turns
     finish: Any = _rotate_and_store
 
     @classmethod
@@ -304,11 +341,16 @@ class Stored(NamedTuple):
         v_cache: Tensor,
         slot_mapping: Tensor,
         interleaved: bool,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 0.0,
+        offset: float = 0.0,
     ) -> Stored:
         """The epilogue of N outputs: those of all queries, keys, then values."""
         block_size, kv_heads, head_dim = k_cache.shape[1:]
         num_heads = n // head_dim - 2 * kv_heads
-        sizes = (num_heads, kv_heads, head_dim, block_size, interleaved)
+        whole = 1 if q_weight is None else head_dim
+        sizes = (offset, num_heads, kv_heads, head_dim, block_size, interleaved, whole)
         return cls(
             k_cache.new_empty((len(slot_mapping), num_heads, head_dim)),
             None if cos is None else cos.contiguous(),
@@ -318,5 +360,8 @@ class Stored(NamedTuple):
             v_cache,
             k_cache.stride()[:3],
             v_cache.stride()[:3],
+            q_weight,
+            k_weight,
+            eps,
             *(tl.constexpr(size) for size in sizes),
         )
