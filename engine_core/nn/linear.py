@@ -82,7 +82,7 @@ class LinearMethod(Protocol):
 
 
 _NEEDS_CUBLAS = "for so many rows cuBLAS and operations of their own are faster"
-_NEEDS_ALONE = "a batch-invariant sum of a row is a kernel of its own"
+_NEEDS_ALONE = "a batch-invariant norm rounds as a kernel of its own, which more rows have"
 
 
 class UnquantizedLinearMethod(LinearMethod):
@@ -122,7 +122,11 @@ class UnquantizedLinearMethod(LinearMethod):
         return linear(x, layer.weight, bias, deterministic=layer.context.deterministic)
 
     def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
-        """The reason against fusing: mostly that no kernel takes so many rows of this weight."""
+        """The reason against fusing: mostly that no kernel takes so many rows of this weight.
+
+        Deterministic mode takes an activation, and norms of heads, rotation and storing: of a row
+        their kernels make the same, bit for bit, as the operations one by one do for more rows.
+        """
         if call.gpu is None or layer.packed is not None:
             return "no kernel on this device fuses it"
         deterministic = layer.context.deterministic
@@ -145,8 +149,6 @@ class UnquantizedLinearMethod(LinearMethod):
             head_dim = getattr(layer, "head_dim", None)
             if head_dim != getattr(layer, "v_head_dim", None):
                 return "heads of values have another size"
-            if epilogue.q_norm is not None and deterministic:
-                return "the order in which a norm of q and k adds up would depend on the tile"
             if epilogue.q_norm is not None and not fits_head_norms(head_dim or 0):
                 return "tiles do not make up a head, which a norm of q and k needs whole"
             return None if has_kernel(*shape, deterministic=deterministic) else _NEEDS_CUBLAS

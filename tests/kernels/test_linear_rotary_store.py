@@ -197,6 +197,32 @@ def test_kernel_with_norms_of_heads(
         case.check(triton.linear(x, reader, stored, tile, case.bias))
 
 
+def test_norms_of_heads_do_not_depend_on_the_tile(launch_device: str) -> None:
+    """Bit for bit, nor on the kernel: products are single numbers, so only the norms add up."""
+    from engine_core.kernels.linear import triton
+    from engine_core.kernels.rotary_store import triton as apart
+
+    shape, rows, k = SHAPES[1], 1, 16
+    heads, kv_heads, dim = shape.values()
+    case = Case(rows, torch.float32, False, launch_device, norm_offset=0.0, **shape)
+    weight = torch.randn((heads + 2 * kv_heads) * dim, k, device=launch_device)
+    x = torch.eye(k, device=launch_device)[:rows]
+    slots = torch.zeros(rows, dtype=torch.int64, device=launch_device)
+    turns = (case.cos, case.sin)
+    qkv = weight[:, :rows].T.reshape(rows, -1, dim).contiguous()
+    q, keys, values = qkv.split((heads, kv_heads, kv_heads), 1)
+    caches = [t.clone() for t in case.caches]
+    given = (q, keys, values, *turns, *caches, slots)
+    apart.rotary_store(*given, **case.norms, interleaved=False)
+    for options in (*TILES[2:4], TILES[0], {"block_n": 128, "block_k": 16}):
+        mine = [t.clone() for t in case.caches]
+        stored = triton.Stored.of(len(weight), *turns, *mine, slots, False, **case.norms)
+        got = triton.linear(x, triton.DenseWeight(weight), stored, triton.Tile(**options))
+        assert torch.equal(got, q)
+        for cache, expected in zip(mine, caches, strict=True):
+            assert torch.equal(cache.nan_to_num(), expected.nan_to_num())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 64, 65])
@@ -236,9 +262,15 @@ def test_norms_of_heads_on_a_gpu(rows: int, heads: int, kv_heads: int, dim: int,
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (32, 8, 128)])
 def test_rows_do_not_depend_on_how_many_there_are(
-    heads: int, kv_heads: int, head_dim: int, interleaved: bool, rotates: bool
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    norm_offset: float | None,
+    interleaved: bool,
+    rotates: bool,
 ) -> None:
     """Bit for bit, whether one kernel does it all or the rotation has a kernel of its own."""
     rows, n, k = 300, (heads + 2 * kv_heads) * head_dim, heads * head_dim
@@ -246,11 +278,15 @@ def test_rows_do_not_depend_on_how_many_there_are(
     weight, bias = (torch.randn(n, k, device="cuda") / k**0.5).bfloat16(), x.new_ones(n)
     angles = 6 * torch.rand(rows, head_dim // 2, device="cuda")
     slots = torch.arange(rows, device="cuda")
+    norms: dict[str, Any] = {}
+    if norm_offset is not None:
+        norms = {"q_weight": x[0, :head_dim].clone(), "k_weight": x[1, :head_dim].clone()}
+        norms |= {"eps": 1e-6, "offset": norm_offset}
 
     def run(part: slice) -> list[Tensor]:
         caches = [x.new_zeros(rows, 1, kv_heads, head_dim) for _ in range(2)]
         turns = (angles.cos()[part], angles.sin()[part]) if rotates else (None, None)
-        options = {"interleaved": interleaved, "deterministic": True}
+        options = {"interleaved": interleaved, "deterministic": True, **norms}
         q = linear_rotary_store(x[part], weight, bias, *turns, *caches, slots[part], **options)
         return [q, caches[0][part, 0], caches[1][part, 0]]
 

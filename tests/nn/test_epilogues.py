@@ -269,8 +269,13 @@ def test_what_does_not_agree_says_why() -> None:
         invariant = llama()
     attention = invariant.self_attn
     assert "batch-invariant" in str(declined(attention.o_proj, add, 96))
-    storing = RotateStore(attention.rotate, False, None, None)
-    assert declined(attention.qkv_proj, storing, 8) is None
+    deferred = AddNorm(add.norm, deferred=True)
+    assert "batch-invariant" in str(declined(attention.o_proj, deferred, 8))
+    head_norm = RMSNorm(HEAD_DIM)
+    for norms in ((None, None), (head_norm, head_norm)):
+        storing = RotateStore(attention.rotate, False, *norms)
+        assert declined(attention.qkv_proj, storing, 8) is None
+        assert declined(attention.qkv_proj, storing, 65) is not None
     with building(context(tp_size=2)):
         split = llama()
     attention = split.self_attn

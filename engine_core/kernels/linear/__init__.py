@@ -260,7 +260,9 @@ def linear_rotary_store(
     norms: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight}
     norms |= {"eps": eps, "offset": offset}
     tile = None
-    fits = q_weight is None or (fits_head_norms(head_dim) and not deterministic)
+    # Without a rotation more rows have their heads normalised by rms_norm, which adds up otherwise.
+    alike = cos is not None or not deterministic
+    fits = q_weight is None or (alike and fits_head_norms(head_dim))
     if fits and _rotates_and_stores(values, cos, sin, k_cache, v_cache, slot_mapping):
         tile = _tile(values, weight, gated=False, deterministic=deterministic)
     if tile is not None:

@@ -21,6 +21,18 @@ def rotated(a, b, cos, sin):
 
 
 @triton.jit
+def sum_in_order(x):
+    """Sums ``[R]`` of ``x [R, L]``, L a power of two up to 512, bit for bit in any tile.
+
+    Neighbours are added, then neighbouring sums; of two numbers any order gives the same.
+    """
+    for _ in tl.static_range(9):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
 def rotate_heads(
     src_ptr,
     dst_ptr,
@@ -54,7 +66,7 @@ def rotate_heads(
         rest_mask = head_mask[:, None] & (rest_dims < D)[None, :]
         rest = tl.load(src + rest_dims[None, :], mask=rest_mask, other=0.0).to(tl.float32)
     if weight_ptr is not None:
-        squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+        squares = sum_in_order(tl.fma(a, a, b * b))
         if BLOCK_REST:
             squares += tl.sum(rest * rest, axis=1)
         inverse = (1.0 / tl.sqrt(squares / D + eps))[:, None]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine_core.kernels.activation.triton import activated
 from engine_core.kernels.linear.tiles import Tile
-from engine_core.kernels.rotary.triton import rotated, scaled
+from engine_core.kernels.rotary.triton import rotated, scaled, sum_in_order
 
 
 class Place(NamedTuple):
@@ -232,10 +232,10 @@ def _ask_turns(epilogue, place):
 @triton.jit
 def _inverse(a, b, eps, D: tl.constexpr):
     """One by the root mean square of each pair's head, ``[M, N / 2]``; tiles are whole heads."""
-    heads: tl.constexpr = a.shape[1] // (D // 2)
-    squares = tl.sum(tl.reshape(a * a + b * b, [a.shape[0], heads, D // 2]), axis=2)
+    rows: tl.constexpr = a.shape[0] * a.shape[1] // (D // 2)
+    squares = sum_in_order(tl.reshape(tl.fma(a, a, b * b), [rows, D // 2]))
     inverse = 1.0 / tl.sqrt(squares / D + eps)
-    return tl.reshape(tl.broadcast_to(inverse[:, :, None], [a.shape[0], heads, D // 2]), a.shape)
+    return tl.reshape(tl.broadcast_to(inverse[:, None], [rows, D // 2]), a.shape)
 
 
 @triton.jit
