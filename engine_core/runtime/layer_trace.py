@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -88,16 +88,19 @@ class LayerTrace:
         step = StepTrace(phase, plan.num_tokens)
         self.steps.append(step)
         seen: set[str] = set()
-        handles = [
-            module.register_forward_hook(self._hook(name, step, seen))
-            for name, module in self._model.named_modules()
-            if name and not isinstance(module, nn.ModuleList)
-        ]
-        try:
+
+        def note(name: str, value: Tensor) -> None:
+            if name in seen:
+                return  # A plan may be run several times.
+            seen.add(name)
+            record = _record(name, value)
+            if record.num_non_finite and step.first_non_finite is None:
+                step.first_non_finite = name
+            if name in self._shown:
+                step.layers.append(record)
+
+        with watching(self._model, self._decoder_layers, note):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _phase(self, plan: StepPlan) -> Phase:
         # A row that was there before this trace has passed its prompt, or computes several tokens.
@@ -105,23 +108,6 @@ class LayerTrace:
             row.num_tokens > 1 or row.start < self._prompt_lens.get(row.row, 0) for row in plan.rows
         )
         return "prefill" if prefill else "decode"
-
-    def _hook(self, name: str, step: StepTrace, seen: set[str]) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            del module, args
-            if name in seen:
-                return  # A plan may be run several times.
-            seen.add(name)
-            value = main_output(output, is_layer=name in self._decoder_layers)
-            if value is None or not value.is_floating_point():
-                return
-            record = _record(name, value)
-            if record.num_non_finite and step.first_non_finite is None:
-                step.first_non_finite = name
-            if name in self._shown:
-                step.layers.append(record)
-
-        return hook
 
 
 def _record(name: str, value: Tensor) -> LayerRecord:
@@ -158,7 +144,40 @@ def decoder_layers(model: nn.Module, count: int | None = None) -> list[str]:
     return []
 
 
-def main_output(output: Any, *, is_layer: bool) -> Tensor | None:
+@contextmanager
+def watching(
+    model: nn.Module, layers: Collection[str], note: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Call ``note`` with each module's name and output, where that is of floating point.
+
+    Args:
+        model: any model; lists of modules, and itself, are left out.
+        layers: names of the decoder layers, whose output is their residual stream.
+        note: called as soon as a module is done.
+    """
+
+    def hook(name: str) -> Any:
+        def noted(module: nn.Module, args: Any, output: Any) -> None:
+            del module, args
+            value = _main_output(output, is_layer=name in layers)
+            if value is not None and value.is_floating_point():
+                note(name, value)
+
+        return noted
+
+    handles = [
+        module.register_forward_hook(hook(name))
+        for name, module in model.named_modules()
+        if name and not isinstance(module, nn.ModuleList)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _main_output(output: Any, *, is_layer: bool) -> Tensor | None:
     """The tensor that stands for a module's output; None if there is none.
 
     A decoder layer returns its hidden states, or ``(x, residual)`` whose sum they are; another

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine_core.runtime.layer_trace import main_output
+from engine_core.runtime.layer_trace import watching
 
 TOLERANCE = 1e-4
 """Largest difference of float32 logits that is put down to rounding."""
@@ -43,32 +42,15 @@ class Recorder:
         """The next pass computes these tokens, each given as (sequence, position)."""
         self._tokens = tokens
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Listen to the model inside the ``with`` block."""
-        handles = [
-            module.register_forward_hook(self._hook(name))
-            for name, module in self._model.named_modules()
-            if name and not isinstance(module, nn.ModuleList)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return watching(self._model, self._layers, self._note)
 
-    def _hook(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            del module, args
-            value = main_output(output, is_layer=name in self._layers)
-            count = len(self._tokens)
-            if value is None or not value.is_floating_point():
-                return
-            if value.shape[:1] == (count,) or value.shape[:2] == (1, count):
-                rows = value.detach().to("cpu", torch.float32, copy=True).reshape(count, -1)
-                self._passes.setdefault(name, []).append((self._tokens, rows))
-
-        return hook
+    def _note(self, name: str, value: Tensor) -> None:
+        count = len(self._tokens)
+        if value.shape[:1] == (count,) or value.shape[:2] == (1, count):
+            rows = value.detach().to("cpu", torch.float32, copy=True).reshape(count, -1)
+            self._passes.setdefault(name, []).append((self._tokens, rows))
 
     def trace(self, sequence: int, length: int) -> Trace:
         """One sequence's recorded outputs, of the modules that return one row per token."""
