@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch.nn.functional as F
@@ -25,49 +24,37 @@ class SiluAndMul(Module):
         return silu_and_mul(x)
 
 
-class GeluAndMul(Module):
-    """``gelu(gate) * up`` of ``[..., gate | up]``."""
-
-    gated = True
-
+class _Gelu(Module):
     def __init__(self, approximate: Approximate = "none") -> None:
         super().__init__()
         self.approximate = approximate
         self.activation: Activation = "gelu_tanh" if approximate == "tanh" else "gelu"
+
+
+class GeluAndMul(_Gelu):
+    """``gelu(gate) * up`` of ``[..., gate | up]``."""
+
+    gated = True
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., 2 I]`` to ``[..., I]``."""
         return gelu_and_mul(x, approximate=self.approximate)
 
 
-class Gelu(Module):
+class Gelu(_Gelu):
     """``gelu(x)``."""
 
     gated = False
-
-    def __init__(self, approximate: Approximate = "none") -> None:
-        super().__init__()
-        self.approximate = approximate
-        self.activation: Activation = "gelu_tanh" if approximate == "tanh" else "gelu"
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I]`` to ``[..., I]``."""
         return F.gelu(x, approximate=self.approximate)
 
 
-_GATED: dict[str, Callable[[], nn.Module]] = {
-    "silu": SiluAndMul,
-    "swish": SiluAndMul,
-    "gelu": GeluAndMul,
-    "gelu_pytorch_tanh": lambda: GeluAndMul("tanh"),
-    "gelu_new": lambda: GeluAndMul("tanh"),
-}
-
-
-_PLAIN: dict[str, Callable[[], nn.Module]] = {
-    "gelu": Gelu,
-    "gelu_pytorch_tanh": lambda: Gelu("tanh"),
-    "gelu_new": lambda: Gelu("tanh"),
+_GELUS: dict[str, Approximate] = {
+    "gelu": "none",
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_new": "tanh",
 }
 
 
@@ -77,15 +64,18 @@ def build_gated_activation(name: str) -> nn.Module:
     Raises:
         ValueError: it is not known; lists those that are.
     """
-    return _build(_GATED, name)
+    if name in ("silu", "swish"):
+        return SiluAndMul()
+    return GeluAndMul(_approximate(name, "silu", "swish"))
 
 
 def build_activation(name: str) -> nn.Module:
     """The activation without a gate that a config calls ``name``; raises as the other does."""
-    return _build(_PLAIN, name)
+    return Gelu(_approximate(name))
 
 
-def _build(known: dict[str, Callable[[], nn.Module]], name: str) -> nn.Module:
-    if name not in known:
-        raise ValueError(f"hidden_act {name!r} is not one of {', '.join(known)}")
-    return known[name]()
+def _approximate(name: str, *others: str) -> Approximate:
+    if name not in _GELUS:
+        known = ", ".join((*others, *_GELUS))
+        raise ValueError(f"hidden_act {name!r} is not one of {known}")
+    return _GELUS[name]

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from engine_core.kernels import linear
 from engine_core.nn.distributed import all_gather_last_dim, all_reduce
-from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
+from engine_core.nn.loading import (
+    ShapeMismatchError,
+    copy_checked,
+    empty_parameter,
+    set_weight_loader,
+)
 from engine_core.nn.packing import MatrixModule, PackedMatrix
 from engine_core.step_context import current_build_context
 
@@ -47,8 +52,8 @@ class VocabularySplit(MatrixModule):
         self,
         vocab_size: int,
         hidden_size: int,
-        dtype: torch.dtype | None,
-        device: torch.device | None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.context = current_build_context()
@@ -56,15 +61,7 @@ class VocabularySplit(MatrixModule):
         self.vocab_size = vocab_size
         self.rows = -(-vocab_size // self.context.tp_size)
         self.first = self.context.tp_rank * self.rows
-        self.weight = nn.Parameter(
-            torch.empty(
-                self.rows,
-                hidden_size,
-                dtype=dtype or self.context.dtype,
-                device=device or self.context.device,
-            ),
-            requires_grad=False,
-        )
+        self.weight = empty_parameter(self.rows, hidden_size, dtype=dtype, device=device)
         set_weight_loader(self.weight, self._load)
 
     def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: object = None) -> None:
@@ -109,15 +106,7 @@ class LMHead(VocabularySplit):
         return all_gather_last_dim(local, self.context)[..., : self.vocab_size]
 
 
-def build_embedding(
-    vocab_size: int,
-    hidden_size: int,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-) -> Embedding:
-    """The token embedding."""
-    return Embedding(vocab_size, hidden_size, dtype, device)
+build_embedding = Embedding
 
 
 def build_lm_head(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -99,10 +99,6 @@ class UnquantizedLinearMethod(LinearMethod):
         """Make ``layer.weight``."""
         weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         layer.add_parameter("weight", weight, input_dim=1)
-
-    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
-        """Nothing: another layout takes as many bytes."""
-        return {}
 
     def pack(self, weight: Tensor) -> PackedMatrix | None:
         """A packed weight in place of the loaded ``weight``, or None to leave it as it is."""
@@ -581,6 +577,13 @@ def _colwise_part(shard_id: Hashable, rows: int) -> tuple[Hashable, int, int, in
     return shard_id, rows, context.tp_rank * size, size
 
 
+class Placement(TypedDict, total=False):
+    """The parameters' element type and device; the build context's where they are not given."""
+
+    dtype: torch.dtype | None
+    device: torch.device | None
+
+
 def build_qkv_proj(
     in_features: int,
     num_q_heads: int,
@@ -589,8 +592,7 @@ def build_qkv_proj(
     *,
     v_head_dim: int | None = None,
     bias: bool = False,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
+    **placement: Unpack[Placement],
 ) -> QKVLinear:
     """The merged query, key and value projection, split by heads; shard ids "q", "k", "v".
 
@@ -604,76 +606,46 @@ def build_qkv_proj(
         head_dim,
         v_head_dim or head_dim,
         bias=bias,
-        dtype=dtype,
-        device=device,
+        **placement,
     )
 
 
 def build_colwise_linear(
-    in_features: int,
-    out_features: int,
-    bias: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
+    in_features: int, out_features: int, bias: bool = False, **placement: Unpack[Placement]
 ) -> Linear:
     """A linear whose output is split over the ranks."""
     parts = [_colwise_part(None, out_features)]
-    return Linear(in_features, parts, bias=bias, dtype=dtype, device=device)
+    return Linear(in_features, parts, bias=bias, **placement)
 
 
 def build_merged_colwise_linear(
     in_features: int,
     all_out_features: Sequence[int],
     bias: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
+    **placement: Unpack[Placement],
 ) -> Linear:
     """Several linears of one input as one; each output is split. Shard ids 0, 1, ..."""
     parts = [_colwise_part(index, rows) for index, rows in enumerate(all_out_features)]
-    return Linear(in_features, parts, bias=bias, dtype=dtype, device=device)
-
-
-def build_gateup_linear(
-    in_features: int,
-    all_out_features: Sequence[int],
-    bias: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-) -> Linear:
-    """The merged gate and up projections of a gated MLP; shard ids 0 (gate) and 1 (up)."""
-    return build_merged_colwise_linear(
-        in_features, all_out_features, bias, dtype=dtype, device=device
-    )
+    return Linear(in_features, parts, bias=bias, **placement)
 
 
 def build_rowwise_linear(
-    in_features: int,
-    out_features: int,
-    bias: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
+    in_features: int, out_features: int, bias: bool = False, **placement: Unpack[Placement]
 ) -> Linear:
     """A linear whose input is split over the ranks and whose output is summed over them."""
     parts = [(None, out_features, 0, out_features)]
-    return Linear(in_features, parts, bias=bias, rowwise=True, dtype=dtype, device=device)
+    return Linear(in_features, parts, bias=bias, rowwise=True, **placement)
 
 
 def build_replicated_linear(
-    in_features: int,
-    out_features: int,
-    bias: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
+    in_features: int, out_features: int, bias: bool = False, **placement: Unpack[Placement]
 ) -> Linear:
     """A linear that every rank keeps and computes as a whole, such as a router's."""
     parts = [(None, out_features, 0, out_features)]
-    return Linear(in_features, parts, bias=bias, dtype=dtype, device=device)
+    return Linear(in_features, parts, bias=bias, **placement)
 
 
+# The merged gate and up projections of a gated MLP; shard ids 0 (gate) and 1 (up).
+build_gateup_linear = build_merged_colwise_linear
 build_o_proj = build_rowwise_linear
 build_down_linear = build_rowwise_linear

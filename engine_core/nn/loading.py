@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine_core.errors import ConfigError, WeightsMismatchError
+from engine_core.step_context import current_build_context
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -325,6 +326,15 @@ def _equal(target: Tensor, tensor: Tensor) -> bool:
 
 
 _ROWS = 1024
+
+
+def empty_parameter(
+    *shape: int, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> nn.Parameter:
+    """A parameter whose values are to be loaded, as the build context says where nothing is."""
+    context = current_build_context()
+    data = torch.empty(shape, dtype=dtype or context.dtype, device=device or context.device)
+    return nn.Parameter(data, requires_grad=False)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine_core.kernels import layer_norm, rms_norm
+from engine_core.nn.loading import empty_parameter
 from engine_core.nn.module import Module
-from engine_core.step_context import current_build_context
 
 
 class RMSNorm(Module):
@@ -28,13 +28,9 @@ class RMSNorm(Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        context = current_build_context()
         self.eps = eps
         self.offset = offset
-        self.weight = nn.Parameter(
-            torch.empty(hidden_size, dtype=dtype or context.dtype, device=device or context.device),
-            requires_grad=False,
-        )
+        self.weight = empty_parameter(hidden_size, dtype=dtype, device=device)
 
     @overload
     def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
@@ -59,19 +55,9 @@ class LayerNorm(Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        context = current_build_context()
         self.eps = eps
-
-        def parameter() -> nn.Parameter:
-            return nn.Parameter(
-                torch.empty(
-                    hidden_size, dtype=dtype or context.dtype, device=device or context.device
-                ),
-                requires_grad=False,
-            )
-
-        self.weight = parameter()
-        self.bias = parameter() if bias else None
+        self.weight = empty_parameter(hidden_size, dtype=dtype, device=device)
+        self.bias = empty_parameter(hidden_size, dtype=dtype, device=device) if bias else None
 
     @overload
     def forward(self, x: Tensor, residual: None = None) -> Tensor: ...

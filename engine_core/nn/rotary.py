@@ -160,20 +160,6 @@ def _positive(scaling: Scaling, key: str, default: float) -> float:
     return value
 
 
-def _default(dim: int, base: float, max_position: int, scaling: Scaling) -> RotaryEmbedding:
-    del max_position, scaling
-    return RotaryEmbedding(_inv_freq(dim, base))
-
-
-def _linear(dim: int, base: float, max_position: int, scaling: Scaling) -> RotaryEmbedding:
-    del max_position
-    return RotaryEmbedding(_inv_freq(dim, base) / _number(scaling, "factor"))
-
-
-def _dynamic(dim: int, base: float, max_position: int, scaling: Scaling) -> RotaryEmbedding:
-    return DynamicNTKRotaryEmbedding(dim, base, _number(scaling, "factor"), max_position)
-
-
 def _llama3(dim: int, base: float, max_position: int, scaling: Scaling) -> RotaryEmbedding:
     """Low frequencies are divided by the factor, high ones kept, those between are blended."""
     factor = _number(scaling, "factor")
@@ -234,9 +220,13 @@ def _multimodal(dim: int, base: float, max_position: int, scaling: Scaling) -> R
 
 
 _VARIANTS: dict[str, Callable[[int, float, int, Scaling], RotaryEmbedding]] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic,
+    "default": lambda dim, base, *_: RotaryEmbedding(_inv_freq(dim, base)),
+    "linear": lambda dim, base, _, scaling: RotaryEmbedding(
+        _inv_freq(dim, base) / _number(scaling, "factor")
+    ),
+    "dynamic": lambda dim, base, max_position, scaling: DynamicNTKRotaryEmbedding(
+        dim, base, _number(scaling, "factor"), max_position
+    ),
     "llama3": _llama3,
     "yarn": _yarn,
     "mrope": _multimodal,

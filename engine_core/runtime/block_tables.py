@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from engine_core.runtime.platform import all_to_device
 
@@ -57,23 +56,6 @@ class BlockTables:
         """Those of ``blocks``, about to be appended, that hold nothing from before ``start``."""
         return blocks[max(0, -(-start // self.block_size) - self._counts[row]) :]
 
-    @property
-    def changed(self) -> bool:
-        """Whether the device's copy is behind."""
-        return bool(self._changed)
-
-    def take_changes(self) -> tuple[IntArray, npt.NDArray[np.int32]]:
-        """The device inputs of :meth:`apply`: ``[N]`` places and ``[N]`` blocks."""
-        firsts, counts = np.array(self._changed, dtype=np.int64).T
-        self._changed.clear()
-        ends = np.cumsum(counts)
-        where: IntArray = np.arange(ends[-1]) + np.repeat(firsts - (ends - counts), counts)
-        return where, self._host.reshape(-1)[where]
-
-    def apply(self, where: Tensor, blocks: Tensor) -> None:
-        """Bring the device's copy up to date with what was changed before it was taken."""
-        self.device_table.view(-1)[where] = blocks
-
     def flush(self) -> None:
         """Bring the device's copy up to date, in stream order."""
         if len(self._changed) == 1:
@@ -83,7 +65,13 @@ class BlockTables:
             own = self.device_table.view(-1)[first : first + count]
             own.copy_(blocks.pin_memory(), non_blocking=True)
         elif self._changed:
-            self.apply(*all_to_device(self.take_changes(), self.device_table.device))
+            firsts, counts = np.array(self._changed, dtype=np.int64).T
+            self._changed.clear()
+            ends = np.cumsum(counts)
+            where: IntArray = np.arange(ends[-1]) + np.repeat(firsts - (ends - counts), counts)
+            blocks_there = self._host.reshape(-1)[where]
+            places, sent = all_to_device([where, blocks_there], self.device_table.device)
+            self.device_table.view(-1)[places] = sent
 
     def slot(self, row: int, position: int) -> int:
         """``block * block_size + offset`` of a position in a row."""

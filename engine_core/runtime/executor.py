@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from engine_core import own_process
 from engine_core.configs import EngineConfig, SchedulerConfig
@@ -35,44 +35,6 @@ from engine_core.steps import StepPlan, StepResult
 _STOP_SECONDS = 5.0
 # Less, so that a rank ends by itself even if its parent is gone.
 _LEAVE_SECONDS = 4
-
-
-class Executor(Protocol):
-    """Runs plans on every rank of a model."""
-
-    def load(self) -> WorkerReport:
-        """Load the model; the report of rank 0, with the smallest cache budget of all ranks."""
-
-    def start(
-        self,
-        plan: CachePlan,
-        scheduler_config: SchedulerConfig,
-        eos_token_ids: tuple[int, ...],
-        grammar_compiler: Callable[[], GrammarCompiler] | None,
-    ) -> None:
-        """Make the cache and the persistent batch on every rank.
-
-        ``grammar_compiler`` is called by each at its first guided request, and is picklable if
-        there are several.
-        """
-
-    def submit(self, plan: StepPlan) -> PendingStep:
-        """Begin a step; results are to be asked for in the order of submission."""
-
-    def capture_next(self) -> bool:
-        """Capture one more step that is likely to be needed as a CUDA graph.
-
-        Returns:
-            False if there is none left, too little memory for more, or one could not be captured,
-            and where every kernel is launched by itself.
-        """
-        return False
-
-    def trace_layers(self) -> AbstractContextManager[LayerTrace]:
-        """Record layers' outputs of the steps submitted in the ``with`` block."""
-
-    def close(self) -> None:
-        """Free everything."""
 
 
 def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
@@ -110,7 +72,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
     return ProcessExecutor(source, config)
 
 
-class ProcessExecutor(Executor):
+class ProcessExecutor:
     """Every rank in a spawned process; plans go out and results come back through pipes.
 
     Every rank samples the same tokens from the same gathered logits, so that only rank 0 answers.
@@ -140,7 +102,7 @@ class ProcessExecutor(Executor):
             self._processes.append(process)
 
     def load(self) -> WorkerReport:
-        """Load the model on every rank."""
+        """Load the model on every rank; rank 0's report, with the least cache budget of all."""
         reports: list[WorkerReport] = self._ask_all("load")
         budget = min(report.cache_budget for report in reports)
         return WorkerReport(reports[0].specs, budget, reports[0].phases)
@@ -152,13 +114,20 @@ class ProcessExecutor(Executor):
         eos_token_ids: tuple[int, ...],
         grammar_compiler: Callable[[], GrammarCompiler] | None,
     ) -> None:
-        """Make the cache and the persistent batch on every rank."""
+        """Make the cache and the persistent batch on every rank.
+
+        ``grammar_compiler`` is called by each at its first guided request, and is picklable.
+        """
         self._ask_all("start", plan, scheduler_config, eos_token_ids, grammar_compiler)
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Send a step to every rank."""
         self._send("submit", plan)
         return PendingStep(self._next_result, plan.num_tokens)
+
+    def capture_next(self) -> bool:
+        """Capture nothing: on several ranks every kernel is launched by itself."""
+        return False
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """Refuse: the layers are in other processes.
@@ -236,6 +205,10 @@ class ProcessExecutor(Executor):
     def _kill(self) -> None:
         for process in self._processes:
             process.kill()
+
+
+Executor = Worker | ProcessExecutor
+"""Runs plans on every rank of a model; the results are asked for in the order of the plans."""
 
 
 def _how(code: int | None) -> str:

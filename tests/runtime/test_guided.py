@@ -19,7 +19,7 @@ from engine_core.configs import GuidedParams, SamplingParams
 from engine_core.errors import ErrorCode
 from engine_core.runtime.guided import GrammarCompiler, Guide
 from engine_core.runtime.sampler import Sampler
-from engine_core.runtime.sampler.transforms import apply_bitmask
+from engine_core.runtime.sampler.sampler import apply_bitmask
 from engine_core.text import FastTokenizer, token_bytes
 
 TOKENIZER = FastTokenizer(backend(), special_tokens={}, chat_templates={})

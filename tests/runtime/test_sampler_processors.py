@@ -21,7 +21,7 @@ from transformers import (
 from engine_core.configs import SamplingParams
 from engine_core.errors import ErrorCode
 from engine_core.kernels.sampling.reference import apply_penalties, ban_tokens
-from engine_core.runtime.sampler import Sampler
+from engine_core.runtime.sampler import REASONS, Sampler
 
 CPU = torch.device("cpu")
 VOCAB = 60
@@ -279,12 +279,11 @@ def test_a_failing_processor_fails_its_own_row_only(
     sampler.admit(0, [1], 1, make(settings, 0, logits_processors=(processor,)), ())
     sampler.admit(1, [1], 1, make({}, 0), ())
     result = sampler.sample(torch.eye(8)[[3, 5]], [0, 1], [1, 1])
-    errors = [result.error(place, status) for place, status in enumerate(result.status.tolist())]
-    assert errors[1] is None
+    assert int(result.status[1]) == 0
     assert int(result.token_ids[1]) == 5
-    assert errors[0] is not None
+    error = result.failures.get(0) or REASONS[int(result.status[0])]
     with pytest.raises(RuntimeError, match=message):
-        raise RuntimeError(errors[0].message)
+        raise RuntimeError(error.message)
     assert 0 <= int(result.token_ids[0]) < 8
 
 
@@ -298,7 +297,7 @@ def test_logits_that_are_not_finite_are_the_models_fault(
     logits = torch.zeros(1, 8)
     logits[0, 2] = bad
     result = sampler.sample(logits, [0], [1])
-    error = result.error(0, int(result.status))
+    error = REASONS[int(result.status)]
     assert error == (ErrorCode.NOT_FINITE, "the model gave logits that are not finite")
 
 
@@ -307,8 +306,7 @@ def test_banning_leaves_no_token() -> None:
     params = make({"allowed_token_ids": (7,), "min_tokens": 1}, 0)
     sampler.admit(0, [1], 1, params, EOS)
     result = sampler.sample(torch.zeros(1, VOCAB), [0], [1])
-    error = result.error(0, int(result.status))
-    assert error is not None
+    error = REASONS[int(result.status)]
     assert error.code is ErrorCode.NO_TOKEN
     assert "leave no token" in error.message
 

@@ -27,7 +27,6 @@ from engine_core.kernels.sampling.reference import apply_penalties, ban_tokens
 from engine_core.kernels.sampling.state import FIRST_PENALTY
 from engine_core.runtime.guided import GrammarCompiler, Guide
 from engine_core.runtime.platform import all_to_device, to_device
-from engine_core.runtime.sampler.transforms import apply_bitmask
 from engine_core.steps import RowError
 
 # Banned tokens that there is room for at first.
@@ -51,17 +50,13 @@ class SampledTokens:
 
     Attributes:
         token_ids: ``[S]`` int64.
-        status: ``[S]`` int8, for :meth:`error`.
+        status: ``[S]`` int8, a key of :data:`REASONS` where a token means nothing.
         failures: what went wrong on the host, by place in the step.
     """
 
     token_ids: Tensor
     status: Tensor
     failures: dict[int, RowError]
-
-    def error(self, place: int, status: int) -> RowError | None:
-        """Why the token at ``place``, with its value of ``status``, means nothing; or None."""
-        return self.failures.get(place) or REASONS.get(status)
 
 
 @dataclass(slots=True)
@@ -416,6 +411,22 @@ class Sampler:
                 request.output.append(tokens.values[index])
                 if request.guide is not None:
                     request.guide.advance(request.output[-1:])
+
+
+def apply_bitmask(logits: Tensor, words: Tensor) -> Tensor:
+    """Logits of the tokens whose bit is set, in place; the others become minus infinity.
+
+    Args:
+        logits: ``[S, V]``.
+        words: ``[S, B]`` uint8, eight tokens per byte, the lowest bit first; at least V bits per
+            row.
+    """
+    bits = torch.bitwise_left_shift(
+        torch.ones(8, dtype=torch.uint8, device=words.device),
+        torch.arange(8, dtype=torch.uint8, device=words.device),
+    )
+    banned = ((words.unsqueeze(-1) & bits) == 0).flatten(1)
+    return logits.masked_fill_(banned[:, : logits.shape[-1]], -torch.inf)
 
 
 class _HostTokens:
