@@ -43,8 +43,9 @@ def thaw() -> None:
 def keep_freed_memory() -> None:
     """Have glibc's malloc keep what is freed for the next request instead of returning it.
 
-    By default it maps every large tensor anew, whose pages the system must then clear one by one:
-    an RMSNorm of 512 x 576 takes 865 us so, and 90 otherwise. What is free now is returned before.
+    By default it maps tensors beyond a threshold anew, and the system must clear their pages one by
+    one: an RMSNorm of 512 x 576 takes 865 us so, and 90 otherwise. The threshold grows by itself,
+    but the end of the heap is still given back. What is free now is returned before.
     Another libc is left alone.
     """
     if not _claimed:
