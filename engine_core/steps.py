@@ -243,6 +243,7 @@ class EngineStats(NamedTuple):
         prefix_cache_hits: those that were found there.
         num_preemptions: how often a sequence lost its blocks and got a row again.
         last_plan: id of the last plan whose results are in; -1 before the first.
+        timings: histograms, as ``Timings.encode`` of ``engine.timings`` gives them.
     """
 
     running: int = 0
@@ -257,6 +258,7 @@ class EngineStats(NamedTuple):
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
     last_plan: int = -1
+    timings: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager
 from engine_core.engine.pacing import Pacing
 from engine_core.engine.startup import Loaded
 from engine_core.engine.step_stats import StepStats
+from engine_core.engine.timings import Timings
 from engine_core.engine.trace import EngineTrace
 from engine_core.errors import EngineDeadError
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.runner import PendingStep
 from engine_core.scheduler import Sequence
-from engine_core.steps import EngineStats, NewSequence, StepPlan, TokenUpdate
+from engine_core.steps import EngineStats, NewSequence, PlanRow, StepPlan, TokenUpdate
 
 
 class EngineCore:
@@ -52,6 +53,11 @@ class EngineCore:
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._last_plan = -1
+        self._timings = Timings()
+        # When sequences that were never planned came, and when those without a token were planned.
+        self._queued: dict[str, float] = {}
+        self._prefilling: dict[str, float] = {}
+        self._last_end = 0.0
 
     @property
     def has_unfinished(self) -> bool:
@@ -84,6 +90,7 @@ class EngineCore:
             prefix_cache_hits=scheduler.prefix_cache_hits,
             num_preemptions=scheduler.num_preemptions,
             last_plan=self._last_plan,
+            timings=self._timings.encode(),
         )
 
     def add(self, new: NewSequence) -> None:
@@ -107,23 +114,20 @@ class EngineCore:
         self.scheduler.add(sequence)
         self.pacing.arrived()
         self._sequences[new.sequence_id] = sequence
+        self._queued[new.sequence_id] = now = time.monotonic()
         if self.trace is not None:
-            self.trace.added(new, time.monotonic())
+            self.trace.added(sequence, now)
 
     def abort(self, sequence_id: str) -> None:
         """End a sequence; nothing more comes of it. Unknown ids are ignored."""
-        if self._sequences.pop(sequence_id, None) is not None:
+        if self._leave(sequence_id, "abort", time.monotonic()):
             self._aborted += 1
             self.scheduler.abort(sequence_id)
-            if self.trace is not None:
-                self.trace.finished(sequence_id, "abort", time.monotonic())
 
     def finish(self, sequence_id: str, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence whose text says that it is complete. Unknown ids are ignored."""
-        if self._sequences.pop(sequence_id, None) is not None:
+        if self._leave(sequence_id, reason, time.monotonic()):
             self.scheduler.finish(sequence_id, reason, stop_reason)
-            if self.trace is not None:
-                self.trace.finished(sequence_id, reason, time.monotonic())
 
     def step(self) -> list[TokenUpdate]:
         """Submit a step if there is one, and take the results of the oldest in flight if due.
@@ -145,8 +149,9 @@ class EngineCore:
                 self._flight.append((plan, planned, pending))
                 asked = stats.submitted(plan)
                 self._steps += plan.repeat
+                self._timings.count(pending.way, plan.repeat)
                 if plan.admitted:
-                    self._count_admitted(plan)
+                    self._count_admitted(plan, planned)
                 if self.trace is not None:
                     self._trace_submitted(self.trace, plan, pending, (begun, planned, asked))
             if not self._flight or (plan is not None and len(self._flight) <= self.pacing.depth):
@@ -157,12 +162,15 @@ class EngineCore:
             result = pending.result()
             self.pacing.finished(done, planned, early=early)
             ended = stats.waited(done)
+            seconds = ended - max(planned, self._last_end)
+            self._timings.observe(f"step_{done.kind}", seconds / done.repeat, done.repeat)
+            self._last_end = ended
             updates = self.scheduler.update(result)
             self._last_plan = done.step_id
-            self._count_updates(updates)
+            generated = self._count_updates(updates, ended)
             applied = stats.applied()
             if self.trace is not None:
-                self.trace.done(done, updates, (asked, ended, applied), early=early)
+                self.trace.done(done, (asked, ended, applied), generated, early=early)
             return updates
         except Exception as error:
             raise self.fail(error) from error
@@ -227,25 +235,51 @@ class EngineCore:
         pending: PendingStep,
         times: tuple[float, float, float],
     ) -> None:
-        prompts = [
-            row
-            for row in plan.rows
-            if row.num_tokens > 1 or row.start < self._sequences[row.sequence_id].prompt_len
-        ]
+        prompts: list[PlanRow] = []
+        if self._prefilling or plan.kind != "decode":
+            # The last token of a prompt may have a step of its own.
+            prompts = [
+                row
+                for row in plan.rows
+                if row.num_tokens > 1 or row.start < self._sequences[row.sequence_id].prompt_len
+            ]
         load = (len(self._flight), self.scheduler.num_running, self.scheduler.num_waiting)
         trace.submitted(plan, pending, prompts, times, load)
 
-    def _count_admitted(self, plan: StepPlan) -> None:
+    def _count_admitted(self, plan: StepPlan, now: float) -> None:
         for admission in plan.admitted:
-            sequence = self._sequences[admission.sequence_id]
-            if sequence.num_preemptions == 0:
-                self._prompt_tokens += sequence.prompt_len
+            since = self._queued.pop(admission.sequence_id, None)
+            if since is not None:  # else it was preempted, and is back
+                self._timings.observe("queue", now - since)
+                self._prefilling[admission.sequence_id] = now
+                self._prompt_tokens += admission.prompt_len
 
-    def _count_updates(self, updates: Iterable[TokenUpdate]) -> None:
+    def _count_updates(self, updates: Iterable[TokenUpdate], now: float) -> int:
+        """Count what a step brought, and return how many tokens that are."""
+        generated = 0
+        prefilling = self._prefilling
         for update in updates:
-            self._generated_tokens += len(update.new_token_ids)
-            if update.finished:
-                del self._sequences[update.sequence_id]
+            generated += len(update.new_token_ids)
+            if prefilling and update.new_token_ids and update.sequence_id in prefilling:
+                since = prefilling.pop(update.sequence_id)
+                self._timings.observe("prefill", now - since)
+                if self.trace is not None:
+                    self.trace.first(update.sequence_id, now, self._last_plan)
+            if update.finish_reason is not None:
+                self._leave(update.sequence_id, update.finish_reason, now)
+        self._generated_tokens += generated
+        return generated
+
+    def _leave(self, sequence_id: str, reason: str, now: float) -> bool:
+        """Forget a sequence that has ended; False if there is none of this id."""
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is None:
+            return False
+        self._queued.pop(sequence_id, None)
+        self._prefilling.pop(sequence_id, None)
+        if self.trace is not None:
+            self.trace.finished(sequence, reason, now)
+        return True
 
 
 __all__ = ["EngineCore"]

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import abc, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError
-from engine_core.steps import NewSequence, PlanRow, RequestOutput, StepPlan, TokenUpdate
+from engine_core.scheduler import Sequence
+from engine_core.steps import PlanRow, RequestOutput, StepPlan, TokenUpdate
 
 if TYPE_CHECKING:
     from engine_core.runtime.runner import PendingStep
@@ -89,8 +90,8 @@ class SequenceRecord:
         admitted: when it was first planned, and in which step.
         first: when its first token was there, and of which step.
         finished: when it ended, and why.
+        generated: tokens accepted; this and what follows is None until it ends.
         cached_tokens: prompt tokens found in the prefix cache.
-        generated: tokens accepted.
         preemptions: how often it lost its blocks.
     """
 
@@ -101,9 +102,9 @@ class SequenceRecord:
     admitted: tuple[float, int] | None = None
     first: tuple[float, int] | None = None
     finished: tuple[float, str] | None = None
-    cached_tokens: int = 0
-    generated: int = 0
-    preemptions: int = 0
+    generated: int | None = None
+    cached_tokens: int | None = None
+    preemptions: int | None = None
 
 
 class EngineTrace:
@@ -124,16 +125,17 @@ class EngineTrace:
         self._flight: dict[int, StepRecord] = {}
         self._unsent: StepRecord | None = None
 
-    def added(self, new: NewSequence, now: float) -> None:
+    def added(self, sequence: Sequence, now: float) -> None:
         """Take note of a sequence that the engine took."""
-        count = len(new.prompt.token_ids)
-        self.open[new.sequence_id] = SequenceRecord(new.sequence_id, count, new.arrival_time, now)
+        name = sequence.sequence_id
+        record = SequenceRecord(name, sequence.prompt_len, sequence.arrival_time, now)
+        self.open[name] = record
 
     def submitted(
         self,
         plan: StepPlan,
         pending: PendingStep,
-        prompts: Sequence[PlanRow],
+        prompts: abc.Sequence[PlanRow],
         times: tuple[float, float, float],
         load: tuple[int, int, int],
     ) -> None:
@@ -167,8 +169,8 @@ class EngineTrace:
     def done(
         self,
         plan: StepPlan,
-        updates: Sequence[TokenUpdate],
         times: tuple[float, float, float],
+        generated: int,
         *,
         early: bool,
     ) -> None:
@@ -176,8 +178,8 @@ class EngineTrace:
 
         Args:
             plan: the step's.
-            updates: what came of it.
             times: when its result was asked for, was there, and was taken in.
+            generated: tokens accepted of it.
             early: whether the device was done before it was asked for.
         """
         record = self._flight.pop(plan.step_id, None)
@@ -185,19 +187,7 @@ class EngineTrace:
             return
         record.asked, record.done, record.applied = times
         record.sent = record.applied
-        record.early = early
-        for update in updates:
-            record.generated += len(update.new_token_ids)
-            sequence = self.open.get(update.sequence_id)
-            if sequence is None:
-                continue
-            sequence.generated += len(update.new_token_ids)
-            sequence.cached_tokens = update.num_cached_tokens
-            sequence.preemptions = update.num_preemptions
-            if sequence.first is None and update.new_token_ids:
-                sequence.first = (record.done, plan.step_id)
-            if update.finish_reason is not None:
-                self.finished(update.sequence_id, update.finish_reason, record.done)
+        record.early, record.generated = early, generated
         self.dropped += len(self.steps) == self.steps.maxlen
         self.steps.append(record)
         self._unsent = record
@@ -208,11 +198,20 @@ class EngineTrace:
             self._unsent.sent = time.monotonic()
             self._unsent = None
 
-    def finished(self, sequence_id: str, reason: str, now: float) -> None:
+    def first(self, sequence_id: str, now: float, plan_id: int) -> None:
+        """Take note of a sequence's first token, and of the step that gave it."""
+        record = self.open.get(sequence_id)
+        if record is not None:
+            record.first = (now, plan_id)
+
+    def finished(self, sequence: Sequence, reason: str, now: float) -> None:
         """Take note of the end of a sequence."""
-        record = self.open.pop(sequence_id, None)
+        record = self.open.pop(sequence.sequence_id, None)
         if record is not None:
             record.finished = (now, reason)
+            record.generated = sequence.num_output_tokens
+            record.cached_tokens = sequence.num_cached_tokens
+            record.preemptions = sequence.num_preemptions
             self.ended.append(record)
 
 
@@ -289,7 +288,7 @@ class FrontendTrace:
         self.updates: deque[UpdatesRecord] = deque(maxlen=_MOST_STEPS)
         self.outputs: deque[OutputRecord] = deque(maxlen=_MOST_OUTPUTS)
 
-    def received(self, updates: Sequence[TokenUpdate], plan_id: int, received: float) -> None:
+    def received(self, updates: abc.Sequence[TokenUpdate], plan_id: int, received: float) -> None:
         """Take note of a message whose updates were applied."""
         tokens = sum(len(update.new_token_ids) for update in updates)
         now = time.monotonic()
@@ -318,7 +317,7 @@ def check_trace_file(path: Path) -> None:
 def write_trace(
     path: Path,
     engine: EngineTrace | None,
-    frontends: Sequence[FrontendTrace] = (),
+    frontends: abc.Sequence[FrontendTrace] = (),
     *,
     seconds: float | None = None,
 ) -> None:
@@ -357,7 +356,7 @@ class _Writer:
     """Makes events of records. Their ``ts`` are seconds until all are there."""
 
     def __init__(
-        self, engine: EngineTrace, frontends: Sequence[FrontendTrace], seconds: float | None
+        self, engine: EngineTrace, frontends: abc.Sequence[FrontendTrace], seconds: float | None
     ) -> None:
         last = max(
             (
@@ -482,7 +481,7 @@ class _Writer:
         track: str,
         record: SequenceRecord,
         request: RequestRecord | None,
-        events: Sequence[OutputRecord],
+        events: abc.Sequence[OutputRecord],
     ) -> Iterator[dict[str, Any]]:
         finished, reason = record.finished or (self._last, None)
         admitted = (finished, None) if record.admitted is None else record.admitted
@@ -518,7 +517,7 @@ class _Writer:
         yield _async("e", track, "request", end, {})
 
 
-def _instants(track: str, events: Sequence[OutputRecord]) -> Iterator[dict[str, Any]]:
+def _instants(track: str, events: abc.Sequence[OutputRecord]) -> Iterator[dict[str, Any]]:
     for event in events:
         args: dict[str, Any] = {"tokens": event.tokens, "step": event.plan_id}
         if event.written is not None:

@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+
+from engine_core.engine.timings import Timings
 
 if TYPE_CHECKING:
     from engine_core.steps import EngineStats
 
 _FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -59,6 +67,33 @@ class _EngineCollector(Collector):
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"engine_core_{name}", text, value=value)
+        yield from self._timings(Timings(stats.timings))
+
+    def _timings(self, timings: Timings) -> Iterable[Metric]:
+        for name, text in (
+            ("queue", "From the engine's taking a sequence to its first step."),
+            ("prefill", "From a sequence's first step to its first token."),
+        ):
+            buckets, total = timings.histogram(name)
+            yield HistogramMetricFamily(
+                f"engine_core_request_{name}_time_seconds", text, buckets, total
+            )
+        steps = HistogramMetricFamily(
+            "engine_core_step_time_seconds",
+            "From the end of the step before, or its own planning if that was later, to its end.",
+            labels=("kind",),
+        )
+        for kind in ("decode", "prefill", "mixed"):
+            steps.add_metric((kind,), *timings.histogram(f"step_{kind}"))
+        yield steps
+        ways = CounterMetricFamily(
+            "engine_core_steps_by_way",
+            "Steps of the engine, by how they were run.",
+            labels=("way",),
+        )
+        for way, count in timings.steps().items():
+            ways.add_metric((way,), count)
+        yield ways
 
 
 class Metrics:
@@ -96,6 +131,12 @@ class Metrics:
             buckets=_BETWEEN_TOKENS,
             registry=self._registry,
         )
+        self.tokens_per_event = Histogram(
+            "engine_core_tokens_per_event",
+            "Tokens of a sequence that came together, as one event of a stream.",
+            buckets=_TOKENS,
+            registry=self._registry,
+        )
         self.whole = Histogram(
             "engine_core_request_duration_seconds",
             "From a generation request's arrival to its end.",
@@ -125,6 +166,7 @@ class TokenClock:
     def tokens(self, sequence: int, count: int) -> None:
         """``count`` tokens of a sequence came together."""
         now = time.monotonic()
+        self._metrics.tokens_per_event.observe(count)
         last = self._last.get(sequence)
         self._last[sequence] = now
         if self.first is None:

@@ -735,6 +735,7 @@ class FakeCore:
         self.stats_size = stats_size
         self.num_steps = 0
         self.num_in_flight = 0
+        self.trace = None
         self._steps_left = 0
 
     @property
