@@ -337,7 +337,10 @@ def _run(channel: _Channel, core: EngineCore) -> None:
     wait: float | None = _IDLE_SECONDS
     captured, seconds = 0, 0.0
     while True:
+        begin = time.monotonic()
         commands = channel.receive(wait)
+        if wait != 0.0:
+            begin = time.monotonic()  # it may have waited for them
         if not commands and not core.has_unfinished and channel.all_sent:
             if channel.is_receiving:
                 # A command is larger than what the socket holds; its end is on the way.
@@ -368,6 +371,8 @@ def _run(channel: _Channel, core: EngineCore) -> None:
                 channel.send(core.trace)
             else:
                 core.finish(*arguments)
+        if commands and core.trace is not None:
+            core.trace.took(len(commands), begin)
         before = (core.num_steps, core.num_in_flight)
         updates = core.step() if core.has_unfinished else []
         moved = before != (core.num_steps, core.num_in_flight)

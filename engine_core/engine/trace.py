@@ -114,6 +114,7 @@ class EngineTrace:
         steps: those whose results are in, in their order.
         ended: the sequences that ended.
         open: those that have not, by id.
+        commands: when messages with commands were read and followed, and how many these were.
         dropped: steps that were dropped.
     """
 
@@ -121,6 +122,7 @@ class EngineTrace:
         self.steps: deque[StepRecord] = deque(maxlen=_MOST_STEPS)
         self.ended: deque[SequenceRecord] = deque(maxlen=_MOST_STEPS)
         self.open: dict[str, SequenceRecord] = {}
+        self.commands: deque[tuple[float, float, int]] = deque(maxlen=_MOST_STEPS)
         self.dropped = 0
         self._flight: dict[int, StepRecord] = {}
         self._unsent: StepRecord | None = None
@@ -130,6 +132,10 @@ class EngineTrace:
         name = sequence.sequence_id
         record = SequenceRecord(name, sequence.prompt_len, sequence.arrival_time, now)
         self.open[name] = record
+
+    def took(self, commands: int, begin: float) -> None:
+        """Take note of commands that were read from ``begin`` on, and followed."""
+        self.commands.append((begin, time.monotonic(), commands))
 
     def submitted(
         self,
@@ -368,6 +374,7 @@ class _Writer:
         self._start = float("-inf") if seconds is None else last - seconds
         self._last = last
         self._frontends = frontends
+        self._commands = [each for each in engine.commands if each[1] >= self._start]
         self._steps = [record for record in engine.steps if record.sent >= self._start]
         self._sequences = [
             record
@@ -380,6 +387,8 @@ class _Writer:
         yield _named("thread_name", _ENGINE, "host", _HOST)
         yield _named("thread_name", _ENGINE, "device", _DEVICE)
         yield _named("process_name", _REQUESTS, "requests")
+        for begin, end, count in self._commands:
+            yield _slice("commands", _ENGINE, _HOST, begin, end, {"commands": count})
         device_free = float("-inf")
         for record in self._steps:
             yield from self._step(record, device_free)

@@ -39,7 +39,8 @@ class Trace:
         }
         self.host: dict[int, dict[str, Event]] = defaultdict(dict)
         for event in self.events:
-            if event["ph"] == "X" and (event["pid"], event["tid"]) == (1, 1):
+            on_host = event["ph"] == "X" and (event["pid"], event["tid"]) == (1, 1)
+            if on_host and event["name"] != "commands":
                 self.host[event["args"]["step"]][event["name"]] = event
         self.tracks: dict[str, list[Event]] = defaultdict(list)
         for event in self.events:
@@ -196,6 +197,9 @@ def test_server_traces_its_last_seconds(tmp_path: Path) -> None:
             assert output["ts"] >= wait["ts"] + wait["dur"]
     updates = [e for e in trace.events if (e["ph"], e["name"]) == ("X", "updates")]
     assert sum(event["args"]["tokens"] for event in updates) == generated
+    # Two requests of two prompts and one of one, and what takes the trace.
+    commands = [e["args"]["commands"] for e in trace.events if e["name"] == "commands"]
+    assert sum(commands) >= 5 + 1
     arrows = trace.arrows()
     for step, device in trace.steps.items():
         names = [trace.slice_at(event) for event in arrows[f"step {step}"]]
@@ -205,6 +209,22 @@ def test_server_traces_its_last_seconds(tmp_path: Path) -> None:
     for arrow in queued:
         points = sorted(arrow, key=lambda event: str(event["ph"]), reverse=True)
         assert [trace.slice_at(event) for event in points] == ["queue", "plan"]
+
+
+def test_a_server_whose_engine_died_writes_its_own_part(tmp_path: Path) -> None:
+    model, file = write_tiny_model(tmp_path / "model"), tmp_path / "trace.json"
+    options = ["--max-num-seqs", "4", "--max-model-len", "512", "--kv-cache-memory", "16MiB"]
+    body = {"model": "model", "prompt": "fox", "max_tokens": 6, "ignore_eos": True}
+    with ServerProcess(model, *options, "--trace", str(file)) as server:
+        server.wait_ready()
+        done = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        os.kill(server.engine_pid, signal.SIGKILL)
+        assert server.wait() == 1, server.log
+    trace = Trace(file)
+    assert not trace.steps
+    assert trace.tracks.keys() == {f"{done['id']}-0"}
+    updates = [e["args"] for e in trace.events if (e["ph"], e["name"]) == ("X", "updates")]
+    assert sum(each["tokens"] for each in updates) == 6
 
 
 def test_a_trace_holds_no_more_than_the_seconds_asked_for(tmp_path: Path) -> None:
