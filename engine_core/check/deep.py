@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,12 @@ from engine_core.runtime.layer_trace import decoder_layers
 from engine_core.runtime.loader import build_on_meta, load_weights
 from engine_core.runtime.source import open_model
 from engine_core.step_context import BuildContext
+from engine_core.testing.reference import (
+    Prompt,
+    read_golden,
+    transformers_class,
+    without_progress_bars,
+)
 from engine_core.testing.tiny_model import TinyModel
 from engine_core.testing.trace import Recorder, Trace
 
@@ -35,70 +39,21 @@ class NoReferenceError(EngineError):
     """There is no reference for this model, or it cannot be used."""
 
 
-@dataclass(frozen=True, slots=True)
-class GoldenPrompt:
-    """A prompt of a file of golden outputs. T tokens, N of them new.
+def read_golden_file(path: Path) -> tuple[Prompt, ...]:
+    """The prompts of a file of golden outputs, ``expected.json`` with its tensors beside it.
 
-    Attributes:
-        name: for messages.
-        input_ids: the prompt.
-        prefill_logits: ``[T, columns]`` float32.
-        new_tokens: the greedy continuation.
-        columns: the tokens whose logits are given; None for all.
+    Raises:
+        ConfigError: it cannot be read, lacks something, or its prompts are more than tokens.
     """
-
-    name: str
-    input_ids: list[int]
-    prefill_logits: Tensor
-    new_tokens: list[int]
-    columns: list[int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Golden:
-    """A file of golden outputs: ``expected.json`` with ``expected.safetensors`` beside it."""
-
-    path: Path
-    prompts: tuple[GoldenPrompt, ...]
-
-    @classmethod
-    def read(cls, path: Path) -> Golden:
-        """Read the file and the tensors that it names.
-
-        Raises:
-            ConfigError: it cannot be read, lacks something, or its prompts are more than tokens.
-        """
-        from safetensors.torch import load_file
-
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            tensors = load_file(path.with_suffix(".safetensors"))
-            prompts = [_golden_prompt(prompt, values, tensors) for prompt in values["prompts"]]
-        except KeyError as error:
-            raise ConfigError(f"{path} is no file of golden outputs: it has no {error}") from error
-        except Exception as error:  # safetensors and json raise kinds of their own.
-            raise ConfigError(f"{path} cannot be read as golden outputs: {error}") from error
-        if not prompts:
-            raise ConfigError(f"{path} holds no prompts")
-        return cls(path, tuple(prompts))
-
-
-def _golden_prompt(
-    prompt: Mapping[str, Any], values: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> GoldenPrompt:
-    more = sorted(key for key in prompt if "pixel" in key or "image" in key)
-    if more:
-        raise ValueError(f"the prompt {prompt['name']!r} is more than tokens ({', '.join(more)})")
-    partial = "prefill_logits_sub" in prompt
-    return GoldenPrompt(
-        name=str(prompt["name"]),
-        input_ids=[int(token) for token in prompt["input_ids"]],
-        prefill_logits=tensors[
-            prompt["prefill_logits_sub" if partial else "prefill_logits"]
-        ].float(),
-        new_tokens=[int(token) for token in prompt["new_tokens"]],
-        columns=values["logits_token_ids"] if partial else None,
-    )
+    try:
+        prompts = tuple(read_golden(path))
+    except KeyError as error:
+        raise ConfigError(f"{path} is no file of golden outputs: it has no {error}") from error
+    except Exception as error:  # safetensors and json raise kinds of their own.
+        raise ConfigError(f"{path} cannot be read as golden outputs: {error}") from error
+    if not prompts:
+        raise ConfigError(f"{path} holds no prompts")
+    return prompts
 
 
 class DeepModel:
@@ -146,8 +101,8 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(numbers.isfinite().all())
 
 
-def compare_with_golden(model: DeepModel, golden: Golden) -> Comparison:
-    """Logits of each prompt, and its greedy continuation, against a file's.
+def compare_with_golden(model: DeepModel, file: Path, golden: Sequence[Prompt]) -> Comparison:
+    """Logits of each prompt, and its greedy continuation, against those of ``file``.
 
     Raises:
         EngineError: the model cannot be loaded, or the file is of another vocabulary.
@@ -155,32 +110,32 @@ def compare_with_golden(model: DeepModel, golden: Golden) -> Comparison:
     source, ours = model.source, model.load()
     vocab_size = source.model_config.vocab_size
     prompts = []
-    for prompt in golden.prompts:
-        outside = [token for token in prompt.input_ids if not 0 <= token < vocab_size]
+    for prompt in golden:
+        outside = [token for token in prompt.token_ids if not 0 <= token < vocab_size]
         if outside:
             raise NoReferenceError(
-                f"prompt {prompt.name} of {golden.path} has the token {outside[0]}, outside the "
+                f"prompt {prompt.name} of {file} has the token {outside[0]}, outside the "
                 f"vocabulary of {vocab_size}"
             )
-        logits, _ = _trace(ours, prompt.input_ids)
+        logits, _ = _trace(ours, prompt.token_ids)
         if prompt.columns is not None:
             logits = logits[:, prompt.columns]
-        if logits.shape != prompt.prefill_logits.shape:
+        if logits.shape != prompt.prompt_logits.shape:
             raise NoReferenceError(
-                f"prompt {prompt.name} of {golden.path} has logits of shape "
-                f"{list(prompt.prefill_logits.shape)}, the model gives {list(logits.shape)}"
+                f"prompt {prompt.name} of {file} has logits of shape "
+                f"{list(prompt.prompt_logits.shape)}, the model gives {list(logits.shape)}"
             )
-        tokens, _ = ours.greedy(prompt.input_ids, len(prompt.new_tokens))
+        tokens, _ = ours.greedy(prompt.token_ids, len(prompt.new_tokens))
         wrong = [
             index
             for index, (token, expected) in enumerate(zip(tokens, prompt.new_tokens, strict=True))
             if token != expected
         ]
-        parts = (_difference("logits", logits, prompt.prefill_logits),)
+        parts = (_difference("logits", logits, prompt.prompt_logits),)
         prompts.append(
-            _prompt_comparison(prompt.name, prompt.input_ids, parts, wrong[0] if wrong else None)
+            _prompt_comparison(prompt.name, prompt.token_ids, parts, wrong[0] if wrong else None)
         )
-    return _comparison(str(golden.path), prompts)
+    return _comparison(str(file), prompts)
 
 
 def compare_with_transformers(model: DeepModel) -> Comparison:
@@ -191,7 +146,10 @@ def compare_with_transformers(model: DeepModel) -> Comparison:
         EngineError: the model cannot be loaded.
     """
     source = model.source
-    reference_class = _transformers_class(source.checkpoint.hf_config.to_dict())
+    try:
+        reference = transformers_class(source.checkpoint.hf_config.to_dict())
+    except LookupError as error:
+        raise NoReferenceError(f"{error}, so there is nothing to compare with") from error
     ours = model.load()
     model_config = source.model_config
     draw = random.Random(0)
@@ -204,7 +162,7 @@ def compare_with_transformers(model: DeepModel) -> Comparison:
     # Both models in float32 at once would take twice the memory.
     del ours
     gc.collect()
-    theirs = _load_transformers(reference_class, source.checkpoint)
+    theirs = _load_transformers(reference, source.checkpoint)
     layers = decoder_layers(theirs, model_config.num_layers)
     compared = []
     for prompt, (logits, trace) in zip(prompts, traced, strict=True):
@@ -227,42 +185,20 @@ def _trace(model: TinyModel, token_ids: Sequence[int]) -> tuple[Tensor, Trace]:
     return run.logits[0], run.trace(0)
 
 
-def _transformers_class(values: dict[str, Any]) -> tuple[Any, Any]:
-    """transformers' config for ``config.json`` and the class of its causal model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model_type = values.pop("model_type", None)
-    try:
-        config = AutoConfig.for_model(model_type, **values)
-        model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise NoReferenceError(
-            f"transformers has no causal model for model_type {model_type!r}, so there is nothing "
-            "to compare with"
-        ) from error
-    return config, model_class
-
-
 def _load_transformers(reference: tuple[Any, Any], checkpoint: Checkpoint) -> Any:
-    from transformers.utils import logging
-
     config, model_class = reference
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model, loading = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict={name: tensor.float() for name, tensor in checkpoint.weights()},
-            attn_implementation="eager",
-            dtype=torch.float32,
-            output_loading_info=True,
-        )
+        with without_progress_bars():
+            model, loading = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict={name: tensor.float() for name, tensor in checkpoint.weights()},
+                attn_implementation="eager",
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
     except Exception as error:  # It raises a dozen kinds, for what a checkpoint may get wrong.
         raise NoReferenceError(f"transformers cannot load the model: {error}") from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     if loading["missing_keys"]:
         # It would fill them with random numbers.
         raise NoReferenceError(

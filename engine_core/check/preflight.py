@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 import engine_core
-from engine_core.check.deep import DeepModel, Golden, compare_with_golden, compare_with_transformers
+from engine_core.check.deep import (
+    DeepModel,
+    compare_with_golden,
+    compare_with_transformers,
+    read_golden_file,
+)
 from engine_core.check.gpus import NamedGPU, find_gpu
 from engine_core.check.report import (
     HINTS,
@@ -34,10 +40,10 @@ from engine_core.checkpoint import Checkpoint, resolve_model
 from engine_core.configs import CacheSpec, EngineConfig, ModelConfig
 from engine_core.configs.builder import token_ids
 from engine_core.configs.generation import read_recommendation
+from engine_core.engine.frontend import choose_tokenizer
 from engine_core.engine.startup import (
     find_eos_token_ids,
     find_max_model_len,
-    open_tokenizer,
     unread_message,
 )
 from engine_core.errors import (
@@ -67,6 +73,7 @@ from engine_core.runtime.source import (
     read_config,
 )
 from engine_core.step_context import BuildContext
+from engine_core.testing.reference import Prompt
 from engine_core.text import Tokenizer
 
 # Errors that do not prevent loading the model and running it on token ids.
@@ -109,13 +116,13 @@ def check_model(
     if deep and against is not None:
         raise ConfigError("deep compares with transformers, against with a file; give one of them")
     named = None if gpu is None else find_gpu(gpu)
-    golden = None if against is None else Golden.read(Path(against))
+    golden = None if against is None else read_golden_file(Path(against))
     check = _Check(str(path), config or EngineConfig(), memory, named)
     check.run()
     if list_fusions:
         check.ask_fusions()
     if deep or golden is not None:
-        check.compare(golden)
+        check.compare(against, golden or ())
     return check.report(time.perf_counter() - start)
 
 
@@ -192,8 +199,7 @@ class _Check:
             )
             _ = checkpoint.headers  # Those of a .bin file are read only now.
             self.checkpoint = checkpoint
-            return
-        if self.path is not None and self.path.is_dir():
+        if self.checkpoint is None and self.path is not None and self.path.is_dir():
             # The weights are unusable, but more may be said about config and tokenizer.
             with self._collecting():
                 config = self.config.replace(load_format="dummy")
@@ -255,7 +261,9 @@ class _Check:
 
     def _check_tokenizer(self, checkpoint: Checkpoint) -> None:
         with self._collecting():
-            self.tokenizer = open_tokenizer(self.config, checkpoint, self.model_config)
+            self.tokenizer = choose_tokenizer(
+                self.config, lambda: checkpoint.tokenizer_folder, self.model_config
+            )
         tokenizer = self.tokenizer
         if tokenizer is None:
             return
@@ -456,8 +464,8 @@ class _Check:
             for fusion in fusions(self.network, gpu, getattr(torch, self.dtype))
         )
 
-    def compare(self, golden: Golden | None) -> None:
-        """Load the model and compare it with ``golden``, or with transformers if it is None.
+    def compare(self, file: str | Path | None, golden: Sequence[Prompt]) -> None:
+        """Load the model and compare it with ``golden`` of ``file``, or else with transformers.
 
         Skipped if an error found so far would prevent loading.
         """
@@ -475,8 +483,8 @@ class _Check:
                 return
             self.comparison = (
                 compare_with_transformers(model)
-                if golden is None
-                else compare_with_golden(model, golden)
+                if file is None
+                else compare_with_golden(model, Path(file), golden)
             )
         except (CheckpointError, ConfigError) as error:
             self._add(_code(error), "error", str(error))
@@ -530,12 +538,7 @@ class _Check:
             comparison=self.comparison,
             fusions=self.fusions,
             plugins=tuple(
-                PluginInfo(
-                    name=report.name,
-                    distribution=report.distribution,
-                    version=report.version,
-                    error=report.error,
-                )
+                PluginInfo.model_validate(report, from_attributes=True)
                 for report in (self.registry.reports if self.registry else ())
             ),
             seconds=seconds,
@@ -588,7 +591,7 @@ class _Check:
 
     def _collecting(self, code: Code | None = None) -> _Collecting:
         """Collect what the ``with`` block raises, and go on after it."""
-        return _Collecting(self, code)
+        return _Collecting(lambda error: self._add(code or _code(error), "error", str(error)))
 
     @property
     def _family_template(self) -> str | None:
@@ -604,23 +607,19 @@ class _Check:
             self.problems.append(problem)
 
 
+@dataclass(slots=True)
 class _Collecting:
-    """Turns an :class:`EngineError` into a problem of the check."""
+    """Gives an :class:`EngineError` to :attr:`add` instead of raising it."""
 
-    def __init__(self, check: _Check, code: Code | None) -> None:
-        self._check = check
-        self._code = code
+    add: Callable[[EngineError], None]
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
-    ) -> bool:
-        if not isinstance(error, EngineError):
-            return False
-        self._check._add(self._code or _code(error), "error", str(error))
-        return True
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, EngineError):
+            self.add(error)
+        return isinstance(error, EngineError)
 
 
 def _code(error: EngineError) -> Code:

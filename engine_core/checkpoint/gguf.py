@@ -27,19 +27,7 @@ if TYPE_CHECKING:
 _MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
 # Value type -> its struct code.
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 # Elements per call of gguf.dequantize. It processes a whole tensor 16 rows at a time, so that the
 # short rows of a small model cost 2.1 s instead of 0.2 s (135 million elements).
 _CHUNK_ELEMENTS = 65536

@@ -232,8 +232,24 @@ def translate_gguf(
 
     Arguments and errors are those of :func:`convert_gguf`.
     """
+    from engine_core.checkpoint.gguf_tokenizer import special_ids
+
     _check_dtype(dtype)
-    return _translate(path, _adapter(path, adapters), dtype)
+    adapter_class = _adapter(path, adapters)
+    gguf = GGUFFile(path)
+    parts = gguf.metadata.get("split.count", 1)
+    if parts != 1:
+        raise CheckpointError(
+            f"{gguf.path} is one of {parts} parts; join them with 'llama-gguf-split --merge'"
+        )
+    adapter = adapter_class(gguf)
+    dtype = _matrix_dtype(gguf) if dtype == "auto" else dtype
+    ids = special_ids(gguf)
+    return TranslatedGGUF(
+        config={**adapter.config(), **ids, "dtype": dtype},
+        generation_config=ids,
+        weights=GGUFWeights(gguf, adapter, dtype),
+    )
 
 
 def convert_gguf(
@@ -268,7 +284,7 @@ def convert_gguf(
 
     def write(folder: Path) -> None:
         start = time.perf_counter()
-        translated = _translate(path, adapter, dtype)
+        translated = translate_gguf(path, adapters, dtype)
         _write_json(folder / "config.json", translated.config)
         if translated.generation_config:
             _write_json(folder / "generation_config.json", translated.generation_config)
@@ -311,25 +327,6 @@ def _adapter(path: Path, adapters: Mapping[str, type[GGUFAdapter]]) -> type[GGUF
             f"translates; those that can be are: {', '.join(sorted(adapters)) or 'none'}"
         )
     return adapter
-
-
-def _translate(path: Path, adapter_class: type[GGUFAdapter], dtype: str) -> TranslatedGGUF:
-    from engine_core.checkpoint.gguf_tokenizer import special_ids
-
-    gguf = GGUFFile(path)
-    parts = gguf.metadata.get("split.count", 1)
-    if parts != 1:
-        raise CheckpointError(
-            f"{gguf.path} is one of {parts} parts; join them with 'llama-gguf-split --merge'"
-        )
-    adapter = adapter_class(gguf)
-    dtype = _matrix_dtype(gguf) if dtype == "auto" else dtype
-    ids = special_ids(gguf)
-    return TranslatedGGUF(
-        config={**adapter.config(), **ids, "dtype": dtype},
-        generation_config=ids,
-        weights=GGUFWeights(gguf, adapter, dtype),
-    )
 
 
 def _matrix_dtype(gguf: GGUFFile) -> str:

@@ -17,7 +17,7 @@ import struct
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,10 @@ _FORMAT_NAMES = {name: (code, size) for code, (name, size) in _DTYPES.items()}
 class SafetensorsFile:
     """A validated and mapped ``.safetensors`` file.
 
+    Attributes:
+        path: the file.
+        headers: the tensors in the order in which they stand in the file.
+
     Raises:
         CheckpointNotFoundError: the file does not exist.
         CorruptCheckpointError: anything in it contradicts the format or its own size.
@@ -67,7 +71,7 @@ class SafetensorsFile:
         self.path = path
         size = check_regular_file(path)
         self._offsets: dict[str, int] = {}
-        self._headers: dict[str, TensorHeader] = {}
+        self.headers: dict[str, TensorHeader] = {}
         with path.open("rb") as file:
             header, data_start = self._read_header(file.read, size)
             self._check(header, data_start, size)
@@ -82,16 +86,11 @@ class SafetensorsFile:
             self._fd = os.dup(file.fileno())
             weakref.finalize(self, os.close, self._fd)
 
-    @property
-    def headers(self) -> Mapping[str, TensorHeader]:
-        """The tensors in the order in which they stand in the file."""
-        return self._headers
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors in that order, mapped from the file: reading one reads its pages."""
         import torch
 
-        for name, header in self._headers.items():
+        for name, header in self.headers.items():
             dtype = getattr(torch, header.dtype)
             offset = self._offsets[name]
             if header.nbytes == 0:
@@ -182,7 +181,7 @@ class SafetensorsFile:
                 )
             position = end
             self._offsets[name] = data_start + begin
-            self._headers[name] = TensorHeader(name, dtype, shape, self.path, end - begin)
+            self.headers[name] = TensorHeader(name, dtype, shape, self.path, end - begin)
         if position != data_bytes:
             raise CorruptCheckpointError(
                 f"{self.path}: the last {data_bytes - position} bytes belong to no tensor"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine_core.engine.engine import Engine
     from engine_core.engine.llm import LLM
 
-_HOMES = {"Engine": "engine_core.engine.engine", "LLM": "engine_core.engine.llm"}
+_HOMES = {"engine_core.engine.engine": "Engine", "engine_core.engine.llm": "LLM"}
 
 __all__ = ["LLM", "AsyncEngine", "Engine", "Message", "Prompt", "RequestStream"]
 

@@ -9,9 +9,9 @@ from typing import Any
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.core import EngineCore
-from engine_core.engine.frontend import Frontend, Prompt
+from engine_core.engine.frontend import Frontend, Prompt, choose_tokenizer
 from engine_core.engine.interrupts import held_interrupt
-from engine_core.engine.startup import load, open_engine, open_tokenizer
+from engine_core.engine.startup import load, open_engine
 from engine_core.engine.step_stats import StepStats
 from engine_core.errors import RequestError
 from engine_core.runtime.layer_trace import LayerTrace
@@ -44,8 +44,9 @@ class Engine:
         opened = open_engine(model, self.config)
         self.model_config: ModelConfig = opened.source.model_config
         with opened.phases.timed("tokenizer"):
-            self.tokenizer: Tokenizer | None = open_tokenizer(
-                self.config, opened.source.checkpoint, self.model_config
+            checkpoint = opened.source.checkpoint
+            self.tokenizer: Tokenizer | None = choose_tokenizer(
+                self.config, lambda: checkpoint.tokenizer_folder, self.model_config
             )
         loaded = load(opened, self.tokenizer)
         self.startup: Mapping[str, float] = opened.phases

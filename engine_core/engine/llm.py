@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import nullcontext
-from types import TracebackType
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 from rich.console import Console
@@ -59,12 +58,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -290,13 +284,13 @@ class LLM:
     def _run(self, ids: Sequence[str], progress: bool) -> list[RequestOutput]:
         waiting = set(ids)
         # Making a bar takes longer than the rest of what a call does besides its steps.
-        with _Bar(len(ids)) if progress else nullcontext() as bar:
+        with _progress_bar(len(ids)) if progress else nullcontext() as count:
             while waiting:
                 for output in self._step():
                     if output.request_id in waiting and output.finished:
                         waiting.discard(output.request_id)
-                        if bar is not None:
-                            bar.advance(output)
+                        if count is not None:
+                            count(output)
         return [self._inboxes.pop(request_id)[-1] for request_id in ids]
 
     def _stream(self, request_id: str) -> Generator[Any, None, None]:
@@ -315,40 +309,29 @@ class LLM:
             self._drop(request_id)
 
 
-class _Bar:
-    """How many of a call's requests are finished, and the tokens a second, on standard error."""
+@contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[RequestOutput], None]]:
+    """Show finished requests and tokens a second on stderr; yield the function to count one by."""
+    tokens = 0
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}"),
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
+        task = progress.add_task("generating", total=total, speed="")
 
-    def __init__(self, total: int) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[speed]}"),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._task = self._progress.add_task("generating", total=total, speed="")
-        self._tokens = 0
+        def count(output: RequestOutput) -> None:
+            nonlocal tokens
+            tokens += sum(len(completion.token_ids) for completion in output.outputs)
+            elapsed = progress.tasks[0].elapsed or 0.0
+            speed = f"{tokens / elapsed:.0f} tokens/s" if elapsed else ""
+            progress.update(task, advance=1, speed=speed)
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-    def advance(self, output: RequestOutput) -> None:
-        """A request is finished."""
-        self._tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        elapsed = self._progress.tasks[0].elapsed or 0.0
-        speed = f"{self._tokens / elapsed:.0f} tokens/s" if elapsed else ""
-        self._progress.update(self._task, advance=1, speed=speed)
+        yield count
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_core import own_process
-from engine_core.checkpoint import Checkpoint
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.configs.builder import token_ids
 from engine_core.configs.generation import (
@@ -16,7 +15,6 @@ from engine_core.configs.generation import (
     read_recommendation,
     unread_keys,
 )
-from engine_core.engine.frontend import choose_tokenizer
 from engine_core.engine.grammar_source import find_grammar_compiler
 from engine_core.errors import OptionError
 from engine_core.kernels import compiled
@@ -160,13 +158,6 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
         depth=_DEPTH[source.device.type],
         eos_token_ids=opened.eos_token_ids,
     )
-
-
-def open_tokenizer(
-    config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig | None
-) -> Tokenizer | None:
-    """See :func:`choose_tokenizer`; the folder is the checkpoint's."""
-    return choose_tokenizer(config, lambda: checkpoint.tokenizer_folder, model_config)
 
 
 def find_eos_token_ids(

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from engine_core.testing.suite import ConformanceTests
 
 _HOMES = {
-    "ConformanceCase": "engine_core.testing.case",
-    "ConformanceError": "engine_core.testing.case",
-    "ConformanceTests": "engine_core.testing.suite",
+    "engine_core.testing.case": "ConformanceCase ConformanceError",
+    "engine_core.testing.suite": "ConformanceTests",
 }
 
 __all__ = ["ConformanceCase", "ConformanceError", "ConformanceTests"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Prompt:
         prompt_logits: ``[prompt length, vocab]`` float32.
         step_logits: ``[new tokens, vocab]`` float32; row 0 is the prompt's last one.
         trace: of the reference, for the tokens of :attr:`sequence`; None for golden files.
+        columns: the tokens whose logits are given; None for all.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Prompt:
     prompt_logits: Tensor
     step_logits: Tensor
     trace: Trace | None = None
+    columns: list[int] | None = None
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -89,7 +92,9 @@ def prepare(case: ConformanceCase, folder: Path) -> TinyCheckpoint:
             model = case.reference(copy.deepcopy(config)).float().eval()
         _randomise(model)
     if case.reference == "transformers":
-        _save_quietly(model, folder)
+        # It writes the names that published checkpoints have.
+        with without_progress_bars():
+            model.save_pretrained(folder)
     else:
         tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -101,35 +106,15 @@ def prepare(case: ConformanceCase, folder: Path) -> TinyCheckpoint:
     )
 
 
-def _from_transformers(name: str, config: dict[str, Any]) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = dict(config)
-    model_type = values.pop("model_type", None)
+def _from_transformers(name: str, config: Mapping[str, Any]) -> Any:
     try:
-        theirs = AutoConfig.for_model(model_type, **values)
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            theirs, attn_implementation="eager"
-        )
-    except (ValueError, TypeError, AttributeError) as error:
+        theirs, model_class = transformers_class(config)
+        model = model_class._from_config(theirs, attn_implementation="eager")
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise ConformanceError(
-            f"case {name!r}: transformers has no causal model for the config of model_type "
-            f"{model_type!r} ({error}); give golden files or a function as its reference"
+            f"case {name!r}: {error}; give golden files or a function as its reference"
         ) from error
     return model.float().eval()
-
-
-def _save_quietly(model: Any, folder: Path) -> None:
-    """As ``save_pretrained``, which writes names as published checkpoints have them."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        model.save_pretrained(folder)
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _randomise(model: nn.Module) -> None:
@@ -219,18 +204,69 @@ def _golden(folder: Path) -> TinyCheckpoint:
             f"the golden files in {folder} are not all there: no {', '.join(absent)}. A package "
             "that leaves them out of its wheel can be checked from its source"
         )
-    expected = json.loads((folder / "expected.json").read_text(encoding="utf-8"))
-    tensors = load_file(folder / "expected.safetensors")
+    prompts = tuple(read_golden(folder / "expected.json", NEW_TOKENS))
+    return TinyCheckpoint(folder, prompts, f"the golden files in {folder.name}")
 
-    def prompt(entry: Mapping[str, Any]) -> Prompt:
-        new_tokens: Sequence[int] = entry["new_tokens"]
-        return Prompt(
-            name=entry["name"],
-            token_ids=tuple(entry["input_ids"]),
-            new_tokens=tuple(new_tokens[:NEW_TOKENS]),
-            prompt_logits=tensors[entry["prefill_logits"]].float(),
-            step_logits=tensors[entry["step_logits"]].float()[:NEW_TOKENS],
+
+def read_golden(file: Path, count: int | None = None) -> Iterator[Prompt]:
+    """Yield the prompts of a file of golden outputs and of the ``.safetensors`` beside it.
+
+    Args:
+        file: ``expected.json``.
+        count: how many of the new tokens are read; None for all.
+
+    Raises:
+        KeyError: something is not there.
+        ValueError: a prompt is more than tokens.
+    """
+    expected = json.loads(file.read_text(encoding="utf-8"))
+    tensors = load_file(file.with_suffix(".safetensors"))
+    for entry in expected["prompts"]:
+        more = sorted(key for key in entry if "pixel" in key or "image" in key)
+        if more:
+            raise ValueError(
+                f"the prompt {entry['name']!r} is more than tokens ({', '.join(more)})"
+            )
+        suffix = "_sub" if "prefill_logits_sub" in entry else ""
+        steps = entry.get(f"step_logits{suffix}")
+        yield Prompt(
+            name=str(entry["name"]),
+            token_ids=tuple(map(int, entry["input_ids"])),
+            new_tokens=tuple(map(int, entry["new_tokens"][:count])),
+            prompt_logits=tensors[entry[f"prefill_logits{suffix}"]].float(),
+            step_logits=torch.empty(0) if steps is None else tensors[steps].float()[:count],
+            columns=expected["logits_token_ids"] if suffix else None,
         )
 
-    prompts = tuple(prompt(entry) for entry in expected["prompts"])
-    return TinyCheckpoint(folder, prompts, f"the golden files in {folder.name}")
+
+def transformers_class(values: Mapping[str, Any]) -> tuple[Any, Any]:
+    """transformers' config for the content of a ``config.json``, and the class of its causal model.
+
+    Raises:
+        LookupError: transformers has none.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(values)
+    model_type = values.pop("model_type", None)
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+        return config, AutoModelForCausalLM._model_mapping[type(config)]
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise LookupError(
+            f"transformers has no causal model for model_type {model_type!r} ({error})"
+        ) from error
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers from showing progress bars inside the ``with`` block."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

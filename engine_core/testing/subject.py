@@ -144,15 +144,11 @@ class Subject:
         """The checkpoint, opened anew."""
         return open_checkpoint(self.folder)
 
-    def read_config(self) -> ModelConfig:
-        """The config as the family's builder reads it."""
-        return self.family.registry.model_config(HFConfig.from_folder(self.folder), self.folder)
-
     @cached_property
     @blocked_by("config_builder")
     def model_config(self) -> ModelConfig:
-        """As :meth:`read_config`."""
-        return self.read_config()
+        """The config as the family's builder reads it."""
+        return self.family.registry.model_config(HFConfig.from_folder(self.folder), self.folder)
 
     @cached_property
     @blocked_by("config_builder")
