@@ -1,12 +1,6 @@
 """Parsers that split a model's text into content, reasoning and tool calls. No torch."""
 
-from engine_core.parsers.holding import held_back
-from engine_core.parsers.output import (
-    OutputParser,
-    ParserSource,
-    build_output_parser,
-    find_parser_names,
-)
+from engine_core.parsers.output import OutputParser, build_output_parser, find_parser_names
 from engine_core.parsers.reasoning import ReasoningParser, ThinkParser
 from engine_core.parsers.tags import TaggedCallParser
 from engine_core.parsers.tool_choice import calls_or_answer_params, tool_choice_params
@@ -16,6 +10,7 @@ from engine_core.parsers.tools import (
     ParsedDelta,
     ToolCallDelta,
     ToolParser,
+    held_back,
 )
 
 __all__ = [
@@ -23,7 +18,6 @@ __all__ = [
     "CallReader",
     "OutputParser",
     "ParsedDelta",
-    "ParserSource",
     "ReasoningParser",
     "TaggedCallParser",
     "ThinkParser",

@@ -5,37 +5,26 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection
 
-from engine_core.parsers.tools import CallReader, ParsedDelta, ToolCallDelta, ToolParser
+from engine_core.parsers.tools import BufferedToolParser, ParsedDelta, ToolCallDelta, ToolParser
 
 
-class CallListParser(ToolParser):
+class CallListParser(BufferedToolParser):
     """A JSON array of calls, as :func:`tool_choice_params` asks for it where any may be made."""
 
     skip_special_tokens = True
 
-    def __init__(self, functions: Collection[str]) -> None:
-        super().__init__(functions)
-        self._num_calls = 0
-        self._reader: CallReader | None = None
-
-    def feed(self, text: str) -> ParsedDelta:
-        """See :meth:`ToolParser.feed`."""
-        calls: list[ToolCallDelta] = []
-        while text:
-            if self._reader is None:
-                # Brackets, commas and spaces between the calls.
-                begin = text.find("{")
-                if begin < 0:
-                    break
-                text = text[begin:]
-                self._reader = CallReader(self._functions, self._num_calls)
-            used, deltas = self._reader.feed(text)
-            calls.extend(deltas)
-            text = text[used:]
-            if self._reader.ended:
-                self._num_calls += self._reader.called
-                self._reader = None
-        return ParsedDelta(tool_calls=tuple(calls))
+    def _advance(self, content: list[str], calls: list[ToolCallDelta]) -> bool:
+        """See :meth:`BufferedToolParser._advance`."""
+        if self._reader is None:
+            # Brackets, commas and spaces between the calls.
+            self._buffer = self._buffer[self._buffer.find("{") :] if "{" in self._buffer else ""
+            if not self._buffer:
+                return False
+            self._begin_call()
+        if self._read_call(calls) is None:
+            return False
+        self._reader = None
+        return True
 
     def finish(self) -> ParsedDelta:
         """A call that was cut off before its arguments began is neither a call nor content."""

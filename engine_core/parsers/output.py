@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from engine_core.errors import RequestError
 from engine_core.parsers.guided_calls import ArgumentsParser, CallListParser, CallsOrAnswerParser
@@ -12,38 +12,50 @@ from engine_core.parsers.tools import ParsedDelta, ToolParser
 
 if TYPE_CHECKING:
     from engine_core.configs import ModelConfig
+    from engine_core.registry import Registry
 
 
-class OutputParser(Protocol):
-    """Splits the text of one answer, fed in pieces, into its parts.
+class OutputParser:
+    """Splits the text of one answer, fed in pieces, into its parts; without parsers all is content.
+
+    Args:
+        reasoning: reads the reasoning, which comes first.
+        calls: reads the calls in the answer that follows.
 
     Attributes:
         skip_special_tokens: the value of ``SamplingParams.skip_special_tokens`` that keeps the
-            parser's tags in the text.
+            parsers' tags in the text.
     """
 
-    skip_special_tokens: bool
+    def __init__(
+        self, reasoning: ReasoningParser | None = None, calls: ToolParser | None = None
+    ) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+        self.skip_special_tokens = all(
+            parser is None or parser.skip_special_tokens for parser in (reasoning, calls)
+        )
 
     def feed(self, text: str) -> ParsedDelta:
         """Take the next piece of text; return what it added."""
+        reasoning, answer = ("", text) if self._reasoning is None else self._reasoning.feed(text)
+        return self._answer(reasoning, answer)
 
     def finish(self) -> ParsedDelta:
         """Return the text held back; called once, at the end of the text."""
+        reasoning, answer = ("", "") if self._reasoning is None else self._reasoning.finish()
+        begun = self._answer(reasoning, answer)
+        return begun if self._calls is None else begun + self._calls.finish()
 
-
-class ParserSource(Protocol):
-    """Where parsers are found by name: the registry."""
-
-    def tool_parser(self, name: str) -> type:
-        """The class of a tool parser; raises ConfigError for an unknown name."""
-
-    def reasoning_parser(self, name: str) -> type:
-        """The class of a reasoning parser; raises ConfigError for an unknown name."""
+    def _answer(self, reasoning: str, answer: str) -> ParsedDelta:
+        if self._calls is None:
+            return ParsedDelta(answer, reasoning)
+        return ParsedDelta(reasoning=reasoning) + self._calls.feed(answer)
 
 
 def find_parser_names(
     model_config: ModelConfig,
-    source: ParserSource,
+    source: Registry,
     *,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
@@ -67,7 +79,7 @@ def find_parser_names(
 
 def build_output_parser(
     model_config: ModelConfig,
-    source: ParserSource,
+    source: Registry,
     *,
     tools: Tools = None,
     tool_choice: ToolChoice = None,
@@ -81,7 +93,7 @@ def build_output_parser(
 
     Args:
         model_config: names the family's parsers.
-        source: where they are found.
+        source: the plugins, where they are found.
         tools: those of the request, in OpenAI's form.
         tool_choice: that of the request; None is "auto".
         tool_parser: a name that wins over the model's.
@@ -99,11 +111,11 @@ def build_output_parser(
     offered = offered_functions(tools)
     chosen = chosen_function(offered, tool_choice)
     if chosen is not None:
-        return _Combined(None, ArgumentsParser((chosen,)))
+        return OutputParser(calls=ArgumentsParser((chosen,)))
     if tool_choice == "required":
-        return _Combined(None, CallListParser(offered))
+        return OutputParser(calls=CallListParser(offered))
     if guided and not calls_or_answer:
-        return _Combined(None, None)
+        return OutputParser()
     tool_parser = tool_parser or model_config.tool_parser
     reasoning_parser = reasoning_parser or model_config.reasoning_parser
     calls: ToolParser | None = None
@@ -118,41 +130,8 @@ def build_output_parser(
         if calls_or_answer:
             tags = calls.call_tags()
             assert tags is not None, "the text is guided by them"
-            return _Combined(None, CallsOrAnswerParser(calls, tags[0]))
+            return OutputParser(calls=CallsOrAnswerParser(calls, tags[0]))
     reasoning: ReasoningParser | None = None
     if reasoning_parser is not None:
         reasoning = source.reasoning_parser(reasoning_parser)(prompt_end)
-    return _Combined(reasoning, calls)
-
-
-class _Combined:
-    """Reasoning first, then the answer with its calls."""
-
-    def __init__(self, reasoning: ReasoningParser | None, calls: ToolParser | None) -> None:
-        self._reasoning = reasoning
-        self._calls = calls
-        self.skip_special_tokens = all(
-            parser is None or parser.skip_special_tokens for parser in (reasoning, calls)
-        )
-
-    def feed(self, text: str) -> ParsedDelta:
-        """See :meth:`OutputParser.feed`."""
-        reasoning, answer = ("", text) if self._reasoning is None else self._reasoning.feed(text)
-        return self._answer(reasoning, answer)
-
-    def finish(self) -> ParsedDelta:
-        """See :meth:`OutputParser.finish`."""
-        reasoning, answer = ("", "") if self._reasoning is None else self._reasoning.finish()
-        begun = self._answer(reasoning, answer)
-        if self._calls is None:
-            return begun
-        ended = self._calls.finish()
-        return ParsedDelta(
-            begun.content + ended.content, reasoning, begun.tool_calls + ended.tool_calls
-        )
-
-    def _answer(self, reasoning: str, answer: str) -> ParsedDelta:
-        if self._calls is None:
-            return ParsedDelta(answer, reasoning)
-        parsed = self._calls.feed(answer)
-        return ParsedDelta(parsed.content, reasoning, parsed.tool_calls)
+    return OutputParser(reasoning, calls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from engine_core.parsers.holding import held_back
+from engine_core.parsers.tools import held_back
 
 
 class ReasoningParser(ABC):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import ClassVar
 
-from engine_core.parsers.holding import held_back
-from engine_core.parsers.tools import BufferedToolParser, ParsedDelta, ToolCallDelta
+from engine_core.parsers.tools import BufferedToolParser, ParsedDelta, ToolCallDelta, held_back
 
 _BEGINS_JSON = frozenset('{["-0123456789tfn')
 

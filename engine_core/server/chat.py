@@ -39,7 +39,7 @@ from engine_core.server.protocol import CHAT_BODY, ChatBody, Message, Tool
 from engine_core.server.service import Service
 
 if TYPE_CHECKING:
-    from engine_core.steps import CompletionOutput, RequestOutput
+    from engine_core.steps import CompletionOutput
     from engine_core.text import Tokenizer
 
 # Characters of the prompt's end in which a template may open the reasoning.
@@ -244,12 +244,7 @@ class _Chat:
         parser = self._parsers[completion.index]
         parsed = parser.feed(completion.text) if completion.text else ParsedDelta()
         if completion.finish_reason is not None:
-            rest = parser.finish()
-            parsed = ParsedDelta(
-                parsed.content + rest.content,
-                parsed.reasoning + rest.reasoning,
-                parsed.tool_calls + rest.tool_calls,
-            )
+            parsed += parser.finish()
         for call in parsed.tool_calls:
             if call.name is not None:
                 self._last_call[completion.index] = []
@@ -347,7 +342,16 @@ class _Chat:
     async def _whole(self, generation: Generation) -> Response:
         answers = [_Answer() for _ in self._parsers]
         async for _, output in generation.outputs():
-            self._collect(output, answers)
+            for completion in output.outputs:
+                answer = answers[completion.index]
+                answer.add(self._parse(completion))
+                answer.token_ids += completion.token_ids
+                logprobs = self._logprobs(completion)
+                if logprobs is not None:
+                    answer.logprobs += logprobs["content"]
+                if completion.finish_reason is not None:
+                    answer.finish_reason = self._finish_reason(completion)
+                    answer.stop_reason = completion.stop_reason
         choices = []
         for index, answer in enumerate(answers):
             choice: dict[str, Any] = {
@@ -368,18 +372,6 @@ class _Chat:
         if self._service.settings.log_prompts:
             self._context.details["outputs"] = [choice["message"] for choice in choices]
         return Response(encode(made), media_type="application/json")
-
-    def _collect(self, output: RequestOutput, answers: list[_Answer]) -> None:
-        for completion in output.outputs:
-            answer = answers[completion.index]
-            answer.add(self._parse(completion))
-            answer.token_ids += completion.token_ids
-            logprobs = self._logprobs(completion)
-            if logprobs is not None:
-                answer.logprobs += logprobs["content"]
-            if completion.finish_reason is not None:
-                answer.finish_reason = self._finish_reason(completion)
-                answer.stop_reason = completion.stop_reason
 
 
 def _special_tokens(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, int]:

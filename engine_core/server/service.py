@@ -20,7 +20,7 @@ from engine_core.text.token_bytes import SPECIAL
 
 if TYPE_CHECKING:
     from engine_core.engine.async_engine import AsyncEngine
-    from engine_core.parsers import ParserSource
+    from engine_core.registry import Registry
     from engine_core.steps import EngineStats
 
 Result = TypeVar("Result")
@@ -49,7 +49,7 @@ class Service:
         self.created = now()
         self.in_flight = 0
         self._engine: AsyncEngine | None = None
-        self._parsers: ParserSource | None = None
+        self._parsers: Registry | None = None
         self._token_bytes: Sequence[bytes] | None = None
         self._draining = False
         self.metrics = Metrics(self._stats)
@@ -74,7 +74,7 @@ class Service:
         """Why the engine stopped, if it did."""
         return None if self._engine is None else self._engine.dead
 
-    def attach(self, engine: AsyncEngine, parsers: ParserSource) -> None:
+    def attach(self, engine: AsyncEngine, parsers: Registry) -> None:
         """The model is loaded; requests are taken from now on."""
         self._engine = engine
         self._parsers = parsers
@@ -101,7 +101,7 @@ class Service:
         raise unavailable("the model is being loaded; try again soon", "loading")
 
     @property
-    def parsers(self) -> ParserSource:
+    def parsers(self) -> Registry:
         """The registry that has the parsers of tool calls and reasoning."""
         assert self._parsers is not None, "it comes with the engine"
         return self._parsers
