@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine_core.bench.workloads import BATCHES, MIX
-from engine_core.cli.command import OptionGroup, command
+from engine_core.cli.command import Model, OptionGroup, command, flag, startup_line
 from engine_core.configs import EngineConfig
 
 if TYPE_CHECKING:
@@ -56,15 +56,15 @@ def _resolve(workload: _Workload, given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name not in values:
             users = ", ".join(other for other, taken in _DEFAULTS.items() if name in taken)
-            flag = f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(f"{flag} is not for the {workload} workload, but: {users}")
+            raise typer.BadParameter(
+                f"{flag(name)} is not for the {workload} workload; it is for {users}"
+            )
         values[name] = value
     for name in ("prompt_len", "output_len"):
         if name in values:
             values[name] = _range(name, values[name])
             if workload is _Workload.LATENCY and values[name][0] != values[name][1]:
-                flag = f"--{name.replace('_', '-')}"
-                raise typer.BadParameter(f"{flag}: a range is for the throughput workload")
+                raise typer.BadParameter(f"{flag(name)}: a range is for the throughput workload")
     return values
 
 
@@ -74,8 +74,8 @@ def _range(name: str, text: str) -> tuple[int, int]:
     low, high = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
     if not 1 <= low <= high:
         raise typer.BadParameter(
-            f"--{name.replace('_', '-')}: wants a number of tokens like 512, or a range like "
-            f"100-1024, got {text!r}"
+            f"{flag(name)}: wants a number of tokens like 512, or a range like 100-1024, got "
+            f"{text!r}"
         )
     return low, high
 
@@ -174,9 +174,8 @@ def _print_report(report: BenchReport) -> None:
     # On a CPU in this process, submitting a step computes it.
     computes = report.device.startswith("cpu") and report.settings["tensor_parallel_size"] == 1
     console = Console(highlight=False, soft_wrap=True)
-    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report.startup.items())
     console.print(f"{report.model}: {report.architecture}, {report.dtype} on {report.device}")
-    console.print(f"start-up {sum(report.startup.values()):.2f} s ({phases})")
+    console.print(startup_line(report.startup))
     for measured in report.measurements:
         console.print(
             f"\n{report.workload}: {_count(measured.num_requests, 'request')}, "
@@ -223,14 +222,12 @@ def _run(llm: LLM, workload: _Workload, values: Mapping[str, Any], seed: int) ->
 
 @command(ENGINE_OPTIONS)
 def bench(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file or hub id.")
-    ],
+    model: Model,
     workload: Annotated[
         _Workload,
         typer.Option(
             help="latency: requests of one shape that begin together; throughput: many of mixed "
-            "lengths; shared: what all engines are compared by."
+            "lengths; shared: the workloads that all engines are compared by."
         ),
     ] = _Workload.LATENCY,
     prompt_len: Annotated[
@@ -243,14 +240,14 @@ def bench(
         str | None,
         typer.Option(
             metavar="N|LOW-HIGH",
-            help="Tokens generated for one (default: 128; throughput: 100-1024).",
+            help="Tokens generated for each prompt (default: 128; throughput: 100-1024).",
         ),
     ] = None,
     batch_size: Annotated[
         list[int] | None,
         typer.Option(
             min=1,
-            help="Requests that begin together, of latency and shared (default: 1; shared: "
+            help="Requests that begin together, for latency and shared (default: 1; shared: "
             f"{', '.join(map(str, BATCHES))}). May be given again.",
         ),
     ] = None,
@@ -258,12 +255,12 @@ def bench(
         int | None,
         typer.Option(
             min=0,
-            help="Requests of throughput, or of shared's mix, where 0 leaves it out (default: 64; "
-            f"shared: {MIX}).",
+            help="Requests of the throughput workload, or of shared's mix (default: 64; shared: "
+            f"{MIX}); 0 leaves the mix out.",
         ),
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Runs that are counted (default: 5; throughput: 3).")
+        int | None, typer.Option(min=1, help="Measured runs (default: 5; throughput: 3).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     trace: Annotated[

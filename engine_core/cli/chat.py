@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_core.cli.answer import Answer
-from engine_core.cli.command import OptionGroup, command, parsed, repeats
-from engine_core.cli.remote import RemoteModel
+from engine_core.cli.command import OptionGroup, command, flag, parsed, repeats
+from engine_core.cli.remote import Answer, RemoteModel
 from engine_core.configs import EngineConfig, SamplingParams
 from engine_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
 
 if TYPE_CHECKING:
-    from engine_core import LLM, RequestOutput
+    from engine_core import LLM
 
 ENGINE_OPTIONS = OptionGroup(EngineConfig)
 # Fields that make no sense for a single streamed answer; --seed is the engine's.
@@ -106,13 +105,7 @@ class _LocalModel:
         self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams
     ) -> Generator[Answer, None, None]:
         """Answer ``messages``; yields the whole answer so far after each step."""
-        outputs = self._llm.stream_chat(messages, sampling)
-        return self._answers(outputs)
-
-    def _answers(
-        self, outputs: Generator[RequestOutput, None, None]
-    ) -> Generator[Answer, None, None]:
-        with contextlib.closing(outputs):
+        with contextlib.closing(self._llm.stream_chat(messages, sampling)) as outputs:
             for output in outputs:
                 made = output.outputs[0]
                 yield Answer(made.text, len(made.token_ids), made.finish_reason, made.error)
@@ -402,9 +395,8 @@ def chat(
     chosen = SAMPLING_OPTIONS.build(options)  # a wrong value is found before the model is loaded
     given = SAMPLING_OPTIONS.given(options)
     if url is not None:
-        of_engine = [f"--{name.replace('_', '-')}" for name in ENGINE_OPTIONS.given(options)]
         # Its seed is that of the requests, as offline.
-        of_engine = [name for name in of_engine if name != "--seed"]
+        of_engine = [flag(name) for name in ENGINE_OPTIONS.given(options) if name != "seed"]
         if of_engine:
             raise typer.BadParameter(
                 f"{', '.join(of_engine)}: set when the server is started; leave out with --url"

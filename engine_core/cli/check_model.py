@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_core.cli.command import OptionGroup, command
+from engine_core.cli.command import Model, OptionGroup, command
 from engine_core.configs import EngineConfig
 from engine_core.configs.engine import parse_bytes
 from engine_core.errors import ConfigError
@@ -123,9 +123,7 @@ def _lines(report: CheckReport) -> list[str]:
 
 @command(ENGINE_OPTIONS)
 def check_model(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file or hub id.")
-    ],
+    model: Model,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     memory: Annotated[
         str | None,

@@ -20,7 +20,18 @@ from engine_core.errors import ConfigError, EngineError
 
 Config = TypeVar("Config", bound=FrozenConfig)
 
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file or hub id.")
+]
+"""The model that a command runs."""
+
 _METAVARS = {int: "INTEGER", float: "FLOAT", str: "TEXT", Bytes: "SIZE", Path: "FILE"}
+
+
+def startup_line(phases: Mapping[str, float]) -> str:
+    """Seconds that loading took, as a whole and by phase."""
+    each = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
+    return f"start-up {sum(phases.values()):.2f} s ({each})"
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -86,7 +97,8 @@ def _help(field: FieldInfo, own_default: Any) -> str:
     return f"{text} (default: {shown})"
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """The option of a field."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -127,7 +139,7 @@ class OptionGroup(Generic[Config]):
 
     def _parameter(self, name: str, field: FieldInfo) -> inspect.Parameter:
         kind: Any = str
-        flags, metavar = _flag(name), None
+        flags, metavar = flag(name), None
         if field.annotation is bool:
             kind, flags = bool, f"{flags}/--no-{flags[2:]}"
         else:
@@ -156,7 +168,7 @@ class OptionGroup(Generic[Config]):
                 try:
                     values[name] = json.loads(value)
                 except ValueError as error:
-                    raise typer.BadParameter(f"{_flag(name)}: not JSON: {error}") from None
+                    raise typer.BadParameter(f"{flag(name)}: not JSON: {error}") from None
             elif value == "none" and _takes_none(field):
                 values[name] = None
             else:
@@ -173,7 +185,7 @@ class OptionGroup(Generic[Config]):
             return self._model(**{**self._defaults, **self.given(options)})
         except ConfigError as error:
             message = error.named(
-                lambda place: ".".join((_flag(place.split(".")[0]), *place.split(".")[1:]))
+                lambda place: ".".join((flag(place.split(".")[0]), *place.split(".")[1:]))
             )
             raise typer.BadParameter(message) from None
 

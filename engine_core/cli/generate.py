@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
-import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic_core import to_json
 
-from engine_core.cli.command import OptionGroup, command
+from engine_core.cli.command import Model, OptionGroup, command, startup_line
 from engine_core.cli.trace_layers import traced_layers
 from engine_core.configs import EngineConfig, SamplingParams
 
@@ -100,17 +99,6 @@ def _print_all(results: Sequence[RequestOutput], as_ids: bool) -> None:
             print(f"[{label}] {_shown(completion, as_ids)}\n")
 
 
-def _finite(value: Any) -> Any:
-    """``value`` with null for numbers that JSON cannot express (NaN, infinity)."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
 def _as_json(result: RequestOutput) -> str:
     values = dataclasses.asdict(result)
     metrics = result.metrics
@@ -120,7 +108,8 @@ def _as_json(result: RequestOutput) -> str:
         "num_cached_tokens": metrics.num_cached_tokens,
         "num_preemptions": metrics.num_preemptions,
     }
-    return json.dumps(_finite(values), ensure_ascii=False)
+    # JSON cannot express NaN and infinity.
+    return to_json(values, inf_nan_mode="null").decode()
 
 
 def _since(end: float | None, start: float | None) -> float | None:
@@ -151,11 +140,6 @@ def _statistics(results: Sequence[RequestOutput]) -> str:
     if seconds > 0 and count > 0:
         parts.append(f"{count / seconds:.1f} tokens/s")
     return ", ".join(parts)
-
-
-def _startup(phases: Mapping[str, float]) -> str:
-    each = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
-    return f"start-up {sum(phases.values()):.2f} s ({each})"
 
 
 def _run(
@@ -195,9 +179,7 @@ def _check_can_trace(prompts: Sequence[Prompt], config: EngineConfig) -> None:
 
 @command(SAMPLING_OPTIONS, ENGINE_OPTIONS)
 def generate(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file or hub id.")
-    ],
+    model: Model,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPT", help="Prompts; - is all of standard input."),
@@ -254,7 +236,7 @@ def generate(
             as_json=as_json,
             as_ids=config.skip_tokenizer_init,
         )
-        typer.echo(f"{_statistics(results)}\n{_startup(llm.startup)}", err=True)
+        typer.echo(f"{_statistics(results)}\n{startup_line(llm.startup)}", err=True)
     failed = False
     for number, result in enumerate(results, 1):
         for completion in result.outputs:

@@ -7,12 +7,29 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from engine_core.cli.answer import Answer
 from engine_core.errors import EngineError, RequestError
 
 _TIMEOUT = 600.0  # seconds without a byte
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer to a chat message so far, from a model here or on a server.
+
+    Attributes:
+        text: its text.
+        num_tokens: tokens generated.
+        finish_reason: "stop", "length" or "error"; None while it goes on.
+        error: what went wrong if the reason is "error".
+    """
+
+    text: str = ""
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
 
 
 class RemoteModel:

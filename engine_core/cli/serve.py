@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine_core.cli.command import OptionGroup, command
+from engine_core.cli.command import Model, OptionGroup, command
 from engine_core.configs import EngineConfig
 from engine_core.server.settings import ServerSettings
 
@@ -30,17 +30,15 @@ def _read_keys(file: Path) -> list[str]:
 
 @command(SERVER_OPTIONS, ENGINE_OPTIONS)
 def serve(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file or hub id.")
-    ],
+    model: Model,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TEXT",
             envvar="ENGINE_CORE_API_KEY",
             show_envvar=True,
-            help="Key that requests must have; anyone may ask if there is none. May be given "
-            "again. Other users of this machine can see it; rather use the environment or a file.",
+            help="Key that requests must send; without one anyone may send requests. May be given "
+            "again. Other users of this machine can see it: prefer the environment or a file.",
         ),
     ] = None,
     api_key_file: Annotated[

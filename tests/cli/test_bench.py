@@ -180,7 +180,7 @@ def test_too_long_is_an_error() -> None:
     [
         (
             ["--num-requests", "4"],
-            "--num-requests is not for the latency workload, but: throughput",
+            "--num-requests is not for the latency workload; it is for throughput",
         ),
         (
             ["--workload", "throughput", "--batch-size", "4"],
