@@ -19,18 +19,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BeamSearchParams": "engine_core.configs",
-    "AsyncEngine": "engine_core.engine",
-    "API_VERSION": "engine_core.registry.hookspecs",
-    "CompletionOutput": "engine_core.steps",
-    "Engine": "engine_core.engine",
-    "EngineConfig": "engine_core.configs",
-    "GuidedParams": "engine_core.configs",
-    "LLM": "engine_core.engine",
-    "Logprob": "engine_core.steps",
-    "RequestOutput": "engine_core.steps",
-    "SamplingParams": "engine_core.configs",
-    "hookimpl": "engine_core.registry.hookspecs",
+    "engine_core.configs": "BeamSearchParams EngineConfig GuidedParams SamplingParams",
+    "engine_core.engine": "AsyncEngine Engine LLM",
+    "engine_core.registry.hookspecs": "API_VERSION hookimpl",
+    "engine_core.steps": "CompletionOutput Logprob RequestOutput",
 }
 
 __all__ = [

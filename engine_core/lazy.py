@@ -9,9 +9,15 @@ from typing import Any
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str]
+    package: str, names_by_module: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package``, for the module that each name lives in."""
+    """``__getattr__`` and ``__dir__`` of ``package`` for the names that its modules define.
+
+    Args:
+        package: its dotted name.
+        names_by_module: a module's dotted name to the names in it, separated by spaces.
+    """
+    homes = {name: module for module, names in names_by_module.items() for name in names.split()}
 
     def get(name: str) -> Any:
         if name not in homes:
@@ -20,10 +26,7 @@ def lazy_names(
         setattr(sys.modules[package], name, value)
         return value
 
-    def names() -> list[str]:
+    def listed() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})
 
-    return get, names
-
-
-__all__ = ["lazy_names"]
+    return get, listed

@@ -20,12 +20,8 @@ if TYPE_CHECKING:
     from engine_core.bench.report import BenchReport, Measurement
 
 _HOMES = {
-    "BenchReport": "engine_core.bench.report",
-    "Measurement": "engine_core.bench.report",
-    "make_report": "engine_core.bench.measure",
-    "measure_latency": "engine_core.bench.measure",
-    "measure_shared": "engine_core.bench.measure",
-    "measure_throughput": "engine_core.bench.measure",
+    "engine_core.bench.measure": "make_report measure_latency measure_shared measure_throughput",
+    "engine_core.bench.report": "BenchReport Measurement",
 }
 
 __all__ = [

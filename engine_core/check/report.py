@@ -29,8 +29,8 @@ HINTS = {
     "generation-config-invalid": "Correct the key that is named, or remove it.",
     "generation-config-unread": "Remove the key to say that it is not wanted.",
     "length-cut": "Give the cache more memory, or set max_model_len to accept the shorter length.",
-    "memory-cache-too-small": "Give more memory, or set max_model_len as low as the message says, "
-    "if it does.",
+    "memory-cache-too-small": "Give more memory, or set max_model_len to the length that fits, "
+    "if the message names one.",
     "memory-weights-too-large": "Take a smaller dtype, a smaller model, more memory or more GPUs.",
     "option-invalid": "Change the option that is named.",
     "plugin-broken": "Reinstall or remove the plugin; the others work without it.",

@@ -91,7 +91,7 @@ class DiskCache:
     def _evict(self, keep: Path) -> None:
         root = keep.parent
         entries: list[tuple[float, int, Path]] = []
-        for folder in _folders(root):
+        for folder in root.glob("*/"):
             with contextlib.suppress(OSError):
                 used = folder.stat().st_mtime
                 if not folder.name.startswith(_TRASH_PREFIX):
@@ -166,13 +166,6 @@ def _is_whole(entry: Path) -> bool:
         return all((entry / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def _folders(root: Path) -> list[Path]:
-    try:
-        return [path for path in root.iterdir() if path.is_dir()]
-    except OSError:
-        return []
 
 
 @functools.cache

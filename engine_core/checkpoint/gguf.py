@@ -193,7 +193,7 @@ class _Reader:
         for _ in range(count):
             key = self._string("a key")
             if key in seen:
-                raise CorruptCheckpointError(f"{self.path}: the key {key!r} stands twice")
+                raise CorruptCheckpointError(f"{self.path}: the key {key!r} is given twice")
             seen.add(key)
             yield key, self._value(self._unpack("I", f"the type of {key}"), key)
 
@@ -222,7 +222,9 @@ class _Reader:
                     f"{where}: rows of {dims[0]} are no whole blocks of {type_.name} ({block})"
                 )
             if offset % alignment:
-                raise CorruptCheckpointError(f"{where} begins at {offset}, off the alignment")
+                raise CorruptCheckpointError(
+                    f"{where} begins at {offset}, which is no multiple of the alignment {alignment}"
+                )
             nbytes = math.prod(dims) // block * block_bytes
             if start + offset + nbytes > self.size:
                 raise CorruptCheckpointError(
@@ -239,7 +241,7 @@ class _Reader:
         end = 0
         for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
             if tensor.name in names:
-                raise CorruptCheckpointError(f"{self.path}: tensor {tensor.name!r} stands twice")
+                raise CorruptCheckpointError(f"{self.path}: tensor {tensor.name!r} is given twice")
             names.add(tensor.name)
             if tensor.offset < end:
                 raise CorruptCheckpointError(

@@ -261,7 +261,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
         (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{twice!r} stands twice")
+        raise ValueError(f"the key {twice!r} is given twice")
     return values
 
 

@@ -18,34 +18,22 @@ if TYPE_CHECKING:
         CacheTensor,
         KVCacheSpec,
     )
-    from engine_core.configs.engine import EngineConfig
+    from engine_core.configs.engine import EngineConfig, SchedulerConfig
     from engine_core.configs.hf_config import HFConfig
     from engine_core.configs.model import ModelConfig
     from engine_core.configs.rope import longest_sequence, refuse_partial_rotary, rope_keys
     from engine_core.configs.sampling import BeamSearchParams, GuidedParams, SamplingParams
-    from engine_core.configs.scheduler import SchedulerConfig
     from engine_core.configs.tokenizer import SentencePieceFormat
 
 _HOMES = {
-    "BeamSearchParams": "engine_core.configs.sampling",
-    "CacheConfig": "engine_core.configs.cache",
-    "CacheGroup": "engine_core.configs.cache",
-    "CacheSpec": "engine_core.configs.cache",
-    "CacheTensor": "engine_core.configs.cache",
-    "ConfigBuilder": "engine_core.configs.builder",
-    "DefaultConfigBuilder": "engine_core.configs.builder",
-    "EngineConfig": "engine_core.configs.engine",
-    "GuidedParams": "engine_core.configs.sampling",
-    "HFConfig": "engine_core.configs.hf_config",
-    "KVCacheSpec": "engine_core.configs.cache",
-    "ModelConfig": "engine_core.configs.model",
-    "SamplingParams": "engine_core.configs.sampling",
-    "SchedulerConfig": "engine_core.configs.scheduler",
-    "SentencePieceFormat": "engine_core.configs.tokenizer",
-    "check_kinds": "engine_core.configs.builder",
-    "longest_sequence": "engine_core.configs.rope",
-    "refuse_partial_rotary": "engine_core.configs.rope",
-    "rope_keys": "engine_core.configs.rope",
+    "engine_core.configs.builder": "ConfigBuilder DefaultConfigBuilder check_kinds",
+    "engine_core.configs.cache": "CacheConfig CacheGroup CacheSpec CacheTensor KVCacheSpec",
+    "engine_core.configs.engine": "EngineConfig SchedulerConfig",
+    "engine_core.configs.hf_config": "HFConfig",
+    "engine_core.configs.model": "ModelConfig",
+    "engine_core.configs.rope": "longest_sequence refuse_partial_rotary rope_keys",
+    "engine_core.configs.sampling": "BeamSearchParams GuidedParams SamplingParams",
+    "engine_core.configs.tokenizer": "SentencePieceFormat",
 }
 
 __all__ = [

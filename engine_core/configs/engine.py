@@ -1,4 +1,4 @@
-"""The engine's settings."""
+"""The engine's settings, and the limits that its scheduler keeps."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class EngineConfig(FrozenConfig):
     hf_overrides: dict[str, Any] = Field(default_factory=dict)
     """Keys of config.json to replace, as JSON."""
     tokenizer: str | None = Field(default=None, min_length=1)
-    """Folder with another tokenizer than the model's."""
+    """Folder or hub id of a tokenizer to use in place of the model's."""
     skip_tokenizer_init: bool = False
     """Read no tokenizer: prompts and results are token ids."""
     max_model_len: Annotated[int | None, Field(gt=0), _Number] = None
     """Longest sequence, prompt and output together; the model's own if not set."""
     max_num_seqs: Annotated[int, Field(gt=0), _Number] = 256
-    """Sequences that run at once."""
+    """Most sequences that run at once."""
     max_num_batched_tokens: Annotated[int, Field(gt=0), _Number] = 2048
     """Prompt tokens computed in one step; longer prompts are chunked."""
     block_size: Annotated[int | None, Field(gt=0), _Number] = None
@@ -77,7 +77,7 @@ class EngineConfig(FrozenConfig):
     kv_cache_memory: Annotated[Bytes | None, Field(gt=0), _Number] = None
     """Bytes for the KV cache, like 4GiB; a share of what is free if not set."""
     swap_space: Annotated[Bytes, Field(ge=0), _Number] = 0
-    """Bytes of host memory a rank, like 4GiB, for the KV cache of preempted sequences; with 0 it is
+    """Host memory per rank, like 4GiB, that keeps the KV cache of preempted sequences; with 0 it is
     computed again."""
     enable_prefix_caching: bool = True
     """Share the cached blocks of equal prompt beginnings."""
@@ -89,14 +89,14 @@ class EngineConfig(FrozenConfig):
     tensor_parallel_size: Annotated[int, Field(gt=0), _Number] = 1
     """Processes, or GPUs, that share the model."""
     quantization: str | None = Field(default=None, min_length=1)
-    """Fewer bits a weight. On a CPU int8 or int4 at load, or gguf for a GGUF file's own; packages
-    may add names."""
+    """Store weights with fewer bits. On a CPU: int8 or int4, made at load, or gguf to keep a GGUF
+    file's blocks. Packages may add names."""
     seed: Annotated[int, Field(ge=0, lt=2**63), _Number] = 0
     """Seed of dummy weights and of requests without one."""
     custom_module_map: Paths = ()
     """Python files with MODULE_MAP and CONFIG_BUILDERS; run with your rights."""
     plugin_errors: Literal["report", "strict"] = "report"
-    """A broken plugin is reported and skipped, or raises."""
+    """Whether a broken plugin is reported and skipped, or (strict) its error is raised."""
 
     @model_validator(mode="after")
     def _one_tokenizer_or_none(self) -> Self:
@@ -115,3 +115,23 @@ class EngineConfig(FrozenConfig):
                 f"the batch: set tensor_parallel_size to 1, not {self.tensor_parallel_size}"
             )
         return self
+
+
+class SchedulerConfig(FrozenConfig):
+    """Limits that the scheduler keeps.
+
+    Attributes:
+        max_num_seqs: rows of the persistent batch: sequences that run at once.
+        max_num_batched_tokens: tokens of prompts computed in one step. Each running sequence may
+            add the one token that it decodes, so that a step has at most
+            ``max_num_batched_tokens + max_num_seqs``.
+        max_model_len: tokens of one sequence, prompt and output together.
+        max_repeat: how often one plan may be replayed when every row decodes.
+        num_swap_blocks: blocks of host memory a cache group, for what preempted sequences held.
+    """
+
+    max_num_seqs: int = Field(gt=0)
+    max_num_batched_tokens: int = Field(gt=0)
+    max_model_len: int = Field(gt=0)
+    max_repeat: int = Field(default=1, gt=0)
+    num_swap_blocks: int = Field(default=0, ge=0)

@@ -6,12 +6,13 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 from engine_core.errors import CheckpointNotFoundError, CorruptCheckpointError
 
 
-class HFConfig:
+class HFConfig(SimpleNamespace):
     """The keys of a ``config.json`` as attributes; nothing added, nothing renamed.
 
     It stands where other engines put a ``transformers.PretrainedConfig``, because importing that
@@ -70,23 +71,6 @@ class HFConfig:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.__dict__)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HFConfig) and self.__dict__ == other.__dict__
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(self.__dict__)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.to_dict()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-    def __repr__(self) -> str:
-        return f"HFConfig({self.__dict__!r})"
 
     def to_dict(self) -> dict[str, Any]:
         """A deep copy of all keys."""

@@ -138,9 +138,9 @@ class SamplingParams(FrozenConfig):
     top_k: Annotated[int, Field(ge=-1), _Number] = 0
     """Only the k most probable tokens; 0 or -1 for all."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), _Number] = 1.0
-    """Only the smallest set of most probable tokens whose probability reaches it."""
+    """Only the fewest most probable tokens whose probabilities add up to at least this."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0), _Number] = 0.0
-    """Only tokens at least this many times as probable as the most probable one."""
+    """Only tokens with at least this fraction of the most probable one's probability."""
     repetition_penalty: Annotated[float, Field(gt=0.0), _Number] = 1.0
     """Divides the positive logits of tokens in the prompt and the output, and multiplies the
     negative ones."""
@@ -151,16 +151,16 @@ class SamplingParams(FrozenConfig):
     logit_bias: dict[int, _Bias] = Field(default={})
     """Added to the logits: token id to a number from -100 to 100."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Only these tokens, the end of sequence too only if named."""
+    """Only these tokens; name the end of sequence too if it may come."""
     bad_words: tuple[str | _TokenSequence, ...] = ()
-    """Never these words, nor the same after a space."""
+    """Words that must not be generated, neither as written nor after a space."""
     seed: Annotated[int | None, Field(ge=0, lt=2**63), _Number] = None
     """Makes random sampling repeatable; one is drawn if not set."""
     max_tokens: Annotated[int | None, Field(ge=1), _Number] = 16
     """Tokens to generate at most; none for as many as the model's length allows, which ends the
     sequence in any case."""
     min_tokens: Annotated[int, Field(ge=0), _Number] = 0
-    """No end of sequence or stop token before so many tokens."""
+    """No end of sequence or stop token before this many tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end the text."""
     stop_token_ids: tuple[int, ...] = ()

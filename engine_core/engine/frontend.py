@@ -540,8 +540,7 @@ class Frontend:
 
     def _draw_seed(self) -> int:
         self._drawn_seeds += 1
-        text = f"{self._config.seed}:{self._drawn_seeds}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+        return _hashed(f"{self._config.seed}:{self._drawn_seeds}")
 
 
 def _priority(value: Any) -> int:
@@ -556,10 +555,12 @@ def _seed_of(seed: int, index: int) -> int:
 
     Hashed, so that requests with neighbouring seeds have no completion in common.
     """
-    if index == 0:
-        return seed
-    text = f"{seed}#{index}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+    return seed if index == 0 else _hashed(f"{seed}#{index}")
+
+
+def _hashed(text: str) -> int:
+    """A seed that ``text`` determines."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def _fitted(name: str, value: Any, known: npt.NDArray[Any] | None) -> npt.NDArray[Any]:

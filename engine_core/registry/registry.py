@@ -201,17 +201,10 @@ class Registry:
         hf_config = HFConfig(architectures=[name], model_type="nobodys")
         for sources in (self._custom, self._plugins):
             self._matching(sources, "config_builders", hf_config)
-        model_config = ModelConfig(
-            architecture=name,
-            hf_config=hf_config,
-            vocab_size=1,
-            hidden_size=1,
-            num_layers=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            head_dim=1,
-            max_position_embeddings=1,
-        )
+        sizes: dict[str, Any] = {
+            key: 1 for key, info in ModelConfig.model_fields.items() if info.annotation is int
+        }
+        model_config = ModelConfig(architecture=name, hf_config=hf_config, **sizes)
         self._matching(self._plugins, "input_processors", model_config)
 
     def _matching(
@@ -261,14 +254,8 @@ class Registry:
         Raises:
             UnknownArchitectureError: nobody claims it.
         """
-        adapters = self.gguf_adapters()
-        if name not in adapters:
-            known = ", ".join(sorted(adapters)) or "none"
-            raise UnknownArchitectureError(
-                f"no installed plugin reads GGUF files of architecture {name!r}; known: {known}."
-                f"{self._broken()}"
-            )
-        return _load_class(adapters[name], name)
+        does = "reads GGUF files of architecture"
+        return self._offered(self.gguf_adapters(), name, does, UnknownArchitectureError)
 
     def quantization_scheme(
         self, name: str, settings: Mapping[str, Any] | None = None
@@ -334,21 +321,22 @@ class Registry:
             ConfigError: no plugin brings it; lists those that there are.
             DuplicateArchitectureError: two plugins bring one of the same name.
         """
-        return self._parser("tool", name)
+        parsers = self._named("tool_parsers", "tool parser")
+        return self._offered(parsers, name, "brings the tool parser", ConfigError)
 
     def reasoning_parser(self, name: str) -> type:
         """Import and return the reasoning parser of this name; errors as of the other."""
-        return self._parser("reasoning", name)
+        parsers = self._named("reasoning_parsers", "reasoning parser")
+        return self._offered(parsers, name, "brings the reasoning parser", ConfigError)
 
-    def _parser(self, kind: Literal["tool", "reasoning"], name: str) -> type:
-        parsers = self._named(f"{kind}_parsers", f"{kind} parser")
-        if name not in parsers:
-            known = ", ".join(sorted(parsers)) or "none"
-            raise ConfigError(
-                f"no installed plugin brings the {kind} parser {name!r}; known: {known}."
-                f"{self._broken()}"
-            )
-        return _load_class(parsers[name], name)
+    def _offered(
+        self, paths: Mapping[str, str], name: str, does: str, error: type[EngineError]
+    ) -> type:
+        """Import and return the class at ``paths[name]``; ``error`` names those that there are."""
+        if name not in paths:
+            known = ", ".join(sorted(paths)) or "none"
+            raise error(f"no installed plugin {does} {name!r}; known: {known}.{self._broken()}")
+        return _load_class(paths[name], name)
 
     def _named(self, hook: str, what: str) -> dict[str, str]:
         """The merged answers of all plugins to a hook that maps names, each name once."""
@@ -645,6 +633,3 @@ def build_registry(
                     claimed[architecture],
                 )
     return Registry(reports, plugins, custom, strict=plugin_errors == "strict")
-
-
-__all__ = ["PluginReport", "Registry", "build_registry"]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from engine_core.server.app import create_app
     from engine_core.server.run import run_server
 
-_HOMES = {"create_app": "engine_core.server.app", "run_server": "engine_core.server.run"}
+_HOMES = {"engine_core.server.app": "create_app", "engine_core.server.run": "run_server"}
 
 __all__ = ["ServerSettings", "create_app", "run_server"]
 

@@ -204,13 +204,6 @@ _DECODER = json.JSONDecoder(
 )
 
 
-def _children(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, list):
-        yield from value
-
-
 def _has_many_containers(text: str) -> bool:
     """Whether there are more than allowed, outside strings."""
     containers = 0
@@ -223,33 +216,23 @@ def _has_many_containers(text: str) -> bool:
 
 def is_too_deep(value: Any) -> bool:
     """Whether ``value`` nests deeper than :data:`MAX_DEPTH`."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item for parent in level for item in _children(parent) if isinstance(item, dict | list)
-        ]
+    level: list[Any] = [[value]]
+    for _ in range(MAX_DEPTH + 1):
+        items = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [item for inner in items for item in inner if isinstance(item, dict | list)]
         if not level:
             return False
     return True
 
 
 def _check_strings(value: Any) -> None:
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, str):
-            try:
-                item.encode()
-            except UnicodeEncodeError as error:
-                raise _invalid(
-                    f"a string has the lone surrogate U+{ord(item[error.start]):04X}, which is no "
-                    "character"
-                ) from None
-        elif isinstance(item, dict):
-            stack += item
-            stack += item.values()
-        elif isinstance(item, list):
-            stack += item
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _invalid(
+            f"a string has the lone surrogate U+{ord(text[error.start]):04X}, which is no character"
+        ) from None
 
 
 def _short(value: Any) -> str:

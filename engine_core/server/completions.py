@@ -98,9 +98,9 @@ class _Completion:
     ) -> None:
         self._service = service
         self._context = context
-        self._body = body
+        self.body = body
         self._given = given
-        self._prompts = prompts
+        self.prompts = prompts
         self._params = params
         self._n = params.n
         self._tokenizer = tokenizer = service.engine.tokenizer
@@ -113,9 +113,9 @@ class _Completion:
     async def answer(self, request: Request) -> Response:
         """Run the requests and make the response of them."""
         generation = await Generation.start(
-            self._service, self._context, self._id, self._prompts, self._params, self._body
+            self._service, self._context, self._id, self.prompts, self._params, self.body
         )
-        if self._body.stream:
+        if self.body.stream:
             return EventStream(self._events(generation), generation.close, self._context)
         try:
             return await while_connected(request.receive, self._whole(generation))
@@ -125,7 +125,7 @@ class _Completion:
     def _choices(self) -> list[_Choice]:
         return [
             _Choice(self, prompt, prompt * self._n + index)
-            for prompt in range(len(self._prompts))
+            for prompt in range(len(self.prompts))
             for index in range(self._n)
         ]
 
@@ -134,12 +134,12 @@ class _Completion:
             "id": self._id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._body.model,
+            "model": self.body.model,
             "choices": choices,
         }
 
     async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        body = self._body
+        body = self.body
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         usage: dict[str, Any] = {"usage": None} if with_usage else {}
         choices = self._choices()
@@ -175,15 +175,6 @@ class _Completion:
             self._context.details["outputs"] = [choice["text"] for choice in made["choices"]]
         return Response(encode(made), media_type="application/json")
 
-    @property
-    def body(self) -> CompletionBody:
-        """The request's."""
-        return self._body
-
-    def prompt_token_ids(self, index: int) -> list[int]:
-        """The tokens of a prompt."""
-        return self._prompts[index]
-
     def prompt_text(self, index: int) -> str:
         """A prompt as text; empty if it was given as tokens and there is no tokenizer."""
         given = self._given[index]
@@ -197,18 +188,18 @@ class _Completion:
         """How many tokens a prompt begins with that the tokenizer put before its text."""
         if self._tokenizer is None or not isinstance(self._given[index], str):
             return 0
-        pairs = zip(self._tokenizer.encode(""), self._prompts[index], strict=False)
+        pairs = zip(self._tokenizer.encode(""), self.prompts[index], strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def logprobs(self, index: int) -> CompletionLogprobs | None:
         """The builder of a completion's ``logprobs`` objects, or None if they are not asked for."""
-        if self._body.logprobs is None:
+        if self.body.logprobs is None:
             return None
         return CompletionLogprobs(
             self._tokenizer,
             self._token_names,
-            self._body.logprobs,
-            prompt_token_ids=self._prompts[index],
+            self.body.logprobs,
+            prompt_token_ids=self.prompts[index],
             skip_special_tokens=self._params.skip_special_tokens,
         )
 
@@ -253,8 +244,7 @@ class _Choice:
         text = self._request.prompt_text(self._prompt)
         self._text.append(text)
         if self._logprobs is not None:
-            count = len(self._request.prompt_token_ids(self._prompt))
-            of_prompt = self._of_prompt or [None] * count
+            of_prompt = self._of_prompt or [None] * len(self._request.prompts[self._prompt])
             num_added = self._request.num_added(self._prompt)
             self._made.append(self._logprobs.echo(text, of_prompt, num_added=num_added))
 
@@ -280,7 +270,7 @@ class _Choice:
             return None
         made = self._object(text, logprobs)
         if self._request.body.return_token_ids and not self._taken:
-            made["prompt_token_ids"] = self._request.prompt_token_ids(self._prompt)
+            made["prompt_token_ids"] = self._request.prompts[self._prompt]
         self._taken = True
         self._text.clear()
         self._token_ids = []
@@ -293,7 +283,7 @@ class _Choice:
         if body.prompt_logprobs is not None:
             made["prompt_logprobs"] = prompt_logprobs(self._of_prompt)
         if body.return_token_ids:
-            made["prompt_token_ids"] = self._request.prompt_token_ids(self._prompt)
+            made["prompt_token_ids"] = self._request.prompts[self._prompt]
         return made
 
     def _taken_logprobs(self) -> dict[str, Any] | None:

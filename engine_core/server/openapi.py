@@ -55,8 +55,6 @@ _PHRASES = {
     500: "The model or the server failed on this request.",
     503: "The server is loading the model, shuts down or has lost its engine.",
 }
-_BODY_ERRORS = (400, 404, 408, 413, 415, 500, 503)
-_GENERATION_ERRORS = (*_BODY_ERRORS, 429)
 _RETRY = (429, 503)
 
 
@@ -69,7 +67,6 @@ class Operation:
         path: as FastAPI writes it.
         endpoint: the handler; its docstring is the summary.
         answer: the JSON body of status 200; None for plain text.
-        errors: the other statuses.
         body: the request body's model, or None.
         chunk: the model of each server-sent event, if it can stream.
         tag: the part of the API that it belongs to.
@@ -79,7 +76,6 @@ class Operation:
     path: str
     endpoint: Endpoint
     answer: type[Answer] | None
-    errors: tuple[int, ...]
     body: TypeAdapter[Any] | None = None
     chunk: type[Answer] | None = None
     tag: Literal["OpenAI", "Text", "Server"] = "OpenAI"
@@ -89,53 +85,34 @@ class Operation:
         """Whether a key is asked for if the server has keys."""
         return self.tag != "Server"
 
+    @property
+    def errors(self) -> set[int]:
+        """The statuses other than 200, but for those that keys bring."""
+        errors = {500}
+        if self.path not in ("/metrics", "/version"):
+            errors.add(503)
+        if self.body is not None:
+            errors |= {400, 404, 408, 413, 415}
+        if self.chunk is not None:
+            errors.add(429)
+        return errors | {404} if "{model" in self.path else errors
 
+
+_CHAT = (create_chat_completion, ChatCompletionAnswer, CHAT_BODY, ChatChunkAnswer)
+_COMPLETION = (create_completion, CompletionAnswer, COMPLETION_BODY, CompletionChunkAnswer)
+_DETOKENIZE = (routes.detokenize, DetokenizeAnswer, DETOKENIZE_BODY)
 OPERATIONS = (
-    Operation(
-        "POST",
-        "/v1/chat/completions",
-        create_chat_completion,
-        ChatCompletionAnswer,
-        _GENERATION_ERRORS,
-        CHAT_BODY,
-        ChatChunkAnswer,
-    ),
-    Operation(
-        "POST",
-        "/v1/completions",
-        create_completion,
-        CompletionAnswer,
-        _GENERATION_ERRORS,
-        COMPLETION_BODY,
-        CompletionChunkAnswer,
-    ),
-    Operation("GET", "/v1/models", routes.list_models, ModelsAnswer, (500, 503)),
-    Operation(
-        "GET", "/v1/models/{model:path}", routes.retrieve_model, ModelAnswer, (404, 500, 503)
-    ),
-    Operation(
-        "POST",
-        "/tokenize",
-        routes.tokenize,
-        TokenizeAnswer,
-        _BODY_ERRORS,
-        TOKENIZE_BODY,
-        tag="Text",
-    ),
-    Operation(
-        "POST",
-        "/detokenize",
-        routes.detokenize,
-        DetokenizeAnswer,
-        _BODY_ERRORS,
-        DETOKENIZE_BODY,
-        tag="Text",
-    ),
-    Operation("GET", "/health", routes.ready, HealthAnswer, (500, 503), tag="Server"),
-    Operation("GET", "/health/live", routes.live, HealthAnswer, (500, 503), tag="Server"),
-    Operation("GET", "/health/ready", routes.ready, HealthAnswer, (500, 503), tag="Server"),
-    Operation("GET", "/metrics", routes.metrics, None, (500,), tag="Server"),
-    Operation("GET", "/version", routes.version, VersionAnswer, (500,), tag="Server"),
+    Operation("POST", "/v1/chat/completions", *_CHAT),
+    Operation("POST", "/v1/completions", *_COMPLETION),
+    Operation("GET", "/v1/models", routes.list_models, ModelsAnswer),
+    Operation("GET", "/v1/models/{model:path}", routes.retrieve_model, ModelAnswer),
+    Operation("POST", "/tokenize", routes.tokenize, TokenizeAnswer, TOKENIZE_BODY, tag="Text"),
+    Operation("POST", "/detokenize", *_DETOKENIZE, tag="Text"),
+    Operation("GET", "/health", routes.ready, HealthAnswer, tag="Server"),
+    Operation("GET", "/health/live", routes.live, HealthAnswer, tag="Server"),
+    Operation("GET", "/health/ready", routes.ready, HealthAnswer, tag="Server"),
+    Operation("GET", "/metrics", routes.metrics, None, tag="Server"),
+    Operation("GET", "/version", routes.version, VersionAnswer, tag="Server"),
 )
 
 
@@ -205,7 +182,7 @@ def _describe(operation: Operation, schemas: Mapping[str, Any], with_keys: bool)
         content[_JSON] = {"schema": schemas[f"{operation.path} answer"]}
     if operation.chunk is not None:
         content[_EVENTS] = {"itemSchema": _event(schemas[f"{operation.path} chunk"])}
-    errors = set(operation.errors)
+    errors = operation.errors
     if with_keys and operation.protected:
         errors.add(_UNAUTHORIZED)
     described: dict[str, Any] = {

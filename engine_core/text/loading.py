@@ -50,14 +50,8 @@ _VOCABULARY_PATTERNS = (
     "*.tiktoken",
 )
 
-_NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
+_NAMED_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 
 # Values of tokenizer_class with which AutoTokenizer takes tokenizer.json as it is.

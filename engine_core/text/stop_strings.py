@@ -3,21 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-
-
-@dataclass(frozen=True, slots=True)
-class StopMatch:
-    """The result of feeding one piece of text.
-
-    Attributes:
-        text: text that is now certain not to be part of a stop string.
-        stopped_by: the stop string that was completed, or None; ``text`` ends before it.
-    """
-
-    text: str
-    stopped_by: str | None = None
 
 
 class StopStringMatcher:
@@ -41,18 +27,22 @@ class StopStringMatcher:
         self._held = ""
         self._stopped = False
 
-    def append(self, text: str, *, may_stop: bool = True) -> StopMatch:
-        """The next piece of the text.
+    def append(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Take the next piece of the text.
 
         Args:
             text: the piece.
             may_stop: False while stop strings that are completed do not count; they are then
                 ordinary text.
+
+        Returns:
+            Text that is now certain not to be part of a stop string, and the stop string that was
+            completed, or None; the text ends before it.
         """
         assert not self._stopped, "text appended after a stop string was completed"
         buffer = self._held + text
         if self._firsts.isdisjoint(buffer):
-            return StopMatch(buffer)
+            return buffer, None
         if may_stop:
             found = []
             for stop in self._stop:
@@ -64,12 +54,12 @@ class StopStringMatcher:
                 start, _, stopped_by = min(found)
                 self._stopped = True
                 self._held = ""
-                return StopMatch(buffer[:start], stopped_by)
+                return buffer[:start], stopped_by
         end = len(buffer)
         places = range(max(end - self._longest, 0), end)
         hold = next((place for place in places if buffer[place:] in self._beginnings), end)
         self._held = buffer[hold:]
-        return StopMatch(buffer[:hold])
+        return buffer[:hold], None
 
     def finish(self) -> str:
         """Return the text held back: no stop string can be completed any more."""

@@ -78,6 +78,6 @@ class TextStream:
         return text if self.stopped_by is not None else text + self._matcher.finish()
 
     def _read(self, matcher: StopStringMatcher, text: str) -> str:
-        match = matcher.append(text, may_stop=self.num_tokens > self._min_tokens)
-        self.stopped_by = match.stopped_by
-        return match.text
+        may_stop = self.num_tokens > self._min_tokens
+        text, self.stopped_by = matcher.append(text, may_stop=may_stop)
+        return text

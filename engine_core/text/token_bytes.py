@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from engine_core.text.detokenizer import BYTE_TOKEN, byte_fallback_steps, byte_level_bytes
 from engine_core.text.tokenizer import Tokenizer
@@ -39,31 +40,20 @@ class TokenNames:
 
     Args:
         tokenizer: whose tokens they are.
+
+    Attributes:
+        text: from a token id to the text that the token adds after other text, which is empty for
+            an id without a token. A special token's text is its name, and bytes that are no whole
+            characters are U+FFFD.
+        unique: the same, but ``bytes:\\xf0\\x9f`` for such bytes, as in OpenAI's completions.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._special = tokenizer.special_ids
         self._convert = _converter(tokenizer)
-        self._texts: dict[int, str] = {}
-        self._names: dict[int, str] = {}
-
-    def text(self, token_id: int) -> str:
-        """The text that the token adds after other text; empty for an id without a token.
-
-        A special token's text is its name, and bytes that are no whole characters are U+FFFD.
-        """
-        known = self._texts.get(token_id)
-        if known is None:
-            known = self._texts[token_id] = self._text(token_id)
-        return known
-
-    def unique(self, token_id: int) -> str:
-        """The same, but ``bytes:\\xf0\\x9f`` for such bytes, as OpenAI's completions have them."""
-        known = self._names.get(token_id)
-        if known is None:
-            known = self._names[token_id] = self._name(token_id)
-        return known
+        self.text: Callable[[int], str] = cache(self._text)
+        self.unique: Callable[[int], str] = cache(self._name)
 
     def _text(self, token_id: int) -> str:
         token = self._tokenizer.id_to_token(token_id)

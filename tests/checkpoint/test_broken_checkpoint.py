@@ -43,7 +43,7 @@ SAFETENSORS = {
     "JSON of another kind": (safetensors_bytes([1, 2]), "a JSON list, not an object"),
     "a name twice": (
         safetensors_bytes(b'{"w":{"a":1},"w":{"a":1}}'),
-        "'w' stands twice",
+        "'w' is given twice",
     ),
     "entry of another kind": (one(3), "'w' must have exactly dtype, shape and data_offsets, got 3"),
     "entry without offsets": (one({"dtype": "F32", "shape": [2]}), "'w' must have exactly"),
@@ -246,7 +246,7 @@ GGUF = {
     "no architecture": (GGUFBytes().pair("x", 4, 1).bytes(), "general.architecture"),
     "cut in a key": (arch().bytes()[:40], "truncated or damaged"),
     "a long string": (arch().pair("x", 8, b"").bytes()[:-20] + b"\xff" * 20, "damaged"),
-    "a key twice": (arch().pair("x", 4, 1).pair("x", 4, 1).bytes(), "'x' stands twice"),
+    "a key twice": (arch().pair("x", 4, 1).pair("x", 4, 1).bytes(), "'x' is given twice"),
     "a key that is no UTF-8": (
         GGUFBytes().pair("general.architecture", 8, b"\xff\xfe").bytes(),
         "not valid UTF-8",
@@ -274,7 +274,7 @@ GGUF = {
     "cut in the data": (arch().tensor("w", [32]).bytes(b"\0" * 127), "truncated: tensor 'w'"),
     "offset off the alignment": (
         arch().tensor("w", [4], 0, 7).bytes(b"\0" * 64),
-        "'w' begins at 7, off the alignment",
+        "'w' begins at 7, which is no multiple of the alignment 32",
     ),
     "overlapping tensors": (
         arch().tensor("v", [16]).tensor("w", [16], 0, 32).bytes(b"\0" * 128),
@@ -282,7 +282,7 @@ GGUF = {
     ),
     "a tensor twice": (
         arch().tensor("w", [4]).tensor("w", [4], 0, 32).bytes(b"\0" * 64),
-        "'w' stands twice",
+        "'w' is given twice",
     ),
 }
 

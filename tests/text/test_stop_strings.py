@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_core.text import StopMatch, StopStringMatcher
+from engine_core.text import StopStringMatcher
 
 letters = st.text("abc", max_size=12)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
@@ -21,10 +21,10 @@ def run(pieces: list[str], stop: list[str]) -> tuple[str, str | None]:
     matcher = StopStringMatcher(stop)
     released = ""
     for piece in pieces:
-        match = matcher.append(piece)
-        released += match.text
-        if match.stopped_by is not None:
-            return released, match.stopped_by
+        text, stopped_by = matcher.append(piece)
+        released += text
+        if stopped_by is not None:
+            return released, stopped_by
     return released + matcher.finish(), None
 
 
@@ -52,10 +52,10 @@ def test_releases_all_but_what_may_become_a_stop_string(pieces: list[str], stop:
     matcher = StopStringMatcher(stop)
     text = released = ""
     for piece in pieces:
-        match = matcher.append(piece)
+        given_out, stopped_by = matcher.append(piece)
         text += piece
-        released += match.text
-        if match.stopped_by is not None:
+        released += given_out
+        if stopped_by is not None:
             break
         held = text[len(released) :]
         beginnings = [string[:length] for string in stop for length in range(1, len(string))]
@@ -65,32 +65,30 @@ def test_releases_all_but_what_may_become_a_stop_string(pieces: list[str], stop:
 
 def test_completed_strings_do_not_count_while_they_may_not_stop() -> None:
     matcher = StopStringMatcher(["END", "ENDLESS"])
-    assert matcher.append("an END", may_stop=False).text == "an "
-    match = matcher.append("LES", may_stop=False)
-    assert (match.text, match.stopped_by) == ("", None)
-    match = matcher.append("S END of it")
-    assert (match.text, match.stopped_by) == ("", "ENDLESS")
+    assert matcher.append("an END", may_stop=False) == ("an ", None)
+    assert matcher.append("LES", may_stop=False) == ("", None)
+    assert matcher.append("S END of it") == ("", "ENDLESS")
 
 
 def test_ignored_string_is_released() -> None:
     matcher = StopStringMatcher(["END"])
-    assert matcher.append("an END", may_stop=False).text == "an END"
-    assert matcher.append(" more").text == " more"
-    assert matcher.append(" END").stopped_by == "END"
+    assert matcher.append("an END", may_stop=False) == ("an END", None)
+    assert matcher.append(" more") == (" more", None)
+    assert matcher.append(" END") == (" ", "END")
 
 
 def test_texts_with_the_same_stop_strings_do_not_disturb_each_other() -> None:
     first, second = StopStringMatcher(["end", "dot"]), StopStringMatcher(["end", "dot"])
-    assert first.append("the en").text == "the "
-    assert second.append("d").text == ""
-    assert second.append("ay").text == "day"
-    assert first.append("d") == StopMatch("", "end")
-    assert second.append(" en").text == " "
+    assert first.append("the en") == ("the ", None)
+    assert second.append("d") == ("", None)
+    assert second.append("ay") == ("day", None)
+    assert first.append("d") == ("", "end")
+    assert second.append(" en") == (" ", None)
 
 
 def test_no_stop_strings_hold_nothing_back() -> None:
     matcher = StopStringMatcher([])
-    assert matcher.append("anything").text == "anything"
+    assert matcher.append("anything") == ("anything", None)
     assert matcher.finish() == ""
 
 
