@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from engine_core.checkpoint.bin_file import BinFile
 from engine_core.checkpoint.files import (
@@ -165,10 +165,9 @@ def open_checkpoint(
         UnknownArchitectureError: no adapter for the GGUF file's architecture.
         TokenizerError: a special token's id in the GGUF file is no index into its vocabulary.
     """
-    if load_format not in ("auto", "safetensors", "bin", "gguf", "dummy"):
-        raise OptionError(
-            f"load_format {load_format!r} is not one of auto, safetensors, bin, gguf, dummy"
-        )
+    if load_format not in get_args(LoadFormat):
+        known = ", ".join(get_args(LoadFormat))
+        raise OptionError(f"load_format {load_format!r} is not one of {known}")
     gguf = _gguf_file(path, load_format)
     if gguf is not None:
         return _open_gguf(gguf, gguf_adapters or {}, dtype, hf_overrides, convert)

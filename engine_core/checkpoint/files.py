@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine_core.configs.hf_config import read_object
 from engine_core.errors import CheckpointNotFoundError, CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -84,13 +84,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         CorruptCheckpointError: it holds anything but a JSON object.
     """
     check_regular_file(path)
-    try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CorruptCheckpointError(f"{path} holds a JSON {type(values).__name__}, not an object")
-    return values
+    return read_object(path, CorruptCheckpointError)
 
 
 def read_index(path: Path) -> dict[Path, set[str]]:

@@ -270,9 +270,12 @@ class _Reader:
         if type_ not in _SCALARS:
             raise CorruptCheckpointError(f"{self.path}: {key} is of the unknown type {type_}")
         value = self._unpack(_SCALARS[type_], key)
-        # Use the shortest decimal of a float32, as the writer was given it: 1e-05, not
-        # 9.9999997e-06.
-        return _shortest(value) if type_ == 6 else value
+        if type_ == 6:
+            import numpy as np
+
+            # The shortest decimal of a float32, as the writer was given it: not 9.9999997e-06.
+            value = float(str(np.float32(value)))
+        return value
 
     def _array(self, key: str) -> Any:
         type_ = self._unpack("I", key)
@@ -312,9 +315,3 @@ class _Reader:
                 f"{self.path} is truncated or damaged: {what} should take {count} bytes from byte "
                 f"{self._at} on, but the file has {self.size}"
             )
-
-
-def _shortest(value: float) -> float:
-    import numpy as np
-
-    return float(str(np.float32(value)))

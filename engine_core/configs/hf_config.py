@@ -9,7 +9,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
-from engine_core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from engine_core.errors import CheckpointNotFoundError, CorruptCheckpointError, EngineError
+
+
+def read_object(path: Path, error: type[EngineError]) -> dict[str, Any]:
+    """The JSON object in ``path``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        EngineError: of class ``error``; the file cannot be read or holds anything else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError) as cause:
+        raise error(f"{path} cannot be read: {cause}") from cause
+    except (ValueError, RecursionError) as cause:
+        raise error(f"{path} is not JSON: {cause}") from cause
+    if not isinstance(values, dict):
+        raise error(f"{path} holds a JSON {type(values).__name__}, not an object")
+    return values
 
 
 class HFConfig(SimpleNamespace):
@@ -36,25 +56,13 @@ class HFConfig(SimpleNamespace):
             CheckpointNotFoundError: there is no ``config.json``.
             CorruptCheckpointError: it is not a JSON object.
         """
-        path = folder / "config.json"
         try:
-            text = path.read_text(encoding="utf-8")
+            return cls(read_object(folder / "config.json", CorruptCheckpointError))
         except FileNotFoundError:
             raise CheckpointNotFoundError(
                 f"{folder} has no config.json; give a folder that holds a checkpoint, a .gguf file "
                 "or a hub id"
             ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{path} is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise CorruptCheckpointError(
-                f"{path} holds a JSON {type(values).__name__}, not an object"
-            )
-        return cls(values)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

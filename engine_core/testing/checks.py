@@ -329,8 +329,7 @@ def no_host_synchronisation(subject: Subject) -> None:
     cache = PagedCache(model, sequences, 16)
     context = cache.context(_last_step(sequences))
     with no_synchronisation():
-        inputs = model.prepare(cache, context)
-        model.logits(model.hidden(inputs))
+        model.logits(cache, context)
 
 
 @torch.inference_mode()
@@ -348,7 +347,7 @@ def no_host_synchronisation_on_a_gpu(subject: Subject) -> None:
             warnings.simplefilter("ignore", UserWarning)
             torch.cuda.set_sync_debug_mode(mode)
         try:
-            model.logits(model.hidden(model.prepare(cache, context)))
+            model.logits(cache, context)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

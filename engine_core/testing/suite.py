@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import ClassVar
 
 import pytest
@@ -20,7 +21,7 @@ from engine_core.testing.subject import (
     find_family,
 )
 
-_FAMILIES = pytest.StashKey[dict[str, Family]]()
+_family = cache(find_family)
 _SUBJECTS = pytest.StashKey[dict[tuple[str, str], Subject]]()
 
 
@@ -74,11 +75,7 @@ class ConformanceTests:
     @pytest.fixture
     def family(self, request: pytest.FixtureRequest) -> Family:
         """The installed family."""
-        package = _package(self, request.config)
-        families = request.config.stash.setdefault(_FAMILIES, {})
-        if package not in families:
-            families[package] = find_family(package)
-        return families[package]
+        return _family(_package(self, request.config))
 
     @pytest.fixture
     def subject(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,9 +117,7 @@ class TinyModel:
         with recorder.recording():
             for step in steps:
                 recorder.begin([(s, p + i) for s, p, count in step for i in range(count)])
-                out = self.logits(self.hidden(self.prepare(cache, cache.context(step)))).to(
-                    "cpu", torch.float32
-                )
+                out = self.logits(cache, cache.context(step)).to("cpu", torch.float32)
                 for (owner, _, _), rows in zip(step, out.split([c for *_, c in step]), strict=True):
                     logits[owner].append(rows)
         return Run([torch.cat(rows) for rows in logits], recorder)
@@ -134,30 +132,24 @@ class TinyModel:
         cache = PagedCache(self, [sequence], 16)
         start, length = 0, len(prompt)
         for _ in range(count):
-            context = cache.context([(0, start, length)])
-            hidden = self.hidden(self.prepare(cache, context))
-            rows.append(self.logits(hidden)[-1].to("cpu", torch.float32))
+            logits = self.logits(cache, cache.context([(0, start, length)]))
+            rows.append(logits[-1].to("cpu", torch.float32))
             tokens.append(int(rows[-1].argmax()))
             start, length = len(prompt) + len(tokens) - 1, 1
             sequence = TokenSequence((*prompt, *tokens), sequence.prompt)
             cache.sequences = [sequence]
         return tokens, torch.stack(rows)
 
-    def prepare(self, cache: PagedCache, context: StepContext) -> dict[str, Any]:
-        """The arguments of the model's ``forward`` for a step."""
+    def logits(self, cache: PagedCache, context: StepContext) -> Tensor:
+        """Logits ``[T, vocab]`` of a step's ``T`` tokens."""
         prepare = getattr(self.network, "prepare_inputs_for_generation", None)
-        if prepare is None:
-            return context.model_inputs(cache.layers)
-        inputs: dict[str, Any] = prepare(cache.layers, context.inputs_embeds, context)
-        return inputs
-
-    def hidden(self, inputs: Mapping[str, Any]) -> Tensor:
-        """``[T, H]``, or logits if the model has no ``get_logits``."""
-        out: Tensor = self.network(**inputs)
-        return out[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[T, H]`` to ``[T, vocab]``."""
+        inputs: dict[str, Any] = (
+            context.model_inputs(cache.layers)
+            if prepare is None
+            else prepare(cache.layers, context.inputs_embeds, context)
+        )
+        hidden: Tensor = self.network(**inputs)[0]
+        # A model without get_logits returns logits itself.
         get_logits = getattr(self.network, "get_logits", None)
         out: Tensor = hidden if get_logits is None else get_logits(hidden)
         return out

@@ -12,7 +12,6 @@ where transformers closes gaps between ids, although the model was trained on th
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Collection, Mapping
@@ -25,6 +24,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from engine_core.configs import SentencePieceFormat
+from engine_core.configs.hf_config import read_object
 from engine_core.errors import TokenizerError
 from engine_core.text.chat_template import DEFAULT_TEMPLATE
 from engine_core.text.sentencepiece_tokenizer import SentencePieceTokenizer
@@ -503,15 +503,7 @@ def _named_templates(file: Path, value: object) -> dict[str, str]:
 
 def _read_json_object(file: Path) -> dict[str, Any]:
     """The object in ``file``; empty if there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(_read_text(file))
-    except ValueError as error:
-        raise TokenizerError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{file} must contain an object, got {type(value).__name__}")
-    return value
+    return read_object(file, TokenizerError) if file.is_file() else {}
 
 
 def _read_text(file: Path) -> str:
