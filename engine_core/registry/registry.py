@@ -125,14 +125,10 @@ class Registry:
         """
         for sources in (self._custom, self._plugins):
             claims = [source for source in sources if architecture in source.module_map]
-            if len(claims) > 1:
-                names = " and ".join(repr(source.name) for source in claims)
-                raise DuplicateArchitectureError(
-                    f"architecture {architecture!r} is claimed by {names}; uninstall one, or say "
-                    "which in a custom_module_map file"
-                )
             if claims:
-                return _load_class(claims[0].module_map[architecture], claims[0].name)
+                hint = ", or say which in a custom_module_map file"
+                source = _only(claims, f"architecture {architecture!r}", hint)
+                return _load_class(source.module_map[architecture], source.name)
         raise UnknownArchitectureError(self._unknown(architecture))
 
     def model_config(self, hf_config: HFConfig, model_path: Path | None = None) -> ModelConfig:
@@ -268,22 +264,19 @@ class Registry:
             PluginLoadError: the class cannot be imported or made.
             ConfigError: it does not support the settings.
         """
-        known: dict[str, list[_Source]] = {}
-        for source in (_CORE, *self._plugins):
-            for each in source.quantization_schemes:
-                known.setdefault(each, []).append(source)
-        if name not in known:
-            listed = ", ".join(f"{each!r} ({sources[0].name})" for each, sources in known.items())
+        sources = (_CORE, *self._plugins)
+        claims = [source for source in sources if name in source.quantization_schemes]
+        if not claims:
+            listed = ", ".join(
+                f"{each!r} ({source.name})"
+                for source in sources
+                for each in source.quantization_schemes
+            )
             raise OptionError(
                 f"quantization {name!r} is none of the schemes that are installed: {listed}."
                 f"{self._broken()}"
             )
-        if len(known[name]) > 1:
-            names = " and ".join(repr(source.name) for source in known[name])
-            raise DuplicateArchitectureError(
-                f"quantization {name!r} is claimed by {names}; uninstall one"
-            )
-        (source,) = known[name]
+        source = _only(claims, f"quantization {name!r}")
         scheme = _load_class(source.quantization_schemes[name], source.name)
         made: QuantizationScheme = _make(scheme, source.name, name, settings)
         return made
@@ -340,16 +333,14 @@ class Registry:
 
     def _named(self, hook: str, what: str) -> dict[str, str]:
         """The merged answers of all plugins to a hook that maps names, each name once."""
-        found: dict[str, tuple[str, str]] = {}
+        claims: dict[str, list[_Source]] = {}
         for source in self._plugins:
-            for name, path in getattr(source, hook).items():
-                if name in found:
-                    raise DuplicateArchitectureError(
-                        f"{what} {name!r} is claimed by {found[name][0]!r} and {source.name!r}; "
-                        "uninstall one"
-                    )
-                found[name] = (source.name, path)
-        return {name: path for name, (_, path) in found.items()}
+            for name in getattr(source, hook):
+                claims.setdefault(name, []).append(source)
+        return {
+            name: getattr(_only(sources, f"{what} {name!r}"), hook)[name]
+            for name, sources in claims.items()
+        }
 
     def _broken(self) -> str:
         broken = [f"{report.name}: {report.error}" for report in self.reports if report.error]
@@ -376,6 +367,14 @@ class Registry:
             "with MODULE_MAP as custom_module_map. docs/write-a-plugin.md says how to write either."
         )
         return " ".join(lines) + self._broken()
+
+
+def _only(claims: Sequence[_Source], what: str, hint: str = "") -> _Source:
+    """The one source that claims ``what``."""
+    if len(claims) > 1:
+        names = " and ".join(repr(source.name) for source in claims)
+        raise DuplicateArchitectureError(f"{what} is claimed by {names}; uninstall one{hint}")
+    return claims[0]
 
 
 def _holds(item: Any, subject: HFConfig | ModelConfig | Mapping[str, Any], owner: str) -> bool:
