@@ -259,21 +259,21 @@ def _package_files(
     name: str, pattern: _Pattern, architecture: str, config: Mapping[str, Any]
 ) -> dict[str, str]:
     """Path to content of every file of the package."""
-    from engine_core.cli.source_excerpt import SourceExcerpt
+    from engine_core.cli.source_excerpt import source_excerpts
     from engine_core.registry.hookspecs import API_VERSION
 
     package = f"engine_core_{name.replace('-', '_')}"
     rename = _Renaming(pattern, package, architecture)
     model_module, _, model_class = pattern.module_map[pattern.architecture].rpartition(".")
     offered = [pattern.builder, *pattern.processors]
-    excerpt = SourceExcerpt(
+    excerpts = source_excerpts(
         pattern.package,
         [(model_module, model_class), *((item.__module__, item.__name__) for item in offered)],
     )
     docstring = f'"""Copied from {pattern.origin}; change what differs."""\n\n'
     files = {
         rename.name(module).replace(".", "/") + ".py": docstring + rename(source)
-        for module, source in excerpt.modules.items()
+        for module, source in excerpts.items()
     }
     imports = {
         f"from {rename.name(item.__module__)} import {rename.name(item.__name__)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from textwrap import indent
 
@@ -14,44 +14,38 @@ from engine_core.errors import PluginLoadError
 _LINE_LENGTH = 100
 
 
-class SourceExcerpt:
-    """The definitions that are wanted of a package, by module.
+def source_excerpts(package: str, wanted: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The definitions that are ``wanted`` of ``package``, and all that they use inside it.
 
-    Attributes:
-        modules: dotted name to the excerpt of its source: future import, the imports that are used,
-            and the definitions in their order. The module's docstring is left out.
+    Args:
+        package: its import name.
+        wanted: pairs of module and name.
+
+    Returns:
+        A module's dotted name to the excerpt of its source: future import, the imports that are
+        used, and the definitions in their order. The module's docstring is left out.
+
+    Raises:
+        PluginLoadError: a module has no source, or not the name.
     """
-
-    def __init__(self, package: str, wanted: Iterable[tuple[str, str]]) -> None:
-        """Follow what ``wanted``, pairs of module and name, use inside ``package``.
-
-        Raises:
-            PluginLoadError: a module has no source, or not the name.
-        """
-        self._package = package
-        self._sources: dict[str, _Module] = {}
-        self._names: dict[str, set[str]] = defaultdict(set)
-        for module, name in wanted:
-            self._take(module, name)
-        self.modules: Mapping[str, str] = {
-            module: self._sources[module].text(names) for module, names in self._names.items()
-        }
-
-    def _take(self, module: str, name: str) -> None:
-        if name in self._names[module]:
-            return
-        if module not in self._sources:
-            self._sources[module] = _Module(module)
-        source = self._sources[module]
+    sources: dict[str, _Module] = {}
+    found: dict[str, set[str]] = defaultdict(set)
+    todo = list(wanted)
+    while todo:
+        module, name = todo.pop()
+        if name in found[module]:
+            continue
+        source = sources[module] = sources.get(module) or _Module(module)
         if name not in source.definitions:
             raise PluginLoadError(f"{module} does not define {name}, which is to be copied")
-        self._names[module].add(name)
+        found[module].add(name)
         for used in source.uses(name):
             if used in source.definitions:
-                self._take(module, used)
+                todo.append((module, used))
             home = source.imports.get(used)
-            if home is not None and home[0].split(".")[0] == self._package:
-                self._take(*home)
+            if home is not None and home[0].split(".")[0] == package:
+                todo.append(home)
+    return {module: sources[module].text(names) for module, names in found.items()}
 
 
 class _Module:

@@ -31,6 +31,12 @@ class LLM:
         with LLM("path/to/checkpoint") as llm:
             for output in llm.generate(["Hello", "Bonjour"], SamplingParams(max_tokens=20)):
                 print(output.outputs[0].text)
+
+    Attributes:
+        engine: runs the model.
+        model_config: the model's config, as the family's builder read it.
+        tokenizer: None with ``skip_tokenizer_init``.
+        startup: seconds that each phase of loading took.
     """
 
     def __init__(
@@ -52,6 +58,9 @@ class LLM:
         """
         path, config = check_model_and_config(model, config)
         self.engine = Engine(path, config.replace(**overrides) if overrides else config)
+        self.model_config: ModelConfig = self.engine.model_config
+        self.tokenizer: Tokenizer | None = self.engine.tokenizer
+        self.startup: Mapping[str, float] = self.engine.startup
         # Several streams may be read in turn: what a step brings for another waits here.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
 
@@ -64,21 +73,6 @@ class LLM:
     def close(self) -> None:
         """Free the model's memory."""
         self.engine.close()
-
-    @property
-    def startup(self) -> Mapping[str, float]:
-        """Seconds that each phase of loading took."""
-        return self.engine.startup
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """The model's config, as the family's builder read it."""
-        return self.engine.model_config
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, or None with ``skip_tokenizer_init``."""
-        return self.engine.tokenizer
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """Fields ``given``, over what the checkpoint recommends, over our defaults.

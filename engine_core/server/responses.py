@@ -39,6 +39,12 @@ class ErrorAnswer(Answer):
     error: ErrorDetail
 
 
+class _Generated(Answer):
+    id: str
+    created: int
+    model: str
+
+
 class PromptTokensDetails(Answer):
     """Where the prompt's tokens came from."""
 
@@ -111,13 +117,10 @@ class ChatChoice(Answer):
     token_ids: list[int] = []
 
 
-class ChatCompletionAnswer(Answer):
+class ChatCompletionAnswer(_Generated):
     """Answers to a conversation."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice] = Field(min_length=1)
     usage: Usage
     prompt_token_ids: list[int] = []
@@ -159,13 +162,10 @@ class ChatChunkChoice(Answer):
     token_ids: list[int] = []
 
 
-class ChatChunkAnswer(Answer):
+class ChatChunkAnswer(_Generated):
     """An event of a stream of answers to a conversation."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] = []
@@ -201,13 +201,10 @@ class CompletionChoice(Answer):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(_Generated):
     """Completions of one prompt or several."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice] = Field(min_length=1)
     usage: Usage
 
@@ -224,13 +221,10 @@ class CompletionChunkChoice(Answer):
     prompt_token_ids: list[int] = []
 
 
-class CompletionChunkAnswer(Answer):
+class CompletionChunkAnswer(_Generated):
     """An event of a stream of completions."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChunkChoice]
     usage: Usage | None = None
 
