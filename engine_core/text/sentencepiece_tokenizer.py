@@ -136,7 +136,9 @@ class SentencePieceTokenizer(Tokenizer):
         """See :meth:`Tokenizer.id_to_token`."""
         if token_id in self._spelled:
             return self._spelled[token_id]
-        return self._token(token_id) if token_id >= 0 else None
+        if 0 <= token_id < len(self._pieces):
+            return self._pieces[token_id]
+        return self._added.get(token_id)
 
     def token_to_id(self, token: str) -> int | None:
         """See :meth:`Tokenizer.token_to_id`."""
@@ -153,10 +155,6 @@ class SentencePieceTokenizer(Tokenizer):
         text = self._replaced.sub(lambda match: self._replacements[match[0]], text)
         ids: list[int] = (self._first if is_first else self._next).encode(text)
         return ids
-
-    def _token(self, index: int) -> str | None:
-        """The token as the files write it."""
-        return self._pieces[index] if index < len(self._pieces) else self._added.get(index)
 
     def _id(self, token: str) -> int:
         if token not in self._ids:
