@@ -501,22 +501,19 @@ def _load_plugin(manager: pluggy.PluginManager, name: str, module: ModuleType) -
     except (pluggy.PluginValidationError, ValueError) as error:
         raise PluginLoadError(f"{owner}: {error}") from error
     offers: dict[str, Any] = {}
-    for hook in HOOK_NAMES:
-        for implementation in getattr(manager.hook, hook).get_hookimpls():
-            if implementation.plugin is module:
-                try:
-                    offers[hook] = implementation.function()
-                except _FAULTS as error:
-                    raise PluginLoadError(
-                        f"{owner}: {hook}() failed: {type(error).__name__}: {error}"
-                    ) from error
-    checked: dict[str, Any] = {
-        hook: _check_classes(owner, hook, offer, _CLASS_METHODS[hook])
-        if hook in _CLASS_METHODS
-        else _check_names(owner, hook, offer)
-        for hook, offer in offers.items()
-    }
-    return _Source(name=name, **checked)
+    for caller in manager.get_hookcallers(module) or ():
+        hook = caller.name
+        try:
+            offer = getattr(module, hook)()
+        except _FAULTS as error:
+            raise PluginLoadError(
+                f"{owner}: {hook}() failed: {type(error).__name__}: {error}"
+            ) from error
+        if hook in _CLASS_METHODS:
+            offers[hook] = _check_classes(owner, hook, offer, _CLASS_METHODS[hook])
+        else:
+            offers[hook] = _check_names(owner, hook, offer)
+    return _Source(name=name, **offers)
 
 
 def _load_module_map_file(path: str) -> _Source:
