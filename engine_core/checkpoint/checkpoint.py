@@ -251,7 +251,7 @@ def _merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     merged = dict(values)
     for name, value in overrides.items():
         if not isinstance(name, str):
-            raise OptionError(f"hf_overrides: a key must be a string, got {name!r}")
+            raise OptionError(f"hf_overrides: {name!r} is not a valid key; keys are strings")
         old = merged.get(name)
         if isinstance(value, Mapping) and isinstance(old, dict):
             value = _merge(old, value)
