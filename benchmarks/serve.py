@@ -479,7 +479,7 @@ def fetch(url: str, path: str, api_key: str | None) -> Any:
 
 
 def serve_options(options: argparse.Namespace) -> list[str]:
-    """What ``engine-core serve`` is given."""
+    """Options for ``engine-core serve``."""
     made = [] if options.shared_prefix else ["--no-enable-prefix-caching"]
     if options.model in SHAPES:
         made += ["--load-format", "dummy", "--max-model-len", "8192"]

@@ -94,7 +94,7 @@ class Observation:
 
 @dataclass(slots=True)
 class Run:
-    """What the client saw: observations in the requests' order, and where it came late itself.
+    """Observations of the client in the requests' order, and where it came late itself.
 
     Attributes:
         observations: one for each request.
@@ -287,7 +287,7 @@ class _Stream(asyncio.Protocol):
             self._closed.set_result(None)
 
     def observe(self, origin: float) -> Observation:
-        """What came, read at last."""
+        """The answers, read at last."""
         due = self.request.due if self._due is None else self._due - origin
         seen = Observation(self.index, self.request.kind, due, self.request.prompt_tokens)
         seen.error, seen.cut = self._error, self._cut
