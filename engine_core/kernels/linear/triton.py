@@ -238,7 +238,7 @@ _PREFETCH_PROGRAMS = 528
 def linear(
     x: Tensor | DeferredRMSNorm, reader: Any, epilogue: Any, tile: Tile, bias: Tensor | None = None
 ) -> Tensor:
-    """What the epilogue makes of ``x [..., K]`` by the reader's weight ``[N, K]`` and the bias.
+    """Result of the epilogue for ``x [..., K]`` by the reader's weight ``[N, K]`` and the bias.
 
     K is a multiple of 8, and x's rows are contiguous. The result is the epilogue's ``out``.
     """

@@ -56,7 +56,7 @@ _ADJUSTED: tl.constexpr = tl.constexpr(4)
 
 
 class _Rows(NamedTuple):
-    """What all launches read; see the public wrapper."""
+    """Inputs of all launches; see the public wrapper."""
 
     logits: Any
     stride: Any
@@ -75,7 +75,7 @@ class _Chosen(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What a launch leaves for those after it, for each row.
+    """Results of a launch for those after it, for each row.
 
     Attributes:
         modes: the kind of choice.

@@ -1,4 +1,4 @@
-"""What attention on a GPU reads, and the logits of tiles of keys."""
+"""Inputs of attention on a GPU, and the logits of tiles of keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 class Inputs(NamedTuple):
-    """What a kernel reads: tensors and scales, as in the public wrapper, and strides.
+    """Inputs of a kernel: tensors and scales, as in the public wrapper, and strides.
 
     Attributes:
         q: ``[T, Hq, D]``.
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for; ``block_d`` and ``block_dv`` are powers of 2 that hold heads.
+    """Constants that a kernel is compiled for; ``block_d`` and ``block_dv`` are powers of 2 that hold heads.
 
     Attributes:
         precision: of products of float32.
@@ -133,7 +133,7 @@ def load_pairs(
 
 @triton.jit
 def divided(acc, denominator):
-    """What queries attended to, ``acc [M, BLOCK_DV]``; zeros for those that saw nothing."""
+    """Values that queries attended to, ``acc [M, BLOCK_DV]``; zeros for those that saw nothing."""
     return acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
 
 

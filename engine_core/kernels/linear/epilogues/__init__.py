@@ -1,1 +1,1 @@
-"""What a linear does with its products before they are stored."""
+"""Operations on the products of a linear before they are stored."""
