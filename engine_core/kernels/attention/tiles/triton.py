@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Constants that a kernel is compiled for; ``block_d`` and ``block_dv`` are powers of 2 that hold heads.
+    """Constants that a kernel is compiled for; ``block_d`` and ``block_dv`` hold a head.
 
     Attributes:
         precision: of products of float32.
