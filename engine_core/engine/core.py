@@ -12,6 +12,7 @@ from engine_core.engine.startup import Loaded
 from engine_core.engine.step_stats import StepStats
 from engine_core.engine.timings import Timings
 from engine_core.engine.trace import EngineTrace
+from engine_core.engine.trials import run_trials
 from engine_core.errors import EngineDeadError
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.runner import PendingStep
@@ -129,6 +130,18 @@ class EngineCore:
         if self._leave(sequence_id, reason, time.monotonic()):
             self.scheduler.finish(sequence_id, reason, stop_reason)
 
+    @property
+    def spare_seconds(self) -> float:
+        """Seconds until :meth:`step` is to be called; 0 or less for at once.
+
+        Until then the device is busy, and a sequence that is added is in the next step all the
+        same.
+        """
+        if not self._flight:
+            return 0.0
+        plan, begin, pending = self._flight[-1]
+        return 0.0 if pending.done is not False else self.pacing.spare(plan, begin)
+
     def step(self) -> list[TokenUpdate]:
         """Submit a step if there is one, and take the results of the oldest in flight if due.
 
@@ -148,6 +161,7 @@ class EngineCore:
                 pending = self.executor.submit(plan)
                 self._flight.append((plan, planned, pending))
                 asked = stats.submitted(plan)
+                self.pacing.submitted(asked - begun)
                 self._steps += plan.repeat
                 self._timings.count(pending.way, plan.repeat)
                 if plan.admitted:
@@ -157,7 +171,7 @@ class EngineCore:
             if not self._flight or (plan is not None and len(self._flight) <= self.pacing.depth):
                 return []
             done, planned, pending = self._flight.popleft()
-            early = pending.done
+            early = pending.done is True
             self.pacing.waiting(done, early=early)
             result = pending.result()
             self.pacing.finished(done, planned, early=early)
@@ -199,6 +213,18 @@ class EngineCore:
         except BaseException as error:
             self.fail(RuntimeError(f"a capture was interrupted by {type(error).__name__}"))
             raise
+
+    def time_steps(self, seconds: float) -> None:
+        """Run steps of nobody for so many seconds at most, to know what steps take.
+
+        Raises:
+            EngineDeadError: the model failed.
+        """
+        self.check_alive()
+        try:
+            run_trials(self.executor, self.scheduler, self.pacing, seconds)
+        except Exception as error:
+            raise self.fail(error, "while steps were timed") from error
 
     def fail(self, error: Exception, when: str = "in a step") -> EngineDeadError:
         """Stop because of ``error``; what is returned says so and is to be raised from it."""

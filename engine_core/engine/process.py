@@ -42,11 +42,16 @@ _BUFFER_BYTES = 4 << 20  # asked for; the system gives what it allows
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 # How long a core that has work and can do none of it waits for something to change.
 _STALLED_SECONDS = 0.001
+# How long it waits for commands at a time while the device is busy: what a wait can be told at
+# least, and what a step that ends sooner than expected costs at most.
+_SPARE_SECONDS = 0.001
 # By the kind of device: seconds that a step with decoding rows should take unless a user says so,
 # and the tokens of prompts in it before any step was seen. No reader notices a gap of 30 ms; two
 # cores of a CPU need 250 ms for prompts to get on at all.
 _STEP_SECONDS = {"cpu": 0.25, "cuda": 0.03}
 _FIRST_BUDGET = {"cpu": 128, "cuda": 512}
+# The same for seconds that steps are timed for, before there are requests, at most.
+_TRIAL_SECONDS = {"cpu": 0.2, "cuda": 1.0}
 # Seconds of idleness before a step is captured ahead: a client that sends one request after the
 # other must not wait for one capture after the other.
 _IDLE_SECONDS = 0.1
@@ -325,6 +330,9 @@ def _serve(
     try:
         if warm_up:
             _capture_expected(core, source.device)
+            # What a family's rows need is known with their first request.
+            if not source.has_input_processor:
+                core.time_steps(_TRIAL_SECONDS[kind])
         plan = pickle.dumps(loaded.cache_plan)
         channel.send(Ready(loaded.scheduler_config, plan, dict(opened.phases)))
         _run(channel, core)
@@ -336,6 +344,8 @@ def _run(channel: _Channel, core: EngineCore) -> None:
     """Take commands and step until the other side is gone; capture what may be needed meanwhile."""
     wait: float | None = _IDLE_SECONDS
     captured, seconds = 0, 0.0
+    refused: list[TokenUpdate] = []
+    heard = False
     while True:
         begin = time.monotonic()
         commands = channel.receive(wait)
@@ -358,7 +368,7 @@ def _run(channel: _Channel, core: EngineCore) -> None:
                 captured, seconds = 0, 0.0
             wait = None
             continue
-        refused: list[TokenUpdate] = []
+        heard = heard or bool(commands)
         for name, *arguments in commands:
             if name == "add":
                 _add(core, arguments[0], refused)
@@ -373,15 +383,19 @@ def _run(channel: _Channel, core: EngineCore) -> None:
                 core.finish(*arguments)
         if commands and core.trace is not None:
             core.trace.took(len(commands), begin)
+        if core.spare_seconds >= _SPARE_SECONDS:
+            wait = _SPARE_SECONDS
+            continue
         before = (core.num_steps, core.num_in_flight)
         updates = core.step() if core.has_unfinished else []
         moved = before != (core.num_steps, core.num_in_flight)
         # Told after every step, also one that brought nothing: it took somebody in, or gave blocks
         # back.
-        if commands or moved:
+        if heard or moved:
             channel.send((refused + updates, core.stats()))
             if core.trace is not None:
                 core.trace.sent()
+            refused, heard = [], False
         busy = 0.0 if moved else _STALLED_SECONDS
         wait = busy if core.has_unfinished else _IDLE_SECONDS
 

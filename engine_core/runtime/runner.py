@@ -78,9 +78,9 @@ class PendingStep:
         self._is_done = is_done
 
     @property
-    def done(self) -> bool:
-        """Whether the device is known to have finished the step."""
-        return self._is_done is not None and self._is_done()
+    def done(self) -> bool | None:
+        """Whether the device has finished the step; None if that is unknown."""
+        return None if self._is_done is None else self._is_done()
 
     def result(self) -> StepResult:
         """Wait for the step and return what it gave."""

@@ -170,6 +170,8 @@ class Scheduler:
             makes the plans of equal runs equal. Where it holds, a prompt that takes several steps
             leaves half of what there is to those behind it, so that a short one need not wait for
             the end of a long one.
+        backlog_budget: the same while prompts for more than two steps of ``prompt_budget`` wait,
+            if that is more.
         prefix_cache_queries: tokens of sequences that got their first row, looked up in the cache.
         prefix_cache_hits: how many of them were found there.
         num_preemptions: how often a running sequence lost its row and blocks.
@@ -183,6 +185,7 @@ class Scheduler:
         self.pool = self.groups[0].pool
         self.repeat_limit = config.max_repeat
         self.prompt_budget: int | None = None
+        self.backlog_budget: int | None = None
         self._key_size = cache.block_size
         self._prefix_caching = cache.enable_prefix_caching
         self._no_blocks: _Blocks = ((),) * len(self.groups)
@@ -425,10 +428,18 @@ class Scheduler:
         if self.prompt_budget is None or not (self._waiting or self._had_chunks):
             return limit, 0
         left = [len(r.token_ids) + r.num_pending - r.num_scheduled for r in running]
-        prompts = sum(1 for count in left if count > 1)
+        chunked = [count for count in left if count > 1]
+        prompts, tokens = len(chunked), sum(chunked)
+        budget = self.prompt_budget
         if self._waiting and self._waiting[0] is not self._blocked:
             prompts += len(self._waiting)
-        return (min(limit, self.prompt_budget) if 1 in left else limit), prompts
+            for sequence in self._waiting:
+                if tokens > 2 * budget:
+                    break
+                tokens += len(sequence.token_ids)
+        if tokens > 2 * budget:
+            budget = max(budget, self.backlog_budget or 0)
+        return (min(limit, budget) if 1 in left else limit), prompts
 
     def _continue_running(self, sequences: abc.Sequence[Sequence], draft: _Draft) -> None:
         """Plan running sequences, which are given by rank."""

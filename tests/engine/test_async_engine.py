@@ -736,7 +736,13 @@ class FakeCore:
         self.num_steps = 0
         self.num_in_flight = 0
         self.trace = None
+        # What it says each time that it is asked, and then that there is no time.
+        self.spare: list[float] = []
         self._steps_left = 0
+
+    @property
+    def spare_seconds(self) -> float:
+        return self.spare.pop(0) if self.spare else 0.0
 
     @property
     def has_unfinished(self) -> bool:
@@ -826,6 +832,16 @@ def test_a_core_captures_when_it_has_been_idle_for_a_while_after_a_request() -> 
     run_core(channel, core)
     assert channel.waits == [IDLE, 0.0, IDLE, 0.0, IDLE]
     assert core.events == ["step", "step", "capture", "abort a", "capture"]
+
+
+def test_what_comes_while_the_device_is_busy_is_heard_before_the_next_step() -> None:
+    core = FakeCore(captures=0)
+    channel = ScriptedChannel([process.encode(("add", [1])), NOTHING, ABORT, NOTHING, NOTHING])
+    core.spare = [0.0042, 0.0031, 0.0011, 0.0009]
+    run_core(channel, core)
+    busy = process._SPARE_SECONDS
+    assert channel.waits == [IDLE, busy, busy, busy, IDLE]
+    assert core.events == ["abort a", "step"]
 
 
 @pytest.mark.parametrize("size", [3, len(ABORT) - 1], ids=["header", "content"])

@@ -86,6 +86,7 @@ class Clock:
 
     def __init__(self, token_seconds: float) -> None:
         self.now = 100.0
+        self.decode_seconds = 0.005
         self.token_seconds = token_seconds
 
     def __call__(self) -> float:
@@ -95,7 +96,7 @@ class Clock:
         submitted = self.now - 0.001  # while the step before still ran
         prompts = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
         decodes = any(row.num_tokens == 1 for row in plan.rows)
-        self.now += 0.005 * decodes * plan.repeat + self.token_seconds * prompts
+        self.now += self.decode_seconds * decodes * plan.repeat + self.token_seconds * prompts
         pacing.finished(plan, submitted, early=early)
 
 
@@ -130,6 +131,70 @@ def test_prompts_beside_decodes_have_what_keeps_a_step_within_its_time(
     assert sched.prompt_budget == budget
 
 
+def test_the_fixed_part_of_a_step_is_not_taken_for_its_tokens() -> None:
+    """A step of 10 ms, whatever is in it, and 20 us a token: 1,000 tokens fit, or 1,600."""
+    sched = scheduler()
+    clock = Clock(20e-6)
+    clock.decode_seconds = 0.010
+    pacing = Pacing(sched, 2, max_step_time=0.03, clock=clock)
+    clock.run(pacing, decode(1), early=True)
+    for tokens in (60, 250, 120, 500):
+        clock.run(pacing, prefill(tokens, decoding=True))
+    assert (sched.prompt_budget, sched.backlog_budget) == (896, 1536)
+    # What was seen of a size counts more than the line through all of them.
+    for seconds, budget in ((0.012, 896), (0.013, 768)):
+        clock.decode_seconds = seconds
+        for _ in range(8):
+            clock.run(pacing, prefill(896, decoding=True))
+        assert sched.prompt_budget == budget
+
+
+def test_a_server_plans_a_step_shortly_before_the_one_that_runs_ends() -> None:
+    sched = scheduler()
+    clock = Clock(20e-6)
+    pacing = Pacing(sched, 2, max_step_time=0.03, clock=clock)
+    assert pacing.spare(decode(1), clock.now) == 0  # nothing is known yet
+    for _ in range(5):
+        clock.run(pacing, decode(1))
+        clock.run(pacing, prefill(512, decoding=True))
+    # It began when the one before it ended, not when it was submitted.
+    submitted = clock.now - 0.004
+    assert pacing.spare(decode(1), submitted) == pytest.approx(0.005, abs=0.0005)
+    assert pacing.spare(decode(4), submitted) == pytest.approx(0.020, abs=0.0005)
+    mixed = pacing.spare(prefill(512, decoding=True), submitted)
+    assert mixed == pytest.approx(0.005 + 512 * 20e-6, abs=0.0005)
+    # No step of this size was seen.
+    other = pacing.spare(prefill(1024, decoding=True), submitted)
+    assert other == pytest.approx(0.005 + 1024 * 20e-6, abs=0.0005)
+    clock.now += 0.003
+    assert pacing.spare(decode(1), submitted) == pytest.approx(0.002, abs=0.0005)
+    # The host's work for a step is begun as much sooner as it took of late.
+    pacing.submitted(0.001)
+    assert pacing.spare(decode(1), submitted) == pytest.approx(0.001, abs=0.0005)
+    for _ in range(50):
+        pacing.submitted(0.0002)
+    assert pacing.spare(decode(1), submitted) == pytest.approx(0.0018, abs=0.0005)
+
+
+def test_a_device_that_waited_is_given_its_steps_sooner_from_then_on() -> None:
+    sched = scheduler()
+    clock = Clock(20e-6)
+    pacing = Pacing(sched, 2, max_step_time=0.03, clock=clock)
+    for _ in range(5):
+        clock.run(pacing, decode(1))
+    spare = pacing.spare(decode(1), clock.now)
+    assert spare > 0.004
+    for _ in range(5):
+        pacing.waiting(prefill(), early=True)
+    assert pacing.spare(decode(1), clock.now) < 0  # at once, as if nobody could arrive
+    for _ in range(300):
+        pacing.waiting(prefill(), early=False)
+    assert 0.001 < pacing.spare(decode(1), clock.now) < spare
+    for _ in range(3000):
+        pacing.waiting(prefill(), early=False)
+    assert pacing.spare(decode(1), clock.now) == pytest.approx(spare)
+
+
 def test_offline_every_step_has_the_same_budget() -> None:
     sched = scheduler()
     clock = Clock(1e-3)
@@ -137,4 +202,4 @@ def test_offline_every_step_has_the_same_budget() -> None:
     for _ in range(9):
         clock.run(pacing, decode(1))
         clock.run(pacing, prefill(400, decoding=True))
-    assert sched.prompt_budget is None
+    assert (sched.prompt_budget, sched.backlog_budget) == (None, None)

@@ -377,12 +377,17 @@ def reference(
 
 @dataclass
 class Workload:
-    """Jobs run to their end through a scheduler and the fake runner, ``depth`` steps ahead."""
+    """Jobs run to their end through a scheduler and the fake runner.
+
+    ``depths`` are the steps that may be in flight after each turn of the loop, and ``budgets`` the
+    scheduler's for prompts and for a backlog of them; both begin anew at their end.
+    """
 
     scheduler: Scheduler
     runner: FakeRunner
     jobs: abc.Sequence[Job]
-    depth: int
+    depths: abc.Sequence[int]
+    budgets: abc.Sequence[tuple[int | None, int | None]] = ((None, None),)
     outcomes: list[Outcome] = field(default_factory=list)
 
     def run(self) -> list[Outcome]:
@@ -408,6 +413,8 @@ class Workload:
         last_arrival = max(job.arrival for job in self.jobs)
         while turn <= last_arrival or self.scheduler.has_unfinished() or self.runner.flight:
             self._events(turn)
+            budgets = self.budgets[turn % len(self.budgets)]
+            self.scheduler.prompt_budget, self.scheduler.backlog_budget = budgets
             plan = self.scheduler.schedule()
             self.scheduler.check()
             self._check_first(plan)
@@ -416,7 +423,10 @@ class Workload:
                 self.runner.submit(plan)
             elif not self.runner.flight:
                 expect(not self.scheduler.has_unfinished(), "deadlock")
-            if self.runner.flight and (plan is None or len(self.runner.flight) > self.depth):
+            depth = self.depths[turn % len(self.depths)]
+            if plan is None and self.runner.flight:
+                self._fetch()
+            while len(self.runner.flight) > depth:
                 self._fetch()
             turn += 1
             expect(turn < most, f"no end after {turn} turns")

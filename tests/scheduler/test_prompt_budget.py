@@ -85,6 +85,18 @@ def test_a_short_prompt_is_not_behind_all_chunks_of_a_long_one() -> None:
     assert next_counts(sched) == {"decoding": 1, "long": 8, "short": 1, "also": 1}
 
 
+def test_prompts_for_more_than_two_steps_have_longer_ones() -> None:
+    sched = decoding()
+    sched.backlog_budget = 12
+    add(sched, "first", 16)
+    assert next_counts(sched) == {"decoding": 1, "first": 8}
+    add(sched, "second", 9)
+    assert next_counts(sched) == {"decoding": 1, "first": 8, "second": 4}
+    assert next_counts(sched) == {"decoding": 1, "first": 1, "second": 5}
+    add(sched, "third", 24)
+    assert [next_counts(sched)["third"] for _ in range(3)] == [12, 8, 4]
+
+
 def test_the_first_in_rank_goes_on_whatever_the_budget() -> None:
     sched = decoding(prompt_budget=1)
     add(sched, "a", 9)

@@ -14,6 +14,8 @@ from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Scheduler
 
+BUDGETS = st.tuples(st.integers(1, 16), st.none() | st.integers(1, 24))
+
 
 @st.composite
 def spans(draw: st.DrawFn, prompt_len: int, longest: int) -> tuple[tuple[int, int], ...]:
@@ -95,8 +97,11 @@ def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
     )
     runner = FakeRunner(config, cache_config, stops_on_device=draw(st.booleans()))
     scheduler = Scheduler(config, cache_config)
-    scheduler.prompt_budget = draw(st.none() | st.integers(1, 16))
-    return Workload(scheduler, runner, work, depth=draw(st.integers(0, 3)))
+    # A server's budgets follow from what steps took, and from step to step it decides anew whether
+    # to plan one behind that in flight.
+    budgets = draw(st.just([(None, None)]) | st.lists(BUDGETS, min_size=1, max_size=4))
+    depths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    return Workload(scheduler, runner, work, depths, budgets)
 
 
 def run_and_verify(workload: Workload) -> None:

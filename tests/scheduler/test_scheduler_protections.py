@@ -51,7 +51,7 @@ def workload(
     )
     config_of_cache = cache(block_size=block_size, num_blocks=num_blocks, windows=windows)
     return Workload(
-        Scheduler(config, config_of_cache), FakeRunner(config, config_of_cache), jobs, depth
+        Scheduler(config, config_of_cache), FakeRunner(config, config_of_cache), jobs, [depth]
     )
 
 

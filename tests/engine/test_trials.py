@@ -1,0 +1,51 @@
+"""Steps of nobody before the first request."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from golden_fixtures import golden_llm, golden_prompts
+
+from engine_core import SamplingParams
+from engine_core.engine.pacing import Pacing
+from engine_core.engine.trials import run_trials
+from engine_core.steps import StepPlan
+
+
+class Notes(Pacing):
+    """Takes note of what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[StepPlan] = []
+
+    def finished(self, plan: StepPlan, submitted: float, *, early: bool) -> None:
+        assert submitted > 0
+        if not early:
+            self.told.append(plan)
+
+
+def test_trials_time_decode_steps_and_prompts_beside_them_and_leave_nothing() -> None:
+    prompt = golden_prompts("llama-gqa")[0]
+    with golden_llm("llama-gqa", max_num_seqs=4) as llm:
+        core, notes = llm.engine.core, Notes()
+        before = core.stats()
+        run_trials(core.executor, core.scheduler, notes, 60.0)
+        sizes = [plan.rows[-1].num_tokens for plan in notes.told]
+        # The longest sequence has 160 tokens.
+        assert sizes == [size for size in (1, 16, 64, 128) for _ in range(3)]
+        assert {plan.rows[0].num_tokens for plan in notes.told} == {1}
+        starts = [plan.rows[0].start for plan in notes.told]
+        assert all(one < other for one, other in pairwise(starts))
+        assert core.stats() == before
+        core.scheduler.check()
+        params = SamplingParams(temperature=0.0, max_tokens=len(prompt.new_tokens))
+        (output,) = llm.generate([prompt.input_ids], params)
+        assert output.outputs[0].token_ids == prompt.new_tokens
+
+
+def test_trials_end_when_their_time_is_over() -> None:
+    with golden_llm("llama-gqa", max_num_seqs=4) as llm:
+        core, notes = llm.engine.core, Notes()
+        run_trials(core.executor, core.scheduler, notes, 0.0)
+        assert notes.told == []
+        assert core.scheduler.pool.num_used == 0
