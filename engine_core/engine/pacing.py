@@ -25,7 +25,7 @@ _LEAST_MARGIN, _MOST_MARGIN = 0.0003, 0.05
 
 
 class StepTimes:
-    """What steps took, by the tokens of prompts in them and by whether rows decode beside those.
+    """Durations of steps, by the tokens of prompts in them and by whether rows decode beside them.
 
     A step is as long as the captured one that holds it, so tokens are counted in those sizes.
     """
