@@ -314,8 +314,9 @@ class ModelRunner:
             self._forget_steps()
         state = self._state.row_state[name]
         if host.dim() == 1 and len(rows) == 1:
-            # Filled in by a kernel's argument, without a transfer.
-            state[rows[0]] = host[0].item()
+            # A kernel's argument. An assignment would copy from pageable memory, and so wait for
+            # the steps in flight.
+            state[rows[0]].fill_(host[0].item())
             return
         # As signed integers of the size: not every dtype is known to numpy and to indexing.
         bits = _SIGNED.get(state.dtype.itemsize, state.dtype)

@@ -331,3 +331,24 @@ def test_what_is_sent_to_a_busy_device_arrives_as_it_was() -> None:
     for number, (first, second) in enumerate(sent):
         assert first.unique().tolist() == [number]
         assert second.unique().tolist() == [number + 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=0.0), SamplingParams(seed=1, frequency_penalty=0.5, min_tokens=2)],
+    ids=["greedy", "adjusted"],
+)
+def test_a_step_is_submitted_without_waiting_for_the_device(params: SamplingParams) -> None:
+    run = runner(Successor(), "cuda")
+    rows = [PlanRow(str(i), i, 0, 3, ((i + 1,),), sample=True) for i in range(2)]
+    plans = [
+        StepPlan(i, (rows[i],), (admission(str(i), i, [3, 1, 4], None, params),)) for i in (0, 1)
+    ]
+    run.submit(plans[0]).result()  # makes what is made once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = run.submit(plans[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(pending.result().rows) == 1

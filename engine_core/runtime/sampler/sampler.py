@@ -228,9 +228,9 @@ class Sampler:
                     adjustments = replace(adjustments, ban_ids=wider)
                 padded = torch.tensor([*ids, *[-1] * (width - len(ids))], dtype=torch.int32)
                 adjustments.ban_ids[row] = to_device(padded, self._device)
-        # Numbers are filled in by a kernel's argument, without a transfer.
-        adjustments.kinds[row] = kinds
-        adjustments.ban_ends[row] = ban_end
+        # A kernel's argument: an assignment would wait for the steps in flight.
+        adjustments.kinds[row].fill_(kinds)
+        adjustments.ban_ends[row].fill_(ban_end)
         self._adjustments = adjustments
         if kinds or ban_end:
             self._adjusted_rows.add(row)
