@@ -93,6 +93,7 @@ class RequestStream:
         self._ended = False
         self._error: EngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._written: OutputRecord | None = None
 
@@ -107,13 +108,8 @@ class RequestStream:
             RequestTimeoutError: its time is over.
             EngineDeadError: the engine process has ended.
         """
-        if self._written is not None:
-            # Whoever asks for more has written what there was.
-            self._written.written = time.monotonic()
-            self._written = None
-        while not self._changed:
-            if self._error is not None:
-                raise self._error
+        self.wrote()
+        while (output := self.take()) is None:
             if self._ended:
                 raise StopAsyncIteration
             if self._waiter is not None:
@@ -126,11 +122,57 @@ class RequestStream:
                 raise
             finally:
                 self._waiter = None
-        self._changed = False
-        output = self._state.delta()
-        if (trace := self._engine.trace) is not None:
-            self._written = trace.taken(output, self._engine._stats.last_plan)
         return output
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Have ``listener`` called, in the event loop, whenever something can be taken.
+
+        It is called once at first, stands for a reader until None takes its place, and must not
+        raise. It is how many streams are served without waking a task for each token.
+        """
+        self._listener = listener
+        if listener is not None:
+            listener()
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is output to take, or an error that :meth:`take` raises."""
+        return self._changed or self._error is not None
+
+    def take(self) -> RequestOutput | None:
+        """The pending output, or None if there is none yet.
+
+        Raises:
+            RequestTimeoutError: its time is over.
+            EngineDeadError: the engine process has ended.
+        """
+        if self._changed:
+            self._changed = False
+            output = self._state.delta()
+            if (trace := self._engine.trace) is not None:
+                self._written = trace.taken(output, self._engine._stats.last_plan)
+            return output
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def take_text(self) -> tuple[str, int] | None:
+        """The pending text and how many tokens it is of, if the pending output is nothing else.
+
+        That is so for most tokens of a request with one completion, and spares making an output.
+        """
+        completions = self._state.completions
+        if not self._changed or len(completions) > 1 or self._engine.trace is not None:
+            return None
+        taken = completions[0].take_text()
+        self._changed = taken is None
+        return taken
+
+    def wrote(self) -> None:
+        """Take note that what was taken is written; asking for more says so too."""
+        if self._written is not None:
+            self._written.written = time.monotonic()
+            self._written = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -157,7 +199,9 @@ class RequestStream:
     def _wake(self) -> None:
         """Wake the reader: there is new output."""
         self._changed = True
-        if self._waiter is not None and not self._waiter.done():
+        if self._listener is not None:
+            self._listener()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _end(self, error: EngineError | None = None) -> None:
@@ -168,7 +212,9 @@ class RequestStream:
             self._timer = None
         if error is not None:
             self._error = error
-            if self._waiter is not None and not self._waiter.done():
+            if self._listener is not None:
+                self._listener()
+            elif self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
 
 

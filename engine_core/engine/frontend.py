@@ -138,6 +138,19 @@ class Completion:
             error_code=None if self.error is None else self.error.code,
         )
 
+    def take_text(self) -> tuple[str, int] | None:
+        """The pending text and its number of tokens, if nothing else is pending or was asked for.
+
+        It is then dropped.
+        """
+        if self.finish_reason is not None or self.logprobs is not None or self.stream is None:
+            return None
+        taken = "".join(self.text), len(self.token_ids)
+        self.token_ids.clear()
+        self.text.clear()
+        self.changed = False
+        return taken
+
 
 @dataclass(slots=True)
 class State:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from engine_core.parsers import (
 )
 from engine_core.server.body import MAX_DEPTH, is_too_deep, now, read_body
 from engine_core.server.context import RequestContext
-from engine_core.server.encoding import DONE, encode, event
+from engine_core.server.encoding import DONE, TextEvent, encode, event
 from engine_core.server.errors import ApiError
 from engine_core.server.generation import (
     EventStream,
@@ -218,7 +218,7 @@ class _Chat:
             self._service, self._context, self._id, [prompt], params, self._body, self._alternatives
         )
         if self._body.stream:
-            return EventStream(self._events(generation), generation.close, self._context)
+            return EventStream(generation, _Events(self, generation), self._context)
         try:
             return await while_connected(request.receive, self._whole(generation))
         finally:
@@ -239,25 +239,36 @@ class _Chat:
             calls_or_answer=bool(self._alternatives),
         )
 
-    def _parse(self, completion: CompletionOutput) -> ParsedDelta:
-        """The parts that a piece of a completion adds."""
-        parser = self._parsers[completion.index]
-        parsed = parser.feed(completion.text) if completion.text else ParsedDelta()
-        if completion.finish_reason is not None:
+    def parse(self, index: int, text: str, *, ended: bool = False) -> ParsedDelta:
+        """The parts that a piece of completion ``index`` adds."""
+        parser = self._parsers[index]
+        parsed = parser.feed(text) if text else ParsedDelta()
+        if ended:
             parsed += parser.finish()
         for call in parsed.tool_calls:
             if call.name is not None:
-                self._last_call[completion.index] = []
-            self._last_call.setdefault(completion.index, []).append(call.arguments)
+                self._last_call[index] = []
+            self._last_call.setdefault(index, []).append(call.arguments)
         return parsed
 
-    def _note(self, completion: CompletionOutput) -> None:
+    @property
+    def body(self) -> ChatBody:
+        """The request's."""
+        return self._body
+
+    @property
+    def logs(self) -> bool:
+        """Whether the log is to have the text."""
+        return self._service.settings.log_prompts
+
+    def note(self, completion: CompletionOutput) -> None:
         """Keep the text of a stream if the log is to have it."""
-        if self._service.settings.log_prompts:
+        if self.logs:
             outputs = self._context.details.setdefault("outputs", [""] * len(self._parsers))
             outputs[completion.index] += completion.text
 
-    def _finish_reason(self, completion: CompletionOutput) -> str | None:
+    def finish_reason(self, completion: CompletionOutput) -> str | None:
+        """OpenAI's reason why a completion has ended; None if it goes on."""
         arguments = self._last_call.get(completion.index)
         if completion.finish_reason != "stop" or arguments is None:
             return completion.finish_reason
@@ -266,7 +277,8 @@ class _Chat:
         cut = completion.stop_reason is not None and not _is_json("".join(arguments))
         return "stop" if cut else "tool_calls"
 
-    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+    def logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """OpenAI's ``logprobs`` object of a piece, if it is asked for."""
         if not self._body.logprobs or not completion.logprobs:
             return None
         return chat_logprobs(
@@ -276,7 +288,8 @@ class _Chat:
             self._token_bytes,
         )
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """OpenAI's object around these choices."""
         return {
             "id": self._id,
             "object": kind,
@@ -285,72 +298,19 @@ class _Chat:
             "choices": choices,
         }
 
-    async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        body = self._body
-        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        usage: dict[str, Any] = {"usage": None} if with_usage else {}
-        begun: set[int] = set()
-        async for _, output in generation.outputs():
-            piece = b""
-            for completion in output.outputs:
-                self._note(completion)
-                choice = self._chunk(completion, first=completion.index not in begun)
-                if choice is None:
-                    continue
-                made = self._object("chat.completion.chunk", [choice]) | usage
-                if body.return_token_ids and not begun:
-                    made["prompt_token_ids"] = generation.prompt_token_ids[0]
-                begun.add(completion.index)
-                piece += event(made)
-            if piece:
-                yield piece
-        end = b""
-        if with_usage:
-            made = self._object("chat.completion.chunk", []) | {"usage": generation.usage()}
-            end = event(made)
-        yield end + DONE
-
-    def _chunk(self, completion: CompletionOutput, *, first: bool) -> dict[str, Any] | None:
-        """The choice of a chunk, or None if there is nothing to say yet."""
-        parsed = self._parse(completion)
-        delta: dict[str, Any] = {}
-        if parsed.content:
-            delta["content"] = parsed.content
-        if parsed.reasoning:
-            delta["reasoning_content"] = parsed.reasoning
-        if parsed.tool_calls:
-            delta["tool_calls"] = [_tool_call_chunk(call) for call in parsed.tool_calls]
-        reason = self._finish_reason(completion)
-        logprobs = self._logprobs(completion)
-        more = logprobs is not None or (self._body.return_token_ids and completion.token_ids)
-        if not delta and reason is None and not more:
-            return None
-        if first:
-            delta = {"role": "assistant", "content": "", **delta}
-        choice = {
-            "index": completion.index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-        }
-        if reason is not None:
-            choice["stop_reason"] = completion.stop_reason
-        if self._body.return_token_ids:
-            choice["token_ids"] = completion.token_ids
-        return choice
-
     async def _whole(self, generation: Generation) -> Response:
         answers = [_Answer() for _ in self._parsers]
         async for _, output in generation.outputs():
             for completion in output.outputs:
                 answer = answers[completion.index]
-                answer.add(self._parse(completion))
+                ended = completion.finish_reason is not None
+                answer.add(self.parse(completion.index, completion.text, ended=ended))
                 answer.token_ids += completion.token_ids
-                logprobs = self._logprobs(completion)
+                logprobs = self.logprobs(completion)
                 if logprobs is not None:
                     answer.logprobs += logprobs["content"]
-                if completion.finish_reason is not None:
-                    answer.finish_reason = self._finish_reason(completion)
+                if ended:
+                    answer.finish_reason = self.finish_reason(completion)
                     answer.stop_reason = completion.stop_reason
         choices = []
         for index, answer in enumerate(answers):
@@ -366,7 +326,7 @@ class _Chat:
             if self._body.return_token_ids:
                 choice["token_ids"] = answer.token_ids
             choices.append(choice)
-        made = self._object("chat.completion", choices) | {"usage": generation.usage()}
+        made = self.object("chat.completion", choices) | {"usage": generation.usage()}
         if self._body.return_token_ids:
             made["prompt_token_ids"] = generation.prompt_token_ids[0]
         if self._service.settings.log_prompts:
@@ -395,6 +355,96 @@ def _tool_call_chunk(call: ToolCallDelta) -> dict[str, Any]:
         function["name"] = call.name
         made |= {"id": call.id, "type": "function"}
     return made
+
+
+class _Events:
+    """The events of a stream; see :class:`~engine_core.server.generation.Events`."""
+
+    def __init__(self, request: _Chat, generation: Generation) -> None:
+        self._request = request
+        self._generation = generation
+        options = request.body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        self._begun: set[int] = set()
+        self.takes_text = not request.logs and not request.body.return_token_ids
+        self._text_event = TextEvent(lambda text: self._value([_choice(0, {"content": text})]))
+
+    def output(self, index: int, output: RequestOutput) -> bytes:
+        """See :class:`~engine_core.server.generation.Events`."""
+        piece = b""
+        for completion in output.outputs:
+            self._request.note(completion)
+            choice = self._chunk(completion)
+            if choice is None:
+                continue
+            made = self._value([choice])
+            if self._request.body.return_token_ids and not self._begun:
+                made["prompt_token_ids"] = self._generation.prompt_token_ids[index]
+            self._begun.add(completion.index)
+            piece += event(made)
+        return piece
+
+    def text(self, index: int, text: str) -> bytes:
+        """See :class:`~engine_core.server.generation.Events`."""
+        delta = _delta(self._request.parse(index, text))
+        if not delta:
+            return b""
+        if list(delta) == ["content"]:
+            return self._text_event(delta["content"])
+        return event(self._value([_choice(index, delta)]))
+
+    def end(self) -> bytes:
+        """See :class:`~engine_core.server.generation.Events`."""
+        end = b""
+        if self._with_usage:
+            end = event(self._value([]) | {"usage": self._generation.usage()})
+        return end + DONE
+
+    def _value(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._request.object("chat.completion.chunk", choices) | self._usage
+
+    def _chunk(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """The choice of a chunk, or None if there is nothing to say yet."""
+        request = self._request
+        ended = completion.finish_reason is not None
+        delta = _delta(request.parse(completion.index, completion.text, ended=ended))
+        reason = request.finish_reason(completion)
+        logprobs = request.logprobs(completion)
+        with_tokens = bool(request.body.return_token_ids)
+        more = logprobs is not None or (with_tokens and completion.token_ids)
+        if not delta and reason is None and not more:
+            return None
+        if completion.index not in self._begun:
+            delta = {"role": "assistant", "content": "", **delta}
+        choice = _choice(completion.index, delta, logprobs, reason)
+        if reason is not None:
+            choice["stop_reason"] = completion.stop_reason
+        if with_tokens:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+
+def _delta(parsed: ParsedDelta) -> dict[str, Any]:
+    """OpenAI's ``delta`` object."""
+    delta: dict[str, Any] = {}
+    if parsed.content:
+        delta["content"] = parsed.content
+    if parsed.reasoning:
+        delta["reasoning_content"] = parsed.reasoning
+    if parsed.tool_calls:
+        delta["tool_calls"] = [_tool_call_chunk(call) for call in parsed.tool_calls]
+    return delta
+
+
+def _choice(
+    index: int,
+    delta: dict[str, Any],
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+) -> dict[str, Any]:
+    """A chunk's choice."""
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 class _Answer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from fastapi.responses import Response
 from engine_core.configs import SamplingParams
 from engine_core.server.body import now, read_body
 from engine_core.server.context import RequestContext
-from engine_core.server.encoding import DONE, encode, event
+from engine_core.server.encoding import DONE, TextEvent, encode, event
 from engine_core.server.errors import ApiError
 from engine_core.server.generation import (
     EventStream,
@@ -102,7 +101,6 @@ class _Completion:
         self._given = given
         self.prompts = prompts
         self._params = params
-        self._n = params.n
         self._tokenizer = tokenizer = service.engine.tokenizer
         self._token_names: TokenNames | None = None
         if tokenizer is not None and body.logprobs is not None:
@@ -116,20 +114,22 @@ class _Completion:
             self._service, self._context, self._id, self.prompts, self._params, self.body
         )
         if self.body.stream:
-            return EventStream(self._events(generation), generation.close, self._context)
+            return EventStream(generation, _Events(self, generation), self._context)
         try:
             return await while_connected(request.receive, self._whole(generation))
         finally:
             await generation.close()
 
-    def _choices(self) -> list[_Choice]:
+    def choices(self) -> list[_Choice]:
+        """A choice for each completion of each prompt."""
         return [
-            _Choice(self, prompt, prompt * self._n + index)
+            _Choice(self, prompt, prompt * self.n + index)
             for prompt in range(len(self.prompts))
-            for index in range(self._n)
+            for index in range(self.n)
         ]
 
-    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """OpenAI's object around these choices."""
         return {
             "id": self._id,
             "object": "text_completion",
@@ -138,42 +138,28 @@ class _Completion:
             "choices": choices,
         }
 
-    async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        body = self.body
-        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        usage: dict[str, Any] = {"usage": None} if with_usage else {}
-        choices = self._choices()
-        log_outputs = self._service.settings.log_prompts
-        outputs = [""] * len(choices)
-        if log_outputs:
-            self._context.details["outputs"] = outputs
-        async for prompt, output in generation.outputs():
-            piece = b""
-            for completion in output.outputs:
-                choice = choices[prompt * self._n + completion.index]
-                choice.add(completion, output)
-                taken = choice.take()
-                if taken is not None and log_outputs:
-                    outputs[taken["index"]] += taken["text"]
-                if taken is not None:
-                    piece += event(self._object([taken]) | usage)
-            if piece:
-                yield piece
-        end = b""
-        if with_usage:
-            end = event(self._object([]) | {"usage": generation.usage()})
-        yield end + DONE
-
     async def _whole(self, generation: Generation) -> Response:
-        choices = self._choices()
+        choices = self.choices()
         async for prompt, output in generation.outputs():
             for completion in output.outputs:
-                choices[prompt * self._n + completion.index].add(completion, output)
-        made = self._object([choice.whole() for choice in choices])
+                choices[prompt * self.n + completion.index].add(completion, output)
+        made = self.chunk([choice.whole() for choice in choices])
         made["usage"] = generation.usage()
         if self._service.settings.log_prompts:
             self._context.details["outputs"] = [choice["text"] for choice in made["choices"]]
         return Response(encode(made), media_type="application/json")
+
+    def log_outputs(self, count: int) -> list[str] | None:
+        """The texts that the log is to have, to be added to; None if it is to have none."""
+        if not self._service.settings.log_prompts:
+            return None
+        outputs = self._context.details["outputs"] = [""] * count
+        return outputs
+
+    @property
+    def n(self) -> int:
+        """Completions per prompt."""
+        return self._params.n
 
     def prompt_text(self, index: int) -> str:
         """A prompt as text; empty if it was given as tokens and there is no tokenizer."""
@@ -202,6 +188,56 @@ class _Completion:
             prompt_token_ids=self.prompts[index],
             skip_special_tokens=self._params.skip_special_tokens,
         )
+
+
+class _Events:
+    """The events of a stream; see :class:`~engine_core.server.generation.Events`."""
+
+    def __init__(self, request: _Completion, generation: Generation) -> None:
+        self._request = request
+        self._generation = generation
+        options = request.body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        self._choices = request.choices()
+        self._outputs = request.log_outputs(len(self._choices))
+        self._text_events: dict[int, TextEvent] = {}
+        # An echo is put before the first text.
+        plain = not request.body.echo and not request.body.return_token_ids
+        self.takes_text = plain and self._outputs is None
+
+    def output(self, index: int, output: RequestOutput) -> bytes:
+        """See :class:`~engine_core.server.generation.Events`."""
+        piece = b""
+        for completion in output.outputs:
+            choice = self._choices[index * self._request.n + completion.index]
+            choice.add(completion, output)
+            taken = choice.take()
+            if taken is None:
+                continue
+            if self._outputs is not None:
+                self._outputs[taken["index"]] += taken["text"]
+            piece += event(self._request.chunk([taken]) | self._usage)
+        return piece
+
+    def text(self, index: int, text: str) -> bytes:
+        """See :class:`~engine_core.server.generation.Events`."""
+        if not text:
+            return b""
+        made = self._text_events.get(index)
+        if made is None:
+            choice = self._choices[index]
+            made = self._text_events[index] = TextEvent(
+                lambda text: self._request.chunk([choice.object(text, None)]) | self._usage
+            )
+        return made(text)
+
+    def end(self) -> bytes:
+        """See :class:`~engine_core.server.generation.Events`."""
+        end = b""
+        if self._with_usage:
+            end = event(self._request.chunk([]) | {"usage": self._generation.usage()})
+        return end + DONE
 
 
 class _Choice:
@@ -248,7 +284,8 @@ class _Choice:
             num_added = self._request.num_added(self._prompt)
             self._made.append(self._logprobs.echo(text, of_prompt, num_added=num_added))
 
-    def _object(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    def object(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """The choice with this text."""
         made: dict[str, Any] = {
             "index": self._index,
             "text": text,
@@ -268,7 +305,7 @@ class _Choice:
         more = self._request.body.return_token_ids and self._token_ids
         if not text and logprobs is None and self._finish_reason is None and not more:
             return None
-        made = self._object(text, logprobs)
+        made = self.object(text, logprobs)
         if self._request.body.return_token_ids and not self._taken:
             made["prompt_token_ids"] = self._request.prompts[self._prompt]
         self._taken = True
@@ -278,7 +315,7 @@ class _Choice:
 
     def whole(self) -> dict[str, Any]:
         """The choice of a whole answer."""
-        made = self._object("".join(self._text), self._taken_logprobs())
+        made = self.object("".join(self._text), self._taken_logprobs())
         body = self._request.body
         if body.prompt_logprobs is not None:
             made["prompt_logprobs"] = prompt_logprobs(self._of_prompt)

@@ -7,12 +7,46 @@ import asyncio
 import contextlib
 import logging
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from engine_core.server.logs import log
 
 logger = logging.getLogger(__name__)
+
+
+# The key in an ASGI scope of the response's :class:`Writer`.
+WRITER = "engine_core.writer"
+
+
+class Writer:
+    """Writes pieces of a response that has begun to its connection, at once.
+
+    Whoever sends an ASGI message needs a task, and each wrapper of ``send`` one more call. Pieces
+    of a stream that come for hundreds of clients at once are written here instead.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._cycle = connection.cycle
+        self._transport: asyncio.Transport = connection.transport
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client leaves too much unread."""
+        paused: bool = self._cycle.flow.write_paused
+        return paused
+
+    def write(self, piece: bytes) -> None:
+        """Write a piece; lost if the client is gone."""
+        if not self._cycle.disconnected:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def on_resume(self, call: Callable[[], None] | None) -> None:
+        """Have ``call`` called whenever the client has read most of what was unread."""
+        self._connection.resumed = call
 
 
 def connection_class(send_timeout: float) -> type[asyncio.Protocol]:
@@ -29,7 +63,14 @@ def connection_class(send_timeout: float) -> type[asyncio.Protocol]:
     class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         """One client's connection."""
 
+        resumed: Callable[[], None] | None = None
         _watcher: asyncio.TimerHandle | None = None
+
+        def on_headers_complete(self) -> None:
+            """A request begins; httptools calls it, h11 has no such moment."""
+            super().on_headers_complete()
+            if self.cycle is not None and self.cycle.scope is self.scope:
+                self.scope[WRITER] = Writer(self)
 
         def pause_writing(self) -> None:
             """The client leaves too much unread: the transport's buffer is full."""
@@ -40,6 +81,8 @@ def connection_class(send_timeout: float) -> type[asyncio.Protocol]:
             """The client has read most of it."""
             super().resume_writing()
             self._watch()
+            if self.resumed is not None:
+                self.resumed()
 
         def on_response_complete(self) -> None:
             """The response is complete, at least in the transport's buffer."""

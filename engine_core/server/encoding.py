@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -31,6 +32,25 @@ def _expressible(value: Any) -> Any:
 def event(value: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + encode(value) + b"\n\n"
+
+
+# A text that no other part of an answer is.
+_PLACE = "\0\0"
+
+
+class TextEvent:
+    """An event of which only one text changes; the rest is encoded once.
+
+    Args:
+        make: the event's value with a given text.
+    """
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        self._begin, self._end = event(make(_PLACE)).split(encode(_PLACE), 1)
+
+    def __call__(self, text: str) -> bytes:
+        """The event with this text."""
+        return self._begin + encode(text) + self._end
 
 
 DONE = b"data: [DONE]\n\n"

@@ -8,14 +8,13 @@ import logging
 import re
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
     Callable,
     Coroutine,
     Mapping,
     Sequence,
 )
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from engine_core.configs import GuidedParams, SamplingParams
 from engine_core.engine.guided import check_guided
 from engine_core.errors import ConfigError, EngineDeadError, EngineError, ErrorCode, RequestError
+from engine_core.server.connection import WRITER, Writer
 from engine_core.server.context import RequestContext
 from engine_core.server.encoding import DONE, event
 from engine_core.server.errors import ApiError, ClientGone, as_api_error, unavailable
@@ -221,6 +221,7 @@ class Generation:
         self.prompt_token_ids = [stream.prompt_token_ids for stream in streams]
         self.completion_tokens = 0
         self._cached: dict[int, int] = {}
+        self._unfinished = len(streams)
 
     @classmethod
     async def start(
@@ -275,41 +276,83 @@ class Generation:
         completes = body.max_tokens != 0
         return cls(service, context, streams, completes=completes, guided_by=guided_by)
 
-    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield each new output with the index of its prompt.
 
         Raises:
             ApiError: a sequence failed, or was ended because the server shuts down.
             EngineError: a deadline passed, or the engine died.
         """
-        if len(self._streams) == 1:
-            async for output in self._streams[0]:
-                self._take(0, output)
-                yield 0, output
-            return
-        waiting = {
-            asyncio.ensure_future(anext(stream)): index
-            for index, stream in enumerate(self._streams)
-        }
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    index = waiting.pop(task)
-                    try:
-                        output = task.result()
-                    except StopAsyncIteration:
-                        continue
-                    waiting[asyncio.ensure_future(anext(self._streams[index]))] = index
+        ready: dict[int, None] = {}
+        woken = asyncio.Event()
+
+        def note(index: int) -> None:
+            ready[index] = None
+            woken.set()
+
+        for index, stream in enumerate(self._streams):
+            stream.listen(partial(note, index))
+        while self._unfinished:
+            await woken.wait()
+            woken.clear()
+            for index in list(ready):
+                del ready[index]
+                while (output := self._streams[index].take()) is not None:
                     self._take(index, output)
                     yield index, output
+
+    async def push(self, events: Events, writer: Writer) -> None:
+        """Write the events of all output that is to come, each as soon as its step's results come.
+
+        While the client does not read, output is left where it becomes one.
+
+        Raises:
+            ApiError: a sequence failed, or was ended because the server shuts down.
+            EngineError: a deadline passed, or the engine died.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def flow(index: int, stream: RequestStream) -> None:
+            try:
+                while stream.pending and not writer.paused and not ended.done():
+                    piece = b""
+                    if takes_text and (plain := stream.take_text()) is not None:
+                        text, count = plain
+                        self.completion_tokens += count
+                        self._clock.tokens(index * 1024, count)
+                        piece = events.text(index, text)
+                    elif (output := stream.take()) is not None:
+                        self._take(index, output)
+                        piece = events.output(index, output)
+                    if piece:
+                        writer.write(piece)
+                    stream.wrote()
+                if not self._unfinished and not ended.done():
+                    ended.set_result(None)
+            except Exception as error:
+                ended.set_exception(error)
+
+        takes_text = events.takes_text and self._completes
+
+        listeners = [partial(flow, *item) for item in enumerate(self._streams)]
+
+        def resume() -> None:
+            for listener in listeners:
+                listener()
+
+        writer.on_resume(resume)
+        try:
+            for stream, listener in zip(self._streams, listeners, strict=True):
+                stream.listen(listener)
+            await ended
         finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            writer.on_resume(None)
+            for stream in self._streams:
+                stream.listen(None)
 
     def _take(self, index: int, output: RequestOutput) -> None:
         self._cached[index] = output.metrics.num_cached_tokens
+        self._unfinished -= output.finished
         for completion in output.outputs:
             count = len(completion.token_ids) if self._completes else 0
             self.completion_tokens += count
@@ -384,58 +427,84 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
+class Events(Protocol):
+    """The events of a stream.
+
+    Attributes:
+        takes_text: whether :meth:`text` may be called.
+    """
+
+    takes_text: bool
+
+    def output(self, index: int, output: RequestOutput) -> bytes:
+        """The events of a new output of prompt ``index``; empty if there are none yet."""
+
+    def text(self, index: int, text: str) -> bytes:
+        """The same of an output that is nothing but more text of the only completion."""
+
+    def end(self) -> bytes:
+        """The events after all outputs."""
+
+
 class EventStream(Response):
     """Server-sent events, made while the client is there.
 
     The first event is waited for before anything is sent, so that what goes wrong until then has
-    its own status. What goes wrong later is sent as an event.
+    its own status. What goes wrong later is sent as an event. Where the server has a
+    :class:`Writer`, later events are written to the connection when their step's results come,
+    without a task or messages between.
 
     Args:
-        events: pieces of the stream, each one event or several.
-        close: called at the end, also after an error.
+        generation: gives the outputs.
+        events: makes the events of them.
+        context: the HTTP request's.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        close: Callable[[], Awaitable[None]],
-        context: RequestContext,
-    ) -> None:
+    def __init__(self, generation: Generation, events: Events, context: RequestContext) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
+        self._generation = generation
         self._events = events
-        self._close = close
         self._context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
         try:
-            await while_connected(receive, self._send(send))
+            await while_connected(receive, self._send(send, scope.pop(WRITER, None)))
         finally:
-            await self._close()
+            await self._generation.close()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, writer: Writer | None) -> None:
         started = False
-        async with contextlib.aclosing(self._events) as events:
-            try:
-                async for piece in events:
+        try:
+            async with contextlib.aclosing(self._generation.outputs()) as outputs:
+                async for index, output in outputs:
+                    piece = self._events.output(index, output)
+                    if not piece:
+                        continue
                     if not started:
                         started = True
                         await self._start(send)
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-            except Exception as error:
-                if not started:
-                    raise
-                failure = as_api_error(error, self._context.request_id)
-                if failure.code == "internal_error":
-                    logger.exception("request %s failed", self._context.request_id)
-                self._context.note(failure)
-                piece = event(failure.body) + DONE
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        if not started:
-            await self._start(send)
+                    if writer is not None:
+                        break
+            if writer is not None:
+                await self._generation.push(self._events, writer)
+            if not started:
+                started = True
+                await self._start(send)
+            piece = self._events.end()
+        except Exception as error:
+            if not started:
+                raise
+            failure = as_api_error(error, self._context.request_id)
+            if failure.code == "internal_error":
+                logger.exception("request %s failed", self._context.request_id)
+            self._context.note(failure)
+            piece = event(failure.body) + DONE
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     async def _start(self, send: Send) -> None:

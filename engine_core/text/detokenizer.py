@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from engine_core.text.tokenizer import Tokenizer
 
@@ -58,8 +59,7 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Iterable[int]) -> str:
         """The text that became final with these tokens; often empty or more than one token's."""
-        push = self._pieces.push
-        return "".join([push(token_id) for token_id in token_ids])
+        return "".join(map(self._pieces.push, token_ids))
 
     def finish(self) -> str:
         """Return the text held back; an incomplete character becomes U+FFFD. Call it once."""
@@ -92,6 +92,15 @@ class _Pieces(ABC):
                 yield token
 
 
+# By tokenizer, the bytes of each token that was seen, without and with special tokens.
+_seen: WeakKeyDictionary[Tokenizer, tuple[dict[int, bytes], dict[int, bytes]]] = WeakKeyDictionary()
+
+
+def _token_bytes(tokenizer: Tokenizer, skip_special_tokens: bool) -> dict[int, bytes]:
+    """The bytes of tokens of a byte-level vocabulary, to be looked up and added to."""
+    return _seen.setdefault(tokenizer, ({}, {}))[not skip_special_tokens]
+
+
 class _ByteLevelPieces(_Pieces):
     """Every token is a run of bytes; the text is all bytes, read as UTF-8."""
 
@@ -100,6 +109,7 @@ class _ByteLevelPieces(_Pieces):
     ) -> None:
         super().__init__(tokenizer, skip_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._bytes = _token_bytes(tokenizer, skip_special_tokens)
         tail = b""
         for token in self._tokens_from_the_end(prompt_token_ids):
             tail = byte_level_bytes(token) + tail
@@ -108,8 +118,11 @@ class _ByteLevelPieces(_Pieces):
         self._utf8.decode(tail)
 
     def push(self, token_id: int) -> str:
-        token = self._token(token_id)
-        return "" if token is None else self._utf8.decode(byte_level_bytes(token))
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._token(token_id)
+            known = self._bytes[token_id] = b"" if token is None else byte_level_bytes(token)
+        return self._utf8.decode(known)
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
