@@ -32,6 +32,7 @@ from engine_core.steps import (
 _Blocks = tuple[tuple[int, ...], ...]
 _rank = attrgetter("rank")
 _num_scheduled = attrgetter("num_scheduled")
+_new = tuple.__new__
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,6 +444,7 @@ class Scheduler:
 
     def _continue_running(self, sequences: abc.Sequence[Sequence], draft: _Draft) -> None:
         """Plan running sequences, which are given by rank."""
+        singles = draft.singles
         for sequence in sequences:
             if sequence.row is None:  # preempted just now, and so are all of a higher rank
                 return
@@ -459,6 +461,11 @@ class Scheduler:
                 # The first token after a preemption comes from the host.
                 if start >= sequence.admitted_len and not sequence.needs_host:
                     repeat = left
+                if start < sequence.capacity:  # as most rows of most steps: it needs nothing
+                    singles.append(sequence)
+                    if repeat < draft.repeat:
+                        draft.repeat = repeat
+                    continue
             else:
                 count = self._chunk(sequence, start, num_tokens, draft)
                 if count == 0:
@@ -685,7 +692,9 @@ class Scheduler:
             sample = start + 1 == len(sequence.token_ids) + sequence.num_pending
             blocks = new_blocks.get(sequence.sequence_id, none)
             assert sequence.row is not None, f"{sequence} is planned without a row"
-            rows.append(PlanRow(sequence.sequence_id, sequence.row, start, 1, blocks, sample))
+            # Past the constructor of the named tuple, which is a function of Python's.
+            own = (sequence.sequence_id, sequence.row, start, 1, blocks, sample)
+            rows.append(_new(PlanRow, own))
             sequence.num_scheduled = start + repeat
             if sample:
                 sequence.num_pending += repeat
@@ -979,14 +988,17 @@ def _update(
     prompt_logprobs: tuple[TokenLogprobs, ...] | None,
 ) -> TokenUpdate:
     """A sequence's update from a step, with its state after it."""
-    return TokenUpdate(
-        sequence.sequence_id,
-        new_token_ids,
-        logprobs,
-        prompt_logprobs,
-        sequence.finish_reason,
-        sequence.stop_reason,
-        sequence.error,
-        sequence.num_cached_tokens,
-        sequence.num_preemptions,
+    return _new(
+        TokenUpdate,
+        (
+            sequence.sequence_id,
+            new_token_ids,
+            logprobs,
+            prompt_logprobs,
+            sequence.finish_reason,
+            sequence.stop_reason,
+            sequence.error,
+            sequence.num_cached_tokens,
+            sequence.num_preemptions,
+        ),
     )

@@ -39,7 +39,7 @@ from engine_core.server.protocol import CHAT_BODY, ChatBody, Message, Tool
 from engine_core.server.service import Service
 
 if TYPE_CHECKING:
-    from engine_core.steps import CompletionOutput
+    from engine_core.steps import CompletionOutput, RequestOutput
     from engine_core.text import Tokenizer
 
 # Characters of the prompt's end in which a template may open the reasoning.
