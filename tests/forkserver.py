@@ -49,7 +49,7 @@ PRELOADED = (
 )
 # What begins so is read when a library is imported, or when Python starts.
 _FIXED = ("CUDA_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "OMP_", "PYTHON", "TORCH_", "TYPER_")
-_FIXED += ("TRITON_INTERPRET",)
+_FIXED += ("PROMETHEUS_", "TRITON_INTERPRET")
 _SET_ANEW = ("PYTHONPATH", "PYTHONUNBUFFERED")
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # before a test changes it for a while
 _PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)

@@ -25,6 +25,7 @@ from engine_core.engine import process
 from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.frontend import Frontend, Prompt, State, choose_tokenizer
 from engine_core.engine.process import Decoder, Failure, Found, Ready
+from engine_core.engine.shared_count import SharedCount
 from engine_core.engine.trace import EngineTrace, FrontendTrace, OutputRecord, RequestRecord
 from engine_core.errors import (
     ConfigError,
@@ -248,6 +249,8 @@ class AsyncEngine:
         input_processor: InputProcessor | None,
         max_queued_requests: int | None,
         step_timeout: float | None,
+        name: str = "",
+        on_the_way: SharedCount | None = None,
     ) -> None:
         """See :meth:`start`."""
         self.config = config
@@ -257,7 +260,7 @@ class AsyncEngine:
         self._cache_plan = ready.cache_plan
         self.eos_token_ids = found.eos_token_ids
         self.startup = ready.startup
-        self.pid = link.pid
+        self.pid = found.pid
         self.dead: EngineDeadError | None = None
         self.trace: FrontendTrace | None = None
         self._engine_trace: asyncio.Future[EngineTrace | None] | None = None
@@ -271,6 +274,7 @@ class AsyncEngine:
             input_processor,
             found.generation_config,
             self._finish,
+            name,
         )
         self._scheduler_config = ready.scheduler_config
         self._streams: weakref.WeakValueDictionary[str, RequestStream] = (
@@ -278,6 +282,7 @@ class AsyncEngine:
         )
         self._stats = EngineStats()
         self._num_sent = 0
+        self._on_the_way = on_the_way or SharedCount()
         self._closing = False
         # Grammars are compiled one at a time: the compiler keeps what it compiled.
         self._compiling = asyncio.Lock()
@@ -302,6 +307,7 @@ class AsyncEngine:
         step_timeout: float | None = None,
         max_step_time: float | None = None,
         warm_up: bool = False,
+        listener: socket.socket | None = None,
     ) -> Self:
         """Start the engine process and wait until it can take requests.
 
@@ -323,6 +329,8 @@ class AsyncEngine:
             warm_up: whether to capture all likely steps as CUDA graphs first, so that no request
                 waits for a capture, and to time some steps; otherwise the engine captures while it
                 is idle.
+            listener: a Unix socket where other processes may :meth:`connect`, which is closed here;
+                None for no others.
 
         Raises:
             ConfigError: an argument is of another type, or out of range.
@@ -342,7 +350,47 @@ class AsyncEngine:
             raise ConfigError(
                 f"max_step_time is a number of seconds or None, got {max_step_time!r}"
             )
-        link = await _Link.open(model, config, max_step_time, warm_up)
+        link = await _Link.open(model, config, max_step_time, warm_up, listener)
+        return await cls._greeted(link, config, max_queued_requests, step_timeout)
+
+    @classmethod
+    async def connect(
+        cls,
+        path: Path,
+        config: EngineConfig,
+        *,
+        name: str,
+        on_the_way: SharedCount,
+        max_queued_requests: int | None = None,
+    ) -> Self:
+        """Share the engine process that another one has started, and wait until it is ready.
+
+        It lives as long as that other process wants. Its hanging is for that one to notice.
+
+        Args:
+            path: of the ``listener`` that :meth:`start` was given.
+            config: the engine's settings, as there.
+            name: this process's among those that share the engine; no two may be called alike.
+            on_the_way: counts the sequences that the engine process has not taken in yet.
+            max_queued_requests: as of :meth:`start`; it holds for all of them together.
+
+        Raises:
+            EngineDeadError: the engine process ended before it was ready.
+        """
+        link = await _Link.connect(path)
+        return await cls._greeted(link, config, max_queued_requests, None, name, on_the_way)
+
+    @classmethod
+    async def _greeted(
+        cls,
+        link: _Link,
+        config: EngineConfig,
+        max_queued_requests: int | None,
+        step_timeout: float | None,
+        name: str = "",
+        on_the_way: SharedCount | None = None,
+    ) -> Self:
+        """The engine behind ``link``, once it is ready."""
         try:
             found = await link.expect(Found)
             # While the other process reads the weights.
@@ -353,7 +401,16 @@ class AsyncEngine:
             await link.close(kill=True)
             raise
         return cls(
-            link, config, found, ready, tokenizer, processor, max_queued_requests, step_timeout
+            link,
+            config,
+            found,
+            ready,
+            tokenizer,
+            processor,
+            max_queued_requests,
+            step_timeout,
+            name,
+            on_the_way,
         )
 
     @property
@@ -582,7 +639,7 @@ class AsyncEngine:
                 "for fewer"
             )
         stats = self._stats
-        waiting = stats.waiting + self._num_sent - stats.added
+        waiting = stats.waiting + self._on_the_way.total
         free = 0
         if stats.waiting == 0:
             free = max_num_seqs - stats.running
@@ -601,6 +658,7 @@ class AsyncEngine:
         self._streams[state.request_id] = stream
         self._idle.clear()
         self._num_sent += len(sequences)
+        self._on_the_way.own = self._num_sent - self._stats.added
         self._link.send(("add", sequences))
         if timeout is not None:
             left = timeout - (time.monotonic() - state.arrival_time)
@@ -609,14 +667,16 @@ class AsyncEngine:
             )
         return stream
 
-    def _receive(self, message: tuple[list[TokenUpdate], EngineStats] | EngineTrace) -> None:
+    def _receive(self, message: tuple[list[tuple[Any, ...]], EngineStats] | EngineTrace) -> None:
         """Take in what a step brought."""
         self._heard = True
         if isinstance(message, EngineTrace):
             self._give_trace(message)
             return
         received = time.monotonic()
-        updates, self._stats = message
+        plain, self._stats = message
+        updates = [TokenUpdate._make(update) for update in plain]
+        self._on_the_way.own = self._num_sent - self._stats.added
         for state in self.frontend.apply(updates):
             stream = self._streams.get(state.request_id)
             if stream is not None:
@@ -722,10 +782,8 @@ class _Link(asyncio.Protocol):
     Before :meth:`serve`, messages are waited for by :meth:`expect`; after it they are handed on.
     """
 
-    def __init__(self, child: BaseProcess, end: socket.socket) -> None:
+    def __init__(self, child: BaseProcess | None, end: socket.socket) -> None:
         self._child = child
-        assert child.pid is not None, "the process was started"
-        self.pid = child.pid
         # Kept to read what the process said last, if sending finds out first that it is gone.
         self._end = end
         self._decoder = Decoder()
@@ -736,11 +794,17 @@ class _Link(asyncio.Protocol):
         self._failure: Failure | None = None
         self._lost = asyncio.Event()
         self._ended: asyncio.Task[None] | None = None
-        atexit.register(child.kill)
+        if child is not None:
+            atexit.register(child.kill)
 
     @classmethod
     async def open(
-        cls, model: str, config: EngineConfig, max_step_time: float | None, warm_up: bool
+        cls,
+        model: str,
+        config: EngineConfig,
+        max_step_time: float | None,
+        warm_up: bool,
+        listener: socket.socket | None = None,
     ) -> Self:
         """Start the process."""
         log_level = logging.getLogger("engine_core").getEffectiveLevel()
@@ -748,16 +812,41 @@ class _Link(asyncio.Protocol):
         with theirs:
             child = multiprocessing.get_context("spawn").Process(
                 target=process.main,
-                args=(theirs, os.getpid(), log_level, model, config, max_step_time, warm_up),
+                args=(
+                    theirs,
+                    os.getpid(),
+                    log_level,
+                    model,
+                    config,
+                    max_step_time,
+                    warm_up,
+                    listener,
+                ),
                 name="engine-core",
                 # It has children of its own with tensor parallelism, as a daemon may not.
                 daemon=False,
             )
             child.start()
-        process.enlarge(ours)
-        link = cls(child, ours.dup())
-        ours.setblocking(False)
-        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+        if listener is not None:
+            listener.close()
+        return await cls._over(ours, child)
+
+    @classmethod
+    async def connect(cls, path: Path) -> Self:
+        """Connect to a process that another one has started."""
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            end.connect(str(path))
+        except OSError as error:
+            raise _death(None, None, None) from error
+        return await cls._over(end, None)
+
+    @classmethod
+    async def _over(cls, end: socket.socket, child: BaseProcess | None) -> Self:
+        process.enlarge(end)
+        link = cls(child, end.dup())
+        end.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=end)
         return link
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -832,14 +921,15 @@ class _Link(asyncio.Protocol):
 
     def give_up(self, why: str) -> None:
         """Kill a hung process once it has written its stacks to stderr."""
-        if self._lost.is_set() or self._failure is not None:
+        if self._child is None or self._lost.is_set() or self._failure is not None:
             return
         self._failure = Failure(why, "what its threads did is on stderr")
-        os.kill(self.pid, signal.SIGUSR1)
+        assert self._child.pid is not None, "the process was started"
+        os.kill(self._child.pid, signal.SIGUSR1)
         asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._kill)
 
     def _kill(self) -> None:
-        if not self._lost.is_set():
+        if self._child is not None and not self._lost.is_set():
             self._child.kill()
 
     async def close(self, *, kill: bool) -> None:
@@ -853,13 +943,16 @@ class _Link(asyncio.Protocol):
     async def _see_it_end(self) -> None:
         """Wait for the process, whose socket is closed, and say how it ended."""
         child = self._child
-        await asyncio.to_thread(child.join, _STOP_SECONDS)
-        if child.exitcode is None:
-            child.kill()
-            await asyncio.to_thread(child.join)
-        atexit.unregister(child.kill)
-        error = _death(self.pid, child.exitcode, self._failure)
-        child.close()
+        if child is None:
+            error = _death(None, None, self._failure)
+        else:
+            await asyncio.to_thread(child.join, _STOP_SECONDS)
+            if child.exitcode is None:
+                child.kill()
+                await asyncio.to_thread(child.join)
+            atexit.unregister(child.kill)
+            error = _death(child.pid, child.exitcode, self._failure)
+            child.close()
         self._lost.set()
         if self._bury is not None:
             self._bury(error)
@@ -867,12 +960,14 @@ class _Link(asyncio.Protocol):
             self._inbox.put_nowait(error)
 
 
-def _death(pid: int, code: int | None, failure: Failure | None) -> EngineDeadError:
-    """Why the engine process is gone."""
+def _death(pid: int | None, code: int | None, failure: Failure | None) -> EngineDeadError:
+    """Why the engine process is gone; ``pid`` is None if only another process can know how."""
     if failure is not None:
         error = EngineDeadError(failure.message)
         error.__cause__ = RemoteTracebackError(failure.trace)
         return error
+    if pid is None:
+        return EngineDeadError("the engine process has ended")
     if code is not None and code < 0:
         how = f"by signal {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:

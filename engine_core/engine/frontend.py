@@ -243,6 +243,7 @@ class Frontend:
         generation_config: the checkpoint's ``generation_config.json``.
         finish: tells the core that a sequence's text is complete: its id, the reason, and the stop
             string.
+        name: of this frontend among those that share a core; part of ids and seeds.
     """
 
     def __init__(
@@ -253,6 +254,7 @@ class Frontend:
         input_processor: InputProcessor | None,
         generation_config: Mapping[str, Any],
         finish: Callable[[str, str, str], None],
+        name: str = "",
     ) -> None:
         self._config = config
         self._model_config = model_config
@@ -260,6 +262,7 @@ class Frontend:
         self._input_processor = input_processor
         self._generation_config = generation_config
         self._finish = finish
+        self._name = name
         # Row state of the first request, by name.
         self._row_state: dict[str, npt.NDArray[Any]] = {}
         self._states: dict[str, State] = {}
@@ -425,7 +428,7 @@ class Frontend:
             request_id, prompt.text, prompt.token_ids, arrived, streaming, unfinished=params.n
         )
         seed = self._draw_seed() if params.seed is None else params.seed
-        base = f"{request_id}@{serial}" if unique_ids else request_id
+        base = f"{request_id}@{self._name}{serial}" if unique_ids else request_id
         sequences = []
         for index in range(params.n):
             # Nothing that needs to be validated is changed.
@@ -553,7 +556,7 @@ class Frontend:
 
     def _draw_seed(self) -> int:
         self._drawn_seeds += 1
-        return _hashed(f"{self._config.seed}:{self._drawn_seeds}")
+        return _hashed(f"{self._config.seed}:{self._name}{self._drawn_seeds}")
 
 
 def _priority(value: Any) -> int:

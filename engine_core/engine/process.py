@@ -1,4 +1,4 @@
-"""The engine's own process: an :class:`EngineCore` behind a socket."""
+"""The engine's own process: an :class:`EngineCore` behind sockets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine_core import own_process
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.engine.trace import EngineTrace
 from engine_core.errors import EngineDeadError, EngineError, RequestError
-from engine_core.steps import NewSequence, RowError, TokenUpdate
+from engine_core.steps import EngineStats, NewSequence, RowError, TokenUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,7 @@ class Found:
     """The engine process's message once it has opened the model, before loading it.
 
     Attributes:
+        pid: the engine process.
         model_config: the model's.
         generation_config: the checkpoint's.
         eos_token_ids: the tokens that end a sequence.
@@ -69,6 +70,7 @@ class Found:
         has_input_processor: whether the family says more of a prompt than its tokens.
     """
 
+    pid: int
     model_config: ModelConfig
     generation_config: Mapping[str, Any]
     eos_token_ids: tuple[int, ...]
@@ -147,76 +149,51 @@ def enlarge(end: socket.socket) -> None:
 
 
 class _Channel:
-    """The engine process's end of the socket; sending never waits for the other side to read."""
+    """One socket of the engine process; sending never waits for the other side to read.
+
+    Attributes:
+        end: the socket.
+        added: sequences that came from the other side.
+        unsent: what the socket was too full for.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         enlarge(end)
-        self._end = end
+        self.end = end
+        self.added = 0
+        self.unsent: deque[memoryview] = deque()
         self._decoder = Decoder()
-        self._unsent: deque[memoryview] = deque()
-        # Any thread may log; this one sends it with the next message, or before it waits for one.
-        self._logged: SimpleQueue[Any] = SimpleQueue()
-        self._poll = select.poll()
-        self._poll.register(end, select.POLLIN)
 
     def send(self, message: Any) -> None:
         """Send ``message``, now or, as far as the socket is full, at a later call."""
-        self._take_logged()
-        self._unsent.append(memoryview(encode(message)))
-        self._write()
-
-    @property
-    def all_sent(self) -> bool:
-        """Whether the other side has everything, or the socket holds it for it."""
-        return not self._unsent
+        self.unsent.append(memoryview(encode(message)))
+        self.write()
 
     @property
     def is_receiving(self) -> bool:
         """Whether a message has arrived in part."""
         return self._decoder.has_partial
 
-    def log_handler(self) -> logging.Handler:
-        """Sends what is logged to the other side."""
-        return logging.handlers.QueueHandler(self._logged)
+    def flush(self) -> None:
+        """Wait until everything is sent, or the other side is gone."""
+        self.end.setblocking(True)
+        try:
+            while self.unsent:
+                self.end.sendall(self.unsent.popleft())
+        except OSError:
+            self.unsent.clear()
 
-    def receive(self, wait: float | None) -> list[Any]:
-        """Return received messages; wait up to ``wait`` seconds for one, or for ever if None.
+    def read(self) -> list[Any]:
+        """What has arrived.
 
         Raises:
             EOFError: the other side is gone.
         """
         messages: list[Any] = []
-        self._take_logged()
-        while True:
-            if self._unsent:
-                self._write()
-            events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
-            self._poll.modify(self._end, events)
-            ready = self._poll.poll(None if wait is None else wait * 1000)
-            if any(event & ~select.POLLOUT for _, event in ready):
-                messages += self._read()
-            if messages or wait is not None:
-                return messages
-
-    def _take_logged(self) -> None:
-        while not self._logged.empty():
-            self._unsent.append(memoryview(encode(self._logged.get_nowait())))
-
-    def flush(self) -> None:
-        """Wait until everything is sent, or the other side is gone."""
-        self._end.setblocking(True)
-        try:
-            while self._unsent:
-                self._end.sendall(self._unsent.popleft())
-        except OSError:
-            self._unsent.clear()
-
-    def _read(self) -> list[Any]:
-        messages: list[Any] = []
         while True:
             try:
-                data = self._end.recv(_READ_BYTES)
+                data = self.end.recv(_READ_BYTES)
             except BlockingIOError:
                 return messages
             except OSError:
@@ -225,11 +202,12 @@ class _Channel:
                 raise EOFError
             messages += self._decoder.feed(data)
 
-    def _write(self) -> None:
-        unsent = self._unsent
+    def write(self) -> None:
+        """Send what was not sent yet, as far as the socket has room."""
+        unsent = self.unsent
         try:
             while unsent:
-                sent = self._end.send(unsent[0])
+                sent = self.end.send(unsent[0])
                 if sent == len(unsent[0]):
                     unsent.popleft()
                 else:
@@ -240,6 +218,146 @@ class _Channel:
             unsent.clear()  # Reading tells that the other side is gone.
 
 
+class _Links:
+    """The channels to all frontends: the one that started this process, and those that connect.
+
+    Args:
+        end: of the socket to the first frontend, with which this process ends.
+        listener: where others connect; None if there are none.
+    """
+
+    def __init__(self, end: socket.socket, listener: socket.socket | None) -> None:
+        self._first = _Channel(end)
+        self._channels = {end.fileno(): self._first}
+        self._owners: dict[str, _Channel] = {}
+        self._listener = listener
+        # What each frontend is told first, and last.
+        self._hello: list[Any] = []
+        self._stats = EngineStats()
+        # Any thread may log; this one sends it with the next message, or before it waits for one.
+        self._logged: SimpleQueue[Any] = SimpleQueue()
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+
+    def log_handler(self) -> logging.Handler:
+        """Sends what is logged to the first frontend."""
+        return logging.handlers.QueueHandler(self._logged)
+
+    def greet(self, message: Any) -> None:
+        """Send ``message`` to the first frontend, and to each that connects."""
+        self._hello.append(message)
+        self._take_logged()
+        self._first.send(message)
+
+    def accept(self) -> None:
+        """Let frontends connect from now on."""
+        if self._listener is not None:
+            self._listener.setblocking(False)
+            self._poll.register(self._listener, select.POLLIN)
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether the other sides have everything, or the sockets hold it for them."""
+        return not any(channel.unsent for channel in self._channels.values())
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a message has arrived in part."""
+        return any(channel.is_receiving for channel in self._channels.values())
+
+    def receive(self, wait: float | None) -> list[Any]:
+        """Return received commands; wait up to ``wait`` seconds for one, or for ever if None.
+
+        A frontend that is gone aborts its sequences.
+
+        Raises:
+            EOFError: the first one is gone.
+        """
+        messages: list[Any] = []
+        self._take_logged()
+        while True:
+            for channel in self._channels.values():
+                if channel.unsent:
+                    channel.write()
+                events = select.POLLIN | (select.POLLOUT if channel.unsent else 0)
+                self._poll.modify(channel.end, events)
+            for fd, event in self._poll.poll(None if wait is None else wait * 1000):
+                if fd not in self._channels:
+                    self._welcome()
+                elif event & ~select.POLLOUT:
+                    messages += self._read(self._channels[fd])
+            if messages or wait is not None:
+                return messages
+
+    def _read(self, channel: _Channel) -> list[Any]:
+        try:
+            messages = channel.read()
+        except EOFError:
+            if channel is self._first:
+                raise
+            self._poll.unregister(channel.end)
+            del self._channels[channel.end.fileno()]
+            channel.end.close()
+            left = [name for name, owner in self._owners.items() if owner is channel]
+            for name in left:
+                del self._owners[name]
+            return [("abort", left)]
+        for name, *arguments in messages:
+            if name == "add":
+                channel.added += len(arguments[0])
+                if channel is not self._first:
+                    self._owners.update((new.sequence_id, channel) for new in arguments[0])
+            else:  # it ends one or several
+                for sequence_id in arguments[0] if name == "abort" else arguments[:1]:
+                    self._owners.pop(sequence_id, None)
+        return messages
+
+    def _welcome(self) -> None:
+        assert self._listener is not None, "it is polled"
+        with contextlib.suppress(BlockingIOError):  # whoever it was has left again
+            end, _ = self._listener.accept()
+            channel = _Channel(end)
+            self._channels[end.fileno()] = channel
+            self._poll.register(end, select.POLLIN)
+            for message in (*self._hello, ([], self._stats._replace(added=0))):
+                channel.send(message)
+
+    def send(self, updates: Sequence[TokenUpdate], stats: EngineStats) -> None:
+        """Send each frontend the updates of its sequences, and all of them the figures.
+
+        Its own :attr:`EngineStats.added` tells each which of its sequences were taken in.
+        """
+        self._stats = stats
+        self._take_logged()
+        parts: dict[_Channel, list[TokenUpdate]] = {c: [] for c in self._channels.values()}
+        if len(parts) == 1:
+            parts[self._first] = list(updates)
+        else:
+            owners, first = self._owners, self._first
+            for update in updates:
+                parts.get(owners.get(update.sequence_id, first), []).append(update)
+                if update.finish_reason is not None:
+                    owners.pop(update.sequence_id, None)
+        for channel, own in parts.items():
+            # As plain tuples, which take a quarter of the time to pickle.
+            channel.send((list(map(tuple, own)), stats._replace(added=channel.added)))
+
+    def answer(self, message: Any) -> None:
+        """Send ``message`` to the first frontend."""
+        self._first.send(message)
+
+    def fail(self, failure: Failure) -> None:
+        """Tell every frontend why this process ends."""
+        self._take_logged()
+        for channel in self._channels.values():
+            channel.send(failure)
+            channel.flush()
+
+    def _take_logged(self) -> None:
+        while not self._logged.empty():
+            self._first.unsent.append(memoryview(encode(self._logged.get_nowait())))
+
+
 def main(
     end: socket.socket,
     parent: int,
@@ -248,6 +366,7 @@ def main(
     config: EngineConfig,
     max_step_time: float | None,
     warm_up: bool,
+    listener: socket.socket | None = None,
 ) -> None:
     """The life of the engine process: load ``model``, then serve until ``end`` is closed.
 
@@ -262,6 +381,7 @@ def main(
         max_step_time: seconds that a step with decoding rows should take at most; None for what
             suits the device.
         warm_up: whether to capture all likely steps before the first request is taken.
+        listener: where further frontends connect; None if there are none.
     """
     own_process.claim()
     # Both go to every process of a terminal or a service; the parent decides what they mean.
@@ -270,28 +390,27 @@ def main(
     with contextlib.suppress(RuntimeError):  # there is no stderr
         # What the other side sends before it kills a process that hangs.
         faulthandler.register(signal.SIGUSR1)
-    _die_with(parent)
-    channel = _Channel(end)
-    logging.basicConfig(level=log_level, handlers=[channel.log_handler()], force=True)
+    die_with(parent)
+    links = _Links(end, listener)
+    logging.basicConfig(level=log_level, handlers=[links.log_handler()], force=True)
     try:
-        _serve(channel, model, config, max_step_time, warm_up)
+        _serve(links, model, config, max_step_time, warm_up)
     except EOFError:
         return
     except EngineDeadError as error:
         cause = error.__cause__ or error
-        channel.send(Failure(str(error), "".join(traceback.format_exception(cause))))
+        links.fail(Failure(str(error), "".join(traceback.format_exception(cause))))
     except EngineError as error:
         trace = "".join(traceback.format_exception(error))
-        channel.send(Failure(str(error), trace, _portable(error)))
+        links.fail(Failure(str(error), trace, _portable(error)))
     except Exception as error:
         trace = "".join(traceback.format_exception(error))
-        channel.send(Failure(f"{type(error).__name__}: {error}", trace))
-    channel.flush()
+        links.fail(Failure(f"{type(error).__name__}: {error}", trace))
     sys.exit(1)
 
 
 def _serve(
-    channel: _Channel,
+    links: _Links,
     model: str,
     config: EngineConfig,
     max_step_time: float | None,
@@ -303,8 +422,9 @@ def _serve(
 
     opened = open_engine(model, config)
     source = opened.source
-    channel.send(
+    links.greet(
         Found(
+            pid=os.getpid(),
             model_config=source.model_config,
             generation_config=opened.generation_config,
             eos_token_ids=opened.eos_token_ids,
@@ -334,25 +454,26 @@ def _serve(
             if not source.has_input_processor:
                 core.time_steps(_TRIAL_SECONDS[kind])
         plan = pickle.dumps(loaded.cache_plan)
-        channel.send(Ready(loaded.scheduler_config, plan, dict(opened.phases)))
-        _run(channel, core)
+        links.greet(Ready(loaded.scheduler_config, plan, dict(opened.phases)))
+        links.accept()
+        _run(links, core)
     finally:
         core.close()
 
 
-def _run(channel: _Channel, core: EngineCore) -> None:
-    """Take commands and step until the other side is gone; capture what may be needed meanwhile."""
+def _run(links: _Links, core: EngineCore) -> None:
+    """Take commands and step until the first frontend is gone; when idle, capture ahead."""
     wait: float | None = _IDLE_SECONDS
     captured, seconds = 0, 0.0
     refused: list[TokenUpdate] = []
     heard = False
     while True:
         begin = time.monotonic()
-        commands = channel.receive(wait)
+        commands = links.receive(wait)
         if wait != 0.0:
             begin = time.monotonic()  # it may have waited for them
-        if not commands and not core.has_unfinished and channel.all_sent:
-            if channel.is_receiving:
+        if not commands and not core.has_unfinished and links.all_sent:
+            if links.is_receiving:
                 # A command is larger than what the socket holds; its end is on the way.
                 wait = None
                 continue
@@ -378,7 +499,7 @@ def _run(channel: _Channel, core: EngineCore) -> None:
             elif name == "trace":
                 core.trace = EngineTrace()
             elif name == "take_trace":
-                channel.send(core.trace)
+                links.answer(core.trace)
             else:
                 core.finish(*arguments)
         if commands and core.trace is not None:
@@ -392,7 +513,7 @@ def _run(channel: _Channel, core: EngineCore) -> None:
         # Told after every step, also one that brought nothing: it took somebody in, or gave blocks
         # back.
         if heard or moved:
-            channel.send((refused + updates, core.stats()))
+            links.send(refused + updates, core.stats())
             if core.trace is not None:
                 core.trace.sent()
             refused, heard = [], False
@@ -430,7 +551,7 @@ def _add(core: EngineCore, sequences: Sequence[NewSequence], refused: list[Token
             )
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Be killed when the parent dies, also in the middle of a step that never ends."""
     if not sys.platform.startswith("linux"):
         return

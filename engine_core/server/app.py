@@ -10,6 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from engine_core.engine.shared_count import SharedCount
 from engine_core.errors import EngineError
 from engine_core.registry import build_registry
 from engine_core.server.context import RequestContext
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 
 
 def create_app(
-    engine: AsyncEngine | None, settings: ServerSettings, *, api_keys: Sequence[str] = ()
+    engine: AsyncEngine | None,
+    settings: ServerSettings,
+    *,
+    api_keys: Sequence[str] = (),
+    in_flight: SharedCount | None = None,
 ) -> FastAPI:
     """The service as an ASGI application.
 
@@ -34,8 +39,9 @@ def create_app(
             ``app.state.service.attach`` brings it.
         settings: the user's; ``served_model_name`` must have a name.
         api_keys: keys that give access to the API; empty gives everyone access.
+        in_flight: counts the requests of all processes that serve together; this one's if None.
     """
-    service = Service(settings)
+    service = Service(settings, in_flight)
     if engine is not None:
         config = engine.config
         registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from prometheus_client.metrics_core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from engine_core.engine.timings import Timings
@@ -99,13 +101,17 @@ class _EngineCollector(Collector):
 class Metrics:
     """The server's figures, in a registry of its own.
 
+    Where the environment names a folder (``PROMETHEUS_MULTIPROC_DIR``) when this module is
+    imported, each process keeps its figures in a file there, and the text has the sums of all.
+
     Args:
         stats: gives the engine's figures, or None while there is no engine.
     """
 
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(stats))
+        self._engine = _EngineCollector(stats)
+        self._registry.register(self._engine)
         self.http_requests = Counter(
             "engine_core_http_requests",
             "HTTP requests answered; status 499 is a client that went away.",
@@ -146,7 +152,12 @@ class Metrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format 0.0.4."""
-        return generate_latest(self._registry)
+        registry = self._registry
+        if (folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is not None:
+            registry = CollectorRegistry()
+            registry.register(self._engine)
+            MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
 
 
 class TokenClock:

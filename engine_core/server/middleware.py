@@ -57,7 +57,7 @@ class RequestMiddleware:
             await send(message)
 
         generation = scope["path"] in _GENERATION
-        self._service.in_flight += generation
+        self._service.in_flight.own += generation
         try:
             await self._app(scope, receive, send_with_headers)
         except ClientGone:
@@ -71,7 +71,7 @@ class RequestMiddleware:
                 raise
             await failure.response()(scope, receive, send_with_headers)
         finally:
-            self._service.in_flight -= generation
+            self._service.in_flight.own -= generation
             self._note(scope, context, status)
 
     def _note(self, scope: Scope, context: RequestContext, status: int) -> None:

@@ -7,10 +7,11 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -18,6 +19,7 @@ from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine.async_engine import AsyncEngine
 from engine_core.engine.guided import grammar_compiler
+from engine_core.engine.shared_count import SharedCount
 from engine_core.engine.trace import check_trace_file, write_trace
 from engine_core.errors import ConfigError, EngineDeadError
 from engine_core.parsers import find_parser_names
@@ -63,6 +65,8 @@ def run_server(
     """
     if not settings.served_model_name:
         settings = settings.replace(served_model_name=(default_name(model),))
+    from engine_core.server.workers import run_workers, server_count
+
     registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
     # A wrong name is found before the model is loaded.
     if settings.tool_parser is not None:
@@ -72,8 +76,21 @@ def run_server(
     if settings.trace is not None:
         check_trace_file(settings.trace)
     configure_logging(settings.log_format)
-    uvicorn_config = uvicorn.Config(
-        create_app(None, settings, api_keys=api_keys),
+    count = server_count(settings, config)
+    if count > 1:
+        run_workers(model, config, settings, api_keys, count)
+        return
+    uvicorn_config = make_uvicorn_config(settings, api_keys)
+    with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:
+        runner.run(_serve(uvicorn_config, registry, model, config, settings))
+
+
+def make_uvicorn_config(
+    settings: ServerSettings, api_keys: Sequence[str], in_flight: SharedCount | None = None
+) -> uvicorn.Config:
+    """The HTTP server's settings, with the application; see :func:`create_app`."""
+    return uvicorn.Config(
+        create_app(None, settings, api_keys=api_keys, in_flight=in_flight),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -81,8 +98,6 @@ def run_server(
         http=connection_class(settings.send_timeout),
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
-    with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:
-        runner.run(_serve(uvicorn_config, registry, model, config, settings))
 
 
 async def _serve(
@@ -92,11 +107,37 @@ async def _serve(
     config: EngineConfig,
     settings: ServerSettings,
 ) -> None:
-    service: Service = uvicorn_config.app.state.service  # type: ignore[union-attr]
-    stop = _stop_on_signals()
-    listener = _listen(settings, uvicorn_config.backlog)
-    server = _Server(uvicorn_config)
-    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    stop = stop_on_signals()
+    listener = listen(settings, uvicorn_config.backlog)
+    log_address(listener, model, settings)
+    starting = asyncio.ensure_future(start_engine(model, config, settings))
+    try:
+        await serve(uvicorn_config, registry, listener, starting, settings, stop, log_ready)
+    except EngineDeadError as error:
+        log_death(error)
+        raise
+
+
+def start_engine(
+    model: str,
+    config: EngineConfig,
+    settings: ServerSettings,
+    listener: socket.socket | None = None,
+) -> Coroutine[Any, Any, AsyncEngine]:
+    """Start the engine process as the settings say; see :meth:`AsyncEngine.start`."""
+    return AsyncEngine.start(
+        model,
+        config,
+        max_queued_requests=settings.max_queued_requests,
+        step_timeout=settings.step_timeout,
+        max_step_time=settings.max_step_time,
+        warm_up=True,
+        listener=listener,
+    )
+
+
+def log_address(listener: socket.socket, model: str, settings: ServerSettings) -> None:
+    """Say where the server listens."""
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     log(
@@ -106,13 +147,83 @@ async def _serve(
         model=model,
         served_as=list(settings.served_model_name),
     )
+
+
+def log_ready(engine: AsyncEngine) -> None:
+    """Say that requests are taken."""
+    log(
+        logger,
+        logging.INFO,
+        "ready",
+        seconds=round(sum(engine.startup.values()), 2),
+        max_model_len=engine.max_model_len,
+    )
+
+
+def log_draining(in_flight: int, settings: ServerSettings) -> None:
+    """Say that no more requests are taken."""
+    log(
+        logger,
+        logging.INFO,
+        "shutting down: no more requests are taken",
+        in_flight=in_flight,
+        drain_timeout=settings.drain_timeout,
+    )
+
+
+def log_death(error: EngineDeadError) -> None:
+    """Say why the engine has stopped."""
+    logger.critical("the engine has stopped: %s", error, exc_info=error)
+
+
+async def serve(
+    uvicorn_config: uvicorn.Config,
+    registry: Registry,
+    listener: socket.socket,
+    starting: asyncio.Future[AsyncEngine],
+    settings: ServerSettings,
+    stop: asyncio.Event,
+    on_ready: Callable[[AsyncEngine], None],
+    *,
+    on_drain: Callable[[int, ServerSettings], None] = log_draining,
+    early: bool = True,
+) -> None:
+    """Answer requests until ``stop`` is set and those in flight have ended.
+
+    Args:
+        uvicorn_config: the HTTP server's settings.
+        registry: has the parsers.
+        listener: the listening socket.
+        starting: the engine; requests are refused until it is there.
+        settings: the service's.
+        stop: ends the service.
+        on_ready: called when requests are taken.
+        on_drain: called when no more are taken, with how many there are.
+        early: whether those who connect before the engine is there are refused, and do not wait.
+
+    Raises:
+        EngineError: the model cannot run, or the engine died; all requests have got the cause.
+    """
+    service: Service = uvicorn_config.app.state.service  # type: ignore[union-attr]
+    server = _Server(uvicorn_config)
+    begin = asyncio.Event()
+
+    async def serve_http() -> None:
+        await begin.wait()
+        await server.serve(sockets=[listener])
+
+    serving = asyncio.ensure_future(serve_http())
+    if early:
+        begin.set()
     engine: AsyncEngine | None = None
     try:
-        engine = await _load(model, config, settings, service, registry, stop)
+        engine = await _load(starting, settings, service, registry, stop)
         if engine is None:
             return
         if settings.trace is not None:
             engine.start_trace()
+        begin.set()
+        on_ready(engine)
         dead = asyncio.ensure_future(engine.wait_dead())
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait({dead, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -120,21 +231,15 @@ async def _serve(
             raise dead.result()
         dead.cancel()
         service.drain()
-        log(
-            logger,
-            logging.INFO,
-            "shutting down: no more requests are taken",
-            in_flight=service.in_flight,
-            drain_timeout=settings.drain_timeout,
-        )
+        on_drain(service.in_flight.total, settings)
         await engine.drain(settings.drain_timeout)
-    except EngineDeadError as error:
-        logger.critical("the engine has stopped: %s", error, exc_info=error)
-        raise
     finally:
         service.drain()
         server.should_exit = True
-        await serving
+        if begin.is_set():
+            await serving
+        else:
+            serving.cancel()
         if engine is not None:
             if settings.trace is not None:
                 await _write_trace(engine, settings.trace, settings.trace_seconds)
@@ -154,26 +259,16 @@ async def _write_trace(engine: AsyncEngine, path: Path, seconds: float) -> None:
 
 
 async def _load(
-    model: str,
-    config: EngineConfig,
+    starting: asyncio.Future[AsyncEngine],
     settings: ServerSettings,
     service: Service,
     registry: Registry,
     stop: asyncio.Event,
 ) -> AsyncEngine | None:
     """The engine, or None if the server is to end before it is there."""
-    starting = asyncio.ensure_future(
-        AsyncEngine.start(
-            model,
-            config,
-            max_queued_requests=settings.max_queued_requests,
-            step_timeout=settings.step_timeout,
-            max_step_time=settings.max_step_time,
-            warm_up=True,
-        )
-    )
     stopped = asyncio.ensure_future(stop.wait())
-    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    either: set[asyncio.Future[Any]] = {starting, stopped}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
         with suppress(asyncio.CancelledError):
@@ -199,17 +294,10 @@ async def _load(
     # What was made so far lives as long as the server; a collection that visits all of it would
     # hold up every stream for tens of milliseconds.
     own_process.freeze(collect=True)
-    log(
-        logger,
-        logging.INFO,
-        "ready",
-        seconds=round(sum(engine.startup.values()), 2),
-        max_model_len=engine.max_model_len,
-    )
     return engine
 
 
-def _stop_on_signals() -> asyncio.Event:
+def stop_on_signals() -> asyncio.Event:
     """Set at the first SIGTERM or SIGINT; the second one ends the process at once."""
     stop = asyncio.Event()
 
@@ -225,21 +313,24 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-def _listen(settings: ServerSettings, backlog: int) -> socket.socket:
+def listen(settings: ServerSettings, backlog: int, *, port: int | None = None) -> socket.socket:
     """The listening socket, made before the model is loaded.
 
     It listens from here on. A client that connects before the server's first ``accept`` waits in
-    the backlog, and a second server cannot take the same address.
+    the backlog, and a second server cannot take the same address. With a ``port`` given, several
+    sockets take it, and the system divides connections among them.
 
     Raises:
         ConfigError: the address is taken or does not belong to this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            settings.host, port or settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if port is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(backlog)
     except OSError as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import Request
 
+from engine_core.engine.shared_count import SharedCount
 from engine_core.errors import EngineDeadError
 from engine_core.server.body import now
 from engine_core.server.errors import ApiError, busy, unavailable
@@ -40,14 +41,15 @@ class Service:
         names: the served names of the model; the first one is written into answers.
         metrics: the Prometheus metrics.
         created: when the server began, in seconds since 1970.
-        in_flight: generation requests between their arrival and their end.
+        in_flight: generation requests between their arrival and their end, of all processes that
+            serve together.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, in_flight: SharedCount | None = None) -> None:
         self.settings = settings
         self.names = settings.served_model_name
         self.created = now()
-        self.in_flight = 0
+        self.in_flight = in_flight or SharedCount()
         self._engine: AsyncEngine | None = None
         self._parsers: Registry | None = None
         self._token_bytes: Sequence[bytes] | None = None
@@ -120,7 +122,7 @@ class Service:
             ApiError: 429.
         """
         limit = self.engine.config.max_num_seqs + self.settings.max_queued_requests
-        if self.in_flight > limit:
+        if self.in_flight.total > limit:
             raise busy(
                 f"{limit} requests are being answered or wait, which is as many as this "
                 "server takes; try again soon"

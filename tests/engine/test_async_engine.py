@@ -46,6 +46,7 @@ from engine_core.errors import (
     TokenizerError,
     WeightsMismatchError,
 )
+from engine_core.steps import EngineStats
 
 MODEL = str(GOLDEN / "llama-gqa")
 PROMPTS = golden_prompts("llama-gqa")
@@ -760,8 +761,8 @@ class FakeCore:
         self.num_steps += 1
         return []
 
-    def stats(self) -> bytes:
-        return bytes(self.stats_size)
+    def stats(self) -> EngineStats:
+        return EngineStats(running=cast(Any, bytes(self.stats_size)))
 
     def capture_next(self) -> bool:
         if self.captures == 0:
@@ -771,7 +772,7 @@ class FakeCore:
         return True
 
 
-class ScriptedChannel(process._Channel):
+class ScriptedLinks(process._Links):
     """Before each look something comes, or nothing; in the end the other side is gone.
 
     Attributes:
@@ -781,7 +782,8 @@ class ScriptedChannel(process._Channel):
     def __init__(self, arrivals: list[bytes], *, drains_after: int = 0) -> None:
         """The other side reads before each look but the first ``drains_after``."""
         ours, self._other = socket.socketpair()
-        super().__init__(ours)
+        super().__init__(ours, None)
+        self._ours = ours
         self._other.setblocking(False)
         self._arrivals = arrivals
         self._drains_after = drains_after
@@ -803,7 +805,7 @@ class ScriptedChannel(process._Channel):
         return super().receive(wait)
 
     def close(self) -> None:
-        self._end.close()
+        self._ours.close()
         self._other.close()
 
 
@@ -812,14 +814,14 @@ NOTHING = b""
 IDLE = process._IDLE_SECONDS
 
 
-def run_core(channel: ScriptedChannel, core: FakeCore) -> None:
+def run_core(channel: ScriptedLinks, core: FakeCore) -> None:
     with contextlib.closing(channel), pytest.raises(EOFError):
         process._run(channel, cast(Any, core))
 
 
 def test_an_idle_core_captures_all_there_is_and_then_waits_without_end() -> None:
     core = FakeCore(captures=2)
-    channel = ScriptedChannel([NOTHING, NOTHING, NOTHING, ABORT, NOTHING, ABORT])
+    channel = ScriptedLinks([NOTHING, NOTHING, NOTHING, ABORT, NOTHING, ABORT])
     run_core(channel, core)
     # Once nobody has wanted anything for a while, one capture follows the other.
     assert channel.waits == [IDLE, 0.0, 0.0, None, IDLE, None]
@@ -828,7 +830,7 @@ def test_an_idle_core_captures_all_there_is_and_then_waits_without_end() -> None
 
 def test_a_core_captures_when_it_has_been_idle_for_a_while_after_a_request() -> None:
     core = FakeCore(captures=2)
-    channel = ScriptedChannel([process.encode(("add", [2])), NOTHING, NOTHING, ABORT, NOTHING])
+    channel = ScriptedLinks([process.encode(("add", [2])), NOTHING, NOTHING, ABORT, NOTHING])
     run_core(channel, core)
     assert channel.waits == [IDLE, 0.0, IDLE, 0.0, IDLE]
     assert core.events == ["step", "step", "capture", "abort a", "capture"]
@@ -847,7 +849,7 @@ def test_what_comes_while_the_device_is_busy_is_heard_before_the_next_step() -> 
 @pytest.mark.parametrize("size", [3, len(ABORT) - 1], ids=["header", "content"])
 def test_nothing_is_captured_between_the_pieces_of_a_command(size: int) -> None:
     core = FakeCore(captures=1)
-    channel = ScriptedChannel([ABORT[:size], ABORT[size:], NOTHING])
+    channel = ScriptedLinks([ABORT[:size], ABORT[size:], NOTHING])
     run_core(channel, core)
     assert channel.waits == [IDLE, None, IDLE]
     assert core.events == ["abort a", "capture"]
@@ -855,11 +857,11 @@ def test_nothing_is_captured_between_the_pieces_of_a_command(size: int) -> None:
 
 def test_nothing_is_captured_before_the_other_side_has_everything() -> None:
     core = FakeCore(captures=1, stats_size=16 << 20)
-    held = ScriptedChannel([ABORT, NOTHING, NOTHING], drains_after=3)
+    held = ScriptedLinks([ABORT, NOTHING, NOTHING], drains_after=3)
     run_core(held, core)
     assert core.events == ["abort a"]
     core = FakeCore(captures=1, stats_size=16 << 20)
-    read = ScriptedChannel([ABORT, *[NOTHING] * 200])
+    read = ScriptedLinks([ABORT, *[NOTHING] * 200])
     run_core(read, core)
     assert read.waits[-1] is None
     assert core.events == ["abort a", "capture"]

@@ -1,0 +1,189 @@
+"""Several processes that answer requests for one engine."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from serving import ServerProcess
+from slow_llama import OPTIONS as SLOW
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ("--api-server-count", "2", "--max-num-seqs", "32", "--max-model-len", "1024")
+BODY: dict[str, Any] = {"model": "tiny", "ignore_eos": True, "temperature": 0}
+
+
+class Stream(threading.Thread):
+    """A streamed completion on a connection of its own.
+
+    Attributes:
+        port: the connection's on this side, once the answer has begun.
+        text: what has come.
+        error: the code of an error that ended it.
+        complete: whether all of it has come.
+    """
+
+    def __init__(self, url: str, **body: Any) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self._body = {**BODY, "stream": True, **body}
+        self._begun = threading.Event()
+        self.left = threading.Event()
+        self.port = 0
+        self.text = self.error = ""
+        self.complete = False
+        self.start()
+        assert self._begun.wait(60), "no answer"
+
+    def run(self) -> None:
+        with (
+            httpx.Client(timeout=60) as client,
+            client.stream("POST", f"{self._url}/v1/completions", json=self._body) as response,
+        ):
+            network = response.extensions["network_stream"]
+            self.port = network.get_extra_info("client_addr")[1]
+            self._begun.set()
+            try:
+                for line in response.iter_lines():
+                    if line == "data: [DONE]":
+                        self.complete = not self.error
+                    elif line:
+                        event = json.loads(line.removeprefix("data: "))
+                        self.error = self.error or event.get("error", {}).get("code", "")
+                        self.text += "".join(choice["text"] for choice in event.get("choices", ()))
+                    if self.left.is_set():
+                        return
+            except httpx.TransportError:  # its server's process was killed
+                return
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[ServerProcess]:
+    flags = (*OPTIONS, "--kv-cache-memory", "16MiB", "--served-model-name", "tiny", *options)
+    with ServerProcess(model, *flags) as server:
+        server.wait_for_log(" ready ", 60)
+        yield server
+        if server.process.poll() is None:
+            server.terminate()
+        assert server.wait() == 0, server.log
+
+
+def owners(server: ServerProcess) -> dict[int, int]:
+    """By the clients' ports, the processes that have their connections."""
+    return {
+        connection.raddr.port: child.pid
+        for child in psutil.Process(server.process.pid).children()
+        for connection in child.net_connections("tcp")
+        if connection.raddr
+    }
+
+
+def test_each_answers_for_all(tiny_model: Path) -> None:
+    prompts = [f"The quick brown fox {number}" for number in range(12)]
+    with serving(tiny_model) as server, ThreadPoolExecutor(4) as pool:
+
+        def whole(prompt: str) -> str:
+            body = {**BODY, "prompt": prompt, "max_tokens": 40}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            text: str = answer.json()["choices"][0]["text"]
+            return text
+
+        texts = list(pool.map(whole, prompts))
+        assert len(set(texts)) > 1
+        streams = [Stream(server.url, prompt=prompt, max_tokens=40) for prompt in prompts]
+        for stream, text in zip(streams, texts, strict=True):
+            stream.join(60)
+            assert stream.complete
+            assert stream.text == text
+        ask = {
+            **BODY,
+            "ignore_eos": False,
+            "prompt": "x",
+            "max_tokens": 16,
+            "guided_choice": ["left", "right"],
+        }
+        for _ in range(6):
+            answer = httpx.post(f"{server.url}/v1/completions", json=ask, timeout=60)
+            assert answer.json()["choices"][0]["text"] in ("left", "right")
+        # Each connection goes to either process; whichever it is has the figures of both.
+        for _ in range(6):
+            server.wait_for("engine_core_finished_sequences_total", 24, finish_reason="length")
+            server.wait_for("engine_core_finished_sequences_total", 6, finish_reason="stop")
+            assert httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 200
+
+
+def test_a_killed_process_loses_its_own_requests_only(tiny_model: Path) -> None:
+    with serving(tiny_model, *SLOW) as server:
+        streams = [Stream(server.url, prompt="one", max_tokens=400) for _ in range(6)]
+        while len({(of := owners(server))[stream.port] for stream in streams}) < 2:
+            streams.append(Stream(server.url, prompt="one", max_tokens=400))
+            assert len(streams) < 32, f"one process has all connections: {of}"
+        victim = of[streams[0].port]
+        lost = [stream for stream in streams if of[stream.port] == victim]
+        kept = [stream for stream in streams if of[stream.port] != victim]
+        gone = kept.pop() if len(kept) > 1 else lost.pop()
+        gone.left.set()  # a client that goes away
+        server.wait_for("engine_core_aborted_sequences_total", 1)
+        server.wait_for("engine_core_requests_running", len(streams) - 1)
+        psutil.Process(victim).send_signal(signal.SIGKILL)
+        server.wait_for_log("another process takes its place")
+        for stream in (*lost, *kept):
+            stream.join(60)
+        assert not any(stream.complete for stream in lost)
+        assert all(stream.complete for stream in kept)
+        assert len({stream.text for stream in kept}) == 1
+        # By now, or when the new process answers: connections to it wait until it does.
+        server.wait_for("engine_core_aborted_sequences_total", 1 + len(lost), 60)
+        server.wait_for("engine_core_requests_running", 0)
+        pids: set[int] = set()
+        while len(pids) < 2:
+            again = Stream(server.url, prompt="one", max_tokens=40)
+            pids.add(owners(server)[again.port])
+            again.join(60)
+            assert again.complete
+        assert victim not in pids
+
+
+def test_the_queue_is_one_for_all(tiny_model: Path) -> None:
+    options = ("--max-num-seqs", "2", "--max-queued-requests", "3", "--drain-timeout", "0.5")
+    with serving(tiny_model, *SLOW, *options) as server:
+        streams = [Stream(server.url, prompt="one", max_tokens=900) for _ in range(2)]
+        server.wait_for("engine_core_requests_running", 2)
+        body = {**BODY, "prompt": "two", "max_tokens": 900, "n": 3}
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+            server.wait_for("engine_core_requests_waiting", 3)
+            for _ in range(8):
+                refused = httpx.post(
+                    f"{server.url}/v1/completions", json={**BODY, "prompt": "three"}, timeout=60
+                )
+                assert refused.status_code == 429
+            server.terminate(signal.SIGINT)
+            assert waiting.result().status_code == 503
+        assert server.wait() == 0
+        for stream in streams:
+            stream.join(60)
+            assert stream.error == "draining"
+
+
+def test_all_end_with_the_engine(tiny_model: Path) -> None:
+    flags = (*OPTIONS, *SLOW, "--kv-cache-memory", "16MiB", "--served-model-name", "tiny")
+    with ServerProcess(tiny_model, *flags) as server:
+        server.wait_for_log(" ready ", 60)
+        streams = [Stream(server.url, prompt="one", max_tokens=900) for _ in range(4)]
+        psutil.Process(server.engine_pid).kill()
+        assert server.wait() == 1
+        assert "ended by signal SIGKILL" in server.log
+        for stream in streams:
+            stream.join(60)
+            assert stream.error == "engine_dead"
