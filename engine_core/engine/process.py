@@ -185,7 +185,7 @@ class _Channel:
             self.unsent.clear()
 
     def read(self) -> list[Any]:
-        """What has arrived.
+        """Messages that have arrived.
 
         Raises:
             EOFError: the other side is gone.

@@ -63,7 +63,7 @@ _DRAIN = b"d"
 
 
 def server_count(settings: ServerSettings, config: EngineConfig) -> int:
-    """How many processes answer requests.
+    """Number of processes that answer requests.
 
     Raises:
         ConfigError: several are asked for, which this system cannot do.
@@ -89,7 +89,7 @@ def server_count(settings: ServerSettings, config: EngineConfig) -> int:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a worker is given.
+    """The facts that a worker is given.
 
     Attributes:
         index: of the worker, from 0 on.

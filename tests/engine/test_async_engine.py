@@ -838,7 +838,7 @@ def test_a_core_captures_when_it_has_been_idle_for_a_while_after_a_request() -> 
 
 def test_what_comes_while_the_device_is_busy_is_heard_before_the_next_step() -> None:
     core = FakeCore(captures=0)
-    channel = ScriptedChannel([process.encode(("add", [1])), NOTHING, ABORT, NOTHING, NOTHING])
+    channel = ScriptedLinks([process.encode(("add", [1])), NOTHING, ABORT, NOTHING, NOTHING])
     core.spare = [0.0042, 0.0031, 0.0011, 0.0009]
     run_core(channel, core)
     busy = process._SPARE_SECONDS
