@@ -467,12 +467,14 @@ def _full_steps(max_num_batched_tokens: int, max_chunk: int, max_rows: int) -> I
 def _steps_beside(sizes: Sequence[int], max_rows: int) -> Iterator[GraphKey]:
     """Steps of prompts of any of these sizes beside rows that decode: few, which hold all others.
 
-    More prompts than there are cost programs that end at once, so these have room for several.
+    More prompts than there are cost programs that end at once, so these have room for several, and
+    the longer ones for many.
     """
-    prefill = next(size for size in _PREFILL_ROWS if size >= min(8, max_rows - 1))
     for fewer, decode in pairwise((0, *_DECODE_ROWS_BESIDE)):
         if fewer < max_rows - 1:
             for tokens in sizes:
+                likely = min(max(8, tokens // 64), max_rows - 1, _PREFILL_ROWS[-1])
+                prefill = next(size for size in _PREFILL_ROWS if size >= likely)
                 yield GraphKey(decode + tokens, decode, prefill)
 
 

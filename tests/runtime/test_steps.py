@@ -47,7 +47,9 @@ class Successor(nn.Module):
 
     def forward(self, context: StepContext) -> Tensor:
         self.contexts.append(context)
-        return nn.functional.one_hot((context.input_ids + 1) % VOCAB, VOCAB).float()
+        # Not by one_hot, which waits for the device.
+        tokens = torch.arange(VOCAB, device=context.input_ids.device)
+        return ((context.input_ids + 1).unsqueeze(-1) % VOCAB == tokens).float()
 
 
 def runner(model: nn.Module, device: str) -> ModelRunner:

@@ -371,8 +371,7 @@ class Sampler:
                 mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
                 counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
                 adjustments = replace(adjustments, prompt_mask=mask, output_counts=counts)
-            mask[row] = False
-            mask[row, self._tensor(request.prompt)] = True
+            mask[row].fill_(False).index_fill_(0, self._tensor(request.prompt), True)
             output = self._tensor(request.output)
             counts = counts[row].zero_()
             counts.index_put_((output,), counts.new_ones(()), accumulate=True)
@@ -385,7 +384,7 @@ class Sampler:
             own.zero_()
             if params.allowed_token_ids is not None:
                 own.fill_(-torch.inf)
-                own[self._tensor(params.allowed_token_ids)] = 0.0
+                own.index_fill_(0, self._tensor(params.allowed_token_ids), 0.0)
             if params.logit_bias:
                 values = torch.tensor(list(params.logit_bias.values()))
                 own[self._tensor(list(params.logit_bias))] += to_device(values, self._device)
