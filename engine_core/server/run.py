@@ -65,7 +65,7 @@ def run_server(
     """
     if not settings.served_model_name:
         settings = settings.replace(served_model_name=(default_name(model),))
-    from engine_core.server.workers import run_workers, server_count
+    from engine_core.server.workers import check_server_count, run_workers
 
     registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
     # A wrong name is found before the model is loaded.
@@ -76,9 +76,9 @@ def run_server(
     if settings.trace is not None:
         check_trace_file(settings.trace)
     configure_logging(settings.log_format)
-    count = server_count(settings, config)
-    if count > 1:
-        run_workers(model, config, settings, api_keys, count)
+    check_server_count(settings)
+    if settings.api_server_count > 1:
+        run_workers(model, config, settings, api_keys, settings.api_server_count)
         return
     uvicorn_config = make_uvicorn_config(settings, api_keys)
     with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:

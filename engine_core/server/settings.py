@@ -55,9 +55,8 @@ class ServerSettings(FrozenConfig):
     0.03 on a GPU and 0.25 on a CPU if not set."""
     drain_timeout: float = Field(default=30.0, ge=0)
     """Seconds that requests in flight have to end after SIGTERM."""
-    api_server_count: int | None = Field(default=None, ge=1, le=64)
-    """Processes that answer requests. If not set: one on fewer than 8 cores, with --device
-    cpu or with --trace, and else one for each 4 cores, at most 4."""
+    api_server_count: int = Field(default=1, ge=1, le=64)
+    """Processes that answer requests. A small model on a fast GPU is worth several."""
     tool_parser: str | None = Field(default=None, min_length=1)
     """How tool calls are written in the output; the model family's way if not set."""
     reasoning_parser: str | None = Field(default=None, min_length=1)

@@ -50,9 +50,6 @@ from engine_core.server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_LEAST_CORES = 8
-_CORES_EACH = 4
-_MOST = 4
 # Seconds that a worker has, beyond the drain timeout, to send the last answers and end.
 _END_SECONDS = 10.0
 # The exit code of a worker whose engine is gone.
@@ -62,29 +59,23 @@ _READY = b"r"
 _DRAIN = b"d"
 
 
-def server_count(settings: ServerSettings, config: EngineConfig) -> int:
-    """Number of processes that answer requests.
+def check_server_count(settings: ServerSettings) -> None:
+    """Check that several processes may answer requests, if they are asked for.
 
     Raises:
-        ConfigError: several are asked for, which this system cannot do.
+        ConfigError: they may not; says why.
     """
-    wanted, able = settings.api_server_count, sys.platform.startswith("linux")
-    if wanted is None:
-        cores = len(os.sched_getaffinity(0)) if able else 1
-        if cores < _LEAST_CORES or config.device == "cpu" or settings.trace is not None:
-            return 1
-        return min(_MOST, cores // _CORES_EACH)
+    wanted = settings.api_server_count
     if wanted > 1 and settings.trace is not None:
         raise ConfigError(
             f"api_server_count is {wanted}, and a trace is of one process that answers requests; "
             "leave one of them out"
         )
-    if wanted > 1 and not able:
+    if wanted > 1 and not sys.platform.startswith("linux"):
         raise ConfigError(
             f"api_server_count is {wanted}, and on {sys.platform} one process alone can listen; "
             "leave it out"
         )
-    return wanted
 
 
 @dataclass(frozen=True)
@@ -360,4 +351,4 @@ def work(place: _Place, control: socket.socket, listener: socket.socket) -> None
         runner.run(run())
 
 
-__all__ = ["run_workers", "server_count", "work"]
+__all__ = ["check_server_count", "run_workers", "work"]
