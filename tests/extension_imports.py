@@ -24,7 +24,7 @@ def check_imports(file: Path) -> None:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             assert not any(name.name.startswith("engine_core") for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("engine_core"):
+        elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("engine_core."):
             assert node.module in _ROOMS, f"{file.name} imports from {node.module}"
             room = importlib.import_module(node.module)
             for name in node.names:

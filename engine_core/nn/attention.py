@@ -42,9 +42,12 @@ class CachedLayer(Module):
 
     Attributes:
         group_id: index of its cache group in ``AttentionMetadata.groups``; set by the runner.
+        block_size: tokens of a block of that group; set by the runner too. It may be a multiple of
+            ``EngineConfig.block_size``.
     """
 
     group_id: int = 0
+    block_size: int = 0
 
     def cache_spec(self) -> CacheSpec:
         """The cache spec of this layer, on this rank."""

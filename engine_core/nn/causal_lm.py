@@ -15,6 +15,12 @@ class CausalLM(nn.Module):
 
     A family sets ``lm_head`` in its constructor, and overrides
     :meth:`prepare_inputs_for_generation` if its forward pass needs more than tokens and positions.
+
+    Attributes:
+        support_cuda_graph: whether its steps may be captured as CUDA graphs or, on a CPU, recorded.
+            They must then be functions of tensors that do no harm when they run twice: a layer that
+            updates a state in place says False.
+        lm_head: gives logits.
     """
 
     support_cuda_graph = True

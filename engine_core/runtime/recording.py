@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_core.kernels import compiled
@@ -43,11 +44,28 @@ _SHAPED_BY_NUMBERS = frozenset(
 # Operations that make a tensor without setting its values.
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
+# Ways for Python to take a tensor's numbers that are no operations.
+_TAKES_NUMBERS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+
 Model = Callable[[StepContext], Tensor]
 
 
 class NotRecordableError(Exception):
     """A step has an operation that a recording cannot repeat."""
+
+
+class _NumbersStay(TorchFunctionMode):
+    """Ends a recording before numbers of this step, such as places in the cache, are kept in it.
+
+    Repeated, it would write to those places in every step.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _TAKES_NUMBERS:
+            raise NotRecordableError(f"Python takes its numbers: {func}")
+        return func(*args, **kwargs or {})
 
 
 class _Recorder(TorchDispatchMode):
@@ -207,7 +225,7 @@ class RecordedSteps:
         calls: list[Callable[[], object]] = []
         recorder = _Recorder(calls)
         try:
-            with recorder, compiled.recording(calls):
+            with recorder, _NumbersStay(), compiled.recording(calls):
                 logits = self._run_model(batch)
         except NotRecordableError as error:
             self._refuse(str(error))

@@ -137,6 +137,7 @@ class ModelRunner:
         )
         for layer, group_id in zip(layers, plan.layer_groups, strict=True):
             layer.group_id = group_id
+            layer.block_size = groups[group_id].block_size
         self._cache = KVCache(plan, device)
         self.kv_cache = self._cache.layers
         num_slots = scheduler_config.num_swap_blocks
@@ -154,11 +155,12 @@ class ModelRunner:
         # It takes every step that none of the others, which are faster, has taken.
         self._eager_steps = EagerSteps(self._state, forward)
         self._recorded_steps: RecordedSteps | None = None
-        if device.type == "cpu" and not eager and compiled.available():
+        repeats = not eager and _may_repeat(model, device)
+        if device.type == "cpu" and repeats and compiled.available():
             self._recorded_steps = RecordedSteps(self._state, forward)
         self._decode_graphs: DecodeGraphs | None = None
         self._graph_steps: GraphSteps | None = None
-        if device.type == "cuda" and not eager and _supports_graphs(model):
+        if device.type == "cuda" and repeats:
             step_bytes = largest_step_bytes(model, scheduler_config.max_num_batched_tokens + rows)
             state = GraphState(self._state, forward, lambda: self._sampler.state, step_bytes)
             self._decode_graphs = DecodeGraphs(state)
@@ -503,9 +505,9 @@ class _Results:
         return None
 
 
-def _supports_graphs(model: nn.Module) -> bool:
-    """Whether the model's author allows its decode steps to be captured."""
-    support = getattr(model, "support_cuda_graph", False)
+def _may_repeat(model: nn.Module, device: torch.device) -> bool:
+    """Whether the model's author lets its steps be captured or, on a CPU, recorded."""
+    support = getattr(model, "support_cuda_graph", device.type == "cpu")
     return bool(support() if callable(support) else support)
 
 

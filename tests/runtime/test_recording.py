@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from golden_fixtures import GOLDEN
@@ -138,6 +140,9 @@ def test_the_model_is_called_to_record_and_to_prove() -> None:
         pytest.param(lambda context, x: x[torch.where(x[:, 0] > 0)], id="where"),
         pytest.param(lambda context, x: x if torch.equal(x, x) else -x, id="equal"),
         pytest.param(lambda context, x: x + torch.rand(x.shape), id="random"),
+        pytest.param(lambda context, x: x * sum(context.position_ids[0].tolist()), id="tolist"),
+        pytest.param(lambda context, x: x * context.position_ids.numpy().max(), id="numpy"),
+        pytest.param(lambda context, x: x * np.asarray(context.position_ids)[0, 0], id="asarray"),
     ],
 )
 def test_what_cannot_be_repeated_is_not_recorded(
@@ -150,16 +155,16 @@ def test_what_cannot_be_repeated_is_not_recorded(
 
 
 @needs_kernels
-def test_numbers_that_python_took_are_noticed() -> None:
-    """``tolist`` is no operation that anyone can see."""
+def test_a_state_of_python_is_noticed() -> None:
     slope = torch.arange(WIDTH)
-    toy = Toy(lambda context, x: x + slope * sum(context.attn_metadata.kv_lens.tolist()))
+    turns = count()
+    toy = Toy(lambda context, x: x + slope * next(turns))
     steps = Steps(toy)
     assert steps.run([2], [5]) is None
-    for place in (6, 7):
+    for turn, place in enumerate((6, 7)):
         logits = steps.run([2], [place])
         assert logits is not None
-        expected = steps.expected([2], [place], slope * (place + 1))
+        expected = steps.expected([2], [place], slope * turn)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert toy.calls == 2
     assert steps.run([2], [8]) is None

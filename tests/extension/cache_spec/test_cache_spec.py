@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from extension_imports import check_imports
 from golden_fixtures import GOLDEN, golden_prompts
 
 from engine_core import LLM, AsyncEngine, EngineConfig, SamplingParams
@@ -118,7 +118,4 @@ def test_a_process_without_torch_does_not_need_the_spec(
 
 
 def test_it_uses_public_names_only() -> None:
-    tree = ast.parse(MODEL.read_text())
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    used = {module for module in modules if module and module.startswith("engine_core.")}
-    assert used == {"engine_core.configs", "engine_core.nn", "engine_core.step_context"}
+    check_imports(MODEL)
