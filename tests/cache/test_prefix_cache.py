@@ -106,6 +106,8 @@ def test_the_bounds_of_a_span_count() -> None:
     tokens = [1, 2, 3, 4]
     keys = {block_keys(tokens, spans=spans)[0] for spans in ((), ((0, 2),), ((0, 3),), ((1, 3),))}
     assert len(keys) == 4
+    # Also where the spans have the same tokens.
+    assert len({block_keys([1] * 4, spans=spans)[0] for spans in (((0, 2),), ((1, 3),))}) == 2
 
 
 tokens_and_spans = st.tuples(

@@ -95,6 +95,32 @@ def test_a_hook_is_run_in_every_step_until_it_is_removed(
             assert not seen
 
 
+def test_every_part_of_a_model_has_its_hooks_run_in_every_step() -> None:
+    """Also parts whose work is one operation with that of others: norms of q and k, rotation."""
+    with golden_llm("qwen3-tiny", device="cpu") as llm:
+
+        def generate() -> tuple[int, ...]:
+            (output,) = llm.generate(PROMPT.input_ids, PARAMS)
+            return tuple(output.outputs[0].token_ids)
+
+        parts: dict[nn.Module, None] = {}
+        handle = register_module_forward_pre_hook(lambda part, args: parts.setdefault(part))
+        generate()
+        handle.remove()
+        expected = generate()
+        assert {"Attention", "ApplyRotaryEmb", "RMSNorm", "SiluAndMul"} <= {
+            type(part).__name__ for part in parts
+        }
+        # Of one layer, and what is not in a layer.
+        for part in {type(part).__name__: part for part in parts}.values():
+            for register in (part.register_forward_hook, part.register_forward_pre_hook):
+                seen: list[None] = []
+                handle = register(lambda *_, seen=seen: seen.append(None))
+                assert generate() == expected
+                handle.remove()
+                assert len(seen) >= 16, type(part).__name__
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_hook_from_before_the_start_is_run(device: str, calls: list[None]) -> None:
     seen: list[nn.Module] = []

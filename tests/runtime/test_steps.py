@@ -20,6 +20,7 @@ from engine_core.configs import (
     SchedulerConfig,
 )
 from engine_core.inputs import ProcessedPrompt
+from engine_core.kernels import compiled
 from engine_core.runtime.block_tables import BlockTables
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.platform import all_to_device
@@ -52,7 +53,7 @@ class Successor(nn.Module):
         return ((context.input_ids + 1).unsqueeze(-1) % VOCAB == tokens).float()
 
 
-def runner(model: nn.Module, device: str) -> ModelRunner:
+def runner(model: nn.Module, device: str, *, eager: bool = True) -> ModelRunner:
     spec = KVCacheSpec(num_kv_heads=1, head_dim=4, v_head_dim=4, dtype="float32")
     plan = CachePlan(
         cache_config=CacheConfig(
@@ -63,7 +64,7 @@ def runner(model: nn.Module, device: str) -> ModelRunner:
         max_model_len=40,
     )
     config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, max_model_len=40)
-    return ModelRunner(model, plan, config, torch.device(device), eager=True)
+    return ModelRunner(model, plan, config, torch.device(device), eager=eager)
 
 
 def admission(
@@ -157,6 +158,32 @@ def test_a_mixed_step_is_given_to_the_model_row_by_row(device: str) -> None:
         "span": [[1, 2], [5, 6], [7, 8]],
     }
     assert context.token_state["kind"].tolist() == [[0] * 6]
+
+
+@pytest.mark.skipif(
+    not compiled.available(), reason="steps are only recorded with compiled kernels"
+)
+@pytest.mark.parametrize("kind", ["row_state", "token_state"])
+def test_state_that_a_later_request_brings_is_in_steps_recorded_before(kind: str) -> None:
+    class Marked(Successor):
+        def forward(self, context: StepContext) -> Tensor:
+            logits = super().forward(context)
+            return logits.roll(10, dims=-1) if "mark" in getattr(context, kind) else logits
+
+    run = runner(Marked(), "cpu", eager=False)
+
+    def tokens_of(number: int, **state: Any) -> list[int]:
+        name, row = str(number), number
+        first = PlanRow(name, row, 0, 2, ((row + 1, row + 5),), sample=True)
+        plans = [StepPlan(0, (first,), (admission(name, row, [1, 2], **state),))]
+        for start in range(2, 7):
+            plans.append(StepPlan(0, (PlanRow(name, row, start, 1, ((),), sample=True),), ()))
+        results = [run.submit(plan).result().rows[0] for plan in plans]
+        return [token for result in results for token in result.token_ids]
+
+    assert tokens_of(0) == [3, 4, 5, 6, 7, 8]
+    state = {"row_state": {"mark": 1}, "token_state": {"mark": [[1, 1]]}}
+    assert tokens_of(1, **{kind: state[kind]}) == [13, 24, 35, 46, 7, 18]
 
 
 class Padded:

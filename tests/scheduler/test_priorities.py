@@ -133,6 +133,19 @@ def test_nobody_is_preempted_in_vain() -> None:
     assert "urgent" in admitted(plan)
 
 
+def test_the_prefix_that_an_urgent_request_shares_brings_it_no_blocks() -> None:
+    sched = scheduler(num_blocks=21, enable_prefix_caching=True)
+    add(sched, "kept", 1, priority=-1)
+    shares = add(sched, "shares", 8, priority=1)
+    answer(sched, planned(sched))
+    # 11 of 20 blocks are free. It wants 10 after the 8 that it would share, and a reserve of 2
+    # beside "kept" alone.
+    add(sched, "urgent", 18, priority=0, max_tokens=2)
+    plan = planned(sched)
+    assert admitted(plan) == []
+    assert shares.num_preemptions == 0
+
+
 def test_what_comes_back_is_kept_for_the_urgent_request() -> None:
     """With steps in flight blocks come back later; less important requests take none of them."""
     sched = scheduler(num_blocks=15, max_num_seqs=3)

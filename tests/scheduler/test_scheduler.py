@@ -431,6 +431,18 @@ def test_repeat_is_bounded_by_the_tokens_left() -> None:
     assert planned(sched).repeat == 8
 
 
+@pytest.mark.parametrize("num_blocks", [7, 17])
+def test_blocks_that_a_window_has_passed_are_used_before_those_of_a_prompt(num_blocks: int) -> None:
+    sched = scheduler(windows=(2,), block_size=1, num_blocks=num_blocks, max_num_batched_tokens=4)
+    for name, tokens in (("a", range(1, 9)), ("b", range(20, 36)), ("c", range(1, 10))):
+        one = request(name, tokens, max_tokens=1)
+        sched.add(one)
+        while not one.finished:
+            answer(sched, planned(sched))
+    # The token after the eight of "a" sees the last of them.
+    assert one.num_cached_tokens == 8
+
+
 def test_repeat_is_bounded_by_the_blocks() -> None:
     sched = scheduler(block_size=2, num_blocks=10, max_repeat=8)
     sched.add(request("a", [1, 2, 3], max_tokens=15))
@@ -440,6 +452,16 @@ def test_repeat_is_bounded_by_the_blocks() -> None:
     plan = planned(sched)
     assert plan.repeat == 5
     assert [len(row.new_blocks[0]) for row in plan.rows] == [2, 2]
+
+
+def test_repeat_is_1_for_the_last_token_of_a_prompt() -> None:
+    sched = scheduler(max_repeat=8)
+    sched.add(request("a", range(1, 18), max_tokens=20))
+    answer(sched, planned(sched))
+    plan = planned(sched)
+    assert (plan.rows[0].num_tokens, plan.repeat) == (1, 1)
+    answer(sched, plan)
+    assert planned(sched).repeat == 8
 
 
 def test_repeat_is_1_for_requests_that_need_the_host() -> None:
