@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engine_core.kernels import GPU
 from engine_core.nn import MLP, DecoderLayer, GatedMLP, LayerNorm, RMSNorm, SelfAttention
 from engine_core.nn.blocks import agree, link_layers
-from engine_core.nn.epilogue import Activated, AddNorm, Call, Epilogue, RotateStore
+from engine_core.nn.epilogue import Activated, AddNorm, Call, Divide, Epilogue, RotateStore
 from engine_core.nn.fusions import fusions
 from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
 from engine_core.runtime.eager import ForwardPass
@@ -75,10 +75,15 @@ def stack(family: str, count: int = 3) -> list[DecoderLayer]:
     return layers
 
 
-def run(layers: list[DecoderLayer], rows: int) -> Tensor:
+def inputs(rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(1, rows, HIDDEN, generator=generator).bfloat16()
+
+
+def run(layers: list[DecoderLayer], rows: int, x: Any = None) -> Tensor:
     """The residual stream after the last layer, ``[rows, HIDDEN]`` float32."""
     generator = torch.Generator().manual_seed(rows)
-    x: Any = torch.randn(1, rows, HIDDEN, generator=generator).bfloat16()
+    x = inputs(rows) if x is None else x
     angles = torch.rand(rows, HEAD_DIM // 2, generator=generator)
     metadata = AttentionMetadata(
         query_start=torch.arange(rows + 1, dtype=torch.int32),
@@ -203,6 +208,12 @@ def test_a_hook_turns_fusions_off_and_its_removal_on_again(operations: list[str]
     assert "silu_and_mul" in operations
     assert "rms_norm" in operations
     handle.remove()
+    # The layer before would have applied this norm.
+    seen: list[None] = []
+    handle = layers[1].input_layernorm.register_forward_hook(lambda *_: seen.append(None))
+    run(layers, 3)
+    assert len(seen) == 1
+    handle.remove()
     operations.clear()
     run(layers, 3)
     assert operations == fused
@@ -263,8 +274,14 @@ def test_what_does_not_agree_says_why() -> None:
     centred = AddNorm(LayerNorm(HIDDEN), deferred=True)
     assert "LayerNorm" in str(declined(attention.o_proj, centred, 8))
     assert "norm of its own" in str(declined(attention.o_proj, AddNorm(add.norm, add.norm), 96))
+    own = AddNorm(nn.Identity())
+    assert "not a norm of a kernel" in str(declined(attention.o_proj, own, 96))
     assert "not an activation" in str(declined(attention.o_proj, Activated(nn.Tanh()), 8))
     assert "device" in str(attention.o_proj.declined(add, Call(8, torch.bfloat16, None)))
+    first, epilogue, _ = attention.ends()
+    assert declined(first, Divide(epilogue), 8) is None
+    half = first.declined(Divide(epilogue), Call(8, torch.float16, H200))
+    assert "could overflow" in str(half)
     with building(context(deterministic=True)):
         invariant = llama()
     attention = invariant.self_attn
@@ -299,6 +316,34 @@ class DoublingMethod(UnquantizedLinearMethod):
     def apply_with(self, layer: Linear, x: Any, epilogue: Epilogue, *operands: Any) -> Any:
         assert isinstance(epilogue, Doubling)
         return self.apply(layer, 2 * x, None)
+
+
+class OverwritingMethod(UnquantizedLinearMethod):
+    """Adds to the residual in place where it may, for any number of rows."""
+
+    def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
+        return None if isinstance(epilogue, AddNorm) and not epilogue.deferred else "not this"
+
+    def apply_with(self, layer: Linear, x: Any, epilogue: Epilogue, *operands: Any) -> Any:
+        assert isinstance(epilogue, AddNorm)
+        residual, may_overwrite = operands
+        product = self.apply(layer, x, layer.bias)
+        total = residual.add_(product) if may_overwrite else residual + product
+        return epilogue.norm(total), total
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom after norm"])
+def test_the_tensor_of_a_caller_is_not_written_to(family: str) -> None:
+    layers, x = stack(family), inputs(3)
+    expected = run(layers, 3, x)
+    for layer in layers:
+        branches: Any = (layer.self_attn, layer.mlp)
+        for branch in branches:
+            branch.ends()[2].method = OverwritingMethod()
+    agree(nn.ModuleList(layers), torch.device("cpu"))
+    got = run(layers, 3, x)
+    torch.testing.assert_close(x, inputs(3), rtol=0, atol=0)
+    assert float((got - expected).norm() / expected.norm()) < 0.02
 
 
 class OtherMethod(LinearMethod):
