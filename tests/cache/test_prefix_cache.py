@@ -18,6 +18,7 @@ from engine_core.cache import (
     open_groups,
 )
 from engine_core.configs import CacheConfig, CacheGroup, KVCacheSpec
+from engine_core.errors import ConfigError
 
 
 def block_keys(
@@ -61,6 +62,12 @@ def fill(cache_group: KVCacheGroup, keys: Sequence[BlockKey]) -> list[int]:
         cache_group.prefix.register(block, keys, index)
     cache_group.pool.release(reversed(blocks))
     return blocks
+
+
+def test_block_sizes_divide_one_another() -> None:
+    assert len(groups(None, None, block_sizes=(2, 4))) == 2
+    with pytest.raises(ConfigError, match=r"must divide one another, got \[4, 6\]"):
+        groups(None, None, block_sizes=(4, 6))
 
 
 def test_only_full_blocks_have_keys() -> None:

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.kernels import GPU
-from engine_core.nn import MLP, DecoderLayer, GatedMLP, LayerNorm, RMSNorm, SelfAttention
+from engine_core.nn import (
+    MLP,
+    DecoderLayer,
+    GatedMLP,
+    LayerNorm,
+    RMSNorm,
+    SelfAttention,
+    build_qkv_proj,
+)
 from engine_core.nn.blocks import agree, link_layers
 from engine_core.nn.epilogue import Activated, AddNorm, Call, Divide, Epilogue, RotateStore
 from engine_core.nn.fusions import fusions
@@ -219,6 +227,32 @@ def test_a_hook_turns_fusions_off_and_its_removal_on_again(operations: list[str]
     assert operations == fused
 
 
+class OwnLayer(DecoderLayer):
+    """A layer that does more than :class:`DecoderLayer`."""
+
+    def forward(self, x: Any, *args: Any) -> Any:
+        assert isinstance(x, Tensor)
+        out, residual = super().forward(x, *args)
+        assert isinstance(out, Tensor)
+        return 2 * out, residual
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_layer_with_a_forward_of_its_own_is_not_linked() -> None:
+    with building(BuildContext(dtype=torch.bfloat16, device=torch.device("cpu"))):
+        own = OwnLayer(
+            SelfAttention(HIDDEN, HEADS, KV_HEADS, HEAD_DIM),
+            GatedMLP(HIDDEN, INTERMEDIATE),
+            lambda: RMSNorm(HIDDEN, 1e-5),
+        )
+    (before,), (after,) = stack("llama", 1), stack("llama", 1)
+    own.load_state_dict(before.state_dict())
+    layers = [before, own, after]
+    link_layers(layers)
+    agree(nn.ModuleList(layers), torch.device("cpu"))
+    assert run(layers, 3).isfinite().all()
+
+
 class Stack(nn.Module):
     """Layers that a runner calls as a model."""
 
@@ -282,6 +316,14 @@ def test_what_does_not_agree_says_why() -> None:
     assert declined(first, Divide(epilogue), 8) is None
     half = first.declined(Divide(epilogue), Call(8, torch.float16, H200))
     assert "could overflow" in str(half)
+    with building(context()):
+        narrow = build_qkv_proj(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, v_head_dim=32)
+        after_norm = DecoderLayer(
+            plain.self_attn, plain.mlp, lambda: RMSNorm(HIDDEN), residual_after_norm=True
+        )
+    assert "another size" in str(declined(narrow, epilogue, 8))
+    reasons = [fusion.reason for fusion in fusions(after_norm, H200, torch.bfloat16)]
+    assert "the residual is what the norm gives" in reasons
     with building(context(deterministic=True)):
         invariant = llama()
     attention = invariant.self_attn

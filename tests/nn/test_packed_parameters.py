@@ -253,6 +253,7 @@ def test_heads_are_shared_out(method, size, kv_heads, group, fused) -> None:
     ("build", "message"),
     [
         (lambda: build_colwise_linear(16, 24), r"rows 12 to 24 .* elements that hold 8 rows"),
+        (lambda: build_colwise_linear(16, 24), r"rows 0 to 12 .* elements that hold 8 rows"),
         (lambda: build_merged_colwise_linear(16, [12, 12]), r"rows 0 to 6 .* hold 8 rows"),
         (lambda: build_rowwise_linear(24, 16), r"\(12 of them on each of 2 ranks\) .* by 16"),
     ],

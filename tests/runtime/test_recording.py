@@ -27,6 +27,11 @@ WIDTH, VOCAB = 8, 11
 
 Model = Callable[[StepContext], Tensor]
 
+# An operation of someone else, which might keep a state.
+LIBRARY = torch.library.Library("engine_core_tests", "DEF")
+LIBRARY.define("twice(Tensor x) -> Tensor")
+LIBRARY.impl("twice", lambda x: 2 * x, "CPU")
+
 
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:
@@ -140,6 +145,7 @@ def test_the_model_is_called_to_record_and_to_prove() -> None:
         pytest.param(lambda context, x: x[torch.where(x[:, 0] > 0)], id="where"),
         pytest.param(lambda context, x: x if torch.equal(x, x) else -x, id="equal"),
         pytest.param(lambda context, x: x + torch.rand(x.shape), id="random"),
+        pytest.param(lambda context, x: torch.ops.engine_core_tests.twice(x), id="operation"),
         pytest.param(lambda context, x: x * sum(context.position_ids[0].tolist()), id="tolist"),
         pytest.param(lambda context, x: x * context.position_ids.numpy().max(), id="numpy"),
         pytest.param(lambda context, x: x * np.asarray(context.position_ids)[0, 0], id="asarray"),

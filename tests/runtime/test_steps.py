@@ -160,6 +160,34 @@ def test_a_mixed_step_is_given_to_the_model_row_by_row(device: str) -> None:
     assert context.token_state["kind"].tolist() == [[0] * 6]
 
 
+class Counting(nn.Module):
+    """A model that changes with every token it computes, on tensors alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torch.zeros(1, dtype=torch.int64)
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        self.tokens += input_ids.shape[1]
+        return torch.eye(VOCAB)[self.tokens.expand(1, input_ids.shape[1])]
+
+
+def test_a_model_may_refuse_that_steps_are_run_twice() -> None:
+    model = Counting()
+    model.support_cuda_graph = False
+    run = runner(model, "cpu", eager=False)
+    rows = [PlanRow("a", 0, 0, 2, ((1, 2),), sample=True)]
+    rows += [PlanRow("a", 0, start, 1, ((),), sample=True) for start in range(2, 7)]
+    admitted = (admission("a", 0, [1, 2]),)
+    tokens = []
+    for row in rows:
+        step = run.submit(StepPlan(0, (row,), admitted))
+        admitted = ()
+        assert step.way == "eager"
+        tokens += step.result().rows[0].token_ids
+    assert tokens == [2, 3, 4, 5, 6, 7]
+
+
 @pytest.mark.skipif(
     not compiled.available(), reason="steps are only recorded with compiled kernels"
 )

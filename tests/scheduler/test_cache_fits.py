@@ -93,6 +93,12 @@ def test_layers_with_windows_share_blocks_of_five() -> None:
 def test_so_many_sequences_fit(length: int, least: int) -> None:
     planned = plan(GEMMA, length)
     assert planned.full_sequences >= least
+    # Six groups with a window keep it and a part of a block at each end; one sequence at a time has
+    # a chunk besides.
+    blocks = length // 64
+    kept, most = (blocks + 6 * min(blocks, -(-n // 64) + 1) for n in (1024, 1023 + CHUNK))
+    usable = 40 * GIB // planned.bytes_per_block - 1
+    assert planned.full_sequences == 1 + (usable - most) // kept
     # They really run together: the first still decodes while the last is computed.
     num_outputs = min(length // 2, least * (length // CHUNK + 1) + 50)
     sched = scheduler(planned.__class__(

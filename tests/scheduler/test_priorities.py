@@ -166,6 +166,22 @@ def test_what_comes_back_is_kept_for_the_urgent_request() -> None:
     assert kept.num_preemptions == 0
 
 
+def test_repeats_take_none_of_what_comes_back_for_the_urgent_request() -> None:
+    sched = scheduler(num_blocks=20, max_num_seqs=3, max_repeat=4)
+    gives = add(sched, "gives", 5, priority=2)
+    plans = [planned(sched)]
+    kept = add(sched, "kept", 4, priority=1)
+    plans.append(planned(sched))
+    add(sched, "urgent", 8, priority=1)
+    plan = planned(sched)
+    assert (kept.num_preemptions, gives.num_preemptions) == (0, 1)
+    # Two tokens of "gives" are in flight, and with them its blocks; 8 others are free.
+    assert (names(plan), plan.repeat) == ({"kept"}, 1)
+    for done in (*plans, plan):
+        answer(sched, done)
+    assert "urgent" in admitted(planned(sched))
+
+
 def test_important_prompts_come_before_less_important_ones_of_a_running_batch() -> None:
     sched = scheduler(max_num_batched_tokens=8)
     add(sched, "slow", 20, priority=1)
