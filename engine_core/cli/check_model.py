@@ -103,8 +103,10 @@ def _fusion_lines(report: CheckReport) -> list[str]:
         if fusion.layers != layers:
             layers = fusion.layers
             lines.append(f"  {layers}")
-        why = "" if fusion.reason is None else f" (else {fusion.reason})"
-        lines.append(f"    {fusion.linear}: {fusion.epilogue}: {fusion.rows or 'never'}{why}")
+        rows = fusion.rows or "never"
+        if fusion.reason is not None:
+            rows += f" (otherwise {fusion.reason})" if fusion.rows else f", {fusion.reason}"
+        lines.append(f"    {fusion.linear}: {fusion.epilogue}: {rows}")
     return lines
 
 
