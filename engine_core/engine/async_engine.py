@@ -484,6 +484,7 @@ class AsyncEngine:
         priority: int = 0,
         timeout: float | None = None,
         arrival_time: float | None = None,
+        cache_salts: tuple[abc.Hashable, ...] = (),
     ) -> list[RequestStream]:
         """Queue a request for each prompt, or none at all if one of them is refused.
 
@@ -494,6 +495,8 @@ class AsyncEngine:
             priority: see :meth:`add_request`.
             timeout: seconds from their arrival after which they are ended.
             arrival_time: when that was, in seconds of ``time.monotonic``; now if None.
+            cache_salts: values that enter the keys of all their cache blocks; requests share
+                blocks only with requests of equal salts.
 
         Returns:
             What comes of each.
@@ -548,6 +551,7 @@ class AsyncEngine:
                 priority=priority,
                 unique_ids=True,
                 arrival_time=arrival_time,
+                cache_salts=cache_salts,
             )
             check_sequence(
                 Sequence(

@@ -9,7 +9,7 @@ import operator
 import struct
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -398,6 +398,7 @@ class Frontend:
         priority: int = 0,
         unique_ids: bool = False,
         arrival_time: float | None = None,
+        cache_salts: tuple[Hashable, ...] = (),
     ) -> tuple[State, list[NewSequence]]:
         """Make what the core is to be given for a request. It is not kept before :meth:`keep`.
 
@@ -410,6 +411,7 @@ class Frontend:
             unique_ids: whether the core's ids are never used again, for a core that may still speak
                 of a request that is forgotten here.
             arrival_time: ``time.monotonic`` seconds; now if None.
+            cache_salts: see :class:`ProcessedPrompt`; they come after the input processor's.
 
         Raises:
             RequestError: it cannot be served.
@@ -423,6 +425,8 @@ class Frontend:
         if request_id in self._states:
             raise RequestError(f"there is already a request {request_id!r}; choose another id")
         processed = self._processed(prompt)
+        if cache_salts:
+            processed = replace(processed, cache_salts=processed.cache_salts + cache_salts)
         arrived = time.monotonic() if arrival_time is None else arrival_time
         state = State(
             request_id, prompt.text, prompt.token_ids, arrived, streaming, unfinished=params.n

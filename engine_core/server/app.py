@@ -71,7 +71,8 @@ def create_app(
     app.add_exception_handler(EngineError, _answer)
     # The last one added is the first to see a request.
     if api_keys:
-        app.add_middleware(ApiKeyMiddleware, keys=api_keys)
+        own_caches = settings.prefix_cache_sharing == "key"
+        app.add_middleware(ApiKeyMiddleware, keys=api_keys, own_caches=own_caches)
     if settings.allow_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import Request
+from starlette.requests import HTTPConnection
 
 from engine_core.server.errors import ApiError
 
@@ -28,6 +29,7 @@ class RequestContext:
         details: further columns of the log line.
         log_prompts: whether the log may quote what the client sent.
         body_size: bytes of the body, once it is read.
+        cache_namespace: a digest of the API key if its requests have a prefix cache of their own.
     """
 
     request_id: str
@@ -35,12 +37,19 @@ class RequestContext:
     details: dict[str, Any] = field(default_factory=dict)
     log_prompts: bool = False
     body_size: int = 0
+    cache_namespace: bytes = b""
 
     @classmethod
-    def of(cls, request: Request) -> RequestContext:
+    def of(cls, request: HTTPConnection) -> RequestContext:
         """That of ``request``."""
         context: RequestContext = request.scope[_KEY]
         return context
+
+    def cache_salts(self, salt: str | None) -> tuple[bytes, ...]:
+        """Salts of a request with the ``cache_salt``; what is hashed is as short for long ones."""
+        if not self.cache_namespace and salt is None:
+            return ()
+        return (hashlib.sha256(self.cache_namespace + (salt or "").encode()).digest(),)
 
     @classmethod
     def begin(cls, scope: Any, given_id: str | None, *, log_prompts: bool) -> RequestContext:

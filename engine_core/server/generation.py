@@ -267,6 +267,7 @@ class Generation:
                 priority=body.priority or 0,
                 timeout=min(limits, default=None),
                 arrival_time=context.arrival,
+                cache_salts=context.cache_salts(body.cache_salt),
             )
         except EngineDeadError:
             if service.phase == "draining":

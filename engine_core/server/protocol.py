@@ -254,6 +254,8 @@ class GenerationBody(Body):
     """Grammar, in llguidance's form of Lark, that the text must follow."""
     return_token_ids: bool | None = None
     """Add the token ids of prompt and output to the answer."""
+    cache_salt: Text | None = None
+    """Only requests with the same salt share cached beginnings of prompts."""
     user: str | None = None
     """A label; no effect."""
 
@@ -392,7 +394,7 @@ class ChatBody(GenerationBody):
     safety_identifier: str | None = None
     """A label; no effect."""
     prompt_cache_key: str | None = None
-    """A label; no effect: equal beginnings share their cache anyway."""
+    """A label; no effect: equal beginnings share their cache anyway. See cache_salt."""
     reasoning_effort: None = None
     audio: None = None
     prediction: None = None

@@ -41,6 +41,8 @@ class ServerSettings(FrozenConfig):
     """Prompts in one completions request at most."""
     max_queued_requests: int = Field(default=1024, ge=1)
     """Requests that may wait for the engine; more are refused with status 429."""
+    prefix_cache_sharing: Literal["key", "all"] = "key"
+    """Whose requests share cached beginnings of prompts: those with the same API key, or all."""
     request_timeout: float | None = Field(default=None, gt=0)
     """Seconds from a request's arrival to its end at most; no limit if not set."""
     send_timeout: float = Field(default=60.0, gt=0)
