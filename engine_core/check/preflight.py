@@ -289,17 +289,19 @@ class _Check:
                 "chat-template-missing", "info", "neither tokenizer nor family has a chat template"
             )
             return
-        try:
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": "Hello"}],
-                chat_template=None if tokenizer.chat_templates else family,
-            )
-        except RequestError as error:
-            # Rendering compiles the template first; that error alone is not the messages' fault.
-            if error.code is ErrorCode.CHAT_TEMPLATE:
-                self._add("chat-template-invalid", "error", str(error))
-            else:
-                self._add("chat-template-failed", "warning", str(error))
+        for name in (None, *tokenizer.chat_templates):
+            chosen = name if tokenizer.chat_templates else family
+            try:
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": "Hello"}], chat_template=chosen
+                )
+            except RequestError as error:
+                # What does not compile, or was stopped, is not the messages' fault.
+                if error.code is ErrorCode.CHAT_TEMPLATE:
+                    self._add("chat-template-invalid", "error", str(error))
+                    return
+                if name is None:
+                    self._add("chat-template-failed", "warning", str(error))
 
     def _check_network(self, model_config: ModelConfig, dtype: str, checkpoint: Checkpoint) -> None:
         if self.model_class is None:

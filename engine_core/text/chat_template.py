@@ -1,7 +1,8 @@
 """Chat templates: which one applies, and what it renders.
 
-A template is code that came with a checkpoint, so it runs in jinja's immutable sandbox, sees only
-plain JSON values and cannot reach the caller's objects. Environment, globals and the treatment of
+A template is code that came with a checkpoint, so it runs in jinja's immutable sandbox and within
+:mod:`~engine_core.text.template_limits`, sees only plain JSON values and cannot reach the caller's
+objects. Environment, globals and the treatment of
 messages are those of ``transformers.PreTrainedTokenizerBase.apply_chat_template``, so that a
 checkpoint's template renders here what its authors tested there.
 """
@@ -18,10 +19,17 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 import jinja2.utils
 
 from engine_core.errors import ErrorCode, RequestError
+from engine_core.text.template_limits import (
+    MAX_SOURCE,
+    LimitedEnvironment,
+    TemplateLimitError,
+    budget,
+    size_of,
+    spend,
+)
 
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
@@ -112,9 +120,12 @@ def render_chat_template(
 
     Raises:
         RequestError: malformed messages or tools, or an error in or from the template;
-            ``add_generation_prompt`` is not a boolean.
+            ``add_generation_prompt`` is not a boolean; the template does more than any prompt
+            of that size needs.
     """
     compiled = _compile(template)
+    if isinstance(compiled, str):
+        raise RequestError(f"the chat template {compiled}", code=ErrorCode.CHAT_TEMPLATE)
     if not isinstance(add_generation_prompt, bool):
         raise RequestError(
             f"add_generation_prompt must be true or false, got {add_generation_prompt!r}",
@@ -133,7 +144,12 @@ def render_chat_template(
             "the messages, the tools or the variables nest too deeply for a chat template"
         ) from None
     try:
-        return compiled.render(names)
+        with budget(size_of(names, paid=False)):
+            return compiled.render(names)
+    except TemplateLimitError as error:
+        raise RequestError(
+            f"the chat template was stopped: {error}", code=ErrorCode.CHAT_TEMPLATE
+        ) from None
     except jinja2.TemplateError as error:
         raise RequestError(f"the chat template refused the messages: {error}") from error
     except Exception as error:
@@ -235,7 +251,8 @@ class _Dict:
     """The template's ``dict``: not the type itself, whose attributes lead out of the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
+        made: dict[Any, Any] = dict(*args, **kwargs)
+        return made
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
         return dict.fromkeys(*args)
@@ -248,6 +265,7 @@ class _Namespace(jinja2.utils.Namespace):
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *positional = args
         values = dict(*positional, **kwargs)
+        spend(len(values))
         for name in values:
             _refuse_underscore(name)
         jinja2.utils.Namespace.__init__(self, values)
@@ -281,17 +299,25 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # jinja's own filter escapes HTML characters, which a model was never trained on.
-    return json.dumps(
-        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    if indent is None:
+        return json.dumps(x, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
+    # Each line has the indentation of its depth.
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    pieces = []
+    for piece in encoder.iterencode(x):
+        spend(len(piece))
+        pieces.append(piece)
+    return "".join(pieces)
 
 
 @lru_cache(maxsize=1)
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    environment.limit_filters(tojson=_tojson)
     environment.globals.update(
         raise_exception=_raise_exception,
         strftime_now=_strftime_now,
@@ -302,11 +328,19 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 @lru_cache(maxsize=64)
-def _compile(template: str) -> jinja2.Template:
+def _compile(template: str) -> jinja2.Template | str:
+    """The template, or what is wrong with it, which may take as long to find again."""
+    if len(template) > MAX_SOURCE:
+        return f"has {len(template)} characters, and the longest taken has {MAX_SOURCE}"
     try:
-        return _environment().from_string(template)
+        with budget(0):
+            return _environment().from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise RequestError(
-            f"the chat template is not valid jinja: {error.message} (line {error.lineno})",
-            code=ErrorCode.CHAT_TEMPLATE,
-        ) from error
+        return f"is not valid jinja: {error.message} (line {error.lineno})"
+    except TemplateLimitError as error:
+        return f"is too long: {error}"
+    except (RecursionError, MemoryError):
+        return "nests too deeply"
+    except Exception as error:
+        # What jinja makes of it is not valid Python, or a number in it has thousands of digits.
+        return f"cannot be compiled: {type(error).__name__}: {error}"

@@ -582,6 +582,32 @@ def test_broken_chat_template(model: Model) -> None:
     assert report.errors[0].message == str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "stopped",
+        ),
+        ("{{ 'a' * 10**9 }}", "stopped"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nests too deeply"),
+        ("{{a}}" * 20_000, "too long"),
+    ],
+)
+def test_chat_template_without_end(model: Model, template: str, says: str) -> None:
+    model.json("tokenizer_config.json", chat_template=template)
+    [problem] = check_model(str(model)).errors
+    assert problem.code == "chat-template-invalid"
+    assert says in problem.message
+
+
+def test_a_second_chat_template_without_end(model: Model) -> None:
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ 'a' * 10**9 }}"}
+    named = [{"name": name, "template": template} for name, template in templates.items()]
+    model.json("tokenizer_config.json", chat_template=named)
+    assert codes(check_model(str(model))) == {"chat-template-invalid"}
+
+
 def test_chat_template_that_fails(model: Model) -> None:
     model.json("tokenizer_config.json", chat_template="{{ raise_exception('no system message') }}")
     report = check_model(str(model))
