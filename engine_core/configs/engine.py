@@ -91,6 +91,8 @@ class EngineConfig(FrozenConfig):
     quantization: str | None = Field(default=None, min_length=1)
     """Store weights with fewer bits. On a CPU: int8 or int4, made at load, or gguf to keep a GGUF
     file's blocks. Packages may add names."""
+    guided_compile_timeout: Annotated[float, Field(gt=0), _Number] = 10.0
+    """Seconds that the trial of a guided text's grammar may take, in a process of its own."""
     seed: Annotated[int, Field(ge=0, lt=2**63), _Number] = 0
     """Seed of dummy weights and of requests without one."""
     custom_module_map: Paths = ()

@@ -284,8 +284,6 @@ class AsyncEngine:
         self._num_sent = 0
         self._on_the_way = on_the_way or SharedCount()
         self._closing = False
-        # Grammars are compiled one at a time: the compiler keeps what it compiled.
-        self._compiling = asyncio.Lock()
         self._buried: asyncio.Future[EngineDeadError] = self._loop.create_future()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -521,17 +519,15 @@ class AsyncEngine:
         if len(names) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts need as many request ids, got {len(names)}")
         frontend = self.frontend
-        # What may take long goes to a thread, so that the event loop goes on meanwhile.
-        if isinstance(sampling_params, SamplingParams) and sampling_params.guided is not None:
-            async with self._compiling:
-                params = await asyncio.to_thread(frontend.resolve, sampling_params)
-        else:
-            params = frontend.resolve(sampling_params)
+        params = frontend.resolve(sampling_params)
+        if params.guided is not None:
+            await frontend.grammars.check_async(params.guided)
         if params.logits_processors:
             raise RequestError(
                 "logits_processors are functions of this process, and tokens are chosen in "
                 "another; use LLM or Engine"
             )
+        # What may take long goes to a thread, so that the event loop goes on meanwhile.
         tokenized = []
         for prompt in prompts:
             if _text_length(prompt) > _LONG_TEXT:
@@ -605,6 +601,8 @@ class AsyncEngine:
             timeout: seconds after which what is left is aborted; None for no such limit.
         """
         self._closing = True
+        # Who waits for a grammar's trial would be refused after it.
+        await asyncio.to_thread(self.frontend.grammars.close)
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
@@ -616,6 +614,7 @@ class AsyncEngine:
         self._closing = True
         for state in list(self.frontend.states.values()):
             self._abort(state)
+        await asyncio.to_thread(self.frontend.grammars.close)
         await self._link.close(kill=False)
 
     def _check_alive(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
 
 from engine_core.engine.pacing import Pacing
@@ -13,11 +14,14 @@ from engine_core.engine.step_stats import StepStats
 from engine_core.engine.timings import Timings
 from engine_core.engine.trace import EngineTrace
 from engine_core.engine.trials import run_trials
-from engine_core.errors import EngineDeadError
+from engine_core.errors import EngineDeadError, ErrorCode
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.runner import PendingStep
-from engine_core.scheduler import Sequence
-from engine_core.steps import EngineStats, NewSequence, PlanRow, StepPlan, TokenUpdate
+from engine_core.scheduler import Sequence, check_sequence
+from engine_core.steps import EngineStats, NewSequence, PlanRow, RowError, StepPlan, TokenUpdate
+
+# How long a core that has nothing else to do waits for a grammar before it looks for commands.
+_PREPARING_SECONDS = 0.01
 
 
 class EngineCore:
@@ -28,6 +32,8 @@ class EngineCore:
     Args:
         loaded: its parts.
         pacing: how far the host runs ahead of the device; as offline if None.
+        beside: whether grammars are compiled while others' steps go on, as a server wants it; else
+            :meth:`add` waits, so that equal runs have equal steps.
 
     Attributes:
         scheduler: decides what each step computes.
@@ -37,15 +43,21 @@ class EngineCore:
         trace: records each step and sequence; None for no records.
     """
 
-    def __init__(self, loaded: Loaded, pacing: Pacing | None = None) -> None:
+    def __init__(
+        self, loaded: Loaded, pacing: Pacing | None = None, *, beside: bool = False
+    ) -> None:
         self.scheduler = loaded.scheduler
         self.executor = loaded.executor
         self.pacing = pacing or Pacing(loaded.scheduler, loaded.depth)
         self.step_stats = StepStats()
         self.trace: EngineTrace | None = None
         self._eos_token_ids = loaded.eos_token_ids
+        self._scheduler_config = loaded.scheduler_config
         self._max_model_len = loaded.cache_plan.max_model_len
+        self._beside = beside
         self._sequences: dict[str, Sequence] = {}
+        # Those whose grammar is being compiled; the scheduler does not know them yet.
+        self._preparing: dict[str, Future[None]] = {}
         self._flight: deque[tuple[StepPlan, float, PendingStep]] = deque()
         self._dead: BaseException | None = None
         self._aborted = 0
@@ -66,6 +78,11 @@ class EngineCore:
         return bool(self._sequences) or bool(self._flight)
 
     @property
+    def is_preparing(self) -> bool:
+        """Whether a sequence waits for its grammar."""
+        return bool(self._preparing)
+
+    @property
     def num_in_flight(self) -> int:
         """Submitted steps that have not come back."""
         return len(self._flight)
@@ -80,7 +97,7 @@ class EngineCore:
         scheduler = self.scheduler
         return EngineStats(
             running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
+            waiting=scheduler.num_waiting + len(self._preparing),
             kv_cache_usage=scheduler.kv_cache_usage,
             added=self._added,
             aborted=self._aborted,
@@ -112,7 +129,15 @@ class EngineCore:
             max_model_len=self._max_model_len,
             priority=new.priority,
         )
-        self.scheduler.add(sequence)
+        if new.sampling.guided is not None:
+            check_sequence(sequence, self._scheduler_config)
+            prepared = self.executor.prepare(new.sampling.guided)
+            if self._beside:
+                self._preparing[new.sequence_id] = prepared
+            else:
+                prepared.result()
+        if new.sequence_id not in self._preparing:
+            self.scheduler.add(sequence)
         self.pacing.arrived()
         self._sequences[new.sequence_id] = sequence
         self._queued[new.sequence_id] = now = time.monotonic()
@@ -155,6 +180,7 @@ class EngineCore:
         stats = self.step_stats
         try:
             begun = stats.begin()
+            failed = self._take_prepared() if self._preparing else []
             plan = self.scheduler.schedule()
             asked = planned = stats.scheduled()
             if plan is not None:
@@ -169,7 +195,7 @@ class EngineCore:
                 if self.trace is not None:
                     self._trace_submitted(self.trace, plan, pending, (begun, planned, asked))
             if not self._flight or (plan is not None and len(self._flight) <= self.pacing.depth):
-                return []
+                return failed
             done, planned, pending = self._flight.popleft()
             early = pending.done is True
             self.pacing.waiting(done, early=early)
@@ -179,7 +205,7 @@ class EngineCore:
             seconds = ended - max(planned, self._last_end)
             self._timings.observe(f"step_{done.kind}", seconds / done.repeat, done.repeat)
             self._last_end = ended
-            updates = self.scheduler.update(result)
+            updates = failed + self.scheduler.update(result)
             self._last_plan = done.step_id
             generated = self._count_updates(updates, ended)
             applied = stats.applied()
@@ -192,6 +218,24 @@ class EngineCore:
             # What was scheduled may not have been submitted; nothing fits together any more.
             self.fail(RuntimeError(f"a step was interrupted by {type(error).__name__}"))
             raise
+
+    def _take_prepared(self) -> list[TokenUpdate]:
+        """Queue the sequences whose grammar is compiled; the ends of those where that failed."""
+        if not self._flight and not self.scheduler.has_unfinished():
+            wait(self._preparing.values(), _PREPARING_SECONDS, FIRST_COMPLETED)
+        failed = []
+        for sequence_id, future in list(self._preparing.items()):
+            if not future.done():
+                continue
+            del self._preparing[sequence_id]
+            error = future.exception()
+            if error is None:
+                self.scheduler.add(self._sequences[sequence_id])
+                continue
+            reason = RowError(ErrorCode.GUIDED, f"guided decoding failed: {error}")
+            failed.append(TokenUpdate(sequence_id, (), finish_reason="error", error=reason))
+            self._leave(sequence_id, "error", time.monotonic())
+        return failed
 
     def capture_next(self) -> bool:
         """Capture one more step that is likely to be needed; called when the engine is idle.
@@ -241,6 +285,7 @@ class EngineCore:
         """Drop the model and its cache; the engine cannot be used after."""
         self._flight.clear()
         self._sequences.clear()
+        self._preparing.clear()
         if self._dead is None:
             self._dead = RuntimeError("the engine was closed")
         self.executor.close()
@@ -298,6 +343,7 @@ class EngineCore:
 
     def _leave(self, sequence_id: str, reason: str, now: float) -> bool:
         """Forget a sequence that has ended; False if there is none of this id."""
+        self._preparing.pop(sequence_id, None)
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is None:
             return False

@@ -119,6 +119,8 @@ class Engine:
         """
         self.core.check_alive()
         params = self.frontend.resolve(sampling_params)
+        if params.guided is not None:
+            self.frontend.grammars.check(params.guided)
         state, sequences = self.frontend.prepare(
             self.frontend.tokenize(prompt),
             params,
@@ -227,6 +229,7 @@ class Engine:
     def close(self) -> None:
         """Drop the model and its cache; the engine cannot be used after."""
         self.frontend.clear()
+        self.frontend.grammars.close()
         self.core.close()
 
 

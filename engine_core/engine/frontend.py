@@ -21,6 +21,7 @@ import numpy.typing as npt
 from engine_core.checkpoint import resolve_model
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.configs.generation import Recommendation, read_recommendation
+from engine_core.engine.guided import GrammarTrials
 from engine_core.engine.sampling import resolve_sampling
 from engine_core.errors import CheckpointNotFoundError, RequestError
 from engine_core.inputs import InputProcessor, ProcessedPrompt, packed_token_ids
@@ -263,6 +264,9 @@ class Frontend:
         self._generation_config = generation_config
         self._finish = finish
         self._name = name
+        self.grammars = GrammarTrials(
+            tokenizer, model_config.vocab_size, config.guided_compile_timeout
+        )
         # Row state of the first request, by name.
         self._row_state: dict[str, npt.NDArray[Any]] = {}
         self._states: dict[str, State] = {}
@@ -365,6 +369,8 @@ class Frontend:
 
     def resolve(self, sampling_params: SamplingParams | None) -> SamplingParams:
         """Sampling parameters that fit the model; the checkpoint's defaults if None.
+
+        Their grammar is for ``grammars`` to check.
 
         Raises:
             RequestError: they do not, or are of another type.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from engine_core.configs import EngineConfig, ModelConfig
 from engine_core.engine.frontend import choose_tokenizer
-from engine_core.engine.guided import grammar_compiler
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.source import ModelSource
 from engine_core.text import Tokenizer, token_bytes
@@ -31,7 +30,7 @@ def find_grammar_compiler(
     if config.skip_tokenizer_init:
         return None
     if tokenizer is not None and config.tensor_parallel_size == 1:
-        return partial(grammar_compiler, tokenizer, source.model_config.vocab_size)
+        return partial(_compiler, tokenizer, source.model_config)
     own = None if config.tokenizer is not None else source.checkpoint.tokenizer_folder
     return _GrammarSource(config, source.model_config, own)
 
@@ -59,9 +58,13 @@ class _GrammarSource:
         """
         tokenizer = choose_tokenizer(self.config, self._own_folder, self.model_config)
         assert tokenizer is not None, "requests are not guided without a tokenizer"
-        encode = partial(tokenizer.encode, add_special_tokens=False)
-        return GrammarCompiler(token_bytes(tokenizer), encode, self.model_config.vocab_size)
+        return _compiler(tokenizer, self.model_config)
 
     def _own_folder(self) -> Path:
         assert self.folder is not None, "the config names no tokenizer"
         return self.folder
+
+
+def _compiler(tokenizer: Tokenizer, model_config: ModelConfig) -> GrammarCompiler:
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return GrammarCompiler(token_bytes(tokenizer), encode, model_config.vocab_size)

@@ -1,52 +1,163 @@
-"""Grammar compilers for tokenizers. Imports no torch."""
+"""Grammars of requests: each is tried in a process of its own first. Imports no torch."""
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary, ref
+import asyncio
+import contextlib
+import hashlib
+import pickle
+import threading
+from collections import OrderedDict
+from concurrent.futures import CancelledError, Future
+from importlib.util import find_spec
 
-from engine_core.configs import SamplingParams
-from engine_core.errors import RequestError
-from engine_core.runtime.guided import GrammarCompiler
+from engine_core.configs import GuidedParams
+from engine_core.errors import EngineDeadError, RequestError
 from engine_core.text import Tokenizer, token_bytes
+from engine_core.workers import Limits, WorkerError, WorkerPool
 
-_compilers: WeakKeyDictionary[Tokenizer, GrammarCompiler] = WeakKeyDictionary()
+_ROOM = "engine_core.runtime.grammar_trial"
+# Beyond what the process begins with. Usual grammars take some MiB.
+_MEMORY_BYTES = 256 * 2**20
+# An engine's threads have at least 2 MiB: what passes here does not overflow there.
+_STACK_BYTES = 2**20
+# Grammars that are tried at once, and that may wait for it.
+_AT_ONCE = 2
+_QUEUED = 64
+# Verdicts kept for requests to come.
+_KEPT = 1024
+_MISSING = (
+    "guided decoding needs llguidance, which is not installed: "
+    "pip install 'engine-core-llm[guided]'"
+)
 
 
-def check_guided(params: SamplingParams, vocab_size: int, tokenizer: Tokenizer | None) -> None:
-    """Refuse a guided request whose grammar cannot be compiled.
+class GrammarTrials:
+    """Tries grammars, each once, in processes with limits of memory, stack and time.
 
-    The first one of a tokenizer takes the time to read its vocabulary, and a large grammar some
-    more. The GIL is released while a grammar is compiled.
+    A grammar may be small and take gigabytes, minutes or all of a stack to compile. What passes
+    is compiled again where tokens are chosen. It may be used from several threads.
 
-    Raises:
-        RequestError: there is no tokenizer, llguidance is not installed, or what the text must be
-            cannot be compiled; the message says what and where.
+    Args:
+        tokenizer: whose vocabulary is guided; None if the engine has none.
+        vocab_size: columns of the logits.
+        timeout: seconds that a trial may take.
     """
-    if params.guided is None:
-        return
-    if tokenizer is None:
-        raise RequestError("guided decoding needs a tokenizer, and this engine has none")
-    grammar_compiler(tokenizer, vocab_size).check(params.guided)
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, timeout: float) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._timeout = timeout
+        self._pool: WorkerPool | None = None
+        self._verdicts: OrderedDict[bytes, Future[None]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start(self) -> None:
+        """Read the vocabulary now, and not while the first guided request waits.
+
+        Does nothing where there can be no guided requests.
+        """
+        if self._tokenizer is not None and find_spec("llguidance") is not None:
+            with contextlib.suppress(WorkerError):  # closed meanwhile, or said by the first request
+                self._open().start()
+
+    def check(self, params: GuidedParams) -> None:
+        """Try a grammar, or wait for its verdict.
+
+        Raises:
+            RequestError: there is no tokenizer, llguidance is not installed, or the grammar cannot
+                be compiled, within the limits; the message says what and where, or which limit.
+            QueueFullError: too many grammars wait for their trial.
+            EngineDeadError: the engine is being shut down.
+        """
+        try:
+            self._verdict(params).result()
+        except (WorkerError, CancelledError) as error:
+            raise self._refusal(params, error) from None
+
+    async def check_async(self, params: GuidedParams) -> None:
+        """Try a grammar as :meth:`check` does, without holding up the event loop."""
+        # A large one takes a while to be told from others.
+        verdict = await asyncio.to_thread(self._verdict, params)
+        try:
+            # Others may wait for the same one.
+            await asyncio.shield(asyncio.wrap_future(verdict))
+        except WorkerError as error:
+            raise self._refusal(params, error) from None
+        except asyncio.CancelledError as error:
+            if not verdict.cancelled():
+                raise
+            raise self._refusal(params, error) from None
+
+    def close(self) -> None:
+        """End every trial; there are no more after it."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def _open(self) -> WorkerPool:
+        with self._lock:
+            if self._closed:
+                raise EngineDeadError("the engine is being shut down and takes no more requests")
+            if self._pool is None:
+                assert self._tokenizer is not None, "checked before"
+                self._pool = WorkerPool(
+                    f"{_ROOM}:open_compiler",
+                    (token_bytes(self._tokenizer), self._vocab_size),
+                    Limits(self._timeout, _MEMORY_BYTES, _STACK_BYTES),
+                    max_workers=_AT_ONCE,
+                    max_queued=_QUEUED,
+                    what="the grammar's compiler",
+                )
+            return self._pool
+
+    def _verdict(self, params: GuidedParams) -> Future[None]:
+        """The trial of a grammar, begun now if there was none."""
+        if self._tokenizer is None:
+            raise RequestError("guided decoding needs a tokenizer, and this engine has none")
+        if find_spec("llguidance") is None:
+            raise RequestError(_MISSING)
+        param = f"guided.{params.kind}"
+        try:
+            content = pickle.dumps(params)
+        except RecursionError:
+            raise RequestError(f"{param}: it is nested too deeply", param=param) from None
+        key = hashlib.blake2b(content, digest_size=16).digest()
+        pool = self._open()
+        with self._lock:
+            verdict = self._verdicts.get(key)
+            if verdict is not None:
+                self._verdicts.move_to_end(key)
+                return verdict
+            verdict = self._verdicts[key] = pool.submit(f"{_ROOM}:try_grammar", params)
+            if len(self._verdicts) > _KEPT:
+                self._verdicts.popitem(last=False)
+        verdict.add_done_callback(lambda done: self._forget(key, done))
+        return verdict
+
+    def _forget(self, key: bytes, verdict: Future[None]) -> None:
+        """Keep no verdict that the next trial may not repeat, such as one out of time."""
+        if not verdict.cancelled():
+            error = verdict.exception()
+            if error is None or isinstance(error, RequestError) or _is_repeatable(error):
+                return
+        with self._lock:
+            if self._verdicts.get(key) is verdict:
+                del self._verdicts[key]
+
+    def _refusal(self, params: GuidedParams, error: BaseException) -> Exception:
+        if self._closed:
+            return EngineDeadError("the engine is being shut down and takes no more requests")
+        param = f"guided.{params.kind}"
+        message = f"{param}: it cannot be compiled: {error}; make it smaller"
+        return RequestError(message, param=param)
 
 
-def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> GrammarCompiler:
-    """The compiler of a tokenizer's vocabulary, made when first asked for.
-
-    Raises:
-        RequestError: llguidance is not installed.
-    """
-    compiler = _compilers.get(tokenizer)
-    if compiler is None:
-        reference = ref(tokenizer)  # The dictionary's values must not keep its keys alive.
-
-        def encode(text: str) -> list[int]:
-            alive = reference()
-            assert alive is not None, "a tokenizer lives as long as its engine"
-            return alive.encode(text, add_special_tokens=False)
-
-        compiler = GrammarCompiler(token_bytes(tokenizer), encode, vocab_size)
-        _compilers[tokenizer] = compiler
-    return compiler
+def _is_repeatable(error: BaseException) -> bool:
+    return isinstance(error, WorkerError) and error.repeatable
 
 
-__all__ = ["check_guided", "grammar_compiler"]
+__all__ = ["GrammarTrials"]

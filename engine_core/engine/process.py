@@ -19,6 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ _STEP_SECONDS = {"cpu": 0.25, "cuda": 0.03}
 _FIRST_BUDGET = {"cpu": 128, "cuda": 512}
 # The same for seconds that steps are timed for, before there are requests, at most.
 _TRIAL_SECONDS = {"cpu": 0.2, "cuda": 1.0}
+# While grammars are compiled and nothing else is done, word is sent each so many seconds.
+_QUIET_SECONDS = 0.5
 # Seconds of idleness before a step is captured ahead: a client that sends one request after the
 # other must not wait for one capture after the other.
 _IDLE_SECONDS = 0.1
@@ -446,10 +449,17 @@ def _serve(
             max_step_time=max_step_time or _STEP_SECONDS[kind],
             first_budget=_FIRST_BUDGET[kind],
         ),
+        beside=True,
     )
     try:
         if warm_up:
+            guides = None
+            if not config.skip_tokenizer_init and find_spec("llguidance") is not None:
+                # The vocabulary is read now, and not while the first guided request waits.
+                guides = core.executor.prepare(None)
             _capture_expected(core, source.device)
+            if guides is not None:
+                guides.exception()  # a guided request would say it
             # What a family's rows need is known with their first request.
             if not source.has_input_processor:
                 core.time_steps(_TRIAL_SECONDS[kind])
@@ -467,6 +477,7 @@ def _run(links: _Links, core: EngineCore) -> None:
     captured, seconds = 0, 0.0
     refused: list[TokenUpdate] = []
     heard = False
+    told = 0.0
     while True:
         begin = time.monotonic()
         commands = links.receive(wait)
@@ -512,7 +523,9 @@ def _run(links: _Links, core: EngineCore) -> None:
         moved = before != (core.num_steps, core.num_in_flight)
         # Told after every step, also one that brought nothing: it took somebody in, or gave blocks
         # back.
-        if heard or moved:
+        quiet = time.monotonic() - told < _QUIET_SECONDS
+        if heard or moved or updates or (core.is_preparing and not quiet):
+            told = time.monotonic()
             links.send(refused + updates, core.stats())
             if core.trace is not None:
                 core.trace.sent()

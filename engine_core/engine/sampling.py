@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine_core.configs import SamplingParams
-from engine_core.engine.guided import check_guided
 from engine_core.errors import RequestError
 from engine_core.text import Tokenizer
 
@@ -22,7 +21,6 @@ def resolve_sampling(
         RequestError: a token id is outside the vocabulary, more log-probabilities are asked for
             than it has, or text is given and there is no tokenizer.
     """
-    check_guided(params, vocab_size, tokenizer)
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(params, name)
         if count is not None and count > vocab_size:

@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_core import own_process
-from engine_core.configs import EngineConfig, SchedulerConfig
+from engine_core.configs import EngineConfig, GuidedParams, SchedulerConfig
 from engine_core.errors import ConfigError, EngineDeadError, EngineError, OptionError
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
@@ -119,6 +120,16 @@ class ProcessExecutor:
         ``grammar_compiler`` is called by each at its first guided request, and is picklable.
         """
         self._ask_all("start", plan, scheduler_config, eos_token_ids, grammar_compiler)
+
+    def prepare(self, params: GuidedParams | None) -> Future[None]:
+        """Have every rank compile a request's grammar beside the steps.
+
+        They do not say when they are done: the request's first step waits for the rest.
+        """
+        self._send("prepare", params)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Send a step to every rank."""
@@ -261,6 +272,8 @@ def _serve(
         if command == "start":
             worker.start(*arguments)
             connection.send(("done", None))
+        elif command == "prepare":
+            worker.prepare(*arguments)
         else:
             result = worker.submit(*arguments).result()
             if rank == 0:

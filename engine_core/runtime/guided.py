@@ -6,12 +6,17 @@ which follows the tokens chosen, and fills the bit masks of the next ones.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from decimal import Decimal
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -25,14 +30,17 @@ from engine_core.steps import RowError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, TokenizerWrapper
 
-# Parts of a refused schema that are compiled to find the culprit, about 1 ms each.
+# Parts of a refused schema that are compiled to find the culprit, about 1 ms each, and how long
+# that may take.
 _PLACES_TRIED = 200
+_PLACES_SECONDS = 1.0
 # llguidance 1.9 rounds larger numbers, and overflows its stack on some.
 _LARGEST = 2**53
 # llguidance has a state per remainder: with 10**5 of them a grammar takes seconds to compile.
 _MOST_STEPS = 10**4
+_TOO_COMPLEX = "what the text must be is too complex to be followed"
 # What llguidance calls the parts that have limits.
-_LIMITS = ("parser error", "lexer error")
+_LIMITS = ("parser error", "lexer error", "Parser Error: Current row", "Parser Error: Too many")
 _WITHOUT_END = RowError(
     ErrorCode.GRAMMAR_WITHOUT_END,
     "the guided text is complete, but the model has no end-of-sequence token; name one in "
@@ -42,6 +50,22 @@ _WITHOUT_END = RowError(
 _DEFINITIONS = ("$schema", "$defs", "definitions")
 # Compiled grammars kept for requests to come.
 _KEPT_GRAMMARS = 64
+# Grammars compiled at once beside an engine's steps.
+_BUILDERS = 2
+# llguidance's defaults, but for the states: each takes 1 to 2 KiB. The fuels bound a mask's time.
+_LIBRARY_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+}
+# Of many masks that are made together, each may take this long without suspicion.
+_USUAL_MASK_SECONDS = 0.002
+MASK_SECONDS = 0.1
+"""Processor time that one token's mask may take. Usual ones take 0.1 ms, in a large vocabulary a
+few; the library's own limits end most others within 20 ms."""
 
 Masks = npt.NDArray[np.uint32]
 """Bit masks ``[rows, words]``, 32 tokens a word, the lowest bit first."""
@@ -64,6 +88,8 @@ class Guide:
         self.ends = frozenset(ends)
         self.error: RowError | None = None
         self.ended = False
+        # Whether a mask took too long that it had a part in.
+        self.suspect = False
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take in the tokens that were chosen."""
@@ -94,6 +120,9 @@ class GrammarCompiler:
             no choice about is written in the tokens that it gives.
         vocab_size: columns of the logits; those without a token are never allowed.
 
+    Attributes:
+        vocab_size: the same.
+
     Raises:
         RequestError: llguidance is not installed.
     """
@@ -110,14 +139,17 @@ class GrammarCompiler:
             ) from error
         self._library = llguidance
         table = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         vocabulary = _Vocabulary(table, encode)
         self._tokenizer = llguidance.LLTokenizer(cast("TokenizerWrapper", vocabulary))
         vocabulary.longest_tokens = self._tokenizer.greedy_tokenize
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(verbose_errors=False, **_LIBRARY_LIMITS)
         self._executor = llguidance.LLExecutor()
-        self._kept: OrderedDict[str, _Compiled] = OrderedDict()
-        # A server checks its requests in several threads.
+        # By a hash of the grammar; the first that asks for it makes it.
+        self._kept: OrderedDict[bytes, Future[_Compiled]] = OrderedDict()
+        # By the id of parameters that are in use.
+        self._held: dict[int, _Compiled] = {}
+        # It is asked in several threads.
         self._lock = threading.Lock()
         # The bit after the last token stands for the end of the text.
         self._num_words = vocab_size // 32 + 1
@@ -129,7 +161,7 @@ class GrammarCompiler:
             RequestError: it cannot be compiled or no text satisfies it; says what and where.
         """
         try:
-            error = self._compile(params).error
+            error = self.compile(params).error
         except ValueError as refused:
             error = _brief(str(refused))
         if error is None:
@@ -147,7 +179,7 @@ class GrammarCompiler:
             params: checked before.
             ends: tokens that end the sequence, allowed where the text is complete.
         """
-        compiled = self._compile(params)
+        compiled = self.compile(params)
         guide = Guide(compiled.matcher.deep_copy(), ends)
         if compiled.error is not None:
             guide.error = RowError(ErrorCode.GUIDED, f"guided decoding failed: {compiled.error}")
@@ -164,19 +196,37 @@ class GrammarCompiler:
             for place, guide in enumerate(guides)
             if guide.error is None and not guide.ended
         ]
-        if len(live) == 1:
-            matcher, place = live[0]
-            row = masks[place]
-            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        elif live:
+        together = [(matcher, place) for matcher, place in live if not guides[place].suspect]
+        alone = [(matcher, place) for matcher, place in live if guides[place].suspect]
+        if len(together) == 1:
+            alone += together
+        elif together:
+            begun = time.monotonic()
             self._executor.unsafe_compute_mask_ptr(
-                live, masks.ctypes.data, 4 * self._num_words, len(guides)
+                together, masks.ctypes.data, 4 * self._num_words, len(guides)
             )
-        end_word, end_bit = divmod(self._vocab_size, 32)
+            # One of them may be slow, or the machine: next time each is measured by itself.
+            usual = MASK_SECONDS + len(together) * _USUAL_MASK_SECONDS
+            slow = time.monotonic() - begun > usual
+            for _, place in together:
+                guides[place].suspect = slow
+        for matcher, place in alone:
+            row, before = masks[place], time.thread_time()
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            seconds = time.thread_time() - before
+            guides[place].suspect = False
+            if seconds > MASK_SECONDS:
+                guides[place].error = RowError(
+                    ErrorCode.GRAMMAR_TOO_COMPLEX,
+                    f"{_TOO_COMPLEX}: a token's mask took {seconds:.2f} s of processor time, and "
+                    f"may take {MASK_SECONDS:g} s",
+                )
+        end_word, end_bit = divmod(self.vocab_size, 32)
         for matcher, place in live:
             guide, row = guides[place], masks[place]
-            if matcher.is_error():
+            if guide.error is None and matcher.is_error():
                 guide.error = _failure(matcher)
+            if guide.error is not None:
                 row[:] = 0xFFFFFFFF
                 continue
             may_end = int(row[end_word]) >> end_bit & 1
@@ -188,18 +238,36 @@ class GrammarCompiler:
                 row[word] = row[word] | bit if may_end else row[word] & ~bit
         return masks
 
-    def _compile(self, params: GuidedParams) -> _Compiled:
-        """The grammar at the beginning of a text; its matcher is not to be advanced itself."""
+    def compile(self, params: GuidedParams) -> _Compiled:
+        """The grammar at the beginning of a text; its matcher is not to be advanced itself.
+
+        It is kept as long as ``params`` are, and so found at once while a request with them lives.
+
+        Raises:
+            ValueError: llguidance cannot take it; says why.
+        """
+        held = self._held.get(id(params))
+        if held is not None:
+            return held
         grammar = self._grammar(params)
+        key = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
         with self._lock:
-            if grammar in self._kept:
-                self._kept.move_to_end(grammar)
-                return self._kept[grammar]
-            compiled = self._compiled(grammar)
-            self._kept[grammar] = compiled
-            if len(self._kept) > _KEPT_GRAMMARS:
-                self._kept.popitem(last=False)
-            return compiled
+            future = self._kept.get(key)
+            first = future is None
+            if future is None:
+                future = self._kept[key] = Future()
+                if len(self._kept) > _KEPT_GRAMMARS:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+        if first:
+            try:
+                future.set_result(self._compiled(grammar))
+            except BaseException as error:
+                future.set_exception(error)
+        compiled = future.result()
+        self._held[id(params)] = compiled
+        weakref.finalize(params, self._held.pop, id(params), None).atexit = False
+        return compiled
 
     def _compiled(self, grammar: str) -> _Compiled:
         matcher = self._library.LLMatcher(
@@ -244,6 +312,61 @@ class GrammarCompiler:
             return _brief(str(error))
 
 
+class GuideBuilder:
+    """Compiles the grammars of requests in threads, beside an engine's steps.
+
+    Args:
+        make_compiler: makes the compiler; called once, in a thread.
+    """
+
+    def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
+        self._make = make_compiler
+        self._making = threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+        self._asked: SimpleQueue[tuple[GuidedParams | None, Future[None]] | None] = SimpleQueue()
+        self._threads = 0
+
+    @property
+    def compiler(self) -> GrammarCompiler:
+        """The compiler, made now if it is not there.
+
+        Raises:
+            EngineError: what making it raised.
+        """
+        with self._making:
+            if self._compiler is None:
+                self._compiler = self._make()
+            return self._compiler
+
+    def prepare(self, params: GuidedParams | None) -> Future[None]:
+        """Compile a request's grammar; None makes the compiler alone."""
+        future: Future[None] = Future()
+        self._asked.put((params, future))
+        if self._threads < _BUILDERS:
+            self._threads += 1
+            # A daemon: a process that is to end does not wait for a grammar.
+            threading.Thread(target=self._build, name="engine-core-guides", daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """End the threads once they have done what they are at."""
+        for _ in range(self._threads):
+            self._asked.put(None)
+
+    def _build(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            params, future = asked
+            try:
+                compiler = self.compiler
+                if params is not None:
+                    compiler.compile(params)
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
+            # What waits for more keeps no request alive.
+            del asked, params, future
+
+
 class _Vocabulary:
     """A vocabulary as llguidance wants it; it adds the end of the text by itself."""
 
@@ -273,8 +396,7 @@ def _failure(matcher: LLMatcher) -> RowError:
     # The library's limits on a grammar's size are not all noticed before they are reached.
     # The library has no code for them: its stop_reason is "InternalError".
     if error.startswith(_LIMITS):
-        whose = "what the text must be is too complex to be followed"
-        return RowError(ErrorCode.GRAMMAR_TOO_COMPLEX, f"{whose}: {error}")
+        return RowError(ErrorCode.GRAMMAR_TOO_COMPLEX, f"{_TOO_COMPLEX}: {error}")
     return RowError(ErrorCode.GUIDED, f"guided decoding failed: {error}")
 
 
@@ -329,9 +451,11 @@ def _innermost_error(
     path: tuple[str | int, ...] = ()
     part = root
     seen = {path}
+    deadline = time.monotonic() + _PLACES_SECONDS
     while True:
         for inner_path, inner in _subschemas(root, part, path):
-            if inner_path in seen or len(seen) > _PLACES_TRIED:
+            tried = len(seen) > _PLACES_TRIED or time.monotonic() > deadline
+            if inner_path in seen or tried:
                 continue
             seen.add(inner_path)
             alone = {**definitions, **inner} if isinstance(inner, Mapping) else inner

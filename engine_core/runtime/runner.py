@@ -145,6 +145,7 @@ class ModelRunner:
         self._rows: dict[int, _Row] = {}
         # One row more than there are sequences: a graph's padding is computed in it.
         self._sampler = Sampler(rows + 1, device, grammar_compiler)
+        self.guides = self._sampler.guides  # what compiles the grammars of requests
         self._state = StepState(
             self._tables,
             self._sampler.last_tokens,

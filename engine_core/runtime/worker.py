@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from engine_core import own_process
-from engine_core.configs import CacheSpec, EngineConfig, SchedulerConfig
+from engine_core.configs import CacheSpec, EngineConfig, GuidedParams, SchedulerConfig
 from engine_core.nn.attention import cached_layers
 from engine_core.runtime import platform
 from engine_core.runtime.guided import GrammarCompiler
@@ -126,6 +127,11 @@ class Worker:
                 grammar_compiler=grammar_compiler,
             )
 
+    def prepare(self, params: GuidedParams | None) -> Future[None]:
+        """Compile a request's grammar beside the steps; see :meth:`GuideBuilder.prepare`."""
+        assert self.runner.guides is not None, "requests are not guided without a tokenizer"
+        return self.runner.guides.prepare(params)
+
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run a step; see :meth:`ModelRunner.submit`."""
         step = nullcontext() if self._trace is None else self._trace.step(plan)
@@ -154,6 +160,8 @@ class Worker:
 
     def close(self) -> None:
         """Drop the model and its cache."""
+        if self._runner is not None and self._runner.guides is not None:
+            self._runner.guides.close()
         self._model = self._runner = None
         own_process.thaw()
         if self._source.device.type == "cuda":

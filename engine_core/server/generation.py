@@ -20,7 +20,6 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine_core.configs import GuidedParams, SamplingParams
-from engine_core.engine.guided import check_guided
 from engine_core.errors import ConfigError, EngineDeadError, EngineError, ErrorCode, RequestError
 from engine_core.server.connection import WRITER, Writer
 from engine_core.server.context import RequestContext
@@ -247,19 +246,15 @@ class Generation:
         limits = [
             limit for limit in (service.settings.request_timeout, body.timeout) if limit is not None
         ]
-        if params.guided is not None:
-            # Compiled outside the event loop; the engine finds it in the compiler's cache.
-            vocab_size = engine.model_config.vocab_size
-            # One by one first: that finds the culprit.
-            for index, guided in enumerate((*alternatives, params.guided)):
+        # The answer's constraint and the calls' one by one first: that finds the culprit.
+        constraints = () if params.guided is None else (*alternatives, params.guided)
+        try:
+            for index, guided in enumerate(constraints):
                 try:
-                    await asyncio.to_thread(
-                        check_guided, params.replace(guided=guided), vocab_size, engine.tokenizer
-                    )
+                    await engine.frontend.grammars.check_async(guided)
                 except RequestError as error:
                     of_calls = bool(alternatives) and index == 1
                     raise _named_by_field(error, body, of_calls=of_calls) from None
-        try:
             streams = await engine.add_requests(
                 prompts,
                 params,

@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import uvicorn
 from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine.async_engine import AsyncEngine
-from engine_core.engine.guided import grammar_compiler
 from engine_core.engine.shared_count import SharedCount
 from engine_core.engine.trace import check_trace_file, write_trace
 from engine_core.errors import ConfigError, EngineDeadError
@@ -283,10 +281,8 @@ async def _load(
             tool_parser=settings.tool_parser,
             reasoning_parser=settings.reasoning_parser,
         )
-        if engine.tokenizer is not None and find_spec("llguidance") is not None:
-            # The vocabulary is read now, and not while the first guided request waits.
-            vocab_size = engine.model_config.vocab_size
-            await asyncio.to_thread(grammar_compiler, engine.tokenizer, vocab_size)
+        # The vocabulary is read now, and not while the first guided request waits.
+        await asyncio.to_thread(engine.frontend.grammars.start)
     except BaseException:
         await engine.close()
         raise

@@ -737,6 +737,7 @@ class FakeCore:
         self.num_steps = 0
         self.num_in_flight = 0
         self.trace = None
+        self.is_preparing = False
         # What it says each time that it is asked, and then that there is no time.
         self.spare: list[float] = []
         self._steps_left = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from typing import Any
 
 import jsonschema
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from random_examples import examples
 
 from engine_core.configs import GuidedParams, SamplingParams
-from engine_core.errors import ErrorCode
-from engine_core.runtime.guided import GrammarCompiler, Guide
+from engine_core.errors import ErrorCode, TokenizerError
+from engine_core.runtime import guided
+from engine_core.runtime.guided import GrammarCompiler, Guide, GuideBuilder
 from engine_core.runtime.sampler import Sampler
 from engine_core.runtime.sampler.sampler import apply_bitmask
 from engine_core.text import FastTokenizer, token_bytes
@@ -262,3 +264,60 @@ def test_the_same_grammar_is_compiled_once() -> None:
         compiler.check(GuidedParams(json_schema=schema))
         compiler.guide(GuidedParams(json_schema=dict(schema)), [EOS])
     assert len(compiler._kept) == 1
+
+
+def test_a_grammar_is_kept_as_long_as_its_request() -> None:
+    compiler = GrammarCompiler(TOKENS, encode, VOCAB)
+    params = GuidedParams(regex="a+")
+    first = compiler.compile(params)
+    for count in range(100):
+        compiler.compile(GuidedParams(regex=f"b{{{count + 1}}}"))
+    assert compiler.compile(params) is first
+    assert compiler.compile(GuidedParams(regex="a+")) is not first
+
+
+def test_a_slow_mask_ends_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = [GuidedParams(regex="[a-z]+"), GuidedParams(json_object=True)]
+    guides = [COMPILER.guide(way, [EOS]) for way in ways]
+    fitting = COMPILER.masks(guides)
+    # No time at all: together they are suspected, each by itself is convicted.
+    monkeypatch.setattr(guided, "MASK_SECONDS", 0.0)
+    monkeypatch.setattr(guided, "_USUAL_MASK_SECONDS", 0.0)
+    assert (COMPILER.masks(guides) == fitting).all()
+    assert [guide.error for guide in guides] == [None, None]
+    assert (COMPILER.masks(guides[:1]) == 0xFFFFFFFF).all()
+    error = guides[0].error
+    assert error is not None
+    assert error.code is ErrorCode.GRAMMAR_TOO_COMPLEX
+    assert "may take 0 s" in error.message
+    # The other one had no part in it.
+    monkeypatch.undo()
+    assert (COMPILER.masks(guides)[1] == fitting[1]).all()
+    assert guides[1].error is None
+
+
+def test_grammars_are_compiled_beside_the_caller() -> None:
+    made = []
+
+    def make() -> GrammarCompiler:
+        made.append(threading.current_thread())
+        return GrammarCompiler(TOKENS, encode, VOCAB)
+
+    builder = GuideBuilder(make)
+    params = GuidedParams(json_schema={"type": "array", "items": {"type": "integer"}})
+    futures = [builder.prepare(None), *(builder.prepare(params) for _ in range(5))]
+    assert [future.result(60) for future in futures] == [None] * 6
+    assert len(made) == 1
+    assert made[0] is not threading.current_thread()
+    assert encode("[")[0] in allowed(builder.compiler.guide(params, [EOS]))
+    builder.close()
+
+
+def test_a_compiler_that_cannot_be_made_is_told() -> None:
+    def make() -> GrammarCompiler:
+        raise TokenizerError("there is none")
+
+    builder = GuideBuilder(make)
+    for _ in range(3):
+        assert isinstance(builder.prepare(None).exception(60), TokenizerError)
+    builder.close()

@@ -25,7 +25,7 @@ from engine_core.kernels.sampling import (
 )
 from engine_core.kernels.sampling.reference import apply_penalties, ban_tokens
 from engine_core.kernels.sampling.state import FIRST_PENALTY
-from engine_core.runtime.guided import GrammarCompiler, Guide
+from engine_core.runtime.guided import GrammarCompiler, Guide, GuideBuilder
 from engine_core.runtime.platform import all_to_device, to_device
 from engine_core.steps import RowError
 
@@ -104,6 +104,7 @@ class Sampler:
 
     Attributes:
         last_tokens: ``[max_rows]`` int64 on the device, the token that each row sampled last.
+        guides: compiles the grammars of guided requests; None if there are none.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Sampler:
         # The same on its way to the host: the step's tokens, and the row's place among them. Not
         # what a captured step leaves in last_tokens, which is its own best token.
         self._chosen: dict[int, tuple[_HostTokens, int]] = {}
-        self._make_compiler = grammar_compiler
+        self.guides = None if grammar_compiler is None else GuideBuilder(grammar_compiler)
         # Parameters by row; rows that are plainly greedy have zeros.
         self._numbers = torch.zeros(max_rows, len(NUMBERS), dtype=torch.float64, device=device)
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -237,10 +238,10 @@ class Sampler:
         else:
             self._adjusted_rows.discard(row)
 
-    @cached_property
+    @property
     def _compiler(self) -> GrammarCompiler:
-        assert self._make_compiler is not None, "requests are not guided without a tokenizer"
-        return self._make_compiler()
+        assert self.guides is not None, "requests are not guided without a tokenizer"
+        return self.guides.compiler
 
     def _guide(self, request: _Request) -> Guide:
         """The guide of a request where its output has come to."""
