@@ -29,6 +29,7 @@ LIGHT = [
     "from engine_core.registry import build_registry; build_registry(plugin_errors='strict')",
     "import engine_core.scheduler",
     "import engine_core.text",
+    "import engine_core.workers",
     *(f"import {family.name}.plugin" for family in FAMILIES),
     *(f"import {family.name}.config" for family in FAMILIES),
 ]

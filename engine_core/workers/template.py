@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<Q")
 _LOOK_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 # The steps of an engine on the same processors go first.
-_NICENESS = 10
+_NICENESS = 5
 
 
 def send(end: socket.socket, message: Any) -> None:
