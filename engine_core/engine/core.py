@@ -135,6 +135,9 @@ class EngineCore:
             if self._beside:
                 self._preparing[new.sequence_id] = prepared
             else:
+                while not prepared.done():
+                    wait([prepared], _PREPARING_SECONDS)
+                    self.executor.poll()
                 prepared.result()
         if new.sequence_id not in self._preparing:
             self.scheduler.add(sequence)
@@ -223,6 +226,7 @@ class EngineCore:
         """Queue the sequences whose grammar is compiled; the ends of those where that failed."""
         if not self._flight and not self.scheduler.has_unfinished():
             wait(self._preparing.values(), _PREPARING_SECONDS, FIRST_COMPLETED)
+        self.executor.poll()
         failed = []
         for sequence_id, future in list(self._preparing.items()):
             if not future.done():

@@ -10,11 +10,13 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,7 +24,13 @@ from typing import Any
 
 from engine_core import own_process
 from engine_core.configs import EngineConfig, GuidedParams, SchedulerConfig
-from engine_core.errors import ConfigError, EngineDeadError, EngineError, OptionError
+from engine_core.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    OptionError,
+    RequestError,
+)
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.loader import build_on_meta
@@ -89,6 +97,8 @@ class ProcessExecutor:
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._answers: list[deque[Any]] = [deque() for _ in range(size)]
+        # For each rank that has not compiled a grammar yet, by a number of its own.
+        self._preparing: dict[int, list[Future[None]]] = {}
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -122,14 +132,15 @@ class ProcessExecutor:
         self._ask_all("start", plan, scheduler_config, eos_token_ids, grammar_compiler)
 
     def prepare(self, params: GuidedParams | None) -> Future[None]:
-        """Have every rank compile a request's grammar beside the steps.
-
-        They do not say when they are done: the request's first step waits for the rest.
-        """
-        self._send("prepare", params)
+        """Have every rank compile a request's grammar beside the steps; see :meth:`poll`."""
         future: Future[None] = Future()
-        future.set_result(None)
+        self._preparing[id(future)] = [future] * len(self._processes)
+        self._send("prepare", id(future), params)
         return future
+
+    def poll(self) -> None:
+        """Take in what the ranks have said, such as that a grammar is compiled."""
+        self._read()
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Send a step to every rank."""
@@ -196,6 +207,14 @@ class ProcessExecutor:
             [*self._connections, *(process.sentinel for process in self._processes)]
         )
         # Read all messages before looking at deaths: a reported failure explains them.
+        self._read()
+        for rank, process in enumerate(self._processes):
+            if process.sentinel in ready:
+                process.join()
+                self._kill()
+                raise EngineDeadError(f"the process of rank {rank} ended {_how(process.exitcode)}")
+
+    def _read(self) -> None:
         for rank, connection in enumerate(self._connections):
             with contextlib.suppress(EOFError, OSError):
                 while connection.poll():
@@ -203,15 +222,23 @@ class ProcessExecutor:
                     if kind == "done":
                         self._answers[rank].append(content)
                         continue
+                    if kind == "prepared":
+                        self._take_prepared(*content)
+                        continue
                     self._kill()
                     if kind == "refused":
                         raise content
                     raise EngineDeadError(f"rank {rank} failed: {content}")
-        for rank, process in enumerate(self._processes):
-            if process.sentinel in ready:
-                process.join()
-                self._kill()
-                raise EngineDeadError(f"the process of rank {rank} ended {_how(process.exitcode)}")
+
+    def _take_prepared(self, number: int, error: str | None) -> None:
+        left = self._preparing[number]
+        future = left.pop()
+        if error is not None and not future.done():
+            future.set_exception(RequestError(error))
+        if not left:
+            del self._preparing[number]
+            if not future.done():
+                future.set_result(None)
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -259,6 +286,13 @@ def _serve(
 ) -> None:
     """Obey the parent's messages until it closes the pipe."""
     worker: Worker | None = None
+    sending = threading.Lock()
+
+    def tell(number: int, prepared: Future[None]) -> None:
+        error = prepared.exception()
+        with sending, contextlib.suppress(OSError):  # the parent is gone
+            connection.send(("prepared", (number, None if error is None else str(error))))
+
     while True:
         try:
             command, *arguments = connection.recv()
@@ -273,11 +307,13 @@ def _serve(
             worker.start(*arguments)
             connection.send(("done", None))
         elif command == "prepare":
-            worker.prepare(*arguments)
+            number, params = arguments
+            worker.prepare(params).add_done_callback(partial(tell, number))
         else:
             result = worker.submit(*arguments).result()
             if rank == 0:
-                connection.send(("done", result))
+                with sending:
+                    connection.send(("done", result))
     if worker is None:
         return
     # A step in flight, or NCCL, may wait for a rank that is dead. The signal ends this process

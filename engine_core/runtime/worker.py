@@ -132,6 +132,9 @@ class Worker:
         assert self.runner.guides is not None, "requests are not guided without a tokenizer"
         return self.runner.guides.prepare(params)
 
+    def poll(self) -> None:
+        """Do nothing: what is prepared here says so by itself."""
+
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run a step; see :meth:`ModelRunner.submit`."""
         step = nullcontext() if self._trace is None else self._trace.step(plan)

@@ -339,6 +339,16 @@ def test_what_cannot_be_kept_is_refused_by_name(llm: LLM, name: str) -> None:
     assert not llm.engine.has_unfinished
 
 
+def test_a_grammar_that_would_end_the_process_is_refused(llm: LLM) -> None:
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(2750))
+    chain = GuidedParams(grammar=f'start: r0\n{rules}\nr2750: "a"')
+    with pytest.raises(RequestError, match="more than 1024 KiB of stack") as caught:
+        llm.generate("x", SamplingParams(guided=chain))
+    assert "SIGSEGV" in str(caught.value)
+    params = SamplingParams(guided=GuidedParams(choice=("a", "b")), max_tokens=5)
+    assert llm.generate("x", params)[0].outputs[0].text in ("a", "b")
+
+
 def test_contradictory_parameters_are_refused() -> None:
     with pytest.raises(ConfigError, match="min_tokens cannot be kept by a guided text"):
         SamplingParams(guided=GuidedParams(regex="a"), min_tokens=3)
