@@ -17,8 +17,8 @@ from engine_core.text import Tokenizer, token_bytes
 from engine_core.workers import Limits, WorkerError, WorkerPool
 
 _ROOM = "engine_core.runtime.grammar_trial"
-# Beyond what the process begins with. Usual grammars take some MiB.
-_MEMORY_BYTES = 256 * 2**20
+# Beyond what the process begins with. Usual grammars take some MiB, one of 50,000 texts takes 45.
+_MEMORY_BYTES = 128 * 2**20
 # An engine's threads have at least 2 MiB: what passes here does not overflow there.
 _STACK_BYTES = 2**20
 # Grammars that are tried at once, and that may wait for it.

@@ -49,7 +49,7 @@ _WITHOUT_END = RowError(
 # Keys under which a schema keeps its definitions.
 _DEFINITIONS = ("$schema", "$defs", "definitions")
 # Compiled grammars kept for requests to come.
-_KEPT_GRAMMARS = 64
+_KEPT_GRAMMARS = 32
 # Grammars compiled at once beside an engine's steps.
 _BUILDERS = 2
 # llguidance's defaults, but for the states: each takes 1 to 2 KiB. The fuels bound a mask's time.

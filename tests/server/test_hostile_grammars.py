@@ -67,7 +67,7 @@ def schema(value: dict[str, Any]) -> dict[str, Any]:
 
 STACK = r"needs more than 1024 KiB of stack \(the grammar's compiler ended by SIGSEGV\)"
 # A busy machine may come to the end of the time first.
-MEMORY = r"needs more than 256 MiB of memory|took more than 6 s"
+MEMORY = r"needs more than 128 MiB of memory|took more than 6 s"
 # The next two are the library's own limits.
 EXPRESSIONS = "lexer error: too many"
 ROW = "items; max is 2000"
