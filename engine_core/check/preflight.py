@@ -56,7 +56,7 @@ from engine_core.errors import (
     WeightsMismatchError,
 )
 from engine_core.kernels import GPU, gpu_of
-from engine_core.nn.attention import cached_layers
+from engine_core.nn.attention import cache_specs
 from engine_core.nn.fusions import fusions
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.registry import Registry, build_registry
@@ -338,8 +338,8 @@ class _Check:
             if self.scheme is None or self.scheme.settings is None:
                 self._check_dtype(checkpoint, dtype)
         if max_model_len is not None:
-            specs = [layer.cache_spec() for layer in cached_layers(self.network)]
-            self._plan(self.network, specs, max_model_len)
+            with self._collecting():
+                self._plan(self.network, cache_specs(self.network), max_model_len)
 
     def _check_dtype(self, checkpoint: Checkpoint, dtype: str) -> None:
         stored = Counter[str]()
@@ -365,7 +365,7 @@ class _Check:
                 message = f"{len(names)} tensors {what}: {', '.join(names[:4])}{more}"
                 self._add(code, "error", message, names)
 
-    def _plan(self, network: nn.Module, specs: list[CacheSpec], max_model_len: int) -> None:
+    def _plan(self, network: nn.Module, specs: tuple[CacheSpec, ...], max_model_len: int) -> None:
         config, device = self.config, self.device
         weights = weight_bytes(network)
         source: Literal["memory", "gpu", "machine"] = "machine"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine_core.configs import CacheSpec, KVCacheSpec
 from engine_core.configs.dtypes import dtype_name
+from engine_core.errors import PluginLoadError
 from engine_core.kernels import paged_attention, store_kv
 from engine_core.nn.module import Module
 from engine_core.step_context import AttentionMetadata, current_build_context
@@ -57,6 +59,47 @@ class CachedLayer(Module):
 def cached_layers(model: nn.Module) -> list[CachedLayer]:
     """The layers of a model that keep something in the cache, in its order."""
     return [module for module in model.modules() if isinstance(module, CachedLayer)]
+
+
+def cache_specs(model: nn.Module) -> tuple[CacheSpec, ...]:
+    """The cache specs of :func:`cached_layers`, in their order.
+
+    Raises:
+        PluginLoadError: there is none, or one fails or contradicts itself; names the layer.
+    """
+    specs = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, CachedLayer):
+            continue
+        try:
+            spec = layer.cache_spec()
+            fault = _fault(spec)
+        except Exception as error:  # Of a package; nothing is known of what it may raise.
+            fault = f"fails: {type(error).__name__}: {error}"
+        if fault is not None:
+            raise PluginLoadError(f"{name} ({type(layer).__name__}): its cache spec {fault}")
+        specs.append(spec)
+    if not specs:
+        raise PluginLoadError(
+            f"{type(model).__name__} has no layer that keeps anything in the cache; derive one "
+            "from CachedLayer"
+        )
+    return tuple(specs)
+
+
+def _fault(spec: Any) -> str | None:
+    if not isinstance(spec, CacheSpec):
+        return f"is {spec!r}; return a CacheSpec"
+    if min((tensor.nbytes for tensor in spec.tensors(16)), default=0) <= 0:
+        return "names no tensor, or one without elements"
+    positions = (0, 1, 15, 16, 17, 1000, 100_000)
+    first = [spec.first_needed(position) for position in positions]
+    if first != sorted(first) or any(a < 0 or a > b for a, b in zip(first, positions, strict=True)):
+        return (
+            f"says that tokens at {list(positions)} need positions from {first} on; these must "
+            "neither fall nor be negative, nor lie behind the token"
+        )
+    return None
 
 
 class Attention(CachedLayer):

@@ -13,7 +13,7 @@ from torch import nn
 
 from engine_core import own_process
 from engine_core.configs import CacheSpec, EngineConfig, GuidedParams, SchedulerConfig
-from engine_core.nn.attention import cached_layers
+from engine_core.nn.attention import cache_specs
 from engine_core.runtime import platform
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
@@ -75,7 +75,7 @@ class Worker:
             model = self._model = build_on_meta(
                 source.model_class, source.model_config, self._context, source.scheme
             )
-            specs = tuple(layer.cache_spec() for layer in cached_layers(model))
+            specs = cache_specs(model)
             checkpoint = source.checkpoint
             if config.load_format != "dummy":
                 account = check_weights(model, checkpoint, source.name)

@@ -13,6 +13,7 @@ from golden_fixtures import GOLDEN, golden_prompts
 
 from engine_core import LLM, AsyncEngine, EngineConfig, SamplingParams
 from engine_core.check.preflight import check_model
+from engine_core.errors import ErrorCode, PluginLoadError
 
 MODEL = Path(__file__).parent / "int8_cache_model.py"
 PROMPTS = [prompt.input_ids for prompt in golden_prompts("llama-gqa")]
@@ -115,6 +116,38 @@ def test_a_process_without_torch_does_not_need_the_spec(
             await engine.close()
 
     assert asyncio.run(run()) == alone[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "fault"),
+    [
+        ("return Int8CacheSpec(", "return dict(", "is {'num_kv_heads': 2"),
+        ("    return (\n", "    return ()\n        (\n", "names no tensor"),
+        ("heads = (block_size, self", "heads = (block_size, 0 * self", "without elements"),
+        ("heads = (", "1 / 0\n        heads = (", "fails: ZeroDivisionError"),
+        (
+            "    head_dim: int\n",
+            "    head_dim: int\n\n    def first_needed(self, at):\n        return at + 1\n",
+            "need positions from [1, 2, 16, 17, 18, 1001, 100001] on",
+        ),
+    ],
+)
+def test_a_spec_that_is_wrong_is_refused_by_the_name_of_its_layer(
+    line: str, instead: str, fault: str, checkpoint: str, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "model.py"
+    assert line in MODEL.read_text()
+    wrong.write_text(MODEL.read_text().replace(line, instead, 1))
+    settings = config(custom_module_map=str(wrong))
+    (problem,) = check_model(checkpoint, settings).errors
+    assert problem.code == ErrorCode.PLUGIN
+    with pytest.raises(PluginLoadError) as refused:
+        LLM(checkpoint, settings)
+    for message in (problem.message, str(refused.value)):
+        assert message.startswith(
+            "model.layers.0.self_attn.attend (Int8Attention): its cache spec "
+        )
+        assert fault in message
 
 
 def test_it_uses_public_names_only() -> None:
