@@ -67,7 +67,7 @@ class TemplateLimitError(jinja2.TemplateError):
 
 
 class _Budget:
-    """What is left to a template.
+    """Remaining budget of a template.
 
     Args:
         size: characters and entries of what it renders.
