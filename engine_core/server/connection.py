@@ -1,4 +1,4 @@
-"""Connections whose clients must read what they have asked for."""
+"""Connections whose clients are held to limits in what they send and leave unread."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ import asyncio
 import contextlib
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from engine_core.server.connections import Connections
+from engine_core.server.errors import RETRY_BUSY, ApiError, unavailable
 from engine_core.server.logs import log
+from engine_core.server.middleware import HEALTH
+from engine_core.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
+# Requests that a client may send before it has read the answer to the first.
+_MAX_PIPELINED = 16
 
 # The key in an ASGI scope of the response's :class:`Writer`.
 WRITER = "engine_core.writer"
@@ -49,28 +57,150 @@ class Writer:
         self._connection.resumed = call
 
 
-def connection_class(send_timeout: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol with a timeout for clients that do not read.
+def connection_class(settings: ServerSettings, connections: Connections) -> type[asyncio.Protocol]:
+    """uvicorn's protocol with limits for clients, which hold before any key is asked for.
 
-    While a client does not read, uvicorn buffers 64 KiB for it, and the handler waits before
-    writing more. To the handler, a connection that is broken off here looks like one that the
-    client closed.
+    A request's line and headers are bounded in bytes, number and time; so are trailers and what
+    else frames a body. While a client does not read, uvicorn buffers 64 KiB for it, and the handler
+    waits before writing more. To the handler, a connection that is broken off here looks like one
+    that the client closed.
 
     Args:
-        send_timeout: seconds in which a client that has something to take must take a part of it.
+        settings: the service's.
+        connections: of this process; says who gets a place.
     """
+    send_timeout = settings.send_timeout
+    max_header_size = settings.max_header_size
 
-    class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    class Connection(HttpToolsProtocol):
         """One client's connection."""
 
         resumed: Callable[[], None] | None = None
         _watcher: asyncio.TimerHandle | None = None
+        _head_timer: asyncio.TimerHandle | None = None
+        _refusal: ApiError | None = None
+        _in_head = False
+        # Bytes since headers or a message were complete that are not of a body, less those that
+        # came in the same piece.
+        _framing = 0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            """There is a client."""
+            super().connection_made(transport)
+            self._forwarded: deque[str | None] = deque()
+            self._host = self.client[0] if self.client else None
+            reason = connections.enter(self, self._host)
+            self._reserved = reason is not None
+            if reason is not None:
+                self.app = _only_health(self.app, _TOO_MANY[reason])
+            self._await_head()
+
+        def drop(self) -> None:
+            """Break it off at once."""
+            self.transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            """The client has sent ``data``."""
+            # In pieces, so that no more than two limits are ever kept.
+            for start in range(0, len(data), max_header_size):
+                if self.transport.is_closing():
+                    return
+                piece = data[start : start + max_header_size]
+                self._framing += len(piece)
+                super().data_received(piece)
+                if self._framing > max_header_size:
+                    self._refuse(_head_too_large(settings))
+            if self._head_timer is None and self._is_idle:
+                self._await_head()
+
+        @property
+        def _is_idle(self) -> bool:
+            """Whether no request waits for its answer."""
+            return self.cycle is None or self.cycle.response_complete
+
+        def on_message_begin(self) -> None:
+            """A request begins."""
+            super().on_message_begin()
+            self._in_head = True
 
         def on_headers_complete(self) -> None:
-            """A request begins; httptools calls it, h11 has no such moment."""
+            """The request's headers are complete."""
+            self._in_head = False
+            self._framing = 0
+            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            refusal = None
+            if size > max_header_size:
+                refusal = _head_too_large(settings)
+            elif len(self.headers) > settings.max_headers:
+                refusal = _too_many_headers(len(self.headers), settings)
+            if refusal is not None or len(self.pipeline) >= _MAX_PIPELINED:
+                self._refusal = refusal
+                raise ValueError("the request is refused")
+            self._stop_waiting()
+            app = self.app
+            host = connections.forwarded_for(self._host, self.headers)
+            if host is not None:
+                self.scope["client"] = (host, 0)
+                if not connections.enter_forwarded(host):
+                    self.app = _only_health(app, _TOO_MANY["address"])
+            self._forwarded.append(host)
             super().on_headers_complete()
-            if self.cycle is not None and self.cycle.scope is self.scope:
-                self.scope[WRITER] = Writer(self)
+            self.app = app
+            if self._reserved or self.parser.should_upgrade():
+                self.cycle.keep_alive = False
+            # Trailers come into the list too, and are no headers.
+            self.headers = []
+            self.scope[WRITER] = Writer(self)  # type: ignore[literal-required]
+
+        def on_body(self, body: bytes) -> None:
+            """A part of the body; in chunks of a byte each has five bytes around it."""
+            self._framing = max(0, self._framing - 17 * len(body))
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            """The request is complete."""
+            self._framing = 0
+            super().on_message_complete()
+
+        def _unsupported_upgrade_warning(self) -> None:
+            """Another protocol is offered, which a server may leave at that."""
+
+        def send_400_response(self, msg: str) -> None:
+            """What came is no request, or one that is refused."""
+            self._refuse(self._refusal or _not_http())
+
+        def _refuse(self, refusal: ApiError) -> None:
+            """Answer, unless another answer is under way, and close."""
+            if self.transport.is_closing():
+                return
+            connections.count(refusal.code or "")
+            if self._is_idle:
+                response = refusal.response()
+                self.transport.write(
+                    STATUS_LINE[refusal.status_code]
+                    + b"".join(b"%b: %b\r\n" % header for header in response.raw_headers)
+                    + b"connection: close\r\n\r\n"
+                    + response.body
+                )
+            self.transport.close()
+
+        def _await_head(self) -> None:
+            loop = asyncio.get_running_loop()
+            self._head_timer = loop.call_later(settings.header_timeout, self._head_is_late)
+
+        def _head_is_late(self) -> None:
+            self._head_timer = None
+            if self._in_head:
+                self._refuse(_head_too_late(settings))
+            elif not self.transport.is_closing():
+                self.transport.close()
+
+        def _stop_waiting(self) -> None:
+            """A request has come."""
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+            connections.busy(self)
 
         def pause_writing(self) -> None:
             """The client leaves too much unread: the transport's buffer is full."""
@@ -86,13 +216,24 @@ def connection_class(send_timeout: float) -> type[asyncio.Protocol]:
 
         def on_response_complete(self) -> None:
             """The response is complete, at least in the transport's buffer."""
+            host = self._forwarded.popleft() if self._forwarded else None
+            if host is not None:
+                connections.leave_forwarded(host)
             super().on_response_complete()
+            if self._is_idle:
+                connections.idle(self)
             self._watch()
 
         def connection_lost(self, exc: Exception | None) -> None:
             """The connection is closed."""
             if self._watcher is not None:
                 self._watcher.cancel()
+            self._stop_waiting()
+            connections.leave(self)
+            for host in self._forwarded:
+                if host is not None:
+                    connections.leave_forwarded(host)
+            self._forwarded.clear()
             super().connection_lost(exc)
 
         @property
@@ -125,6 +266,60 @@ def connection_class(send_timeout: float) -> type[asyncio.Protocol]:
             self.transport.abort()
 
     return Connection
+
+
+def _only_health(app: Any, refusal: ApiError) -> Any:
+    """``app`` for those who ask how the server is; others get ``refusal``."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in HEALTH:
+            await app(scope, receive, send)
+        else:
+            await refusal.response()(scope, receive, send)
+
+    return answer
+
+
+def _head_too_large(settings: ServerSettings) -> ApiError:
+    return ApiError(
+        431,
+        f"the request's line and headers have more than {settings.max_header_size} bytes, which is "
+        "the most that this server reads",
+        code="headers_too_large",
+    )
+
+
+def _too_many_headers(count: int, settings: ServerSettings) -> ApiError:
+    return ApiError(
+        431,
+        f"the request has {count} headers, and this server reads at most {settings.max_headers}",
+        code="headers_too_large",
+    )
+
+
+def _head_too_late(settings: ServerSettings) -> ApiError:
+    return ApiError(
+        408,
+        f"the headers were not complete after {settings.header_timeout:g} seconds",
+        code="timeout",
+    )
+
+
+def _not_http() -> ApiError:
+    return ApiError(400, "what came is no HTTP/1.1 request", code="invalid_http")
+
+
+_TOO_MANY = {
+    "all": unavailable(
+        "all connections that this server takes are in use; try again soon", "too_many_connections"
+    ),
+    "address": ApiError(
+        429,
+        "there are as many connections of this address as the server takes; use fewer",
+        code="too_many_connections",
+        headers={"Retry-After": str(RETRY_BUSY)},
+    ),
+}
 
 
 def _bytes_left(transport: asyncio.Transport) -> int:

@@ -124,6 +124,12 @@ class Metrics:
             ("finish_reason",),
             registry=self._registry,
         )
+        self.refused_connections = Counter(
+            "engine_core_refused_connections",
+            "Connections or requests refused before their key was looked at, by reason.",
+            ("reason",),
+            registry=self._registry,
+        )
         self.first_token = Histogram(
             "engine_core_time_to_first_token_seconds",
             "From a request's arrival to its first token.",

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 # The status of nginx for a client that closed the connection; it is only written down.
 _CLIENT_GONE = 499
-# Polled by monitoring; not worth a log line each.
-_QUIET = ("/health", "/health/live", "/health/ready", "/metrics")
+# Polled by monitoring; not worth a log line each, and answered when others are refused.
+HEALTH = ("/health", "/health/live", "/health/ready", "/metrics")
 _GENERATION = ("/v1/chat/completions", "/v1/completions")
 _PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 
@@ -80,7 +80,7 @@ class RequestMiddleware:
         seconds = time.monotonic() - context.arrival
         if scope["path"] in _GENERATION and status == 200:
             self._service.metrics.whole.observe(seconds)
-        if scope["path"] in _QUIET and status != 500:
+        if scope["path"] in HEALTH and status != 500:
             return
         client = scope.get("client")
         log(

@@ -24,6 +24,7 @@ from engine_core.parsers import find_parser_names
 from engine_core.registry import Registry, build_registry
 from engine_core.server.app import create_app
 from engine_core.server.connection import connection_class
+from engine_core.server.connections import Connections
 from engine_core.server.logs import configure_logging, log
 from engine_core.server.service import Service, default_name
 from engine_core.server.settings import ServerSettings
@@ -87,13 +88,20 @@ def make_uvicorn_config(
     settings: ServerSettings, api_keys: Sequence[str], in_flight: SharedCount | None = None
 ) -> uvicorn.Config:
     """The HTTP server's settings, with the application; see :func:`create_app`."""
+    app = create_app(None, settings, api_keys=api_keys, in_flight=in_flight)
+    connections = Connections(settings, app.state.service.metrics)
     return uvicorn.Config(
-        create_app(None, settings, api_keys=api_keys, in_flight=in_flight),
+        app,
         log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,
-        http=connection_class(settings.send_timeout),
+        http=connection_class(settings, connections),
+        ws="none",
+        backlog=connections.backlog,
+        # The connection says who the client is.
+        proxy_headers=False,
+        timeout_keep_alive=settings.idle_timeout,  # type: ignore[arg-type]
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
 

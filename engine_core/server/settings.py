@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import Path
 from typing import Literal
@@ -31,6 +32,22 @@ class ServerSettings(FrozenConfig):
     itself."""
     allow_origin: tuple[str, ...] = ()
     """Web origin whose pages may call the server, * for any; none if not set."""
+    max_connections: int | None = Field(default=None, gt=0)
+    """Connections at most. If not set: 4096, or as many as the limit of open files allows."""
+    max_connections_per_address: int | None = Field(default=None, gt=0)
+    """Connections of one address at most; half of all if not set."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Address or network of a proxy in front of the server, whose X-Forwarded-For says who the
+    client is."""
+    max_header_size: Bytes = Field(default=32 * 2**10, ge=1024)
+    """Bytes of a request's line and headers at most, like 32KiB."""
+    max_headers: int = Field(default=100, ge=1)
+    """Headers of a request at most."""
+    header_timeout: float = Field(default=10.0, gt=0)
+    """Seconds in which a connection must have sent all headers of a request that it begins; for its
+    first request from its start."""
+    idle_timeout: float = Field(default=75.0, gt=0)
+    """Seconds that a connection may be without a request after an answer."""
     max_body_size: Bytes = Field(default=8 * 2**20, gt=0)
     """Bytes of a request's body at most, like 8MiB."""
     max_prompt_tokens: int | None = Field(default=None, gt=0)
@@ -80,6 +97,19 @@ class ServerSettings(FrozenConfig):
                 raise ValueError("a name that is empty cannot be asked for")
             if name in value[:index]:
                 raise ValueError(f"the name {name!r} is given twice; give each name once")
+        return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            try:
+                ipaddress.ip_network(text)
+            except ValueError as error:
+                raise ValueError(
+                    f"{text!r} is no address or network of a proxy, such as 10.0.0.2 or "
+                    f"10.0.0.0/8: {error}"
+                ) from None
         return value
 
     @field_validator("allow_origin")

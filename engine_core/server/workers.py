@@ -33,6 +33,7 @@ from engine_core.engine.process import die_with
 from engine_core.engine.shared_count import SharedCount
 from engine_core.errors import ConfigError, EngineDeadError
 from engine_core.registry import build_registry
+from engine_core.server.connections import allow_connections
 from engine_core.server.logs import configure_logging
 from engine_core.server.run import (
     listen,
@@ -49,7 +50,6 @@ from engine_core.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 # Seconds that a worker has, beyond the drain timeout, to send the last answers and end.
 _END_SECONDS = 10.0
 # The exit code of a worker whose engine is gone.
@@ -159,11 +159,12 @@ class _Supervisor:
             ConfigError: a worker cannot start.
         """
         stop = stop_on_signals()
-        first = listen(self._settings, _BACKLOG)
+        _, backlog = allow_connections(self._settings.max_connections)
+        first = listen(self._settings, backlog)
         port = first.getsockname()[1]
         first.close()
         # They stay open here, so that connections wait while a worker is replaced.
-        self._listeners = [listen(self._settings, _BACKLOG, port=port) for _ in self._ready]
+        self._listeners = [listen(self._settings, backlog, port=port) for _ in self._ready]
         log_address(self._listeners[0], self._model, self._settings)
         gate = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         gate.bind(str(self._gate))

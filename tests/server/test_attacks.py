@@ -1,0 +1,446 @@
+"""Clients that send without end, or nothing, beside one that is served as without them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import forkserver
+import httpx
+import psutil
+import pytest
+from serving import ServerProcess
+
+from engine_core.errors import ConfigError
+from engine_core.server.connections import network_of
+from engine_core.server.settings import ServerSettings
+
+pytestmark = pytest.mark.slow
+
+CONNECTIONS = 80
+OPTIONS = (
+    *("--max-num-seqs", "4", "--max-model-len", "1024", "--kv-cache-memory", "16MiB"),
+    *("--served-model-name", "tiny", "--header-timeout", "1", "--idle-timeout", "1"),
+    *("--max-connections", str(CONNECTIONS), "--max-connections-per-address", "70"),
+    *("--trusted-proxies", "127.0.0.64/26"),
+    *("--api-key", "key"),
+)
+TEMPLATE = (
+    "{% if attack == 'loops' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    "{% endfor %}{% elif attack == 'text' %}{{ 'a' * 10**9 }}{% elif attack == 'calls' %}"
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+    "{% elif attack == 'lists' %}{% set ns = namespace(x=(1,)) %}"
+    "{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ ns.x }}"
+    "{% elif attack == 'recursion' %}{% macro r() %}{{ r() }}{% endmacro %}{{ r() }}{% endif %}"
+    "{{ messages[0].content }}"
+)
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+KEY = {"Authorization": "Bearer key"}
+
+
+class Healthy:
+    """A client that streams the same answer again and again."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._url = f"{server.url}/v1/completions"
+        self.session = httpx.Client(headers=KEY, timeout=20)
+        self.expected, self.baseline = self._answer()
+        _, again = self._answer()
+        self.baseline = max(self.baseline, again)
+
+    def _answer(self) -> tuple[list[int], float]:
+        """The tokens, and the longest time without one."""
+        body: dict[str, Any] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 60}
+        body |= {"temperature": 0, "stream": True, "return_token_ids": True, "ignore_eos": True}
+        tokens: list[int] = []
+        longest, last = 0.0, time.monotonic()
+        with self.session.stream("POST", self._url, json=body) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                now = time.monotonic()
+                longest, last = max(longest, now - last), now
+                if line.startswith("data: {"):
+                    choices = json.loads(line.removeprefix("data: "))["choices"]
+                    tokens += [token for choice in choices for token in choice["token_ids"]]
+        return tokens, longest
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """It is served meanwhile as it was before."""
+        stop = threading.Event()
+        answers: list[tuple[list[int], float]] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                while not stop.is_set() or not answers:
+                    answers.append(self._answer())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(60)
+        assert not errors
+        assert all(tokens == self.expected for tokens, _ in answers)
+        # A machine that is busy with other things says little of gaps.
+        bound = 0.5 if os.getloadavg()[0] < (os.cpu_count() or 1) else 10
+        assert max(longest for _, longest in answers) < self.baseline + bound
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that may have few files open, and whose chat template can be told to attack."""
+    model = Path(shutil.copytree(tiny_model, tmp_path_factory.mktemp("model") / "hostile"))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] = TEMPLATE
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    with ServerProcess(model, *OPTIONS) as process:
+        yield process.wait_ready()
+        assert process.process.poll() is None, process.log
+        assert "Traceback" not in process.log
+
+
+@pytest.fixture(scope="module")
+def healthy(server: ServerProcess) -> Iterator[Healthy]:
+    client = Healthy(server)
+    yield client
+    client.session.close()
+
+
+def _connect(server: ServerProcess, source: str = "127.0.0.1") -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), 20, source_address=(source, 0))
+    connection.settimeout(20)
+    return connection
+
+
+def _send(connection: socket.socket, data: bytes) -> bool:
+    """Whether it could be sent."""
+    try:
+        connection.sendall(data)
+    except OSError:
+        return False
+    return True
+
+
+def _read(connection: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(65536):
+            data += piece
+    return data
+
+
+def _status(data: bytes) -> int:
+    return int(data.split(b" ", 2)[1])
+
+
+def _memory(server: ServerProcess) -> int:
+    return int(psutil.Process(server.process.pid).memory_info().rss)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    readable, _, _ = select.select([connection], [], [], 0)
+    try:
+        return bool(readable) and not connection.recv(65536, socket.MSG_DONTWAIT)
+    except ConnectionError:
+        return True
+
+
+@contextlib.contextmanager
+def _crowd(server: ServerProcess, count: int, first: bytes = b"") -> Iterator[list[socket.socket]]:
+    """Connections from addresses of their own, which have sent ``first``."""
+    with contextlib.ExitStack() as stack:
+        crowd = []
+        for index in range(count):
+            crowd.append(stack.enter_context(_connect(server, f"127.0.1.{1 + index % 20}")))
+            _send(crowd[-1], first)
+        yield crowd
+
+
+LINE = b"GET /health HTTP/1.1\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+# What is sent first, what then again and again, and the status of the answer.
+ENDLESS = {
+    "headers": (LINE, b"a: bbbbbbbb\r\n" * 1000, 431),
+    "a header's name": (LINE, b"a" * 16_000, 431),
+    "a header's value": (LINE + b"a: ", b"b" * 16_000, 431),
+    "a folded value": (LINE + b"a: b", b"\r\n b" * 4000, 400),
+    "spaces": (LINE + b"a:", b" " * 16_000, 431),
+    "an address": (b"GET /", b"a" * 16_000, 431),
+    "a question": (b"GET /health?", b"a" * 16_000, 431),
+    "a method": (b"", b"A" * 16_000, 400),
+    "empty lines": (b"", b"\r\n" * 8000, 431),
+    "a chunk's extension": (POST + b"1;", b"a" * 16_000, 431),
+    "trailers": (POST + b"1\r\na\r\n0\r\n", b"a: b\r\n" * 2000, 431),
+    "a trailer's value": (POST + b"1\r\na\r\n0\r\na: ", b"b" * 16_000, 431),
+    "requests": (b"", HEALTH * 1000, 200),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_does_not_end_is_cut_off(server: ServerProcess, healthy: Healthy, name: str) -> None:
+    first, again, status = ENDLESS[name]
+    before = _memory(server)
+    with healthy.beside(), _connect(server) as connection:
+        _send(connection, first)
+        sent = 0
+        while sent < 64 * 2**20 and _send(connection, again):
+            sent += len(again)
+            if name == "requests" and sent > 2**20:
+                break
+        assert sent < 16 * 2**20
+        answer = b""
+        with contextlib.suppress(OSError):
+            answer = connection.recv(65536)
+        # The answer is lost if the server closes before it has read what was on the way.
+        assert not answer or _status(answer) in (status, 401)
+    assert _memory(server) - before < 16 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"a: " + b"b" * 33_000 + b"\r\n", 431),
+        (b"a: b\r\n" * 101, 431),
+        (b"a: b\r\n" * 100, 200),
+        (b"a: " + b"b" * 32_000 + b"\r\n", 200),
+        (b"a b\r\n", 400),
+        (b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n", 400),
+        (b"Connection: Upgrade\r\nUpgrade: websocket\r\n", 200),
+        (b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n", 200),
+    ],
+)
+def test_a_head_is_answered_by_its_size(server: ServerProcess, head: bytes, status: int) -> None:
+    with _connect(server) as connection:
+        connection.sendall(LINE + head + b"\r\n")
+        answer = connection.recv(65536)
+        assert _status(answer) == status
+        if status != 200:
+            answer += _read(connection)
+            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+            assert error["code"] == ("headers_too_large" if status == 431 else "invalid_http")
+            assert b"connection: close" in answer
+
+
+def test_requests_one_after_another_are_no_endless_head(server: ServerProcess) -> None:
+    padded = HEALTH[:-2] + b"a:" + b" " * 9000 + b"b\r\n\r\n"
+    body = b"1\r\n \r\n" * 20_000
+    with _connect(server) as connection:
+        for _ in range(12):
+            connection.sendall(padded)
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            assert (answer.status, answer.read()) == (200, b'{"status":"ready"}')
+        connection.sendall(padded * 6)
+        answers = b""
+        while answers.count(b'{"status":"ready"}') < 6:
+            piece = connection.recv(65536)
+            assert piece
+            answers += piece
+        head = POST.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer key\r\n\r\n")
+        head = head.replace(b"Host", b"Content-Type: application/json\r\nHost")
+        connection.sendall(head + body + b"0\r\n\r\n")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert b"invalid_json" in answer.read()
+
+
+SLOW = {
+    "nothing": (b"", b""),
+    "a head byte by byte": (LINE, b"a"),
+    "a head after an answer": (HEALTH + LINE, b"a"),
+    "a body after its answer": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n",
+        b"a",
+    ),
+    "nothing after an answer": (HEALTH, b""),
+    "empty lines": (b"", b"\r\n"),
+    "a chunk's extension after its answer": (POST + b"1;", b"a"),
+}
+
+
+def test_whoever_is_slow_is_cut_off(server: ServerProcess, healthy: Healthy) -> None:
+    with healthy.beside(), contextlib.ExitStack() as stack:
+        slow = {name: stack.enter_context(_connect(server)) for name in SLOW}
+        for name, connection in slow.items():
+            connection.sendall(SLOW[name][0])
+        closed: dict[str, float] = {}
+        start = time.monotonic()
+        while len(closed) < len(slow) and time.monotonic() < start + 10:
+            for name, connection in slow.items():
+                if name not in closed and (
+                    not _send(connection, SLOW[name][1]) or _is_closed(connection)
+                ):
+                    closed[name] = time.monotonic() - start
+            time.sleep(0.05)
+        assert set(closed) == set(slow)
+        assert min(closed.values()) > 0.5
+
+
+def test_a_late_head_is_told_why(server: ServerProcess) -> None:
+    with _connect(server) as connection:
+        connection.sendall(LINE)
+        answer = _read(connection)
+    assert _status(answer) == 408
+    assert b"the headers were not complete after 1 seconds" in answer
+
+
+@pytest.mark.parametrize("first", [b"", LINE, HEALTH])
+def test_a_crowd_that_waits_makes_room(
+    server: ServerProcess, healthy: Healthy, first: bytes
+) -> None:
+    dropped = server.metric("engine_core_refused_connections_total", reason="dropped")
+    with healthy.beside(), _crowd(server, 4 * CONNECTIONS, first):
+        for path in ("/health", "/metrics", "/version", "/v1/models"):
+            assert httpx.get(server.url + path, headers=KEY, timeout=5).status_code == 200
+    now = server.metric("engine_core_refused_connections_total", reason="dropped")
+    assert now - dropped >= 3 * CONNECTIONS
+
+
+def _body(size: int) -> bytes:
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n{" % size
+    )
+
+
+def test_health_is_answered_when_all_are_busy(server: ServerProcess, healthy: Healthy) -> None:
+    with healthy.beside(), _crowd(server, CONNECTIONS + 30, _body(99)):
+        time.sleep(0.2)
+        for _ in range(8):
+            assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+            assert httpx.get(f"{server.url}/metrics", timeout=5).status_code == 200
+        refused = httpx.get(f"{server.url}/v1/models", headers=KEY, timeout=5)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "too_many_connections"
+        assert refused.headers["retry-after"]
+        assert refused.headers["connection"] == "close"
+    _wait_until(lambda: httpx.get(f"{server.url}/v1/models", headers=KEY).status_code == 200)
+
+
+def _wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_address_has_its_share(server: ServerProcess, healthy: Healthy) -> None:
+    with healthy.beside(), contextlib.ExitStack() as stack:
+        for _ in range(70):
+            _send(stack.enter_context(_connect(server, "127.0.2.1")), _body(99))
+        time.sleep(0.2)
+        for source, path, status in (
+            ("127.0.2.1", "/version", 429),
+            ("127.0.2.1", "/health", 200),
+            ("127.0.2.2", "/version", 200),
+        ):
+            with _connect(server, source) as connection:
+                connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path.encode())
+                assert _status(connection.recv(65536)) == status, (source, path)
+
+
+def test_a_proxys_clients_have_shares_of_their_own(server: ServerProcess, healthy: Healthy) -> None:
+    def forwarded(source: str, hosts: str, path: str = "/version") -> int:
+        with _connect(server, source) as connection:
+            head = f"GET {path} HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: {hosts}\r\n\r\n"
+            connection.sendall(head.encode())
+            return _status(connection.recv(65536))
+
+    hostile = b"X-Forwarded-For: 9.9.9.9, 203.0.113.7\r\nContent-Type"
+    with healthy.beside(), contextlib.ExitStack() as stack:
+        for _ in range(72):
+            connection = stack.enter_context(_connect(server, "127.0.0.65"))
+            _send(connection, _body(99).replace(b"Content-Type", hostile))
+        time.sleep(0.2)
+        assert forwarded("127.0.0.66", "203.0.113.7") == 429
+        assert forwarded("127.0.0.66", "203.0.113.7:4711, 127.0.0.70") == 429
+        assert forwarded("127.0.0.66", "203.0.113.7", "/health") == 200
+        # What a client says before its proxy adds to it is not believed.
+        assert forwarded("127.0.0.66", "203.0.113.7, 203.0.113.8") == 200
+        # Nor is one that is no proxy.
+        assert forwarded("127.0.3.1", "203.0.113.7") == 200
+        # Nor does the proxy itself have a share.
+        assert forwarded("127.0.0.65", "203.0.113.9") == 200
+
+
+@pytest.mark.parametrize("attack", ["loops", "text", "calls", "lists", "recursion"])
+def test_a_template_without_end_stops_nobody(
+    server: ServerProcess, healthy: Healthy, attack: str
+) -> None:
+    before = _memory(server)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    url = f"{server.url}/v1/chat/completions"
+    with healthy.beside():
+        hostile = {**body, "chat_template_kwargs": {"attack": attack}}
+        response = httpx.post(url, json=hostile, headers=KEY, timeout=20)
+        assert response.status_code == 400
+        assert "the chat template" in response.json()["error"]["message"]
+        assert httpx.post(url, json=body, headers=KEY, timeout=20).status_code == 200
+    assert _memory(server) - before < 32 * 2**20
+
+
+def test_the_limit_follows_the_open_files_allowed() -> None:
+    code = """
+import os, resource
+from engine_core.errors import ConfigError
+from engine_core.server.connections import allow_connections
+for soft, hard, wanted in (
+    (1024, 1024, None), (256, 1024, 500), (256, 1024, 40), (100, 100, None), (256, 1024, 900)
+):
+    if not os.fork():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        try:
+            print(*allow_connections(wanted), *resource.getrlimit(resource.RLIMIT_NOFILE))
+        except ConfigError as error:
+            print(error)
+        break
+    os.wait()
+"""
+    command = [sys.executable, "-c", code]
+    done = forkserver.run(command, capture_output=True, text=True, check=True)
+    *limits, refused = done.stdout.splitlines()
+    assert limits == ["560 128 1024 1024", "500 128 1024 1024", "40 128 1024 1024", "1 12 100 100"]
+    assert "max_connections is 900, and this process may have 1024 files" in refused
+    assert "enough for 560 connections" in refused
+
+
+@pytest.mark.parametrize(
+    ("host", "counted"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("192.0.2.1:80", "192.0.2.1"),
+        ("2001:db8:0:1:2::3", "2001:db8:0:1::/64"),
+        ("[2001:db8:0:1:ffff::]:80", "2001:db8:0:1::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("_hidden", "_hidden"),
+        ("x" * 10_000, "x" * 64),
+    ],
+)
+def test_addresses_of_one_client_count_as_one(host: str, counted: str) -> None:
+    assert network_of(host) == counted
+
+
+@pytest.mark.parametrize("text", ["proxy", "10.0.0.0/33", "10.0.0.1/8", "", "*"])
+def test_a_proxy_is_an_address(text: str) -> None:
+    with pytest.raises(ConfigError, match="trusted_proxies"):
+        ServerSettings(trusted_proxies=(text,))
