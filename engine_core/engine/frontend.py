@@ -336,6 +336,8 @@ class Frontend:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -343,7 +345,8 @@ class Frontend:
     ) -> list[int]:
         """The prompt that the chat template makes of one conversation, as token ids.
 
-        ``check_text`` is called with its text before that is tokenised.
+        ``check_text`` is called with its text before that is tokenised. As a template writes
+        special tokens itself, only ``add_special_tokens`` adds those of the tokenizer.
 
         Raises:
             RequestError: the messages do not fit the template, or there is none.
@@ -358,14 +361,14 @@ class Frontend:
         text = tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
             chat_template=chat_template,
             **variables,
         )
         if check_text is not None:
             check_text(text)
-        # The template writes special tokens itself.
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def resolve(self, sampling_params: SamplingParams | None) -> SamplingParams:
         """Sampling parameters that fit the model; the checkpoint's defaults if None.

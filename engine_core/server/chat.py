@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +24,18 @@ from engine_core.parsers import (
 )
 from engine_core.server.body import MAX_DEPTH, is_too_deep, now, read_body
 from engine_core.server.context import RequestContext
-from engine_core.server.encoding import DONE, TextEvent, encode, event
-from engine_core.server.errors import ApiError
+from engine_core.server.encoding import TextEvent, encode, event
+from engine_core.server.errors import ApiError, conflict
 from engine_core.server.generation import (
     EventStream,
     Generation,
+    StreamUsage,
     check_common,
-    conflict,
     guided_fields,
     sampling_params,
     while_connected,
 )
-from engine_core.server.logprobs import chat_logprobs
+from engine_core.server.logprobs import chat_logprobs, prompt_logprobs
 from engine_core.server.protocol import CHAT_BODY, ChatBody, Message, Tool
 from engine_core.server.service import Service
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from engine_core.steps import CompletionOutput, RequestOutput
     from engine_core.text import Tokenizer
 
+_CHUNK = "chat.completion.chunk"
 # Characters of the prompt's end in which a template may open the reasoning.
 _PROMPT_END = 32
 
@@ -57,6 +59,8 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         plain = message.model_dump(exclude_none=True)
         if plain["role"] == "developer":
             plain["role"] = "system"
+        if not plain.get("tool_calls"):
+            plain.pop("tool_calls", None)
         if isinstance(message.content, list):
             plain["content"] = "\n".join(part.text for part in message.content)
         elif plain["role"] == "assistant":
@@ -110,14 +114,8 @@ def _understood(
     """Validate the body; return its request and prompt."""
     chat = _Chat(service, context, body)
     params = chat.sampling_params()
-    prompt = service.render_chat(
-        chat.messages,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        tools=chat.tools,
-        template_kwargs=body.chat_template_kwargs,
-    )
-    service.check_length(prompt, "messages")
-    return chat, params, prompt
+    prompt = service.render_chat(body, chat.messages, chat.tools)
+    return chat, params, service.truncated(prompt, body.truncate_prompt_tokens, "messages")
 
 
 class _Chat:
@@ -137,6 +135,10 @@ class _Chat:
         self.tools = None if self._tool_choice == "none" else self._offered
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = now()
+        self._model = service.check_model(body.model)
+        last = self.messages[-1]
+        # What an answer begins with that the model did not write.
+        self.echo: str = last["content"] if body.echo and last["role"] == "assistant" else ""
         self._parsers: list[OutputParser] = []
         # For each completion that calls functions, the arguments of its last call.
         self._last_call: dict[int, list[str]] = {}
@@ -161,12 +163,6 @@ class _Chat:
                 "max_tokens and max_completion_tokens differ; give one of them", "max_tokens"
             )
         parallel = body.parallel_tool_calls is not False
-        if not parallel and self.tools and self._tool_choice in (None, "auto"):
-            raise conflict(
-                "parallel_tool_calls can be false only with a tool_choice of 'required' or a "
-                "function",
-                "parallel_tool_calls",
-            )
         engine = self._service.engine
         defaults = engine.default_sampling_params()
         if longest is None and "max_tokens" in defaults.model_fields_set:
@@ -177,6 +173,7 @@ class _Chat:
             self._guided(parallel),
             max_tokens=longest,
             logprobs=body.top_logprobs or 0 if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
         )
 
     def _guided(self, parallel: bool) -> dict[str, GuidedParams]:
@@ -245,6 +242,9 @@ class _Chat:
         parsed = parser.feed(text) if text else ParsedDelta()
         if ended:
             parsed += parser.finish()
+        if self._body.parallel_tool_calls is False:
+            first = tuple(call for call in parsed.tool_calls if call.index == 0)
+            parsed = replace(parsed, tool_calls=first)
         for call in parsed.tool_calls:
             if call.name is not None:
                 self._last_call[index] = []
@@ -286,6 +286,7 @@ class _Chat:
             completion.logprobs,
             self._body.top_logprobs or 0,
             self._token_bytes,
+            as_ids=bool(self._body.return_tokens_as_token_ids),
         )
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -294,13 +295,15 @@ class _Chat:
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": self._body.model,
+            "model": self._model,
             "choices": choices,
         }
 
     async def _whole(self, generation: Generation) -> Response:
         answers = [_Answer() for _ in self._parsers]
+        of_prompt = None
         async for _, output in generation.outputs():
+            of_prompt = output.prompt_logprobs or of_prompt
             for completion in output.outputs:
                 answer = answers[completion.index]
                 ended = completion.finish_reason is not None
@@ -316,7 +319,7 @@ class _Chat:
         for index, answer in enumerate(answers):
             choice: dict[str, Any] = {
                 "index": index,
-                "message": answer.message(),
+                "message": answer.message(self.echo),
                 "logprobs": None,
                 "finish_reason": answer.finish_reason,
                 "stop_reason": answer.stop_reason,
@@ -329,6 +332,8 @@ class _Chat:
         made = self.object("chat.completion", choices) | {"usage": generation.usage()}
         if self._body.return_token_ids:
             made["prompt_token_ids"] = generation.prompt_token_ids[0]
+        if self._body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(of_prompt)
         if self._service.settings.log_prompts:
             self._context.details["outputs"] = [choice["message"] for choice in choices]
         return Response(encode(made), media_type="application/json")
@@ -363,11 +368,10 @@ class _Events:
     def __init__(self, request: _Chat, generation: Generation) -> None:
         self._request = request
         self._generation = generation
-        options = request.body.stream_options
-        self._with_usage = options is not None and bool(options.include_usage)
-        self._usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        self._usage = StreamUsage(request.body, generation)
         self._begun: set[int] = set()
-        self.takes_text = not request.logs and not request.body.return_token_ids
+        plain = not request.logs and not request.body.return_token_ids
+        self.takes_text = plain and not self._usage.continuous
         self._text_event = TextEvent(lambda text: self._value([_choice(0, {"content": text})]))
 
     def output(self, index: int, output: RequestOutput) -> bytes:
@@ -396,13 +400,10 @@ class _Events:
 
     def end(self) -> bytes:
         """See :class:`~engine_core.server.generation.Events`."""
-        end = b""
-        if self._with_usage:
-            end = event(self._value([]) | {"usage": self._generation.usage()})
-        return end + DONE
+        return self._usage.end(self._request.object(_CHUNK, []))
 
     def _value(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._request.object("chat.completion.chunk", choices) | self._usage
+        return self._request.object(_CHUNK, choices) | self._usage.of_chunk()
 
     def _chunk(self, completion: CompletionOutput) -> dict[str, Any] | None:
         """The choice of a chunk, or None if there is nothing to say yet."""
@@ -417,6 +418,7 @@ class _Events:
             return None
         if completion.index not in self._begun:
             delta = {"role": "assistant", "content": "", **delta}
+            delta["content"] = request.echo + delta["content"]
         choice = _choice(completion.index, delta, logprobs, reason)
         if reason is not None:
             choice["stop_reason"] = completion.stop_reason
@@ -473,9 +475,9 @@ class _Answer:
                 made["function"]["name"] = call.name
             made["function"]["arguments"] += call.arguments
 
-    def message(self) -> dict[str, Any]:
-        """OpenAI's ``message`` object."""
-        content = "".join(self._content)
+    def message(self, echo: str) -> dict[str, Any]:
+        """OpenAI's ``message`` object, whose content begins with ``echo``."""
+        content = echo + "".join(self._content)
         reasoning = "".join(self._reasoning)
         made: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning:

@@ -13,13 +13,13 @@ from fastapi.responses import Response
 from engine_core.configs import SamplingParams
 from engine_core.server.body import now, read_body
 from engine_core.server.context import RequestContext
-from engine_core.server.encoding import DONE, TextEvent, encode, event
-from engine_core.server.errors import ApiError
+from engine_core.server.encoding import TextEvent, encode, event
+from engine_core.server.errors import ApiError, conflict
 from engine_core.server.generation import (
     EventStream,
     Generation,
+    StreamUsage,
     check_common,
-    conflict,
     guided_fields,
     sampling_params,
     while_connected,
@@ -40,7 +40,7 @@ async def create_completion(request: Request) -> Response:
     service.check_room()
     body = await read_body(request, COMPLETION_BODY, service.settings.max_body_size)
     check_common(body, service)
-    given = _prompts(body)
+    given: list[str | list[int]] = _prompts(body)
     if len(given) > service.settings.max_prompts:
         raise ApiError(
             400,
@@ -52,8 +52,16 @@ async def create_completion(request: Request) -> Response:
     params = _sampling_params(service, body)
     prompts = []
     for prompt in given:
-        work = partial(service.tokenize, prompt)
+        work = partial(
+            service.tokenize,
+            prompt,
+            truncate=body.truncate_prompt_tokens,
+            add_special_tokens=body.add_special_tokens,
+        )
         prompts.append(await service.run_text(context.body_size, work))
+    if body.truncate_prompt_tokens is not None:
+        # An echo begins where the prompt now does.
+        given = list(prompts)
     if service.settings.log_prompts:
         context.details["prompts"] = given
     completion = _Completion(service, context, body, given, prompts, params)
@@ -71,8 +79,6 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
 def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
     if body.max_tokens == 0 and not body.echo:
         raise conflict("max_tokens is 0, which leaves nothing to do without echo", "max_tokens")
-    if body.prompt_logprobs is not None and body.stream:
-        raise conflict("prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
     of_prompt = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         of_prompt = max(of_prompt or 0, body.logprobs)
@@ -103,10 +109,12 @@ class _Completion:
         self._params = params
         self._tokenizer = tokenizer = service.engine.tokenizer
         self._token_names: TokenNames | None = None
-        if tokenizer is not None and body.logprobs is not None:
+        named = body.logprobs is not None and not body.return_tokens_as_token_ids
+        if tokenizer is not None and named:
             self._token_names = TokenNames(tokenizer)
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = now()
+        self._model = service.check_model(body.model)
 
     async def answer(self, request: Request) -> Response:
         """Run the requests and make the response of them."""
@@ -134,7 +142,7 @@ class _Completion:
             "id": self._id,
             "object": "text_completion",
             "created": self._created,
-            "model": self.body.model,
+            "model": self._model,
             "choices": choices,
         }
 
@@ -174,6 +182,8 @@ class _Completion:
         """How many tokens a prompt begins with that the tokenizer put before its text."""
         if self._tokenizer is None or not isinstance(self._given[index], str):
             return 0
+        if self.body.add_special_tokens is False:
+            return 0
         pairs = zip(self._tokenizer.encode(""), self.prompts[index], strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -195,15 +205,13 @@ class _Events:
 
     def __init__(self, request: _Completion, generation: Generation) -> None:
         self._request = request
-        self._generation = generation
-        options = request.body.stream_options
-        self._with_usage = options is not None and bool(options.include_usage)
-        self._usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        self._usage = StreamUsage(request.body, generation)
         self._choices = request.choices()
         self._outputs = request.log_outputs(len(self._choices))
         self._text_events: dict[int, TextEvent] = {}
         # An echo is put before the first text.
         plain = not request.body.echo and not request.body.return_token_ids
+        plain = plain and not self._usage.continuous
         self.takes_text = plain and self._outputs is None
 
     def output(self, index: int, output: RequestOutput) -> bytes:
@@ -217,7 +225,7 @@ class _Events:
                 continue
             if self._outputs is not None:
                 self._outputs[taken["index"]] += taken["text"]
-            piece += event(self._request.chunk([taken]) | self._usage)
+            piece += event(self._request.chunk([taken]) | self._usage.of_chunk())
         return piece
 
     def text(self, index: int, text: str) -> bytes:
@@ -228,16 +236,15 @@ class _Events:
         if made is None:
             choice = self._choices[index]
             made = self._text_events[index] = TextEvent(
-                lambda text: self._request.chunk([choice.object(text, None)]) | self._usage
+                lambda text: (
+                    self._request.chunk([choice.object(text, None)]) | self._usage.of_chunk()
+                )
             )
         return made(text)
 
     def end(self) -> bytes:
         """See :class:`~engine_core.server.generation.Events`."""
-        end = b""
-        if self._with_usage:
-            end = event(self._request.chunk([]) | {"usage": self._generation.usage()})
-        return end + DONE
+        return self._usage.end(self._request.chunk([]))
 
 
 class _Choice:

@@ -78,6 +78,11 @@ class ApiError(HTTPException):
         )
 
 
+def conflict(message: str, param: str) -> ApiError:
+    """Status 400 for fields that are right one by one, but not together."""
+    return ApiError(400, message, param=param, code="conflicting_fields")
+
+
 def unavailable(message: str, code: str) -> ApiError:
     """Status 503 with the time after which to try again."""
     headers = {"Retry-After": str(RETRY_UNAVAILABLE)}

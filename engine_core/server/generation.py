@@ -24,7 +24,7 @@ from engine_core.errors import ConfigError, EngineDeadError, EngineError, ErrorC
 from engine_core.server.connection import WRITER, Writer
 from engine_core.server.context import RequestContext
 from engine_core.server.encoding import DONE, event
-from engine_core.server.errors import ApiError, ClientGone, as_api_error, unavailable
+from engine_core.server.errors import ApiError, ClientGone, as_api_error, conflict, unavailable
 from engine_core.server.metrics import TokenClock
 from engine_core.server.protocol import (
     ChatBody,
@@ -42,17 +42,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+_OWN_WAY = ("max_tokens", "logit_bias", "prompt_logprobs")
 # Fields that are handed on as they are.
 _SAME_NAME = [
     name
     for name in GenerationBody.model_fields
-    if name in SamplingParams.model_fields and name not in ("max_tokens", "logit_bias")
+    if name in SamplingParams.model_fields and name not in _OWN_WAY
 ]
-
-
-def conflict(message: str, param: str) -> ApiError:
-    """Status 400 for fields that are right one by one, but not together."""
-    return ApiError(400, message, param=param, code="conflicting_fields")
 
 
 def sampling_params(
@@ -73,6 +69,12 @@ def sampling_params(
         ApiError: they contradict each other.
     """
     values = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    if values.get("seed") == -1:
+        del values["seed"]
+    if values.get("top_p") == 0:
+        # The fewest of the most probable tokens: one.
+        del values["top_p"]
+        values["temperature"] = 0.0
     if body.logit_bias is not None:
         values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     try:
@@ -100,6 +102,13 @@ def guided_fields(body: GenerationBody) -> dict[str, GuidedParams]:
         ways["guided_choice"] = GuidedParams(choice=tuple(body.guided_choice))
     if body.guided_grammar is not None:
         ways["guided_grammar"] = GuidedParams(grammar=body.guided_grammar)
+    if body.structured_outputs is not None:
+        given = body.structured_outputs.model_dump(exclude_none=True, exclude_defaults=True)
+        for name, value in given.items():
+            if name == "json_":
+                ways["structured_outputs.json"] = GuidedParams(json_schema=value)
+            elif value is not False:
+                ways[f"structured_outputs.{name}"] = GuidedParams(**{name: value})
     return ways
 
 
@@ -169,6 +178,13 @@ def check_common(body: GenerationBody, service: Service) -> None:
         )
     if body.stream_options is not None and not body.stream:
         raise conflict("stream_options needs stream", "stream_options")
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise conflict(
+            "stream_options.continuous_usage_stats needs include_usage", "stream_options"
+        )
+    if body.prompt_logprobs is not None and body.stream:
+        raise conflict("prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
 
 
 def _check_count(service: Service, num_prompts: int, n: int) -> None:
@@ -421,6 +437,30 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class StreamUsage:
+    """The usage in the chunks of a stream, as its ``stream_options`` ask for it.
+
+    Attributes:
+        continuous: whether each chunk has that so far.
+    """
+
+    def __init__(self, body: GenerationBody, generation: Generation) -> None:
+        options = body.stream_options
+        self._generation = generation
+        self._asked = options is not None and bool(options.include_usage)
+        self.continuous = options is not None and bool(options.continuous_usage_stats)
+
+    def of_chunk(self) -> dict[str, Any]:
+        """What a chunk with choices gets."""
+        if self.continuous:
+            return {"usage": self._generation.usage()}
+        return {"usage": None} if self._asked else {}
+
+    def end(self, chunk: dict[str, Any]) -> bytes:
+        """The events after all outputs, of which ``chunk`` has the usage if it is asked for."""
+        return (event(chunk | {"usage": self._generation.usage()}) if self._asked else b"") + DONE
 
 
 class Events(Protocol):

@@ -21,8 +21,8 @@ def _text(token: int, entry: Logprob) -> str:
     return f"token_id:{token}" if entry.decoded_token is None else entry.decoded_token
 
 
-def _token(token: int, entry: Logprob, table: Sequence[bytes]) -> dict[str, Any]:
-    text = _text(token, entry)
+def _token(token: int, entry: Logprob, table: Sequence[bytes], as_ids: bool) -> dict[str, Any]:
+    text = f"token_id:{token}" if as_ids else _text(token, entry)
     own = table[token] if token < len(table) else b""
     # A special token's name is written as text where it is written at all.
     own = own.removeprefix(SPECIAL)
@@ -35,7 +35,12 @@ def _most_probable(entries: TokenLogprobs, count: int) -> list[tuple[int, Logpro
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int, table: Sequence[bytes]
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    top: int,
+    table: Sequence[bytes],
+    *,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
     """The ``logprobs`` object of a chat completion's choice.
 
@@ -44,12 +49,15 @@ def chat_logprobs(
         logprobs: theirs.
         top: how many of the most probable tokens are reported.
         table: each token's bytes, as :func:`token_bytes` has them.
+        as_ids: whether tokens are named by their ids.
     """
     return {
         "content": [
             {
-                **_token(token, entries[token], table),
-                "top_logprobs": [_token(*item, table) for item in _most_probable(entries, top)],
+                **_token(token, entries[token], table, as_ids),
+                "top_logprobs": [
+                    _token(*item, table, as_ids) for item in _most_probable(entries, top)
+                ],
             }
             for token, entries in zip(token_ids, logprobs, strict=True)
         ],

@@ -2,7 +2,8 @@
 
 The models are as strict as the OpenAPI document made from them: a number in quotes, an unknown key
 or a value of an enumeration written otherwise is refused. None counts as not given, as OpenAI has
-it. Fields of OpenAI's that have no effect here are taken with the value that means so.
+it. What would change the text and is not supported is refused; what is bookkeeping is taken, and
+messages may have fields that are not known here.
 
 A body of the largest size may hold millions of mistakes. Writing each of them down would take
 minutes in which nobody else is served. So validation of a list ends at its first mistake, lists
@@ -149,11 +150,19 @@ class Body(BaseModel):
         return {key: value[key] for key in (*unknown, *(known & value.keys()))}
 
 
+class OpenBody(Body):
+    """An object that may have further fields, which have no effect."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool | None = None
     """End with a chunk that has the usage and no choices."""
+    continuous_usage_stats: bool | None = None
+    """Each chunk has the usage so far; needs include_usage."""
     include_obfuscation: OnlyFalse | None = None
     """Chunks are never padded."""
 
@@ -196,6 +205,22 @@ ResponseFormat = Annotated[
 ]
 
 
+class StructuredOutputs(Body):
+    """vLLM's newer form of the fields that begin with guided_; one of them is given."""
+
+    json_: dict[str, Any] | None = Field(default=None, alias="json")
+    """As guided_json."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    regex: Text | None = None
+    """As guided_regex."""
+    choice: Annotated[list[Text], Items(1, MAX_CHOICES)] | None = None
+    """As guided_choice."""
+    grammar: Text | None = None
+    """As guided_grammar."""
+    structural_tag: None = None
+
+
 def _sampled(name: str) -> Any:
     """An optional field that means what :class:`SamplingParams` says of its own."""
     return Field(default=None, description=SamplingParams.model_fields[name].description)
@@ -204,8 +229,8 @@ def _sampled(name: str) -> Any:
 class GenerationBody(Body):
     """Fields of both kinds of generation."""
 
-    model: str
-    """One of the names under which the model is served."""
+    model: str | None = None
+    """One of the names under which the model is served; the first of them if not set."""
     stream: bool | None = None
     """Send the output as it comes."""
     stream_options: StreamOptions | None = None
@@ -216,7 +241,9 @@ class GenerationBody(Body):
     """Tokens to generate at most; 0 only to echo a prompt."""
     min_tokens: Number | None = _sampled("min_tokens")
     temperature: Annotated[float, Field(ge=0, le=100)] | None = _sampled("temperature")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = _sampled("top_p")
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description=f"{_sampled('top_p').description} 0 is greedy."
+    )
     top_k: Annotated[int, Field(ge=-1, le=_MAX_INT), _Integral] | None = _sampled("top_k")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = _sampled("min_p")
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = _sampled(
@@ -225,7 +252,9 @@ class GenerationBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = _sampled("presence_penalty")
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = _sampled("frequency_penalty")
     logit_bias: LogitBias | None = _sampled("logit_bias")
-    seed: Annotated[int, Field(ge=0, lt=2**63), _Integral] | None = _sampled("seed")
+    seed: Annotated[int, Field(ge=-1, lt=2**63), _Integral] | None = Field(
+        default=None, description=f"{_sampled('seed').description} -1 counts as not set."
+    )
     stop: StopString | Annotated[list[StopString], Items(0, MAX_STOP)] | None = _sampled("stop")
     stop_token_ids: Annotated[list[TokenId], Items(0, MAX_STOP_TOKEN_IDS)] | None = _sampled(
         "stop_token_ids"
@@ -252,15 +281,42 @@ class GenerationBody(Body):
     """The text must be one of these."""
     guided_grammar: Text | None = None
     """Grammar, in llguidance's form of Lark, that the text must follow."""
+    structured_outputs: StructuredOutputs | None = None
+    """The same four in one object."""
+    prompt_logprobs: Top | None = None
+    """Report the log-probability of each token of the prompt, and so many of the most probable
+    ones; not in a stream."""
+    truncate_prompt_tokens: Count | Literal[-1] | None = None
+    """Keep only so many tokens of the prompt's end; -1 for as many as the server takes."""
+    add_special_tokens: bool | None = None
+    """Add what the tokenizer adds to a text by itself; so if not set, but not in a chat, whose
+    template writes that."""
     return_token_ids: bool | None = None
     """Add the token ids of prompt and output to the answer."""
     cache_salt: Text | None = None
     """Only requests with the same salt share cached beginnings of prompts."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens in log-probabilities "token_id:5"."""
+    echo: bool | None = None
+    """Begin the text with the prompt; in a chat, with the last message if it is the model's."""
+    use_beam_search: OnlyFalse | None = None
     user: str | None = None
     """A label; no effect."""
+    safety_identifier: str | None = None
+    """A label; no effect."""
+    metadata: dict[str, Any] | None = None
+    """Labels; no effect."""
+    store: bool | None = None
+    """No effect: nothing is stored."""
+    service_tier: str | None = None
+    """No effect; see priority."""
+    prompt_cache_key: str | None = None
+    """A label; no effect: equal beginnings share their cache anyway. See cache_salt."""
+    prompt_cache_retention: str | None = None
+    """No effect: what was not used for longest is dropped first."""
 
 
-class TextPart(Body):
+class TextPart(OpenBody):
     """A piece of a message's text."""
 
     type: Literal["text"]
@@ -270,7 +326,7 @@ class TextPart(Body):
 Content = str | Annotated[list[TextPart], Items(1, MAX_PARTS)]
 
 
-class InstructionMessage(Body):
+class InstructionMessage(OpenBody):
     """Instructions to the model; "developer" is OpenAI's newer word for "system"."""
 
     role: Literal["system", "developer"]
@@ -278,7 +334,7 @@ class InstructionMessage(Body):
     name: str | None = None
 
 
-class UserMessage(Body):
+class UserMessage(OpenBody):
     """A message of the user."""
 
     role: Literal["user"]
@@ -286,42 +342,41 @@ class UserMessage(Body):
     name: str | None = None
 
 
-class FunctionCall(Body):
+class FunctionCall(OpenBody):
     """The function that the model called, with its arguments as JSON in a string."""
 
     name: Text
     arguments: str
-    parsed_arguments: Any = Field(default=None, exclude=True)
-    """No effect: the arguments once more, as a client has parsed them."""
 
 
-class ToolCall(Body):
+class ToolCall(OpenBody):
     """One call that the model made."""
 
     id: str
     type: Literal["function"]
     function: FunctionCall
-    index: Number | None = Field(default=None, exclude=True)
-    """No effect: its place in a stream."""
 
 
-class AssistantMessage(Body):
+class AssistantMessage(OpenBody):
     """An earlier answer of the model."""
 
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Items(1, MAX_CALLS)] | None = None
+    reasoning: str | None = None
+    """Another name of reasoning_content."""
+    tool_calls: Annotated[list[ToolCall], Items(0, MAX_CALLS)] | None = None
     name: str | None = None
-    parsed: Any = Field(default=None, exclude=True)
-    """No effect: the content once more, as a client has parsed it."""
-    annotations: Annotated[list[Any], Items(0, 0)] | None = Field(default=None, exclude=True)
     refusal: None = None
     audio: None = None
     function_call: None = None
+    prefix: OnlyFalse | None = Field(default=None, exclude=True)
+    """See continue_final_message."""
+    partial: OnlyFalse | None = Field(default=None, exclude=True)
+    """See continue_final_message."""
 
 
-class ToolMessage(Body):
+class ToolMessage(OpenBody):
     """The result of a function call."""
 
     role: Literal["tool"]
@@ -351,6 +406,8 @@ class Tool(Body):
 
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Any = Field(default=None, exclude=True)
+    """No effect."""
 
 
 class NamedFunction(Body):
@@ -366,36 +423,55 @@ class NamedToolChoice(Body):
     function: NamedFunction
 
 
-class ChatBody(GenerationBody):
-    """The body of ``POST /v1/chat/completions``."""
+class Conversation(Body):
+    """What a conversation's prompt is made of."""
 
     messages: Annotated[list[Message], Items(1, MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Items(0, MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of the model's turn; so if not set, unless the last message
+    is continued."""
+    continue_final_message: bool | None = None
+    """End the prompt with the last message's content, so that the answer continues it."""
+    add_special_tokens: bool | None = None
+    """Add what the tokenizer adds to a text by itself, besides what the template writes."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables for the chat template."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Given to the chat template, and as its switches enable_thinking and thinking: off with
+    "none". No effect if it has none of these."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Given to the chat template; no effect if it does not ask for it."""
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The further variables of the template."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            thinks = self.reasoning_effort != "none"
+            variables = {"enable_thinking": thinks, "thinking": thinks}
+            variables["reasoning_effort"] = self.reasoning_effort
+        if self.verbosity is not None:
+            variables["verbosity"] = self.verbosity
+        return variables | (self.chat_template_kwargs or {})
+
+
+class ChatBody(GenerationBody, Conversation):
+    """The body of ``POST /v1/chat/completions``."""
+
     max_completion_tokens: Count | None = None
     """The newer name of max_tokens."""
     logprobs: bool | None = None
     """Report the log-probability of each token."""
     top_logprobs: Top | None = None
     """Report so many of the most probable tokens too; needs logprobs."""
-    tools: Annotated[list[Tool], Items(0, MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     """Whether the model may call functions, must, or which it must call; auto if there are
     tools."""
     parallel_tool_calls: bool | None = None
-    """Whether an answer may have several calls; so if not set."""
-    add_generation_prompt: bool | None = None
-    """End the prompt with the beginning of the model's turn."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables for the chat template."""
+    """Whether an answer may have several calls; so if not set. Only the first is reported if
+    not."""
     modalities: Annotated[list[Literal["text"]], Items(1, 1)] | None = None
-    metadata: Annotated[dict[str, str], Items(0, 0)] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: OnlyFalse | None = None
-    verbosity: Literal["medium"] | None = None
-    safety_identifier: str | None = None
-    """A label; no effect."""
-    prompt_cache_key: str | None = None
-    """A label; no effect: equal beginnings share their cache anyway. See cache_salt."""
-    reasoning_effort: None = None
     audio: None = None
     prediction: None = None
     web_search_options: None = None
@@ -434,10 +510,6 @@ class CompletionBody(GenerationBody):
     """Text, token ids, or several of either."""
     logprobs: Top | None = None
     """Report each token's log-probability and so many of the most probable ones."""
-    prompt_logprobs: Top | None = None
-    """The same for the prompt's tokens; not in a stream."""
-    echo: bool | None = None
-    """Begin the text with the prompt."""
     best_of: Annotated[int, Field(ge=1, le=1), _Integral] | None = None
     """Completions are not generated to be thrown away."""
     suffix: None = None
@@ -447,7 +519,7 @@ class CompletionBody(GenerationBody):
 class TokenizeTextBody(Body):
     """The body of ``POST /tokenize`` for a text."""
 
-    model: str
+    model: str | None = None
     prompt: str
     add_special_tokens: bool | None = None
     """Add what the tokenizer adds to a prompt by itself; so if not set."""
@@ -455,21 +527,17 @@ class TokenizeTextBody(Body):
     """Add the tokens as the vocabulary spells them."""
 
 
-class TokenizeChatBody(Body):
+class TokenizeChatBody(Conversation):
     """The body of ``POST /tokenize`` for a conversation."""
 
-    model: str
-    messages: Annotated[list[Message], Items(1, MAX_MESSAGES)]
-    tools: Annotated[list[Tool], Items(0, MAX_TOOLS)] | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    model: str | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):
     """The body of ``POST /detokenize``."""
 
-    model: str
+    model: str | None = None
     tokens: Annotated[list[TokenId], Items(0, MAX_TOKEN_IDS)]
 
 

@@ -81,6 +81,14 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class PromptLogprob(Answer):
+    """Log-probability of a token of the prompt."""
+
+    logprob: float = Field(le=0)
+    rank: int = Field(ge=1)
+    decoded_token: str | None
+
+
 class FunctionCallAnswer(Answer):
     """A function and its arguments."""
 
@@ -124,6 +132,7 @@ class ChatCompletionAnswer(_Generated):
     choices: list[ChatChoice] = Field(min_length=1)
     usage: Usage
     prompt_token_ids: list[int] = []
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class FunctionCallPiece(Answer):
@@ -178,14 +187,6 @@ class CompletionLogprobsAnswer(Answer):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-
-
-class PromptLogprob(Answer):
-    """Log-probability of a token of the prompt."""
-
-    logprob: float = Field(le=0)
-    rank: int = Field(ge=1)
-    decoded_token: str | None
 
 
 class CompletionChoice(Answer):

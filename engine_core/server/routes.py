@@ -76,12 +76,8 @@ def _tokenized(
         special = body.add_special_tokens is not False
         tokens = tokenizer.encode(body.prompt, add_special_tokens=special)
     else:
-        tokens = service.render_chat(
-            template_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            tools=template_tools(body.tools),
-            template_kwargs=body.chat_template_kwargs,
-        )
+        messages = template_messages(body.messages)
+        tokens = service.render_chat(body, messages, template_tools(body.tools))
     spelled = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
     return _json(
         {

@@ -13,8 +13,9 @@ from fastapi import Request
 from engine_core.engine.shared_count import SharedCount
 from engine_core.errors import EngineDeadError
 from engine_core.server.body import now
-from engine_core.server.errors import ApiError, busy, unavailable
+from engine_core.server.errors import ApiError, busy, conflict, unavailable
 from engine_core.server.metrics import Metrics
+from engine_core.server.protocol import Conversation
 from engine_core.server.settings import ServerSettings
 from engine_core.text import token_bytes
 from engine_core.text.token_bytes import SPECIAL
@@ -128,12 +129,14 @@ class Service:
                 "server takes; try again soon"
             )
 
-    def check_model(self, name: str) -> None:
-        """Refuse a model that is not served.
+    def check_model(self, name: str | None) -> str:
+        """The name under which a request's model is served: the first one if it names none.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404; there is no such model.
         """
+        if name is None:
+            return self.names[0]
         if name not in self.names:
             raise ApiError(
                 404,
@@ -142,6 +145,7 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+        return name
 
     def check_length(self, token_ids: list[int], param: str) -> None:
         """Refuse a prompt that is too long.
@@ -177,41 +181,74 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def tokenize(self, prompt: str | list[int]) -> list[int]:
+    def tokenize(
+        self,
+        prompt: str | list[int],
+        *,
+        truncate: int | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> list[int]:
         """The token ids of a prompt.
+
+        ``truncate`` is how many of its end are kept; see :meth:`truncated`.
 
         Raises:
             ApiError: 400; it is too long.
             RequestError: the engine has no tokenizer, or there is no such token.
         """
+        tokenizer = self.engine.tokenizer
         if isinstance(prompt, str):
-            if self.engine.tokenizer is not None:
+            if tokenizer is not None:
                 self.check_text(prompt, "prompt")
-        else:
+                if add_special_tokens is False:
+                    prompt = tokenizer.encode(prompt, add_special_tokens=False)
+        elif truncate is None:
             self.check_length(prompt, "prompt")
         _, token_ids = self.engine.tokenize(prompt)
-        self.check_length(token_ids, "prompt")
+        return self.truncated(token_ids, truncate, "prompt")
+
+    def truncated(self, token_ids: list[int], truncate: int | None, param: str) -> list[int]:
+        """The last ``truncate`` tokens of a prompt; -1 for as many as are taken, None for all.
+
+        Raises:
+            ApiError: 400; it is too long.
+        """
+        if truncate is not None:
+            token_ids = token_ids[-(self.max_prompt_tokens if truncate == -1 else truncate) :]
+        self.check_length(token_ids, param)
         return token_ids
 
     def render_chat(
         self,
+        body: Conversation,
         messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
-        template_kwargs: Mapping[str, Any] | None,
     ) -> list[int]:
         """The token ids of the prompt that a conversation makes.
 
+        Args:
+            body: how it is made.
+            messages: those of ``body`` as templates know them.
+            tools: those of which the template is told.
+
         Raises:
-            ApiError: 400; its text is too long.
+            ApiError: 400; its text is too long, or the fields contradict each other.
             RequestError: the messages do not fit the template, or there is none.
         """
+        continued = bool(body.continue_final_message)
+        if continued and body.add_generation_prompt:
+            raise conflict(
+                "continue_final_message continues the last message, and add_generation_prompt "
+                "begins another; leave one of them out",
+                "continue_final_message",
+            )
         return self.engine.frontend.render_chat(
             messages,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=body.add_generation_prompt is not False and not continued,
+            continue_final_message=continued,
+            add_special_tokens=bool(body.add_special_tokens),
             tools=tools,
-            template_kwargs=template_kwargs,
+            template_kwargs=body.template_variables,
             check_text=lambda text: self.check_text(text, "messages"),
         )
 

@@ -35,7 +35,15 @@ DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
 
 # Names that a template always gets, from the arguments of those names; "self" is jinja's own.
-_NOT_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template", "self")
+_NOT_VARIABLES = (
+    *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+    *("chat_template", "self"),
+)
+
+# Stands after a message that is to be continued. No text is expected to have it, and the space
+# tells whether the template keeps white space at the end.
+_MARK = "\ue000CONTINUED\ue001"
+_MARK_SPACE = _MARK + " "
 
 # A message's reasoning goes by several names; templates read the first, gpt-oss's the second.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -158,6 +166,40 @@ def render_chat_template(
         raise RequestError(
             f"the chat template failed on the messages: {type(error).__name__}: {error}"
         ) from error
+
+
+def marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with a mark at the end of the last one's content; see :func:`until_mark`.
+
+    Raises:
+        RequestError: it has no text that can be continued.
+    """
+    *before, last = messages
+    content = last.get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise RequestError(
+            "continue_final_message needs a last message whose content is text that can be "
+            f"continued, got {content!r}",
+            param="continue_final_message",
+        )
+    return [*before, {**last, "content": content + _MARK_SPACE}]
+
+
+def until_mark(text: str) -> str:
+    """What a template wrote of :func:`marked` messages, up to the mark.
+
+    Raises:
+        RequestError: it left out the end of the last message.
+    """
+    before, mark, after = text.rpartition(_MARK)
+    if not mark:
+        raise RequestError(
+            "the chat template does not write the end of the last message, so that it cannot be "
+            "continued; leave continue_final_message out",
+            param="continue_final_message",
+        )
+    # A template that removes white space at the end would have done so without the mark.
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _checked_messages(messages: object) -> list[dict[str, Any]]:

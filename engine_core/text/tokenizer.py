@@ -12,7 +12,9 @@ from engine_core.errors import RequestError
 from engine_core.text.chat_template import (
     DEFAULT_TEMPLATE,
     choose_chat_template,
+    marked,
     render_chat_template,
+    until_mark,
 )
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ class Tokenizer(ABC):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         **kwargs: Any,
@@ -102,6 +105,8 @@ class Tokenizer(ABC):
         Args:
             messages: the chat, each message with a "role".
             add_generation_prompt: whether the header of the assistant's answer follows.
+            continue_final_message: whether the prompt ends with the last message's content, for the
+                answer to continue it; the header of another answer must not follow then.
             tools: JSON schemas of the functions that the model may call.
             chat_template: a template, or the name of one of the tokenizer's own.
             kwargs: further variables for the template, such as ``enable_thinking=False``.
@@ -112,13 +117,14 @@ class Tokenizer(ABC):
         template = choose_chat_template(
             self.chat_templates, chat_template, with_tools=tools is not None
         )
-        return render_chat_template(
+        text = render_chat_template(
             template,
-            messages,
+            marked(messages) if continue_final_message else messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             variables={**self.special_tokens, **kwargs},
         )
+        return until_mark(text) if continue_final_message else text
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

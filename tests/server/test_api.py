@@ -790,14 +790,6 @@ def test_a_message_as_the_client_dumps_it_can_be_sent_back(
     assert prompts == [prompts[0]] * 4
 
 
-def test_an_annotation_is_not_ignored(client: openai.OpenAI) -> None:
-    said: Any = {"role": "assistant", "content": "a", "annotations": []}
-    assert client.chat.completions.create(**GREEDY, messages=[*HELLO, said]).choices
-    said["annotations"] = [{"type": "url_citation"}]
-    with pytest.raises(openai.BadRequestError, match=r"messages.1.annotations: only an empty one"):
-        client.chat.completions.create(**GREEDY, messages=[*HELLO, said])
-
-
 def test_tokenize_and_detokenize(post: Any, tokenizer: Tokenizer) -> None:
     text = "The quick <|im_end|> dög"
     ids = tokenizer.encode(text).ids

@@ -160,7 +160,37 @@ CHAT: dict[str, Any] = {
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages.0.content.0.type: Input should be 'text'",
         ),
-        ({"store": True}, "store: only false is supported"),
+        ({"use_beam_search": True}, "use_beam_search: only false is supported"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "prefix": True}]},
+            "messages.0.prefix: only false is supported",
+        ),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs are not streamed"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: .*got 0"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort: .*'huge'"),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "structured_outputs.structural_tag: not supported here",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs.regex and structured_outputs.choice each say",
+        ),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "continuous_usage_stats needs include_usage",
+        ),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message continues the last message",
+        ),
+        (
+            {
+                "continue_final_message": True,
+                "messages": [*CHAT["messages"], {"role": "assistant"}],
+            },
+            "continue_final_message needs a last message whose content is text",
+        ),
         ({"functions": []}, "functions: not supported here, got"),
         ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
         ({"max_completion_tokens": 2}, "max_tokens and max_completion_tokens differ"),
@@ -174,9 +204,7 @@ CHAT: dict[str, Any] = {
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             "^response_format.json_schema.schema: this field is required$",
         ),
-        ({"metadata": {"a": "b"}}, "metadata: only an empty one is supported"),
-        ({"service_tier": "flex"}, "service_tier: .*'flex'"),
-        ({"seed": -1}, "seed: Input should be greater than or equal to 0, got -1"),
+        ({"seed": -2}, "seed: Input should be greater than or equal to -1, got -2"),
         ({"chat_template": "{{ x }}"}, "chat_template: unknown field"),
     ],
 )
@@ -207,7 +235,10 @@ def _calling(arguments: str) -> dict[str, Any]:
     [
         *(
             ({"chat_template_kwargs": {name: False}}, f"chat_template_kwargs.{name}", None)
-            for name in ("add_generation_prompt", "messages", "tools", "chat_template", "self")
+            for name in (
+                *("add_generation_prompt", "continue_final_message"),
+                *("messages", "tools", "chat_template", "self"),
+            )
         ),
         *(
             (_calling(arguments), "messages.1.tool_calls.0.function.arguments", "invalid_value")
@@ -218,6 +249,7 @@ def _calling(arguments: str) -> dict[str, Any]:
             )
         ),
         ({"guided_json": ITEM}, "guided_json.properties.a", None),
+        ({"structured_outputs": {"json": ITEM}}, "structured_outputs.json.properties.a", None),
         ({"guided_regex": "("}, "guided_regex", None),
         ({"guided_grammar": "start: b"}, "guided_grammar", None),
         (
@@ -318,13 +350,6 @@ LARGE: dict[str, tuple[str, dict[str, Any], str, str | None, str]] = {
         "invalid_value",
         "messages.0.role",
         "messages.0.role: must be one of ",
-    ),
-    "metadata": (
-        "/v1/chat/completions",
-        {"messages": CHAT["messages"], "metadata": {str(number): 1 for number in range(100_000)}},
-        "invalid_value",
-        "metadata",
-        "metadata: only an empty one is supported, got {'0': 1, ",
     ),
     "unknown fields": (
         "/v1/completions",

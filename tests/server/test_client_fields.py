@@ -1,0 +1,241 @@
+"""Fields that clients send beside OpenAI's first ones: what each does, or that it does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import ServerProcess
+from tokenizers import Tokenizer
+
+pytestmark = pytest.mark.slow
+
+MODEL = "tiny"
+HELLO: list[Any] = [{"role": "user", "content": "What is an engine?"}]
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 8}
+TURN = "<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def post(server: ServerProcess) -> Iterator[Any]:
+    with httpx.Client(base_url=server.url, timeout=60) as session:
+
+        def send(path: str, **body: Any) -> dict[str, Any]:
+            response = session.post(path, json=body)
+            assert response.status_code == 200, response.text
+            answer: dict[str, Any] = response.json()
+            return answer
+
+        yield send
+
+
+@pytest.fixture(scope="module")
+def plain(client: openai.OpenAI) -> str:
+    """The answer to the conversation without any further field."""
+    text = client.chat.completions.create(**GREEDY, messages=HELLO).choices[0].message.content
+    assert text
+    return text
+
+
+def _prompt(post: Any, tokenizer: Tokenizer, messages: list[Any], **more: Any) -> str:
+    """The prompt that a chat is answered to."""
+    more = {"max_tokens": 1, "return_token_ids": True, **more}
+    ids = post("/v1/chat/completions", messages=messages, **more)["prompt_token_ids"]
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+LABELS: dict[str, Any] = {
+    "metadata": {"run": "7"},
+    "store": True,
+    "user": "somebody",
+    "safety_identifier": "a",
+    "service_tier": "flex",
+    "prompt_cache_key": "b",
+    "prompt_cache_retention": "24h",
+}
+
+
+def test_bookkeeping_changes_nothing(client: openai.OpenAI, plain: str) -> None:
+    chat: dict[str, Any] = {"verbosity": "low", "reasoning_effort": "low"}
+    answer = client.chat.completions.create(**GREEDY, messages=HELLO, **chat, extra_body=LABELS)
+    assert answer.choices[0].message.content == plain
+    text = client.completions.create(**GREEDY, prompt="What is").choices[0].text
+    labelled = client.completions.create(**GREEDY, prompt="What is", extra_body=LABELS)
+    assert labelled.choices[0].text == text
+
+
+def test_messages_may_have_further_fields(post: Any, tokenizer: Tokenizer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    bare: list[Any] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    control = {"type": "ephemeral"}
+    # What LiteLLM, OpenRouter's clients and Anthropic's habits add.
+    dressed: list[Any] = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a", "cache_control": control}],
+        },
+        {
+            **bare[1],
+            "tool_calls": [],
+            "provider_specific_fields": {"refusal": None},
+            "annotations": [{"type": "url_citation"}],
+            "reasoning_details": [{}],
+        },
+        {**bare[2], "tool_calls": [{**call, "index": 0, "provider_specific_fields": None}]},
+        {**bare[3], "cache_control": control},
+        {**bare[4], "id": "5"},
+    ]
+    assert _prompt(post, tokenizer, dressed) == _prompt(post, tokenizer, bare)
+
+
+def test_seed_minus_one_is_none(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 24, "seed": -1}
+    texts = {client.completions.create(**options).choices[0].text for _ in range(4)}
+    assert len(texts) > 1, "each draws a seed of its own"
+
+
+def test_top_p_of_zero_is_greedy(client: openai.OpenAI, plain: str) -> None:
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=HELLO, max_tokens=8, temperature=5, top_p=0, seed=seed
+        )
+        assert answer.choices[0].message.content == plain
+
+
+def test_the_model_need_not_be_named(post: Any) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1}),
+    ):
+        assert post(path, **body)["model"] == MODEL
+    tokens = post("/tokenize", prompt="a")["tokens"]
+    assert post("/detokenize", tokens=tokens)["prompt"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"choice": ["left"]}, "left"),
+        ({"regex": "[a]{3}"}, "aaa"),
+        ({"json": {"const": "x"}}, '"x"'),
+        ({"grammar": 'start: "so"'}, "so"),
+        ({"json_object": False}, None),
+    ],
+)
+def test_structured_outputs_are_guided(
+    client: openai.OpenAI, plain: str, asked: Any, text: str | None
+) -> None:
+    answer = client.chat.completions.create(
+        **GREEDY, messages=HELLO, extra_body={"structured_outputs": asked}
+    )
+    assert answer.choices[0].message.content == (plain if text is None else text)
+
+
+@pytest.mark.parametrize("end", ["An engine", "An engine is  "])
+def test_a_last_message_is_continued(
+    client: openai.OpenAI, post: Any, tokenizer: Tokenizer, end: str
+) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": end}]
+    prompt = f"<|im_start|>user\nWhat is an engine?<|im_end|>\n{TURN}{end}"
+    more: dict[str, Any] = {"continue_final_message": True}
+    assert _prompt(post, tokenizer, messages, **more) == prompt
+    # As vLLM's clients must say it.
+    assert _prompt(post, tokenizer, messages, **more, add_generation_prompt=False) == prompt
+    tokens = post("/tokenize", messages=messages, **more)["tokens"]
+    assert tokens == tokenizer.encode(prompt, add_special_tokens=False).ids
+    expected = client.completions.create(**GREEDY, prompt=tokens).choices[0].text
+    options: dict[str, Any] = {**GREEDY, "messages": messages}
+    more["echo"] = True
+    whole = client.chat.completions.create(**options, extra_body=more)
+    assert whole.choices[0].message.content == end + expected
+    chunks = list(client.chat.completions.create(**options, extra_body=more, stream=True))
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == end + expected
+
+
+def test_only_the_models_own_message_is_echoed(client: openai.OpenAI, plain: str) -> None:
+    answer = client.chat.completions.create(**GREEDY, messages=HELLO, extra_body={"echo": True})
+    assert answer.choices[0].message.content == plain
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_usage_goes_on_with_each_chunk(client: openai.OpenAI, n: int) -> None:
+    more: Any = {"include_usage": True, "continuous_usage_stats": True}
+    prompt = {"completions": {"prompt": "What is"}, "chat.completions": {"messages": HELLO}}
+    for name, body in prompt.items():
+        create: Any = client.completions if name == "completions" else client.chat.completions
+        options = {**GREEDY, **body, "n": n, "seed": 1, "temperature": 1}
+        chunks = list(create.create(**options, stream=True, stream_options=more))
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts)
+        assert 0 < counts[0] < counts[-1] == 8 * n
+        (total,) = {chunk.usage.prompt_tokens for chunk in chunks}
+        assert total == create.create(**options).usage.prompt_tokens
+
+
+def test_a_chats_prompt_is_scored_as_a_text_is(client: openai.OpenAI, post: Any) -> None:
+    tokens = post("/tokenize", messages=HELLO)["tokens"]
+    text = post("/v1/completions", prompt=tokens, max_tokens=1, prompt_logprobs=2)
+    chat = client.chat.completions.create(
+        **GREEDY, messages=HELLO, extra_body={"prompt_logprobs": 2}
+    )
+    assert chat.model_extra is not None
+    found = chat.model_extra["prompt_logprobs"]
+    assert [None if at is None else set(at) for at in found] == [
+        None if at is None else set(at) for at in text["choices"][0]["prompt_logprobs"]
+    ]
+    assert [str(token) in at for token, at in zip(tokens[1:], found[1:], strict=True)] == [True] * (
+        len(tokens) - 1
+    )
+
+
+def test_a_prompt_is_cut_to_its_end(post: Any) -> None:
+    tokens = post("/tokenize", messages=HELLO)["tokens"]
+    more = {"max_tokens": 1, "return_token_ids": True, "truncate_prompt_tokens": 5}
+    chat = post("/v1/chat/completions", messages=HELLO, **more)
+    assert chat["prompt_token_ids"] == tokens[-5:]
+    for prompt in (tokens, "The quick brown fox"):
+        ids = tokens if prompt is tokens else post("/tokenize", prompt=prompt)["tokens"]
+        (text,) = post("/v1/completions", prompt=prompt, echo=True, **more)["choices"]
+        assert text["prompt_token_ids"] == ids[-5:]
+        echoed = post("/detokenize", tokens=ids[-5:])["prompt"]
+        assert text["text"].startswith(echoed)
+    more["truncate_prompt_tokens"] = -1
+    (text,) = post("/v1/completions", prompt=[1] * 5000 + [2], **more)["choices"]
+    # All but one token of the model's length.
+    assert text["prompt_token_ids"] == [1] * 1022 + [2]
+
+
+def test_tokens_are_named_by_their_ids(client: openai.OpenAI) -> None:
+    more = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    chat = client.chat.completions.create(
+        **GREEDY, messages=HELLO, logprobs=True, top_logprobs=2, extra_body=more
+    ).choices[0]
+    assert chat.model_extra is not None
+    assert chat.logprobs is not None
+    assert chat.logprobs.content is not None
+    names = [f"token_id:{token}" for token in chat.model_extra["token_ids"]]
+    assert [item.token for item in chat.logprobs.content] == names
+    assert all(item.top_logprobs[0].token == item.token for item in chat.logprobs.content)
+    text = client.completions.create(**GREEDY, prompt="a", logprobs=1, extra_body=more).choices[0]
+    assert text.model_extra is not None
+    assert text.logprobs is not None
+    names = [f"token_id:{token}" for token in text.model_extra["token_ids"]]
+    assert text.logprobs.tokens == names
+    assert text.logprobs.top_logprobs is not None
+    assert [list(top) for top in text.logprobs.top_logprobs] == [[name] for name in names]
