@@ -166,7 +166,7 @@ def connection_class(settings: ServerSettings, connections: Connections) -> type
             """Another protocol is offered, which a server may leave at that."""
 
         def send_400_response(self, msg: str) -> None:
-            """What came is no request, or one that is refused."""
+            """Refuse bytes that are no request, or a request over a limit."""
             self._refuse(self._refusal or _not_http())
 
         def _refuse(self, refusal: ApiError) -> None:

@@ -453,7 +453,7 @@ class StreamUsage:
         self.continuous = options is not None and bool(options.continuous_usage_stats)
 
     def of_chunk(self) -> dict[str, Any]:
-        """What a chunk with choices gets."""
+        """Fields of a chunk with choices."""
         if self.continuous:
             return {"usage": self._generation.usage()}
         return {"usage": None} if self._asked else {}

@@ -424,7 +424,7 @@ class NamedToolChoice(Body):
 
 
 class Conversation(Body):
-    """What a conversation's prompt is made of."""
+    """Parts of a conversation that its prompt is made of."""
 
     messages: Annotated[list[Message], Items(1, MAX_MESSAGES)]
     tools: Annotated[list[Tool], Items(0, MAX_TOOLS)] | None = None

@@ -186,7 +186,7 @@ def marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def until_mark(text: str) -> str:
-    """What a template wrote of :func:`marked` messages, up to the mark.
+    """Text that a template wrote of :func:`marked` messages, up to the mark.
 
     Raises:
         RequestError: it left out the end of the last message.

@@ -140,7 +140,7 @@ def _send(connection: socket.socket, data: bytes) -> bool:
 
 
 def _read(connection: socket.socket) -> bytes:
-    """What comes until the server closes."""
+    """Bytes until the server closes."""
     data = b""
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(65536):
