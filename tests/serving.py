@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -71,11 +72,13 @@ class ServerProcess:
     """``engine-core serve`` as a process of its own.
 
     Attributes:
+        verify: what its certificate is checked with, if it has one.
         url: where it listens, without a slash at the end.
         process: the process.
     """
 
     def __init__(self, model: Path, *options: str, environment: dict[str, str] | None = None):
+        self.verify: ssl.SSLContext | bool = True
         self.process = forkserver.Popen(
             [sys.executable, "-m", "engine_core.cli", "serve", str(model), "--port", "0", *options],
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
@@ -95,7 +98,7 @@ class ServerProcess:
         with self.process.stderr as stream:
             for line in stream:
                 self._lines.append(line)
-                found = re.search(r"listening on (http://[^\s\"]+)", line)
+                found = re.search(r"listening on (https?://[^\s\"]+)", line)
                 if found:
                     self.url = found[1]
                     self._listening.set()
@@ -115,7 +118,9 @@ class ServerProcess:
     def wait_ready(self, seconds: float = 60) -> Self:
         """Wait until it takes requests."""
         deadline = time.monotonic() + seconds
-        while httpx.get(f"{self.url}/health/ready", timeout=60).status_code != 200:
+        while (
+            httpx.get(f"{self.url}/health/ready", timeout=60, verify=self.verify).status_code != 200
+        ):
             assert time.monotonic() < deadline, self.log
             assert self.process.poll() is None, self.log
             time.sleep(0.05)

@@ -50,7 +50,7 @@ def create_app(
     # the environment sets up.
     app = FastAPI(
         title="engine-core",
-        docs_url=None,
+        docs_url="/docs" if settings.api_docs else None,
         redoc_url=None,
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},

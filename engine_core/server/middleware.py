@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # The status of nginx for a client that closed the connection; it is only written down.
 _CLIENT_GONE = 499
 # Polled by monitoring; not worth a log line each, and answered when others are refused.
-HEALTH = ("/health", "/health/live", "/health/ready", "/metrics")
+HEALTH = ("/health", "/health/live", "/health/ready", "/ping", "/load", "/metrics")
 _GENERATION = ("/v1/chat/completions", "/v1/completions")
 _PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 
@@ -41,6 +41,8 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # Clients that join paths end some with a slash.
+        scope["path"] = scope["path"].rstrip("/") or "/"
         context = RequestContext.begin(
             scope,
             Headers(scope=scope).get("x-request-id"),

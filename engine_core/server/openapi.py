@@ -28,9 +28,11 @@ from engine_core.server.responses import (
     DetokenizeAnswer,
     ErrorAnswer,
     HealthAnswer,
+    LoadAnswer,
     ModelAnswer,
     ModelsAnswer,
     TokenizeAnswer,
+    TokenizerAnswer,
     VersionAnswer,
 )
 from engine_core.server.settings import ServerSettings
@@ -89,7 +91,7 @@ class Operation:
     def errors(self) -> set[int]:
         """The statuses other than 200, but for those that keys bring."""
         errors = {500}
-        if self.path not in ("/metrics", "/version"):
+        if self.path not in ("/load", "/metrics", "/version"):
             errors.add(503)
         if self.body is not None:
             errors |= {400, 404, 408, 413, 415}
@@ -108,9 +110,12 @@ OPERATIONS = (
     Operation("GET", "/v1/models/{model:path}", routes.retrieve_model, ModelAnswer),
     Operation("POST", "/tokenize", routes.tokenize, TokenizeAnswer, TOKENIZE_BODY, tag="Text"),
     Operation("POST", "/detokenize", *_DETOKENIZE, tag="Text"),
+    Operation("GET", "/tokenizer_info", routes.tokenizer_info, TokenizerAnswer, tag="Text"),
     Operation("GET", "/health", routes.ready, HealthAnswer, tag="Server"),
     Operation("GET", "/health/live", routes.live, HealthAnswer, tag="Server"),
     Operation("GET", "/health/ready", routes.ready, HealthAnswer, tag="Server"),
+    Operation("GET", "/ping", routes.ready, HealthAnswer, tag="Server"),
+    Operation("GET", "/load", routes.load, LoadAnswer, tag="Server"),
     Operation("GET", "/metrics", routes.metrics, None, tag="Server"),
     Operation("GET", "/version", routes.version, VersionAnswer, tag="Server"),
 )

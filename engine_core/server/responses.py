@@ -262,6 +262,22 @@ class DetokenizeAnswer(Answer):
     prompt: str
 
 
+class TokenizerAnswer(Answer):
+    """The tokenizer; each special token that has a name is a field too, such as eos_token."""
+
+    model_config = ConfigDict(extra="allow")
+
+    vocab_size: int = Field(gt=0)
+    model_max_length: int = Field(gt=0)
+    chat_template: str | None
+
+
+class LoadAnswer(Answer):
+    """How much the server has to do."""
+
+    server_load: int = Field(ge=0)
+
+
 class HealthAnswer(Answer):
     """How the server is."""
 

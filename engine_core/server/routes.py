@@ -107,6 +107,29 @@ async def detokenize(request: Request) -> Response:
     return await service.run_text(RequestContext.of(request).body_size, decode)
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """The tokenizer's special tokens and its chat template, as tokenizer_config.json names them."""
+    service = Service.of(request)
+    engine = service.engine
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise RequestError("the server was started without a tokenizer")
+    own = tokenizer.chat_template or engine.model_config.default_chat_template
+    return _json(
+        {
+            **tokenizer.special_tokens,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": engine.max_model_len,
+            "chat_template": service.settings.chat_template or own,
+        }
+    )
+
+
+async def load(request: Request) -> Response:
+    """How many generation requests are here, in all processes."""
+    return _json({"server_load": Service.of(request).in_flight.total})
+
+
 async def live(request: Request) -> Response:
     """Whether the process is worth keeping: it is until the engine has died."""
     service = Service.of(request)

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from engine_core.configs import EngineConfig
 from engine_core.engine.async_engine import AsyncEngine
 from engine_core.engine.shared_count import SharedCount
 from engine_core.engine.trace import check_trace_file, write_trace
-from engine_core.errors import ConfigError, EngineDeadError
+from engine_core.errors import ConfigError, EngineDeadError, ErrorCode, RequestError
 from engine_core.parsers import find_parser_names
 from engine_core.registry import Registry, build_registry
 from engine_core.server.app import create_app
@@ -28,6 +29,7 @@ from engine_core.server.connections import Connections
 from engine_core.server.logs import configure_logging, log
 from engine_core.server.service import Service, default_name
 from engine_core.server.settings import ServerSettings
+from engine_core.text.chat_template import render_chat_template
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,8 @@ def run_server(
         registry.reasoning_parser(settings.reasoning_parser)
     if settings.trace is not None:
         check_trace_file(settings.trace)
+    settings = settings.replace(chat_template=_read_template(settings.chat_template))
+    _check_certificate(settings)
     configure_logging(settings.log_format)
     check_server_count(settings)
     if settings.api_server_count > 1:
@@ -103,7 +107,60 @@ def make_uvicorn_config(
         proxy_headers=False,
         timeout_keep_alive=settings.idle_timeout,  # type: ignore[arg-type]
         timeout_graceful_shutdown=_FLUSH_SECONDS,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
     )
+
+
+def _read_template(given: str | None) -> str | None:
+    """The chat template that is in the file ``given``, or that it is itself.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if given is None:
+        return None
+    if "{" not in given:
+        try:
+            given = Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"chat_template: {given} is no template, and no file that can be read: {error}"
+            ) from None
+    try:
+        render_chat_template(
+            given,
+            [{"role": "user", "content": "Hello"}],
+            add_generation_prompt=True,
+            tools=None,
+            variables={},
+        )
+    except RequestError as error:
+        # What else it may say depends on the messages.
+        if error.code is ErrorCode.CHAT_TEMPLATE:
+            raise ConfigError(f"chat_template: {error}") from None
+    return given
+
+
+def _check_certificate(settings: ServerSettings) -> None:
+    """Check that HTTPS can be spoken, if it is asked for.
+
+    Raises:
+        ConfigError: the certificate or its key cannot be used.
+    """
+    certificate, key = settings.ssl_certfile, settings.ssl_keyfile
+    if certificate is None:
+        if key is not None:
+            raise ConfigError("ssl_keyfile is of no use without ssl_certfile; give both")
+        return
+    try:
+        # The password is for a key that has one: asking for it would wait for ever.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as error:
+        raise ConfigError(
+            f"ssl_certfile: {certificate} with the key in {key or certificate} cannot be used: "
+            f"{error}; both must be PEM files, and the key without a password"
+        ) from None
 
 
 async def _serve(
@@ -149,7 +206,7 @@ def log_address(listener: socket.socket, model: str, settings: ServerSettings) -
     log(
         logger,
         logging.INFO,
-        f"listening on http://{shown}:{port}",
+        f"listening on {'https' if settings.ssl_certfile else 'http'}://{shown}:{port}",
         model=model,
         served_as=list(settings.served_model_name),
     )

@@ -247,6 +247,7 @@ class Service:
             add_generation_prompt=body.add_generation_prompt is not False and not continued,
             continue_final_message=continued,
             add_special_tokens=bool(body.add_special_tokens),
+            chat_template=self.settings.chat_template,
             tools=tools,
             template_kwargs=body.template_variables,
             check_text=lambda text: self.check_text(text, "messages"),

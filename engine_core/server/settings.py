@@ -80,6 +80,14 @@ class ServerSettings(FrozenConfig):
     """How tool calls are written in the output; the model family's way if not set."""
     reasoning_parser: str | None = Field(default=None, min_length=1)
     """How reasoning is marked in the output; the model family's way if not set."""
+    chat_template: str | None = Field(default=None, min_length=1)
+    """Chat template in place of the checkpoint's: a file, or the template itself."""
+    ssl_certfile: Path | None = None
+    """Certificate, with those between it and the root, in PEM; the server then speaks HTTPS."""
+    ssl_keyfile: Path | None = None
+    """The certificate's key, in PEM, if it is not in the same file."""
+    api_docs: bool = False
+    """Describe the API at /docs, on a page whose scripts a browser loads from cdn.jsdelivr.net."""
     log_format: Literal["text", "json"] = "text"
     """Lines of the log as text or as JSON objects."""
     log_prompts: bool = False

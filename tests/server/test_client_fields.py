@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import ssl
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,12 @@ import httpx
 import openai
 import pytest
 from serving import ServerProcess
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
+
+from engine_core.configs import EngineConfig
+from engine_core.errors import ConfigError
+from engine_core.server import run_server
+from engine_core.server.settings import ServerSettings
 
 pytestmark = pytest.mark.slow
 
@@ -239,3 +248,156 @@ def test_tokens_are_named_by_their_ids(client: openai.OpenAI) -> None:
     assert text.logprobs.tokens == names
     assert text.logprobs.top_logprobs is not None
     assert [list(top) for top in text.logprobs.top_logprobs] == [[name] for name in names]
+
+
+def test_paths_may_end_with_a_slash(server: ServerProcess) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as session:
+        body = {"prompt": "a", "max_tokens": 1}
+        assert session.post("/v1/completions/", json=body).status_code == 200
+        for path in ("/v1/models/", "/health/", "/tokenizer_info/", "/ping/"):
+            assert session.get(path).json() == session.get(path.rstrip("/")).json()
+
+
+def test_load_and_ping(server: ServerProcess) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as session:
+        assert session.get("/ping").json() == {"status": "ready"}
+        assert session.get("/docs").status_code == 404
+        body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 8}
+
+        def load() -> int:
+            with session.stream("POST", "/v1/completions", json=body) as answer:
+                assert answer.status_code == 200, answer.read()
+                next(answer.iter_bytes())
+                found: int = session.get("/load").json()["server_load"]
+                return found
+
+        # On a busy machine it may be complete before it is asked for.
+        assert 1 in (load() for _ in range(10))
+
+
+def test_the_tokenizer_is_described(server: ServerProcess, tiny_model: Path) -> None:
+    given = json.loads((tiny_model / "tokenizer_config.json").read_text())
+    assert httpx.get(f"{server.url}/tokenizer_info").json() == {
+        "eos_token": given["eos_token"],
+        "chat_template": given["chat_template"],
+        "vocab_size": 320,
+        "model_max_length": 1024,
+    }
+
+
+# A template with every switch, and one that trims what is said.
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}] {{ message.content | trim }}"
+    "{% if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}|{% endfor %}"
+    "{{ reasoning_effort }},{{ enable_thinking }},{{ thinking }},{{ verbosity }}"
+)
+
+
+@pytest.fixture(scope="module")
+def special(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with a template of its own, that adds a token before a text, over HTTPS."""
+    folder = tmp_path_factory.mktemp("special")
+    model = shutil.copytree(tiny_model, folder / "model")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", 0)]
+    )
+    tokenizer.save(str(model / "tokenizer.json"))
+    (folder / "template.jinja").write_text(TEMPLATE)
+    names = ("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem"))
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    options = ["--max-model-len", "1024", "--kv-cache-memory", "16MiB", "--api-docs"]
+    options += ["--chat-template", str(folder / "template.jinja")]
+    options += ["--ssl-certfile", str(folder / "cert.pem"), "--ssl-keyfile"]
+    with ServerProcess(model, *options, str(folder / "key.pem")) as process:
+        process.verify = ssl.create_default_context(cafile=folder / "cert.pem")
+        yield process.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def secure(special: ServerProcess) -> Iterator[httpx.Client]:
+    assert special.url.startswith("https://")
+    with httpx.Client(base_url=special.url, verify=special.verify, timeout=60) as session:
+        yield session
+
+
+def test_https_answers_whole_and_in_a_stream(secure: httpx.Client) -> None:
+    client = openai.OpenAI(
+        base_url=f"{secure.base_url}/v1", api_key="none", max_retries=0, http_client=secure
+    )
+    options: dict[str, Any] = {"model": "model", "prompt": "What", "max_tokens": 40}
+    whole = client.completions.create(**options, temperature=0).choices[0].text
+    chunks = client.completions.create(**options, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole
+    with pytest.raises(openai.BadRequestError, match="stream_options needs stream"):
+        client.completions.create(**options, stream_options={})
+
+
+@pytest.mark.parametrize(
+    ("fields", "switches"),
+    [
+        ({}, ",,,"),
+        ({"reasoning_effort": "high"}, "high,True,True,"),
+        ({"reasoning_effort": "none", "verbosity": "low"}, "none,False,False,low"),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}},
+            "none,False,True,",
+        ),
+    ],
+)
+def test_effort_is_a_switch_of_the_template(
+    secure: httpx.Client, fields: dict[str, Any], switches: str
+) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": " so ", "reasoning": "why"}]
+    chat = {"messages": messages, **fields}
+    tokens = secure.post("/tokenize", json=chat).json()["tokens"]
+    text = secure.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert text == f"[user] What is an engine?|[assistant] so(why)|{switches}"
+    body = {**chat, "max_tokens": 1, "return_token_ids": True}
+    answer = secure.post("/v1/chat/completions", json=body).json()
+    assert answer["prompt_token_ids"] == tokens
+
+
+def test_a_template_that_trims_what_is_continued(secure: httpx.Client) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": " so  "}]
+    chat = {"messages": messages, "continue_final_message": True}
+    tokens = secure.post("/tokenize", json=chat).json()["tokens"]
+    text = secure.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert text == "[user] What is an engine?|[assistant] so"
+
+
+def test_special_tokens_of_the_tokenizer_are_added_as_asked(secure: httpx.Client) -> None:
+    more = {"max_tokens": 1, "return_token_ids": True}
+    for asked, begins in ((None, False), (False, False), (True, True)):
+        chat = {"messages": HELLO, "add_special_tokens": asked}
+        tokens = secure.post("/tokenize", json=chat).json()["tokens"]
+        answer = secure.post("/v1/chat/completions", json={**chat, **more}).json()
+        assert answer["prompt_token_ids"] == tokens
+        assert (tokens[0] == 0) == begins
+    for asked, begins in ((None, True), (False, False), (True, True)):
+        text = {"prompt": "What", "add_special_tokens": asked}
+        tokens = secure.post("/tokenize", json=text).json()["tokens"]
+        (choice,) = secure.post("/v1/completions", json={**text, **more}).json()["choices"]
+        assert choice["prompt_token_ids"] == tokens
+        assert (tokens[0] == 0) == begins
+
+
+def test_docs_and_the_own_template_are_shown(secure: httpx.Client) -> None:
+    assert secure.get("/tokenizer_info").json()["chat_template"] == TEMPLATE
+    assert "/openapi.json" in secure.get("/docs").text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"chat_template": "nowhere.jinja"}, "nowhere.jinja is no template, and no file"),
+        ({"chat_template": "{% for x in"}, "chat_template: .*not valid jinja"),
+        ({"ssl_keyfile": "key.pem"}, "ssl_keyfile is of no use without ssl_certfile"),
+        ({"ssl_certfile": __file__}, "cannot be used: .*PEM"),
+    ],
+)
+def test_options_are_refused_before_the_model_is_loaded(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run_server("no-model", EngineConfig(), ServerSettings(**options))

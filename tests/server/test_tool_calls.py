@@ -73,6 +73,20 @@ def test_a_stream(client: openai.OpenAI) -> None:
     assert [json.loads(text)["city"] for text in arguments.values()] == ["Rome", "Oslo"]
 
 
+def test_only_the_first_call_is_reported_if_one_is_wanted(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {**ASKED, "tools": [TOOL], "temperature": 0}
+    options["parallel_tool_calls"] = False
+    (choice,) = client.chat.completions.create(**options).choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or []
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    chunks = client.chat.completions.create(**options, stream=True)
+    pieces = [p for chunk in chunks for p in chunk.choices[0].delta.tool_calls or ()]
+    assert {piece.index for piece in pieces} == {0}
+    text = "".join((piece.function and piece.function.arguments) or "" for piece in pieces)
+    assert json.loads(text) == {"city": "Rome"}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("limit", "reason", "arguments"),
