@@ -155,7 +155,43 @@ LLAMA: dict[str, tuple[str, str, Calls]] = {
         [("add", "{}")],
     ),
 }
-FORMATS = {"hermes": HERMES, "llama3_json": LLAMA}
+MISTRAL: dict[str, tuple[str, str, Calls]] = {
+    # As the chat template of Mistral-7B-Instruct-v0.3 writes a list of calls.
+    "two in a list": (
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}, '
+        '{"name": "get_weather", "arguments": {"city": "O]"}}]',
+        "",
+        [("add", '{"a": 1}'), ("get_weather", '{"city": "O]"}')],
+    ),
+    "text around a list": (
+        'So.[TOOL_CALLS][{"name": "add", "arguments": {}}] Done.',
+        "So. Done.",
+        [("add", "{}")],
+    ),
+    # As mistral-common's tokenizers from v11 and v13 on write calls.
+    "named": (
+        '[TOOL_CALLS]add[ARGS]{"a": {"b": "}"}}[TOOL_CALLS]get_weather[ARGS]{}',
+        "",
+        [("add", '{"a": {"b": "}"}}'), ("get_weather", "{}")],
+    ),
+    "named with an id": (
+        'So.[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}',
+        "So.",
+        [("add", '{"a": 1}')],
+    ),
+    "another function named": ("[TOOL_CALLS]rm[ARGS]{}", "[TOOL_CALLS]rm[ARGS]{}", []),
+    "another function in a list": (
+        '[TOOL_CALLS] [{"name": "add", "arguments": {}}, {"name": "rm", "arguments": {}}]',
+        ', {"name": "rm", "arguments": {}}]',
+        [("add", "{}")],
+    ),
+    "named without an object": ("[TOOL_CALLS]add[ARGS][1] x", "[TOOL_CALLS]add[ARGS][1] x", []),
+    "no list": ("[TOOL_CALLS] [1]", "[TOOL_CALLS] [1]", []),
+    "a name cut off": ("[TOOL_CALLS]get_w", "[TOOL_CALLS]get_w", []),
+    "the tag cut off": ("a [TOOL", "a [TOOL", []),
+    "arguments cut off": ('[TOOL_CALLS]add[ARGS]{"a', "", [("add", '{"a')]),
+}
+FORMATS = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL}
 CASES = [(name, *case) for name, cases in FORMATS.items() for case in cases.values()]
 IDS = [f"{name}: {case}" for name, cases in FORMATS.items() for case in cases]
 
@@ -168,11 +204,12 @@ def test_what_is_a_call_and_what_is_content(
     assert read(parser(name), text) == (content, "", calls)  # a character at a time
 
 
-# Pieces of both formats in any order make texts that are almost calls.
+# Pieces of all formats in any order make texts that are almost calls.
 _FRAGMENTS = st.sampled_from(
     [
         "<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>", '{"name": "add"',
         '{"name": "add", "arguments": {"a": "}\\"{"', ', "parameters": {}', "}", "}}", '"', "\n",
+        "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "add", "[", "]",
         " ", ";", ",", "{", "x", "<", '"arguments"', ":", "null", "12", "\\", "é😀",
     ]
 )  # fmt: skip
@@ -244,6 +281,13 @@ def test_a_real_chat_template_and_the_parser_agree() -> None:
         ("get_weather", {"city": "Oslo"}),
         ("get_weather", {"city": 'R"o\\me'}),
     ]
+
+
+def test_ids_of_mistrals_calls_are_such_as_its_templates_take() -> None:
+    made = parser("mistral").feed("[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]add[ARGS]{}")
+    ids = [call.id for call in made.tool_calls if call.id is not None]
+    assert len(set(ids)) == 2
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
 
 
 def test_special_tokens_that_mark_a_call_stay_in_the_text() -> None:

@@ -36,5 +36,8 @@ def gguf_adapters() -> dict[str, str]:
 
 @hookimpl
 def tool_parsers() -> dict[str, str]:
-    """The JSON format of Llama 3.1 and later."""
-    return {"llama3_json": "engine_core_llama.tools.Llama3JsonToolParser"}
+    """The JSON format of Llama 3.1 and later, and the two of Mistral."""
+    return {
+        "llama3_json": "engine_core_llama.tools.Llama3JsonToolParser",
+        "mistral": "engine_core_llama.mistral_tools.MistralToolParser",
+    }
