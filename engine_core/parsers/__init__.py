@@ -1,6 +1,7 @@
 """Parsers that split a model's text into content, reasoning and tool calls. No torch."""
 
 from engine_core.parsers.output import OutputParser, build_output_parser, find_parser_names
+from engine_core.parsers.python_calls import PythonArguments, whole_call
 from engine_core.parsers.reasoning import ReasoningParser, ThinkParser
 from engine_core.parsers.tags import TaggedCallParser
 from engine_core.parsers.tool_choice import calls_or_answer_params, tool_choice_params
@@ -18,6 +19,7 @@ __all__ = [
     "CallReader",
     "OutputParser",
     "ParsedDelta",
+    "PythonArguments",
     "ReasoningParser",
     "TaggedCallParser",
     "ThinkParser",
@@ -28,4 +30,5 @@ __all__ = [
     "find_parser_names",
     "held_back",
     "tool_choice_params",
+    "whole_call",
 ]

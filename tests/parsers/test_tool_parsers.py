@@ -191,7 +191,60 @@ MISTRAL: dict[str, tuple[str, str, Calls]] = {
     "the tag cut off": ("a [TOOL", "a [TOOL", []),
     "arguments cut off": ('[TOOL_CALLS]add[ARGS]{"a', "", [("add", '{"a')]),
 }
-FORMATS = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL}
+PYTHONIC: dict[str, tuple[str, str, Calls]] = {
+    # As Meta's model card of Llama 3.2 shows them.
+    "two": (
+        "[get_weather(city='San Francisco', metric=\"celsius\"), add(a=[1, -2.5], b=None)]",
+        "",
+        [
+            ("get_weather", '{"city": "San Francisco", "metric": "celsius"}'),
+            ("add", '{"a": [1, -2.5], "b": null}'),
+        ],
+    ),
+    "nested": (
+        "\n[add(x={'k': (True, 'a)\\'\"')})]",
+        "",
+        [("add", '{"x": {"k": [true, "a)\'\\""]}}')],
+    ),
+    "an escape that Python warns of": ("[add(a='\\d')]", "", [("add", '{"a": "\\\\d"}')]),
+    "no arguments": ("[add()]", "", [("add", "{}")]),
+    "another function": ("[rm(a=1)]", "[rm(a=1)]", []),
+    "a longer name": ("[adder(a=1)]", "[adder(a=1)]", []),
+    "an expression": ("[add(a=open('x'))]", "[add(a=open('x'))]", []),
+    "a place": ("[add(1)]", "[add(1)]", []),
+    "what JSON has not": ("[add(a={1})]", "[add(a={1})]", []),
+    "a list": ("[1, 2] and more", "[1, 2] and more", []),
+    "text": ("I add(a=1).", "I add(a=1).", []),
+    "text after": ("[add(a=1)] Done", " Done", [("add", '{"a": 1}')]),
+    "cut off": ("[add(a=1), add(a='", ", add(a='", [("add", '{"a": 1}')]),
+    "spaces": ("  \n", "  \n", []),
+}
+CHATGLM3: dict[str, tuple[str, str, Calls]] = {
+    # As the guide to prompts in ChatGLM3's repository shows it.
+    "one": (
+        "get_weather\n```python\ntool_call(city='北京', days=1)\n```",
+        "",
+        [("get_weather", '{"city": "北京", "days": 1}')],
+    ),
+    "another function": (
+        "rm\n```python\ntool_call(a=1)\n```",
+        "rm\n```python\ntool_call(a=1)\n```",
+        [],
+    ),
+    "other code": ("add\n```python\nprint(1)\n```", "add\n```python\nprint(1)\n```", []),
+    "text": ("\n 你好", "\n 你好", []),
+    "text after": ("add\n```python\ntool_call()\n```\nSo", "\nSo", [("add", "{}")]),
+    "no end": ("add\n```python\ntool_call(a=1)\n``", "", [("add", '{"a": 1}')]),
+    "cut off": ("add\n```python\ntool_call(a=", "add\n```python\ntool_call(a=", []),
+    "a name": ("add", "add", []),
+}
+FORMATS = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA,
+    "mistral": MISTRAL,
+    "llama3_pythonic": PYTHONIC,
+    "chatglm3": CHATGLM3,
+}
 CASES = [(name, *case) for name, cases in FORMATS.items() for case in cases.values()]
 IDS = [f"{name}: {case}" for name, cases in FORMATS.items() for case in cases]
 
@@ -210,6 +263,7 @@ _FRAGMENTS = st.sampled_from(
         "<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>", '{"name": "add"',
         '{"name": "add", "arguments": {"a": "}\\"{"', ', "parameters": {}', "}", "}}", '"', "\n",
         "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "add", "[", "]",
+        "(a=", ")", "'", "\n```python\ntool_call(", "```",
         " ", ";", ",", "{", "x", "<", '"arguments"', ":", "null", "12", "\\", "é😀",
     ]
 )  # fmt: skip
@@ -352,7 +406,7 @@ def test_names_askedwin_over_the_models() -> None:
         "hermes",
         "think",
     )
-    with pytest.raises(ConfigError, match="brings the tool parser 'hermess'; known: hermes, llama"):
+    with pytest.raises(ConfigError, match="'hermess'; known: chatglm3, hermes, llama"):
         find_parser_names(model, REGISTRY, tool_parser="hermess")
     with pytest.raises(ConfigError, match="reasoning parser 'deep'; known: think"):
         find_parser_names(model, REGISTRY, reasoning_parser="deep")

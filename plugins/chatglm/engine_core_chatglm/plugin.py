@@ -30,3 +30,9 @@ def config_builders() -> list[type]:
 def input_processors() -> list[type]:
     """Says where the first version's bidirectional context ends."""
     return [BidirectionalContextProcessor]
+
+
+@hookimpl
+def tool_parsers() -> dict[str, str]:
+    """The format of the third version."""
+    return {"chatglm3": "engine_core_chatglm.tools.ChatGLM3ToolParser"}

@@ -36,8 +36,9 @@ def gguf_adapters() -> dict[str, str]:
 
 @hookimpl
 def tool_parsers() -> dict[str, str]:
-    """The JSON format of Llama 3.1 and later, and the two of Mistral."""
+    """The formats of Llama 3.1 and later, and of Mistral."""
     return {
         "llama3_json": "engine_core_llama.tools.Llama3JsonToolParser",
+        "llama3_pythonic": "engine_core_llama.pythonic_tools.Llama3PythonicToolParser",
         "mistral": "engine_core_llama.mistral_tools.MistralToolParser",
     }
