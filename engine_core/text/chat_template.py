@@ -174,15 +174,15 @@ def marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     Raises:
         RequestError: it has no text that can be continued.
     """
-    *before, last = messages
-    content = last.get("content")
+    last = messages[-1] if messages else None
+    content = last.get("content") if isinstance(last, Mapping) else None
     if not isinstance(content, str) or not content.strip():
         raise RequestError(
             "continue_final_message needs a last message whose content is text that can be "
             f"continued, got {content!r}",
             param="continue_final_message",
         )
-    return [*before, {**last, "content": content + _MARK_SPACE}]
+    return [*messages[:-1], {**messages[-1], "content": content + _MARK_SPACE}]
 
 
 def until_mark(text: str) -> str:

@@ -59,6 +59,31 @@ def test_real_templates_render_as_in_transformers(
         )
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "chatglm3"])
+@pytest.mark.parametrize("end", ["Sunny, I", "Sunny, \n"])
+def test_a_last_message_is_continued_as_in_transformers(
+    real_folder: Callable[[str], Path],
+    real_tokenizers: dict[str, Tokenizer],
+    hf_tokenizer: Callable[..., Any],
+    name: str,
+    end: str,
+) -> None:
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    chat = [USER, {"role": "assistant", "content": end}]
+    rendered = real_tokenizers[name].apply_chat_template(chat, **options)
+    reference = hf_tokenizer(real_folder(name), generic=True)
+    assert rendered == reference.apply_chat_template(chat, tokenize=False, **options)
+    assert rendered.endswith(end if name != "llama3_1" else end.strip())
+
+
+@pytest.mark.parametrize("last", [[], ["a"], [USER, {"role": "assistant", "content": " "}]])
+def test_what_cannot_be_continued_is_refused(
+    real_tokenizers: dict[str, Tokenizer], last: list[Any]
+) -> None:
+    with pytest.raises(RequestError, match="needs a last message whose content is text"):
+        real_tokenizers["qwen2_5"].apply_chat_template(last, continue_final_message=True)
+
+
 @pytest.mark.parametrize(
     "template",
     [
