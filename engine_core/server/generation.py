@@ -309,9 +309,11 @@ class Generation:
             woken.clear()
             for index in list(ready):
                 del ready[index]
-                while (output := self._streams[index].take()) is not None:
+                stream = self._streams[index]
+                while (output := stream.take()) is not None:
                     self._take(index, output)
                     yield index, output
+                    stream.wrote()
 
     async def push(self, events: Events, writer: Writer) -> None:
         """Write the events of all output that is to come, each as soon as its step's results come.
