@@ -70,12 +70,13 @@ unit: $(VENV)/.test models browser ## Run the tests; ARGS goes to pytest.
 	$(PYTEST) --durations 15 --durations-min 5 $(ARGS)
 
 # The first two run side by side: on two cores all of it takes about a quarter of an hour.
-soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, then every random example.
+soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, then every random example and damaged file.
 	export OMP_NUM_THREADS=1; \
 	ENGINE_CORE_SOAK_SECONDS=600 $(BIN)/pytest -s tests/soak/test_server_soak.py & server=$$!; \
 	ENGINE_CORE_SOAK_SECONDS=300 $(BIN)/pytest -s tests/soak/test_engine_soak.py; wait $$server
 	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_SCHEMA_EXAMPLES=2000 $(BIN)/pytest tests/server/test_schema.py
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m hypothesis
+	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/fuzz
 
 test-gpu: $(VENV)/.test models ## Run the tests that need a CUDA GPU.
 	$(BIN)/pytest -m gpu $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -246,4 +247,15 @@ class CheckReport(_Model):
 
     def to_json(self) -> str:
         """The report as JSON."""
-        return self.model_dump_json(indent=2)
+        return json.dumps(_expressible(self.model_dump(mode="json")), indent=2, ensure_ascii=False)
+
+
+def _expressible(value: Any) -> Any:
+    """``value`` with escapes for what its strings have and UTF-8 has not."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_expressible(key): _expressible(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_expressible(item) for item in value]
+    return value

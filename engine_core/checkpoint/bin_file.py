@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -14,6 +16,13 @@ from engine_core.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# The names in a pickle of tensors: of classes, of functions that build them, of dtypes.
+_TENSOR_PARTS = re.compile(
+    r"collections\.OrderedDict|torch\._utils\._rebuild_\w+"
+    r"|torch\.serialization\._get_layout|torch\.nn\.parameter\.Parameter"
+    r"|torch\.(storage\.)?\w*Storage|torch\.Size|torch\.device|torch\.(b?float|u?int|complex|bool)\w*"
+)
 
 
 class BinFile:
@@ -66,11 +75,33 @@ class BinFile:
         """Names and tensors in that order, mapped from the file."""
         yield from self._state_dict.items()
 
+    def _check_globals(self) -> None:
+        """Refuse a pickle that names more than tensors are made of.
+
+        torch allows more, of which some take any amount of memory, such as ``bytearray``.
+        """
+        with zipfile.ZipFile(self.path) as archive:
+            for name in archive.namelist():
+                if name.endswith("/data.pkl"):
+                    strings: list[str] = []
+                    for opcode, argument, _ in pickletools.genops(archive.read(name)):
+                        if opcode.name in ("GLOBAL", "INST"):
+                            self._check_global(str(argument).replace(" ", "."))
+                        elif opcode.name == "STACK_GLOBAL":
+                            self._check_global(".".join(strings[-2:]))
+                        elif isinstance(argument, str):
+                            strings.append(argument)
+
+    def _check_global(self, name: str) -> None:
+        if not _TENSOR_PARTS.fullmatch(name):
+            raise pickle.UnpicklingError(f"{name} is no part of a tensor")
+
     @cached_property
     def _state_dict(self) -> dict[str, Tensor]:
         import torch
 
         try:
+            self._check_globals()
             values = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
         except pickle.UnpicklingError as error:
             # Only the first line: the rest advises to switch the protection off.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -124,4 +125,4 @@ def read_index(path: Path) -> dict[Path, set[str]]:
 
 def is_there(path: Path) -> bool:
     """Whether ``path`` exists, even as a broken link, which the reader then reports."""
-    return path.exists() or path.is_symlink()
+    return os.path.lexists(path)  # False for a name that no file can have

@@ -12,6 +12,7 @@ import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -91,16 +92,23 @@ class GGUFFile:
         blocks = raw.reshape(-1, block_bytes)
         out = np.empty((len(blocks), block), np.float32)
         step = max(_CHUNK_ELEMENTS // block, 1)
-        try:
-            for start in range(0, len(blocks), step):
-                row = blocks[start : start + step].reshape(1, -1)
-                out[start : start + step] = gguf.dequantize(row, type_).reshape(-1, block)
-        except NotImplementedError as error:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r} is of type {tensor.type_name}, which the installed "
-                "gguf package cannot dequantise; upgrade it or take another quantisation"
-            ) from error
+        self.check_type(tensor)
+        for start in range(0, len(blocks), step):
+            row = blocks[start : start + step].reshape(1, -1)
+            out[start : start + step] = gguf.dequantize(row, type_).reshape(-1, block)
         return out.reshape(tensor.shape)
+
+    def check_type(self, tensor: GGUFTensor) -> None:
+        """Refuse a tensor that cannot be turned into numbers.
+
+        Raises:
+            CheckpointError: the ``gguf`` package does not know how to dequantise its type.
+        """
+        if not _is_readable(tensor.type_name):
+            raise CheckpointError(
+                f"{self.path}: tensor {tensor.name!r} is of type {tensor.type_name}, which the "
+                "installed gguf package cannot dequantise; upgrade it or take another quantisation"
+            )
 
     def read_blocks(self, name: str) -> Blocks:
         """The matrix ``name``, whose type is one of ``BLOCK_TYPES``, as it is quantised."""
@@ -158,6 +166,19 @@ def read_architecture(path: Path) -> str:
         if key == "general.architecture" and isinstance(value, str):
             return value
     raise CorruptCheckpointError(f"{path} does not say its general.architecture")
+
+
+@cache
+def _is_readable(type_name: str) -> bool:
+    import gguf
+    import numpy as np
+
+    type_ = gguf.GGMLQuantizationType[type_name]
+    try:
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[type_][1]), np.uint8), type_)
+    except NotImplementedError:
+        return False
+    return True
 
 
 class _Reader:

@@ -24,6 +24,7 @@ from engine_core.errors import (
     CheckpointError,
     ConfigError,
     CorruptCheckpointError,
+    EngineError,
     UnknownArchitectureError,
 )
 
@@ -70,6 +71,7 @@ class GGUFWeights:
                     f"{name!r}"
                 )
             if name is not None:
+                gguf.check_type(tensor)
                 self._sources[name] = tensor
         self.headers: Mapping[str, TensorHeader] = {
             name: TensorHeader(
@@ -242,7 +244,7 @@ def translate_gguf(
         raise CheckpointError(
             f"{gguf.path} is one of {parts} parts; join them with 'llama-gguf-split --merge'"
         )
-    adapter = adapter_class(gguf)
+    adapter = _adapt(gguf, adapter_class)
     dtype = _matrix_dtype(gguf) if dtype == "auto" else dtype
     ids = special_ids(gguf)
     return TranslatedGGUF(
@@ -327,6 +329,26 @@ def _adapter(path: Path, adapters: Mapping[str, type[GGUFAdapter]]) -> type[GGUF
             f"translates; those that can be are: {', '.join(sorted(adapters)) or 'none'}"
         )
     return adapter
+
+
+def _adapt(gguf: GGUFFile, adapter: type[GGUFAdapter]) -> GGUFAdapter:
+    architecture = gguf.metadata["general.architecture"]
+    layers = gguf.metadata.get(f"{architecture}.block_count")
+    # Each has a tensor at least; an adapter may make a list of their names.
+    if isinstance(layers, int) and layers > len(gguf.tensors):
+        raise CorruptCheckpointError(
+            f"{gguf.path}: {architecture}.block_count is {layers}, but the file holds "
+            f"{len(gguf.tensors)} tensors"
+        )
+    try:
+        return adapter(gguf)
+    except EngineError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{gguf.path}: {adapter.__qualname__} cannot translate its keys: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _matrix_dtype(gguf: GGUFFile) -> str:

@@ -85,11 +85,11 @@ def special_ids(gguf: GGUFFile) -> dict[str, Any]:
     ``eos_token_id`` is a list if the file names tokens that end a turn or a message too.
 
     Raises:
-        TokenizerError: an id is no index into the vocabulary.
+        TokenizerError: the vocabulary is no list, or an id is no index into it.
     """
-    tokens = gguf.metadata.get(_PREFIX + "tokens")
-    if tokens is None:
+    if _PREFIX + "tokens" not in gguf.metadata:
         return {}
+    tokens = _strings(gguf, "tokens")
     ids: dict[str, Any] = {}
     for key, name in (
         ("bos_token_id", "bos_token_id"),
@@ -118,14 +118,14 @@ def write_tokenizer(gguf: GGUFFile, folder: Path) -> None:
     Raises:
         TokenizerError: the tokenizer is of an unknown kind, or its tables contradict each other.
     """
-    kind = gguf.metadata.get(_PREFIX + "model")
-    if kind in (None, "none", "no_vocab"):
-        return
-    if kind not in ("gpt2", "llama"):
+    kind = gguf.metadata.get(_PREFIX + "model", "none")
+    if not isinstance(kind, str) or kind not in ("none", "no_vocab", "gpt2", "llama"):
         raise TokenizerError(
             f"{gguf.path} has a tokenizer of the kind {kind!r}; gpt2 (byte-level BPE) and llama "
             "(SentencePiece BPE) can be translated; give the model's own with --tokenizer"
         )
+    if kind in ("none", "no_vocab"):
+        return
     tables = _Tables(gguf)
     # Damaged tables surface as plain exceptions of the library.
     try:
@@ -141,14 +141,21 @@ def write_tokenizer(gguf: GGUFFile, folder: Path) -> None:
     )
 
 
+def _strings(gguf: GGUFFile, key: str) -> list[str]:
+    value = gguf.metadata.get(_PREFIX + key)
+    if not isinstance(value, list):
+        raise TokenizerError(f"{gguf.path}: {_PREFIX}{key} must be an array of strings")
+    return value
+
+
 class _Tables:
     """The tokenizer's part of the metadata, checked."""
 
     def __init__(self, gguf: GGUFFile) -> None:
         self.path = gguf.path
-        self._metadata = gguf.metadata
+        self._gguf, self._metadata = gguf, gguf.metadata
         self.is_byte_level = self.get("model") == "gpt2"
-        tokens = self._strings("tokens")
+        tokens = _strings(gguf, "tokens")
         # As in llama.cpp: an id without text keeps its place.
         self.tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
         self.vocab = {token: index for index, token in enumerate(self.tokens)}
@@ -167,7 +174,7 @@ class _Tables:
 
     def merges(self) -> list[tuple[str, str]]:
         pairs = []
-        for merge in self._strings("merges"):
+        for merge in _strings(self._gguf, "merges"):
             # A piece may begin with a space, but is never empty.
             at = merge.find(" ", 1)
             if at < 0:
@@ -234,17 +241,11 @@ class _Tables:
             )
         return pre
 
-    def _strings(self, key: str) -> list[str]:
-        value = self.get(key)
-        if not isinstance(value, list):
-            raise TokenizerError(f"{self.path}: {_PREFIX}{key} must be an array of strings")
-        return value
-
     def _numbers(self, key: str, default: Any) -> Any:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if value is None or isinstance(value, str) or len(value) != len(self.tokens):
+        if not hasattr(value, "tolist") or len(value) != len(self.tokens):
             raise TokenizerError(
                 f"{self.path}: {_PREFIX}{key} must be an array of {len(self.tokens)} numbers, one "
                 "for each token"

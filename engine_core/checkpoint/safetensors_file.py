@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.checkpoint.files import TensorHeader, check_regular_file
+from engine_core.configs.hf_config import parse_json
 from engine_core.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class SafetensorsFile:
                 f"has {size}; download it again"
             )
         try:
-            header = json.loads(read(length).decode("utf-8"), object_pairs_hook=_no_duplicates)
+            header = parse_json(read(length).decode("utf-8"), object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(
                 f"{self.path}: the header is not valid JSON: {error}"

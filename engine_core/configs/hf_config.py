@@ -12,6 +12,19 @@ from typing import Any, Self
 from engine_core.errors import CheckpointNotFoundError, CorruptCheckpointError, EngineError
 
 
+def parse_json(text: str, **options: Any) -> Any:
+    """The value of ``text``, as ``json.loads`` with ``options`` reads it.
+
+    Raises:
+        ValueError: it is no JSON, or has a string that UTF-8 cannot express.
+        RecursionError: it is nested too deep.
+    """
+    values = json.loads(text, **options)
+    if "\\ud" in text or "\\uD" in text:  # half of a pair, or both
+        json.dumps(values, ensure_ascii=False).encode()
+    return values
+
+
 def read_object(path: Path, error: type[EngineError]) -> dict[str, Any]:
     """The JSON object in ``path``.
 
@@ -20,7 +33,7 @@ def read_object(path: Path, error: type[EngineError]) -> dict[str, Any]:
         EngineError: of class ``error``; the file cannot be read or holds anything else.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
     except (OSError, UnicodeDecodeError) as cause:

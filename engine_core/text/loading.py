@@ -12,9 +12,11 @@ where transformers closes gaps between ids, although the model was trained on th
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from tokenizers.models import BPE
 
 from engine_core.configs import SentencePieceFormat
 from engine_core.configs.hf_config import read_object
-from engine_core.errors import TokenizerError
+from engine_core.errors import EngineError, TokenizerError
 from engine_core.text.chat_template import DEFAULT_TEMPLATE
 from engine_core.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from engine_core.text.tokenizer import (
@@ -110,10 +112,7 @@ def load_tokenizer(folder: Path, sentencepiece: SentencePieceFormat | None = Non
             f"{', '.join(_VOCABULARY_PATTERNS)}. Put the checkpoint's tokenizer files there, or "
             "set skip_tokenizer_init and give prompts as token ids"
         )
-    try:
-        backend = Backend.from_file(str(tokenizer_file))
-    except Exception as error:  # the library raises nothing more precise
-        raise TokenizerError(f"{tokenizer_file} cannot be read: {error}") from error
+    backend = _read_backend(tokenizer_file)
     tokens = _read_declared_tokens(folder, config, backend.get_added_tokens_decoder())
     reason = _reason_for_transformers(
         config, _read_json_object(folder / "config.json"), backend, tokens
@@ -135,6 +134,41 @@ def load_tokenizer(folder: Path, sentencepiece: SentencePieceFormat | None = Non
             _TOKENIZER_FILE,
         )
         return _fast_tokenizer(folder, backend, config, tokens, chat_templates)
+
+
+def _read_backend(file: Path) -> Backend:
+    with _failing(f"{file} cannot be read"):
+        data = file.read_bytes()
+        if re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', data):
+            _check_prefix(file, json.loads(data))
+        return Backend.from_str(data.decode())
+
+
+def _check_prefix(file: Path, values: Any) -> None:
+    """Refuse merges without the prefix that the library cuts off them unseen."""
+    model = values["model"]
+    prefix = model["continuing_subword_prefix"]
+    for merge in model.get("merges", ()):
+        piece = merge.split(" ", 1)[1] if isinstance(merge, str) else merge[1]
+        if not piece.startswith(prefix):
+            raise TokenizerError(
+                f"{file}: continuing_subword_prefix is {prefix!r}, but the second piece of the "
+                f"merge {merge!r} does not begin with it"
+            )
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Turn what the libraries raise, a dozen kinds, into a :class:`TokenizerError`."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except BaseException as error:
+        # A panic of the tokenizers library derives from BaseException.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{what}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -287,6 +321,8 @@ def _reason_for_transformers(
     if config.get("clean_up_tokenization_spaces") and not isinstance(backend.model, BPE):
         return f"{_CONFIG_FILE} sets clean_up_tokenization_spaces"
     declared = config.get("tokenizer_class") or model_config.get("tokenizer_class")
+    if not isinstance(declared, str | None):
+        raise TokenizerError(f"{_CONFIG_FILE}: tokenizer_class must be a name, got {declared!r}")
     if declared in _GENERIC_CLASSES or (declared is None and not model_config.get("model_type")):
         return None
     if _is_built_in_pipeline(backend) and _declares_all_tokens(config, backend, tokens):
@@ -346,16 +382,12 @@ def _declares_all_tokens(
 
 
 def _load_with_transformers(folder: Path, chat_templates: Mapping[str, str]) -> Tokenizer:
-    try:
+    with _failing(f"transformers cannot read the tokenizer in {folder}"):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         hf_tokenizer: Any = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # it raises a dozen kinds, for what a checkpoint may get wrong
-        raise TokenizerError(
-            f"transformers cannot read the tokenizer in {folder}: {error}"
-        ) from error
     uses_backend_alone = isinstance(hf_tokenizer, PreTrainedTokenizerFast) and all(
         getattr(type(hf_tokenizer), method) is getattr(PreTrainedTokenizerFast, method)
         for method in ("encode", "_encode_plus", "decode", "_decode")
