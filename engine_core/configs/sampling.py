@@ -135,7 +135,7 @@ class SamplingParams(FrozenConfig):
     and its index."""
     temperature: Annotated[float, Field(ge=0.0, le=100.0), _Number] = 1.0
     """0 is greedy; otherwise logits are divided by it."""
-    top_k: Annotated[int, Field(ge=-1), _Number] = 0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), _Number] = 0
     """Only the k most probable tokens; 0 or -1 for all."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), _Number] = 1.0
     """Only the fewest most probable tokens whose probabilities add up to at least this."""

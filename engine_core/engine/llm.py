@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
@@ -31,6 +32,8 @@ class LLM:
         with LLM("path/to/checkpoint") as llm:
             for output in llm.generate(["Hello", "Bonjour"], SamplingParams(max_tokens=20)):
                 print(output.outputs[0].text)
+
+    Any number of threads may use it: their requests are batched together.
 
     Attributes:
         engine: runs the model.
@@ -63,6 +66,11 @@ class LLM:
         self.startup: Mapping[str, float] = self.engine.startup
         # Several streams may be read in turn: what a step brings for another waits here.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
+        self._finished: set[str] = set()  # of those, the requests that a step has ended
+        self._lock = threading.RLock()
+        # Held by the one that takes the lock next: who steps in a loop cannot keep others out.
+        self._turn = threading.Lock()
+        self._stepping: int | None = None  # the thread that is in a step
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +80,8 @@ class LLM:
 
     def close(self) -> None:
         """Free the model's memory."""
-        self.engine.close()
+        with self._entered():
+            self.engine.close()
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """Fields ``given``, over what the checkpoint recommends, over our defaults.
@@ -95,7 +104,8 @@ class LLM:
         Raises:
             EngineDeadError: the model failed, or was closed.
         """
-        self.engine.warmup()
+        with self._entered():
+            self.engine.warmup()
 
     def generate(
         self,
@@ -257,34 +267,70 @@ class LLM:
     def _add(
         self, prompt: Prompt, params: SamplingParams | None, *, streaming: bool, priority: int = 0
     ) -> str:
-        request_id = self.engine.add_request(prompt, params, streaming=streaming, priority=priority)
-        self._inboxes[request_id] = deque()
+        with self._entered():
+            engine = self.engine
+            request_id = engine.add_request(prompt, params, streaming=streaming, priority=priority)
+            self._inboxes[request_id] = deque()
         return request_id
 
     def _drop(self, request_id: str) -> None:
-        self.engine.abort(request_id)
-        self._inboxes.pop(request_id, None)
+        with self._lock:
+            self.engine.abort(request_id)
+            self._inboxes.pop(request_id, None)
+            self._finished.discard(request_id)
 
-    def _step(self) -> list[RequestOutput]:
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Keep other threads out of the engine, and this one if it is in a step.
+
+        Raises:
+            RequestError: a step called what called this.
+        """
+        if self._stepping == threading.get_ident():
+            raise RequestError(
+                "the engine was called from within its own step: a logits processor has to leave "
+                "the LLM that runs it alone"
+            )
+        with self._turn:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _step(self, mine: Collection[str], inbox: Collection[object] = ()) -> set[str]:
+        """Run a step, unless another thread's brought something into ``inbox`` or ended ``mine``.
+
+        Returns:
+            Those of ``mine`` that have ended.
+        """
         # An interrupt ends one call; what the step brought others is theirs.
-        with held_interrupt():
-            outputs = self.engine.step()
-            for output in outputs:
-                inbox = self._inboxes.get(output.request_id)
-                if inbox is not None:
-                    inbox.append(output)
-        return outputs
+        with self._entered(), held_interrupt():
+            if not inbox and self._finished.isdisjoint(mine):
+                self._stepping = threading.get_ident()
+                try:
+                    outputs = self.engine.step()
+                finally:
+                    self._stepping = None
+                for output in outputs:
+                    if output.request_id in self._inboxes:
+                        self._inboxes[output.request_id].append(output)
+                        if output.finished:
+                            self._finished.add(output.request_id)
+            ended = self._finished.intersection(mine)
+            self._finished -= ended
+        return ended
 
     def _run(self, ids: Sequence[str], progress: bool) -> list[RequestOutput]:
         waiting = set(ids)
         # Making a bar takes longer than the rest of what a call does besides its steps.
         with _progress_bar(len(ids)) if progress else nullcontext() as count:
             while waiting:
-                for output in self._step():
-                    if output.request_id in waiting and output.finished:
-                        waiting.discard(output.request_id)
-                        if count is not None:
-                            count(output)
+                ended = self._step(waiting)
+                waiting -= ended
+                if count is not None:
+                    for request_id in ended:
+                        count(self._inboxes[request_id][-1])
         return [self._inboxes.pop(request_id)[-1] for request_id in ids]
 
     def _stream(self, request_id: str) -> Generator[Any, None, None]:
@@ -298,7 +344,7 @@ class LLM:
                     yield output
                     if output.finished:
                         return
-                self._step()
+                self._step((request_id,), inbox)
         finally:
             self._drop(request_id)
 

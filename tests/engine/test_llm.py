@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -633,3 +636,59 @@ def test_a_length_beyond_the_models_is_refused() -> None:
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="cuda:99"):
         LLM(MODEL, skip_tokenizer_init=True, device="cuda:99")
+
+
+def test_threads_share_an_engine(llm: LLM) -> None:
+    alone = [tokens(llm.generate(ids, GREEDY)) for ids in IDS]
+    with ThreadPoolExecutor(6) as pool:
+        calls = [pool.submit(llm.generate, IDS[i % len(IDS)], GREEDY) for i in range(24)]
+        streams = [pool.submit(lambda ids=ids: list(llm.stream(ids, GREEDY))[-1]) for ids in IDS]
+        for index, call in enumerate(calls):
+            assert tokens(call.result()) == alone[index % len(IDS)]
+        for index, stream in enumerate(streams):
+            assert tokens([stream.result()]) == alone[index]
+
+
+def test_a_long_call_keeps_no_other_thread_out(llm: LLM) -> None:
+    begun = threading.Event()
+    lengths = []
+
+    def watch(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        lengths.append(len(output))
+        return logits
+
+    long = GREEDY.replace(max_tokens=150, logits_processors=(watch,))
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(llm.generate, [3, 4, 5], long)
+        assert begun.wait(60)
+        llm.generate(IDS[0], GREEDY.replace(max_tokens=2))
+        assert len(lengths) < 150
+        assert len(call.result()[0].outputs[0].token_ids) == 150
+
+
+def leave(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    sys.exit(3)
+
+
+def test_a_processor_that_exits_ends_its_own_request(llm: LLM) -> None:
+    params = GREEDY.replace(logits_processors=(leave,))
+    left, other = llm.generate(IDS[:2], [params, GREEDY])
+    assert left.outputs[0].finish_reason == "error"
+    assert "logits processor leave failed: SystemExit: 3" in (left.outputs[0].error or "")
+    assert tokens([other]) == tokens(llm.generate(IDS[1], GREEDY))
+
+
+def test_a_processor_that_calls_back_is_refused(llm: LLM) -> None:
+    def call(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        llm.generate(IDS[0], GREEDY)
+        return logits
+
+    (ended,) = llm.generate(IDS[0], GREEDY.replace(logits_processors=(call,)))
+    assert "called from within its own step" in (ended.outputs[0].error or "")
+    assert llm.generate(IDS[0], GREEDY)[0].finished
+
+
+def test_a_top_k_that_no_tensor_holds() -> None:
+    with pytest.raises(ConfigError, match=r"SamplingParams.top_k: .*less than 2147483648"):
+        SamplingParams(top_k=10**400)

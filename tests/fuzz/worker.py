@@ -1,4 +1,4 @@
-"""Opens damaged checkpoints one after another, within limits. A line before each, one after it.
+"""A process that opens damaged checkpoints, within limits: a line before each, one after it.
 
 ``python worker.py GOOD KIND FIRST END``; the good checkpoints are in the folder GOOD.
 """
@@ -27,7 +27,7 @@ CONFIG = EngineConfig(kv_cache_memory=2**22, device="cpu", max_num_seqs=2, eager
 
 
 def problem_of(path: Path) -> str | None:
-    """What is wrong with how the checkpoint is refused or loaded; None if nothing is."""
+    """A fault in how the checkpoint is refused or loaded; None if there is none."""
     try:
         report = check_model(path, CONFIG)
         json.loads(report.to_json())

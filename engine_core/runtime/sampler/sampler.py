@@ -476,7 +476,9 @@ class _Processor:
         tokens = ([*prompt], [*output]) if self._takes_prompt else ([*output],)
         try:
             result = self._function(*tokens, logits)
-        except Exception as error:
+        except KeyboardInterrupt:  # the user's, not the function's
+            raise
+        except BaseException as error:  # sys.exit() too ends its own request alone
             return f"logits processor {self._name} failed: {type(error).__name__}: {error}"
         if not isinstance(result, Tensor) or result.shape != logits.shape:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
