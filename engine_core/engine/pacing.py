@@ -16,81 +16,116 @@ from engine_core.steps import StepPlan
 # Steps of a size that are remembered, and how many of them are believed before the other sizes.
 _REMEMBERED = 15
 _TELLING = 3
-# How much longer than others a step may take while prompts for more than two steps wait. Simulated
-# with Poisson arrivals on an H200: at 32 requests a second the first token's 99th percentile falls
-# from 252 to 202 ms; at 16, where prompts seldom wait, that of the gaps stays.
-_BACKLOG_STRETCH = 1.4
+# How often as long as its decoding rows need a step may be while prompts for more than two steps
+# wait: else these would hardly get on where many rows alone take as long as a step should.
+_BACKLOG_ROWS = 3
 # Seconds between the submission of a step and the end of the one before it, at least and at most.
 _LEAST_MARGIN, _MOST_MARGIN = 0.0003, 0.05
 
+# Seconds of a step, the rows that decoded in it, and its tokens of prompts.
+_Taken = tuple[float, float, float]
+
 
 class StepTimes:
-    """Durations of steps, by the tokens of prompts in them and by whether rows decode beside them.
+    """Durations of steps, by the rows that decode and by the tokens of prompts beside them.
 
-    A step is as long as the captured one that holds it, so tokens are counted in those sizes.
+    A step takes something whatever is in it, something for each row that decodes and something for
+    each token of a prompt. On a CPU a row costs much, and rows come and go within seconds, so no
+    step is taken for one with other rows. A step is as long as the captured one that holds it, so
+    tokens are counted in those sizes.
     """
 
     def __init__(self, max_tokens: int) -> None:
         """``max_tokens`` are of the prompts of a step, at most."""
         self._sizes = chunk_sizes(max_tokens)
-        # Seconds and tokens by whether rows decode, and by size: 0 for decode steps.
-        self._seen: defaultdict[tuple[bool, int], deque[tuple[float, int]]] = defaultdict(
+        # Seconds, rows and tokens by the binary digits of the rows and by size: 0 rows without any
+        # that decodes, size 0 for decode steps. Then their medians.
+        self._seen: defaultdict[tuple[int, int], deque[_Taken]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED)
         )
-        # What a step with decoding rows takes besides its prompts, and what a token of these adds.
-        self._line: tuple[float, float] | None = None
+        self._medians: dict[tuple[int, int], _Taken] = {}
+        self._fixed = self._a_row = 0.0
+        self._a_token: float | None = None  # None before there was a step of both kinds
 
     def add(self, plan: StepPlan, seconds: float) -> None:
         """Take note of a step that took ``seconds``, all its repeats together."""
-        decoding, size, tokens = self._kind(plan)
+        rows, size, tokens = self._kind(plan)
         # Without a graph nothing is padded: a step much smaller than its size says little of it.
         if 8 * tokens < 7 * size:
             return
-        self._seen[decoding, size].append((seconds / plan.repeat, tokens))
-        if not decoding or size == 0:
-            return
-        points = [
-            (median(tokens for _, tokens in seen), median(seconds for seconds, _ in seen))
-            for (beside, _), seen in self._seen.items()
-            if beside
-        ]
-        # Medians, so that neither a step that waited for a compile counts nor a rare size.
-        slopes = [(y - b) / (x - a) for (a, b), (x, y) in combinations(points, 2)]
-        slope = max(1e-9, median(slopes or [points[0][1] / points[0][0]]))
-        self._line = max(0.0, median(y - slope * x for x, y in points)), slope
+        key = rows.bit_length(), size
+        seen = self._seen[key]
+        seen.append((seconds / plan.repeat, rows, tokens))
+        if rows:
+            # Medians, so that neither a step that waited for a compile counts nor a rare size.
+            each, counts, sizes = zip(*seen, strict=True)
+            self._medians[key] = median(each), median(counts), median(sizes)
+            if size:
+                self._fit()
 
     def expect(self, plan: StepPlan) -> float | None:
         """Seconds that a step will hardly fall below; None if nothing is known of such steps."""
-        decoding, size, _ = self._kind(plan)
-        seen = sorted(self._seen.get((decoding, size), ()))
+        rows, size, _ = self._kind(plan)
+        seen = self._seen.get((rows.bit_length(), size), ())
         if len(seen) >= _TELLING:
-            return plan.repeat * seen[len(seen) // 5][0]
-        if self._line is None:
-            return None
-        return plan.repeat * (self._line[0] + self._line[1] * size)
+            taken = sorted(each + self._a_row * (rows - count) for each, count, _ in seen)
+            return plan.repeat * taken[len(taken) // 5]
+        return None if self._a_token is None else plan.repeat * self._on_line(rows, size)
 
-    def largest(self, seconds: float) -> int | None:
-        """The most tokens of prompts with which a step with decoding rows keeps within ``seconds``.
+    def of_rows(self, rows: int) -> float:
+        """Seconds of a step with prompts that go to the rows that decode, and to what is fixed."""
+        return self._on_line(rows, 0)
 
-        It is the smallest size if none does; None if no such step was seen.
+    def largest(self, seconds: float, rows: int) -> int | None:
+        """The most tokens of prompts with which a step of so many rows keeps within ``seconds``.
+
+        It is the smallest size if none does; None if no step with decoding rows and prompts was
+        seen.
         """
-        if self._line is None:
+        if self._a_token is None:
             return None
-        base, slope = self._line
         best = self._sizes[0]
         for size in self._sizes:
-            taken = [each for each, _ in self._seen.get((True, size), ())]
-            if (median(taken) if len(taken) >= _TELLING else base + slope * size) <= seconds:
+            key = rows.bit_length(), size
+            taken = self._on_line(rows, size)
+            if len(self._seen.get(key, ())) >= _TELLING:
+                each, count, _ = self._medians[key]
+                taken = each + self._a_row * (rows - count)
+            if taken <= seconds:
                 best = size
         return best
 
-    def _kind(self, plan: StepPlan) -> tuple[bool, int, int]:
-        """Whether rows decode, the size of the prompts, and their tokens."""
+    def _on_line(self, rows: int, tokens: int) -> float:
+        return self._fixed + self._a_row * rows + (self._a_token or 0.0) * tokens
+
+    def _fit(self) -> None:
+        """Find what a row and a token of a prompt add: medians of what any two sizes say."""
+        by_size = defaultdict(list)
+        for (_, size), taken in self._medians.items():
+            by_size[size].append(taken)
+        a_row = [
+            (y - x) / (more - rows)
+            for same in by_size.values()
+            for (x, rows, _), (y, more, _) in combinations(same, 2)
+        ]
+        self._a_row = max(0.0, median(a_row or [0.0]))
+        points = [
+            (median(tokens for *_, tokens in same), median(x - self._a_row * n for x, n, _ in same))
+            for same in by_size.values()
+        ]
+        slopes = [(y - x) / (more - tokens) for (tokens, x), (more, y) in combinations(points, 2)]
+        a_token = max(1e-9, median(slopes or [points[0][1] / points[0][0]]))
+        self._fixed = max(0.0, median(y - a_token * x for x, y in points))
+        self._a_token = a_token
+
+    def _kind(self, plan: StepPlan) -> tuple[int, int, int]:
+        """The rows that decode, the size of the prompts, and their tokens."""
         # Rows that decode come first.
         if plan.rows[-1].num_tokens == 1:
-            return True, 0, 0
-        tokens = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
-        return plan.rows[0].num_tokens == 1, self._sizes[bisect_left(self._sizes, tokens)], tokens
+            return len(plan.rows), 0, 0
+        rows = sum(row.num_tokens == 1 for row in plan.rows)
+        tokens = sum(row.num_tokens for row in plan.rows) - rows
+        return rows, self._sizes[bisect_left(self._sizes, tokens)], tokens
 
 
 class Pacing:
@@ -109,15 +144,16 @@ class Pacing:
       that whoever arrives until then is in it: sooner by what the host's work for a step has taken,
       and by a margin that doubles whenever the device had to wait, and then shrinks slowly. A step
       in which rows decode computes as many tokens of prompts as keep it within ``max_step_time``,
-      or within 1.4 times that while prompts for more than two such steps wait. Figures are in
-      benchmarks/notes/serving.md.
+      by what a row and a token of a prompt took of late. While prompts for more than two such
+      steps wait it may take ``backlog_stretch`` times as long, or three times what the rows need
+      if that is more. Figures are in benchmarks/notes/serving.md.
 
     Args:
-        scheduler: asked for plans; its ``repeat_limit``, ``prompt_budget`` and ``backlog_budget``
-            are set here.
+        scheduler: asked for plans; its ``repeat_limit`` and ``prompt_budgets`` are set here.
         depth: steps that may be queued offline before the first result is read; 0 where a step is
             done when it is submitted.
         max_step_time: seconds that a step with decoding rows should take at most; None offline.
+        backlog_stretch: how often as long a step may take while prompts for more than two wait.
         first_budget: tokens of prompts in such a step before any was seen.
         clock: seconds since some moment.
 
@@ -131,18 +167,19 @@ class Pacing:
         depth: int,
         *,
         max_step_time: float | None = None,
+        backlog_stretch: float = 1.4,
         first_budget: int = 512,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._serving = max_step_time is not None
         self._max_step_time = max_step_time or 0.0
+        self._backlog_stretch = backlog_stretch
         self.depth = min(depth, 1) if self._serving else depth
         self._scheduler = scheduler
         self._clock = clock
         scheduler.repeat_limit = 1
-        scheduler.prompt_budget = scheduler.backlog_budget = None
-        if self._serving:
-            scheduler.prompt_budget = scheduler.backlog_budget = first_budget
+        scheduler.prompt_budgets = self._prompt_budgets if self._serving else None
+        self._first_budget = first_budget
         # Steps in a row that were done early, or had to be waited for, before the replays change.
         self._early_steps, self._waiting_steps = (32, 1) if self._serving else (4, 64)
         self._early = 0
@@ -216,12 +253,13 @@ class Pacing:
         if early:
             return
         self._times.add(plan, self._last_end - begin)
-        if plan.rows[-1].num_tokens > 1:
-            scheduler, limit = self._scheduler, self._max_step_time
-            budget = self._times.largest(limit)
-            if budget is not None:
-                scheduler.prompt_budget = budget
-                scheduler.backlog_budget = self._times.largest(_BACKLOG_STRETCH * limit)
+
+    def _prompt_budgets(self, rows: int) -> tuple[int, int]:
+        """Tokens of prompts beside so many rows: in a step, and in one while many wait."""
+        times, limit = self._times, self._max_step_time
+        stretched = max(self._backlog_stretch * limit, _BACKLOG_ROWS * times.of_rows(rows))
+        first = self._first_budget
+        return times.largest(limit, rows) or first, times.largest(stretched, rows) or first
 
 
 __all__ = ["Pacing", "StepTimes"]

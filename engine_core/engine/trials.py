@@ -16,35 +16,39 @@ from engine_core.steps import Admission, PlanRow, StepPlan
 # three times, as the median of three says more than one.
 _SIZES = (16, 64, 128, 256, 512, 1024, 1536)
 _ROUNDS = 3
-# Positions of the row that decodes: those of its prompt, and one a step.
+# Rows that decode at most, to know what a row adds.
+_ROWS = 8
+# Positions of the rows that decode: those of their prompts, and one a step.
 _PROMPT, _POSITIONS = 2, 64
 
 
 def run_trials(executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds: float) -> None:
     """Tell ``pacing`` what decode steps take, and prompts of several sizes beside them.
 
-    It ends before the step that would take it beyond ``seconds``: on a slow machine after the first
-    decode steps. Two rows of the persistent batch are used, and blocks that are given back.
+    Steps of each kind come before that, so that what they load, compile or record is there when
+    the first request is. It ends before the step that would take it beyond ``seconds``: on a slow
+    machine after the first decode steps. Up to nine rows of the persistent batch are used, and
+    blocks that are given back.
 
     Args:
         executor: idle.
         scheduler: without sequences; only its blocks are used.
         pacing: told of each step.
-        seconds: what all of it may take.
+        seconds: what may be taken for steps that are timed.
     """
     config, pool = scheduler.config, scheduler.pool
     longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
     sizes = [size for size in _SIZES if size <= longest]
-    counts = [-(-max(_POSITIONS, *sizes, 0) // group.block_size) for group in scheduler.groups]
-    few_blocks = pool.num_free < 2 * sum(counts)
-    if config.max_num_seqs < 2 or config.max_model_len < _POSITIONS or few_blocks:
+    many = min(_ROWS, config.max_num_seqs - 1)
+    lengths = [_POSITIONS] * many + [max(_POSITIONS, *sizes, 0)]
+    counts = [[-(-length // group.block_size) for group in scheduler.groups] for length in lengths]
+    if many < 1 or config.max_model_len < _POSITIONS or pool.num_free < sum(map(sum, counts)):
         return
-    end = time.monotonic() + seconds
-    position = _PROMPT - 1
-    blocks = [[tuple(pool.allocate(count)) for count in counts] for _ in range(2)]
+    positions = [_PROMPT - 1] * many
+    blocks = [[tuple(pool.allocate(count)) for count in each] for each in counts]
 
     def planned(row: int, start: int, tokens: int, admitted: list[Admission]) -> PlanRow:
-        new: tuple[tuple[int, ...], ...] = ((),) * len(counts)
+        new: tuple[tuple[int, ...], ...] = ((),) * len(scheduler.groups)
         if start == 0:
             prompt = ProcessedPrompt((0,) * tokens)
             greedy = SamplingParams(temperature=0.0, seed=0)
@@ -53,14 +57,15 @@ def run_trials(executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds
             new = tuple(blocks[row])
         return PlanRow(str(row), row, start, tokens, new, sample=True)
 
-    def run(size: int, *, told: bool = True) -> float:
-        """A step of the row that decodes, and of a prompt of this size if it is not 0."""
-        nonlocal position
-        position += 1
+    def run(decoding: int, size: int, *, told: bool = True) -> float:
+        """A step of so many rows that decode, and of a prompt of this size if it is not 0."""
         admitted: list[Admission] = []
-        rows = [planned(0, position, 1, admitted)]
+        rows = []
+        for row in range(decoding):
+            positions[row] += 1
+            rows.append(planned(row, positions[row], 1, admitted))
         if size:
-            rows.append(planned(1, 0, size, admitted))
+            rows.append(planned(many, 0, size, admitted))
         begin = time.monotonic()
         plan = StepPlan(0, tuple(rows), tuple(admitted))
         executor.submit(plan).result()
@@ -69,15 +74,23 @@ def run_trials(executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds
 
     try:
         admitted: list[Admission] = []
-        first = planned(0, 0, _PROMPT, admitted)
-        executor.submit(StepPlan(0, (first,), tuple(admitted))).result()
-        # What runs for the first time is loaded, or compiled: the first of each size is not told.
+        prompts = tuple(planned(row, 0, _PROMPT, admitted) for row in range(many))
+        executor.submit(StepPlan(0, prompts, tuple(admitted))).result()
+        # What runs for the first time is loaded, or compiled: the first of each kind is not told.
+        # On a CPU a number of rows is recorded the second time, and compared the third; where steps
+        # are long, recordings matter little.
+        for decoding in (1, many):
+            run(decoding, 0, told=False)
+            if run(decoding, 0, told=False) < seconds / 8:
+                run(decoding, 0, told=False)
+        run(many, sizes[0] if sizes else 0, told=False)
+        end = time.monotonic() + seconds
         taken, before = 0.0, 1
-        for size in (0, *sizes):
+        for decoding, size in ((1, 0), (many, 0), *((1, size) for size in sizes)):
             for turn in range(1 + _ROUNDS):
                 if time.monotonic() + taken * max(1, size) / before > end:
                     return
-                taken, before = run(size, told=turn > 0), max(1, size)
+                taken, before = run(decoding, size, told=turn > 0), max(1, size)
     finally:
         for tables in blocks:
             for table in tables:

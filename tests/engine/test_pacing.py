@@ -28,6 +28,12 @@ def prefill(tokens: int = 5, *, decoding: bool = False) -> StepPlan:
     return StepPlan(0, rows if decoding else rows[1:])
 
 
+def budgets(sched: Scheduler, rows: int = 1) -> tuple[int, int]:
+    """Tokens of prompts beside so many rows, as a rule and while many prompts wait."""
+    assert sched.prompt_budgets is not None
+    return sched.prompt_budgets(rows)
+
+
 def run(pacing: Pacing, sched: Scheduler, early: list[bool]) -> int:
     """The replays allowed after decode steps of which each used what was allowed."""
     for each in early:
@@ -116,11 +122,11 @@ def test_prompts_beside_decodes_have_what_keeps_a_step_within_its_time(
     sched = scheduler()
     clock = Clock(token_seconds)
     pacing = Pacing(sched, 2, max_step_time=0.03, first_budget=500, clock=clock)
-    assert sched.prompt_budget == 500
+    assert budgets(sched) == (500, 500)
     for _ in range(5):
         clock.run(pacing, decode(1))
         clock.run(pacing, prefill(400, decoding=True))
-    assert sched.prompt_budget == budget
+    assert budgets(sched)[0] == budget
     # One that waited for a compile, and ends that nobody saw, change nothing.
     clock.now += 3.0
     pacing.finished(prefill(400), clock.now - 3.0, early=False)
@@ -128,7 +134,7 @@ def test_prompts_beside_decodes_have_what_keeps_a_step_within_its_time(
     for _ in range(20):
         pacing.finished(prefill(400), clock.now - 9.0, early=True)
     clock.run(pacing, prefill(400))
-    assert sched.prompt_budget == budget
+    assert budgets(sched)[0] == budget
 
 
 def test_the_fixed_part_of_a_step_is_not_taken_for_its_tokens() -> None:
@@ -140,13 +146,71 @@ def test_the_fixed_part_of_a_step_is_not_taken_for_its_tokens() -> None:
     clock.run(pacing, decode(1), early=True)
     for tokens in (60, 250, 120, 500):
         clock.run(pacing, prefill(tokens, decoding=True))
-    assert (sched.prompt_budget, sched.backlog_budget) == (896, 1536)
+    assert budgets(sched) == (896, 1536)
     # What was seen of a size counts more than the line through all of them.
     for seconds, budget in ((0.012, 896), (0.013, 768)):
         clock.decode_seconds = seconds
         for _ in range(8):
             clock.run(pacing, prefill(896, decoding=True))
-        assert sched.prompt_budget == budget
+        assert budgets(sched)[0] == budget
+
+
+class SlowClock(Clock):
+    """Steps of 24 ms, 1.15 ms more a row that decodes and 0.72 ms a token of a prompt."""
+
+    def run_step(self, pacing: Pacing, rows: int, tokens: int) -> None:
+        self.decode_seconds = 0.024 + 0.00115 * rows
+        plan = StepPlan(0, decode(1).rows * rows + (prefill(tokens).rows if tokens else ()))
+        self.run(pacing, plan)
+
+
+def test_the_budget_is_that_of_the_rows_that_decode_now() -> None:
+    sched = scheduler()
+    clock = SlowClock(0.00072)
+    pacing = Pacing(sched, 0, max_step_time=0.25, backlog_stretch=4, clock=clock)
+    for rows in (1, 8, 20):
+        clock.run_step(pacing, rows, 0)
+        clock.run_step(pacing, rows, 128)
+    clock.run_step(pacing, 20, 512)
+    # (250 - 24 - 1.15 rows) / 0.72 and (1,000 - 24 - 1.15 rows) / 0.72 tokens fit.
+    assert budgets(sched, 1) == (256, 1280)
+    assert budgets(sched, 20) == (256, 1280)
+    assert budgets(sched, 35) == (256, 1280)
+    assert budgets(sched, 60) == (192, 1024)
+    assert budgets(sched, 100) == (128, 1024)
+    # No step of 60 rows was seen, and one of few rows or many says the same of it.
+    for _ in range(40):
+        clock.run_step(pacing, 1, 64)
+    assert budgets(sched, 60) == (192, 1024)
+    for _ in range(40):
+        clock.run_step(pacing, 100, 64)
+    assert budgets(sched, 1) == (256, 1280)
+
+
+def test_rows_that_need_the_whole_step_leave_twice_that_to_prompts_when_many_wait() -> None:
+    """100 rows take 139 ms: 64 tokens, the least, are too many for steps of 100 ms."""
+    sched = scheduler()
+    clock = SlowClock(0.00072)
+    pacing = Pacing(sched, 0, max_step_time=0.1, clock=clock)
+    for rows in (1, 100):
+        for tokens in (64, 256):
+            clock.run_step(pacing, rows, tokens)
+    # 3 * 139 ms have 278 for 386 tokens; 1.4 * 100 ms less 25 have 115 for 159.
+    assert budgets(sched, 100) == (64, 384)
+    assert budgets(sched, 1) == (64, 128)
+
+
+def test_a_step_with_other_rows_than_before_is_expected_to_take_longer_or_shorter() -> None:
+    sched = scheduler()
+    clock = SlowClock(0.00072)
+    pacing = Pacing(sched, 2, max_step_time=0.25, clock=clock)
+    for rows in (8, 12, 15, 20):
+        for tokens in (0, 128, 256):
+            clock.run_step(pacing, rows, tokens)
+    for rows in (8, 10, 15, 100):
+        plan = StepPlan(0, decode(1).rows * rows)
+        expected = 0.024 + 0.00115 * rows
+        assert pacing.spare(plan, clock.now) == pytest.approx(expected, abs=0.0005)
 
 
 def test_a_server_plans_a_step_shortly_before_the_one_that_runs_ends() -> None:
@@ -202,4 +266,4 @@ def test_offline_every_step_has_the_same_budget() -> None:
     for _ in range(9):
         clock.run(pacing, decode(1))
         clock.run(pacing, prefill(400, decoding=True))
-    assert (sched.prompt_budget, sched.backlog_budget) == (None, None)
+    assert sched.prompt_budgets is None

@@ -31,8 +31,10 @@ def test_trials_time_decode_steps_and_prompts_beside_them_and_leave_nothing() ->
         before = core.stats()
         run_trials(core.executor, core.scheduler, notes, 60.0)
         sizes = [plan.rows[-1].num_tokens for plan in notes.told]
-        # The longest sequence has 160 tokens.
-        assert sizes == [size for size in (1, 16, 64, 128) for _ in range(3)]
+        # The longest sequence has 160 tokens, and one of the four rows is the prompt's.
+        assert sizes == [size for size in (1, 1, 16, 64, 128) for _ in range(3)]
+        decoding = [sum(row.num_tokens == 1 for row in plan.rows) for plan in notes.told]
+        assert decoding == [1] * 3 + [3] * 3 + [1] * 9
         assert {plan.rows[0].num_tokens for plan in notes.told} == {1}
         starts = [plan.rows[0].start for plan in notes.told]
         assert all(one < other for one, other in pairwise(starts))

@@ -387,7 +387,7 @@ class Workload:
     runner: FakeRunner
     jobs: abc.Sequence[Job]
     depths: abc.Sequence[int]
-    budgets: abc.Sequence[tuple[int | None, int | None]] = ((None, None),)
+    budgets: abc.Sequence[tuple[int, int] | None] = (None,)
     outcomes: list[Outcome] = field(default_factory=list)
 
     def run(self) -> list[Outcome]:
@@ -414,7 +414,7 @@ class Workload:
         while turn <= last_arrival or self.scheduler.has_unfinished() or self.runner.flight:
             self._events(turn)
             budgets = self.budgets[turn % len(self.budgets)]
-            self.scheduler.prompt_budget, self.scheduler.backlog_budget = budgets
+            self.scheduler.prompt_budgets = budgets and (lambda rows, of=budgets: of)
             plan = self.scheduler.schedule()
             self.scheduler.check()
             self._check_first(plan)

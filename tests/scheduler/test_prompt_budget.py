@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from scheduling import answer, planned, scheduler
 
 from engine_core.configs import SamplingParams
@@ -26,10 +28,16 @@ def add(
     return request
 
 
+def budgets(usual: int, for_many: int) -> Callable[[int], tuple[int, int]]:
+    """The same budgets beside any number of rows."""
+    return lambda rows: (usual, for_many)
+
+
 def decoding(prompt_budget: int | None = 8) -> Scheduler:
     """A scheduler in which one request decodes."""
     sched = scheduler(max_model_len=512, max_num_batched_tokens=64, num_blocks=400)
-    sched.prompt_budget = prompt_budget
+    if prompt_budget is not None:
+        sched.prompt_budgets = budgets(prompt_budget, prompt_budget)
     add(sched, "decoding", 3)
     answer(sched, planned(sched))
     return sched
@@ -59,7 +67,7 @@ def test_prompts_beside_decodes_keep_to_their_budget() -> None:
 
 def test_prompts_that_nobody_decodes_beside_have_the_whole_step() -> None:
     sched = scheduler(max_model_len=512, max_num_batched_tokens=64, num_blocks=400)
-    sched.prompt_budget = 8
+    sched.prompt_budgets = budgets(8, 8)
     add(sched, "a", 40)
     add(sched, "b", 40)
     assert next_counts(sched) == {"a": 40, "b": 24}
@@ -87,7 +95,7 @@ def test_a_short_prompt_is_not_behind_all_chunks_of_a_long_one() -> None:
 
 def test_prompts_for_more_than_two_steps_have_longer_ones() -> None:
     sched = decoding()
-    sched.backlog_budget = 12
+    sched.prompt_budgets = budgets(8, 12)
     add(sched, "first", 16)
     assert next_counts(sched) == {"decoding": 1, "first": 8}
     add(sched, "second", 9)
@@ -95,6 +103,22 @@ def test_prompts_for_more_than_two_steps_have_longer_ones() -> None:
     assert next_counts(sched) == {"decoding": 1, "first": 1, "second": 5}
     add(sched, "third", 24)
     assert [next_counts(sched)["third"] for _ in range(3)] == [12, 8, 4]
+
+
+def test_the_budget_is_asked_for_with_the_rows_that_decode() -> None:
+    sched = decoding()
+    asked = []
+
+    def of_rows(rows: int) -> tuple[int, int]:
+        asked.append(rows)
+        return 8 // rows, 8 // rows
+
+    sched.prompt_budgets = of_rows
+    add(sched, "first", 10)
+    assert [next_counts(sched)["first"] for _ in range(2)] == [8, 2]
+    add(sched, "second", 6)
+    assert [next_counts(sched)["second"] for _ in range(2)] == [4, 2]
+    assert asked == [1, 1, 2, 2]
 
 
 def test_the_first_in_rank_goes_on_whatever_the_budget() -> None:

@@ -14,7 +14,7 @@ from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Scheduler
 
-BUDGETS = st.tuples(st.integers(1, 16), st.none() | st.integers(1, 24))
+BUDGETS = st.tuples(st.integers(1, 16), st.integers(1, 24))
 
 
 @st.composite
@@ -99,7 +99,7 @@ def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
     scheduler = Scheduler(config, cache_config)
     # A server's budgets follow from what steps took, and from step to step it decides anew whether
     # to plan one behind that in flight.
-    budgets = draw(st.just([(None, None)]) | st.lists(BUDGETS, min_size=1, max_size=4))
+    budgets = draw(st.just([None]) | st.lists(BUDGETS, min_size=1, max_size=4))
     depths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
     return Workload(scheduler, runner, work, depths, budgets)
 
