@@ -7,16 +7,22 @@ by one stage and never changed after.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, overload
 
 if TYPE_CHECKING:
     from array import array
 
+    import numpy as np
+    import numpy.typing as npt
+
     from engine_core.configs import SamplingParams
     from engine_core.errors import ErrorCode
     from engine_core.inputs import ProcessedPrompt
+
+
+_T_co = TypeVar("_T_co", covariant=True)
 
 
 class NewSequence(NamedTuple):
@@ -86,6 +92,66 @@ class PlanRow(NamedTuple):
     sample: bool
 
 
+class _Rows(Sequence[_T_co]):
+    """Rows that are made from columns when somebody wants them one by one."""
+
+    @overload
+    def __getitem__(self, index: int) -> _T_co: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[_T_co]: ...
+    def __getitem__(self, index: int | slice) -> _T_co | Sequence[_T_co]:
+        if isinstance(index, slice):
+            return [self._row(i) for i in range(*index.indices(len(self)))]
+        return self._row(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[_T_co]:
+        return map(self._row, range(len(self)))
+
+    def _row(self, index: int) -> _T_co:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanRows(_Rows[PlanRow]):
+    """A plan's rows, those that go on decoding as columns: the first ``len(sequence_ids)``.
+
+    Each of these computes the token that it sampled last and samples one.
+
+    Attributes:
+        sequence_ids: whose they are.
+        numbers: ``[N]`` int64, their rows of the persistent batch.
+        starts: ``[N]`` int64, the positions that they compute.
+        new_blocks: by index, for those that get blocks.
+        others: the rows after them.
+        num_groups: cache groups.
+    """
+
+    sequence_ids: list[str]
+    numbers: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    new_blocks: dict[int, tuple[tuple[int, ...], ...]]
+    others: tuple[PlanRow, ...]
+    num_groups: int
+
+    def __len__(self) -> int:
+        return len(self.sequence_ids) + len(self.others)
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        none = ((),) * self.num_groups
+        columns = zip(self.sequence_ids, self.numbers.tolist(), self.starts.tolist(), strict=True)
+        for index, (sequence_id, row, start) in enumerate(columns):
+            blocks = self.new_blocks.get(index, none)
+            yield PlanRow(sequence_id, row, start, 1, blocks, True)
+        yield from self.others
+
+    def _row(self, index: int) -> PlanRow:
+        if index >= len(self.sequence_ids):
+            return self.others[index - len(self.sequence_ids)]
+        row, start = int(self.numbers[index]), int(self.starts[index])
+        blocks = self.new_blocks.get(index, ((),) * self.num_groups)
+        return PlanRow(self.sequence_ids[index], row, start, 1, blocks, True)
+
+
 StepKind = Literal["decode", "prefill", "mixed"]
 
 SwapPairs = tuple[tuple[int, int], ...]
@@ -110,7 +176,7 @@ class StepPlan:
     """
 
     step_id: int
-    rows: tuple[PlanRow, ...]
+    rows: Sequence[PlanRow]
     admitted: tuple[Admission, ...] = ()
     repeat: int = 1
     swap_out: SwapPairs = ()
@@ -119,7 +185,21 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens computed by one run of the step."""
-        return sum(row.num_tokens for row in self.rows)
+        others = self.others
+        return len(self.rows) - len(others) + sum(row.num_tokens for row in others)
+
+    @property
+    def others(self) -> Sequence[PlanRow]:
+        """Rows that are no columns of :class:`PlanRows`."""
+        return self.rows.others if isinstance(self.rows, PlanRows) else self.rows
+
+    @property
+    def growing(self) -> Sequence[PlanRow]:
+        """Rows that may have new blocks."""
+        rows = self.rows
+        if isinstance(rows, PlanRows):
+            return [*(rows[index] for index in rows.new_blocks), *rows.others]
+        return rows
 
     @property
     def kind(self) -> StepKind:
@@ -185,12 +265,35 @@ class RowResult(NamedTuple):
     error: RowError | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRows(_Rows[RowResult]):
+    """Results that are a token each, or nothing for a row that does not sample.
+
+    Attributes:
+        plan: the rows of the plan.
+        tokens: ``[N]`` int64; the N rows that sample may be fewer than the plan's.
+        places: for each row of the plan, where its token is.
+    """
+
+    plan: Sequence[PlanRow]
+    tokens: npt.NDArray[np.int64]
+    places: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def _row(self, index: int) -> RowResult:
+        row = self.plan[index]
+        tokens = (int(self.tokens[self.places[index]]),) if row.sample else ()
+        return RowResult(row.sequence_id, tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Results of a step, in the order of the plan's rows. Written by the runner."""
 
     step_id: int
-    rows: tuple[RowResult, ...]
+    rows: Sequence[RowResult]
 
 
 class TokenUpdate(NamedTuple):

@@ -149,14 +149,14 @@ class EngineCore:
 
     def abort(self, sequence_id: str) -> None:
         """End a sequence; nothing more comes of it. Unknown ids are ignored."""
+        self.scheduler.abort(sequence_id)
         if self._leave(sequence_id, "abort", time.monotonic()):
             self._aborted += 1
-            self.scheduler.abort(sequence_id)
 
     def finish(self, sequence_id: str, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence whose text says that it is complete. Unknown ids are ignored."""
-        if self._leave(sequence_id, reason, time.monotonic()):
-            self.scheduler.finish(sequence_id, reason, stop_reason)
+        self.scheduler.finish(sequence_id, reason, stop_reason)
+        self._leave(sequence_id, reason, time.monotonic())
 
     @property
     def spare_seconds(self) -> float:

@@ -120,12 +120,9 @@ class StepTimes:
 
     def _kind(self, plan: StepPlan) -> tuple[int, int, int]:
         """The rows that decode, the size of the prompts, and their tokens."""
-        # Rows that decode come first.
-        if plan.rows[-1].num_tokens == 1:
-            return len(plan.rows), 0, 0
-        rows = sum(row.num_tokens == 1 for row in plan.rows)
-        tokens = sum(row.num_tokens for row in plan.rows) - rows
-        return rows, self._sizes[bisect_left(self._sizes, tokens)], tokens
+        chunks = [row.num_tokens for row in plan.others if row.num_tokens > 1]
+        rows, tokens = len(plan.rows) - len(chunks), sum(chunks)
+        return rows, self._sizes[bisect_left(self._sizes, tokens)] if chunks else 0, tokens
 
 
 class Pacing:

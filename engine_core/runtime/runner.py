@@ -29,11 +29,13 @@ from engine_core.runtime.swap import SwapSpace
 from engine_core.steps import (
     Admission,
     PlanRow,
+    PlanRows,
     RowError,
     RowResult,
     StepPlan,
     StepResult,
     TokenLogprobs,
+    TokenRows,
 )
 
 Way = Literal["graph", "recorded", "eager"]
@@ -143,6 +145,8 @@ class ModelRunner:
         num_slots = scheduler_config.num_swap_blocks
         self._swap_space = SwapSpace(self._cache.planes, num_slots) if num_slots > 0 else None
         self._rows: dict[int, _Row] = {}
+        # Of each row; -1 for None.
+        self._choices = np.full(rows, -1, dtype=np.int64)
         # One row more than there are sequences: a graph's padding is computed in it.
         self._sampler = Sampler(rows + 1, device, grammar_compiler)
         self.guides = self._sampler.guides  # what compiles the grammars of requests
@@ -217,15 +221,18 @@ class ModelRunner:
             self._admit(plan.admitted)
         for group_id in self._cache.zeroed_groups:
             table = self._tables[group_id]
-            given = [(row.row, row.new_blocks[group_id], row.start) for row in plan.rows]
+            given = [(row.row, row.new_blocks[group_id], row.start) for row in plan.growing]
             self._cache.clear(group_id, [b for each in given for b in table.unwritten(*each)])
-        for row in plan.rows:
+        for row in plan.growing:
             for table, blocks in zip(self._tables, row.new_blocks, strict=True):
                 table.append(row.row, blocks)
-        choices: set[Any] = {self._rows[row.row].choice for row in plan.rows}
+        choices: set[Any] = {self._rows[row.row].choice for row in plan.others}
+        if isinstance(plan.rows, PlanRows):
+            own = self._choices[plan.rows.numbers]
+            choices |= {None if own.min() < 0 else Choice(own.max())}
         choice: Choice | None = None if None in choices else max(choices)
         decodes = True
-        for row in plan.rows:
+        for row in plan.others:
             known = self._rows[row.row].token_ids.size
             if row.num_tokens > 1 or row.start < known or not row.sample:
                 decodes = False
@@ -233,11 +240,7 @@ class ModelRunner:
         watched = self._forward.watched
         if self._decode_graphs is not None and decodes and not watched:
             choice = self._decode_graphs.offer(len(plan.rows), choice)
-            replayed = self._decode_graphs.begin(
-                [row.row for row in plan.rows],
-                [row.start for row in plan.rows],
-                choice or Choice.GREEDY,
-            )
+            replayed = self._decode_graphs.begin(*_places(plan), choice or Choice.GREEDY)
             if replayed is not None:
                 tokens = replayed.chosen.tokens
                 assert tokens is not None, "a captured step chooses"
@@ -257,15 +260,16 @@ class ModelRunner:
         fit = None
         # Where there is no memory for a decode step's graph, there is none for another one.
         if self._graph_steps is not None and steps is self._graph_steps and not decodes:
-            known = (self._rows[row.row] for row in plan.rows)
+            known = (self._rows[row.row] for row in plan.others)
             if all(row.sampling.prompt_logprobs is None for row in known):
                 fit = self._graph_steps.fit
         for turn in range(plan.repeat):
             if decodes and self.device.type == "cpu":
-                positions = [row.start + turn for row in plan.rows]
-                batch = self._state.decode_batch([row.row for row in plan.rows], positions, choice)
+                numbers, starts = _places(plan)
+                positions = [start + turn for start in starts]
+                batch = self._state.decode_batch(numbers, positions, choice)
             else:
-                rows: Sequence[PlanRow] = plan.rows
+                rows = list(plan.rows)
                 if turn:
                     rows = [row._replace(start=row.start + turn) for row in rows]
                 batch = self._state.batch(rows, self._rows, choice, fit)
@@ -300,6 +304,8 @@ class ModelRunner:
                 },
                 choice=_choice(admission.sampling),
             )
+            choice = self._rows[row].choice
+            self._choices[row] = -1 if choice is None else choice
             given["prompt_len"][row] = admission.prompt_len
             for name, value in admission.prompt.row_state.items():
                 given.setdefault(name, {})[row] = value
@@ -384,12 +390,13 @@ class ModelRunner:
         self, result: _Results, turn: int, choice: Choice | None, logits: Tensor
     ) -> StepOutputs:
         """A token for each plan row that samples, from ``logits [S, V]``."""
-        sampled = [index for index, row in enumerate(result.plan.rows) if row.sample]
-        plan_rows = [result.plan.rows[index] for index in sampled]
+        all_rows = list(result.plan.rows)
+        sampled = [index for index, row in enumerate(all_rows) if row.sample]
+        plan_rows = [all_rows[index] for index in sampled]
         rows = [row.row for row in plan_rows]
         places = None
-        if len(rows) < len(result.plan.rows):
-            places = [bisect_left(sampled, index) for index in range(len(result.plan.rows))]
+        if len(rows) < len(all_rows):
+            places = [bisect_left(sampled, index) for index in range(len(all_rows))]
         if choice is Choice.GREEDY and self.device.type == "cpu":
             # Without the sampler, whose small calls weigh.
             tokens, status = choose_greedy(logits)
@@ -462,9 +469,13 @@ class _Results:
         columns: list[tuple[int, ...]] = []
         wrong = bool(self.failures)
         if self.tokens is not None and self.status is not None:
-            columns = list(zip(*self.tokens.tolist(), strict=True))
             # As bytes: torch, and numpy, take ten times as long to find one that is not 0.
             wrong = wrong or bool(self.status.numpy().tobytes().strip(b"\0"))
+            plain = not (wrong or self.reports or self.prompt_logprobs)
+            if plain and isinstance(self.plan.rows, PlanRows) and self.plan.repeat == 1:
+                tokens = TokenRows(self.plan.rows, self.tokens[0].numpy(), self.places)
+                return StepResult(self.plan.step_id, tokens)
+            columns = list(zip(*self.tokens.tolist(), strict=True))
         if wrong or self.reports or self.prompt_logprobs:
             rows = self._rows(columns)
         else:
@@ -504,6 +515,14 @@ class _Results:
             if reason is not None:
                 return reason.at(row.start + row.num_tokens + turn)
         return None
+
+
+def _places(plan: StepPlan) -> tuple[list[int], list[int]]:
+    """The row of the persistent batch, and the first position, of each row of a plan."""
+    numbers, starts = [row.row for row in plan.others], [row.start for row in plan.others]
+    if isinstance(plan.rows, PlanRows):
+        return plan.rows.numbers.tolist() + numbers, plan.rows.starts.tolist() + starts
+    return numbers, starts
 
 
 def _may_repeat(model: nn.Module, device: torch.device) -> bool:

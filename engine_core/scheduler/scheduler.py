@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
+import numpy as np
+import numpy.typing as npt
+
 from engine_core.cache import (
     NULL_BLOCK,
     cut_before_span,
@@ -17,15 +20,18 @@ from engine_core.cache import (
 )
 from engine_core.configs import CacheConfig, CacheGroup, SchedulerConfig
 from engine_core.errors import RequestError
+from engine_core.scheduler.lockstep import MOST_KEPT, MOST_STOPS, Lockstep
 from engine_core.scheduler.sequence import Sequence, SequenceStatus
 from engine_core.steps import (
     Admission,
     PlanRow,
+    PlanRows,
     RowError,
     RowResult,
     StepPlan,
     StepResult,
     TokenLogprobs,
+    TokenRows,
     TokenUpdate,
 )
 
@@ -176,7 +182,12 @@ class Scheduler:
         prefix_cache_hits: how many of them were found there.
         num_preemptions: how often a running sequence lost its row and blocks.
         num_swaps: how many of these preemptions copied the blocks to host memory.
+        lockstep_from: running sequences from which on those that go on decoding are planned, and
+            their tokens taken in, as columns of numbers. For fewer, numpy's calls take longer than
+            a loop.
     """
+
+    lockstep_from = 48
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         self.config = config
@@ -207,6 +218,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs))  # a heap: low rows are used first
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._deferred: dict[int, list[_Holding]] = {}
+        self._lockstep = Lockstep(config.max_num_seqs)
         # Whether the last plan computed more than one token of some sequence.
         self._had_chunks = False
         self._next_step = 0
@@ -272,9 +284,17 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run before a result or a sequence arrives."""
-        running = self._running.copy()
-        budget, prompts = self._prompt_budget(running)
-        draft = _Draft(budget, budget, prompts, self.repeat_limit)
+        lockstep = self._lockstep
+        if self.repeat_limit > 1 or len(self._running) < self.lockstep_from:
+            lockstep.leave(lockstep.order)
+        draft = _Draft(0, 0, 0, self.repeat_limit)
+        if lockstep.order.size:
+            self._feed_lockstep(draft)
+            running = [sequence for sequence in self._running if not sequence.in_lockstep]
+        else:
+            running = self._running.copy()
+        draft.budget, draft.prompts = self._prompt_budget(running)
+        draft.whole_budget = draft.budget
         planned = 0
         # By rank: the running sequences before the first waiting one, that one, and so on.
         while self._waiting:
@@ -289,7 +309,7 @@ class Scheduler:
             if planned < len(running) and running[planned] is first:
                 planned += 1  # preempted a moment ago, and back already
         self._continue_running(running[planned:], draft)
-        if not draft.singles and not draft.chunks:
+        if not draft.singles and not draft.chunks and not lockstep.can_advance():
             return None
         repeat = self._allocate_ahead(draft)
         return self._submit(draft, repeat)
@@ -298,7 +318,8 @@ class Scheduler:
         """Take in the results of the oldest step in flight.
 
         Returns:
-            one update for each row with new tokens, in plan order. What came for sequences that
+            one update for each row with new tokens, in plan order, but sequences in lockstep that
+            go on come before those of which more is to be said. What came for sequences that
             have ended meanwhile is discarded; what came for preempted ones is accepted.
         """
         assert self._in_flight, f"result of step {result.step_id}, but no step is in flight"
@@ -306,13 +327,20 @@ class Scheduler:
         assert plan.step_id == result.step_id, (
             f"result of step {result.step_id}, but step {plan.step_id} is the oldest in flight"
         )
-        assert len(result.rows) == len(sequences), (
-            f"step {plan.step_id} has {len(sequences)} rows, its result {len(result.rows)}"
+        assert len(result.rows) == len(plan.rows), (
+            f"step {plan.step_id} has {len(plan.rows)} rows, its result {len(result.rows)}"
         )
         self._completed_step = plan.step_id
-        updates = []
-        for sequence, row, row_result in zip(sequences, plan.rows, result.rows, strict=True):
+        updates: list[TokenUpdate] = []
+        rows: abc.Sequence[PlanRow] = plan.rows
+        results = result.rows
+        if isinstance(rows, PlanRows):
+            updates = self._accept_lockstep(rows, results)
+            results = results[len(rows.sequence_ids) :]
+            rows = rows.others
+        for sequence, row, row_result in zip(sequences, rows, results, strict=True):
             if sequence.finish_reason is None:
+                self._unlock(sequence)
                 update = self._accept(sequence, row, row_result, plan.repeat)
                 if update is not None:
                     updates.append(update)
@@ -326,6 +354,7 @@ class Scheduler:
         Raises:
             AssertionError: one is broken; the message gives the numbers.
         """
+        self._lockstep.sync(self._lockstep.order)
         rows = list(self._free_rows)
         tables = []
         for name, queue in (("running", self._running), ("waiting", self._waiting)):
@@ -420,7 +449,10 @@ class Scheduler:
             raise RequestError(f"{name}: its cache salts must be hashable: {error}") from None
 
     def _prompt_budget(self, running: abc.Sequence[Sequence]) -> tuple[int, int]:
-        """Tokens of prompts that the next step may compute, and how many sequences share them."""
+        """Tokens of prompts that the next step may compute, and how many sequences share them.
+
+        ``running`` are those that are not in lockstep.
+        """
         limit = self.config.max_num_batched_tokens
         # Without prompts nothing is asked of the budget, and looking at all rows would cost a
         # decode step of 1,024 rows a tenth of its host time.
@@ -429,7 +461,7 @@ class Scheduler:
         left = [len(r.token_ids) + r.num_pending - r.num_scheduled for r in running]
         chunked = [count for count in left if count > 1]
         prompts, tokens = len(chunked), sum(chunked)
-        decoding = left.count(1)
+        decoding = left.count(1) + self._lockstep.order.size
         budget, for_many = self.prompt_budgets(decoding) if decoding else (limit, limit)
         if self._waiting and self._waiting[0] is not self._blocked:
             prompts += len(self._waiting)
@@ -682,6 +714,9 @@ class Scheduler:
             sequence_id: tuple(tuple(blocks) for blocks in tables)
             for sequence_id, tables in draft.new_blocks.items()
         }
+        if self.repeat_limit == 1 and len(self._running) >= self.lockstep_from:
+            self._join_lockstep(draft)
+        ids, numbers, starts = self._lockstep.advance(step_id)
         rows = []
         # On a GPU programs begin in the order of the rows: those with the most to read go first, so
         # that none of them is left alone at the end.
@@ -708,12 +743,136 @@ class Scheduler:
             sequence.num_pending = int(sample)
             sequence.last_step = step_id
             sequences.append(sequence)
+        all_rows: abc.Sequence[PlanRow] = tuple(rows)
+        if ids:
+            places = np.empty(self.config.max_num_seqs, dtype=np.int64)
+            places[numbers] = np.arange(len(ids))
+            grown: dict[int, _Blocks] = {}
+            for sequence_id, tables in new_blocks.items():
+                sequence = self._sequences[sequence_id]
+                if sequence.in_lockstep and sequence.row is not None:
+                    grown[int(places[sequence.row])] = tables
+            all_rows = PlanRows(ids, numbers, starts, grown, tuple(rows), len(self.groups))
         swap_out, swap_in = tuple(self._swap_out), tuple(draft.swap_in)
         self._swap_out.clear()
-        plan = StepPlan(step_id, tuple(rows), tuple(draft.admitted), repeat, swap_out, swap_in)
+        plan = StepPlan(step_id, all_rows, tuple(draft.admitted), repeat, swap_out, swap_in)
         self._in_flight.append((plan, sequences))
         self._had_chunks = bool(draft.chunks)
         return plan
+
+    def _feed_lockstep(self, draft: _Draft) -> None:
+        """Give members the blocks that they need, or have them planned as others are."""
+        lockstep = self._lockstep
+        rows = lockstep.order
+        rows = rows[lockstep.scheduled[rows] >= lockstep.bound[rows]]
+        plenty = self.pool.num_free >= rows.size * len(self.groups) and (
+            not self._waiting or self._running[-1].rank < self._waiting[0].rank
+        )
+        leaving = []
+        for row in rows.tolist():
+            sequence: Sequence = lockstep.owners[row]
+            start = int(lockstep.scheduled[row])
+            if start >= sequence.limit - 1:  # the last sample it may have is in flight
+                continue
+            if not plenty:
+                leaving.append(row)
+                continue
+            grown = self._grow(sequence, self._missing(sequence, start + 1))
+            draft.new_blocks[sequence.sequence_id] = grown
+            lockstep.bound[row] = min(sequence.capacity, sequence.limit - 1)
+        lockstep.leave(np.array(leaving, dtype=np.int64))
+
+    def _join_lockstep(self, draft: _Draft) -> None:
+        """Move those of the draft's sequences that go on decoding to the members."""
+        joining = []
+        singles, draft.singles = draft.singles, []
+        for sequence in singles:
+            length = len(sequence.token_ids)
+            if (
+                sequence.num_scheduled < sequence.admitted_len
+                or length <= sequence.admitted_len
+                or not sequence.prompt_logprobs_done
+                or sequence.sampling.logprobs is not None
+                or len(sequence.stop_token_ids) > MOST_STOPS
+            ):
+                draft.singles.append(sequence)
+                continue
+            joining.append(sequence)
+        if joining:
+            self._lockstep.join(joining, [self._due(sequence) for sequence in joining])
+
+    def _due(self, sequence: Sequence) -> int:
+        """The length at which a block of a member is full or out of sight, or too much is kept."""
+        length = len(sequence.token_ids)
+        due = length + MOST_KEPT
+        if self._prefix_caching:
+            due = min(due, (sequence.num_registered + 1) * self._key_size + 1)
+        for kind, indices in enumerate(self._windowed):
+            first = self.groups[indices[0]].prefix.first_needed_block
+            dropped = sequence.num_dropped[kind]
+            due = min(due, bisect_right(range(due), dropped, lo=length - 1, key=first) + 1)
+        return due
+
+    def _note_computed(self, sequence: Sequence) -> None:
+        """Register the blocks that became full, and give back those out of sight."""
+        if self._prefix_caching:
+            num_keys = sequence.num_computed // self._key_size
+            if num_keys > sequence.num_registered:
+                self._register(sequence, num_keys)
+        if self._windowed:
+            self._drop_unseen(sequence)
+
+    def _unlock(self, sequence: Sequence) -> None:
+        """Have the sequence's own counts and tokens be true."""
+        if sequence.in_lockstep:
+            self._lockstep.leave(np.array([sequence.row], dtype=np.int64))
+
+    def _accept_lockstep(
+        self, rows: PlanRows, results: abc.Sequence[RowResult]
+    ) -> list[TokenUpdate]:
+        """Take in the results of a plan's columns; those with something to note come last."""
+        lockstep, numbers, ids = self._lockstep, rows.numbers, rows.sequence_ids
+        count = len(ids)
+        plain: npt.NDArray[np.bool_] = lockstep.live[numbers]
+        if isinstance(results, TokenRows):
+            tokens = results.tokens[:count]  # all of them sample
+        else:
+            found = [result.sequence_id for result in results[:count]]
+            assert found == ids, f"results of {found} where the plan has {ids}"
+            alone = [len(r.token_ids) == 1 and r[2:] == (None,) * 3 for r in results[:count]]
+            plain &= np.array(alone)
+            given = [r.token_ids[0] if ok else -1 for r, ok in zip(results, alone, strict=False)]
+            tokens = np.array(given, dtype=np.int64)
+        plain &= ~lockstep.may_end(numbers, tokens)
+        noted = np.flatnonzero(~plain)
+        cached, preempted = lockstep.accept(numbers[plain], tokens[plain])
+        due = lockstep.all_due(numbers[plain])
+        lockstep.sync(due)
+        for sequence in lockstep.owners[due].tolist():
+            self._note_computed(sequence)
+        lockstep.due[due] = [self._due(sequence) for sequence in lockstep.owners[due].tolist()]
+        names = np.array(ids, dtype=object)[plain].tolist() if noted.size else ids
+        updates = [
+            _new(TokenUpdate, (name, (token,), None, None, None, None, None, hits, times))
+            for name, token, hits, times in zip(
+                names, tokens[plain].tolist(), cached, preempted, strict=True
+            )
+        ]
+        left = numbers[noted]
+        lockstep.leave(left[lockstep.live[left]])
+        for index in noted.tolist():
+            sequence = lockstep.owners[numbers[index]]
+            if sequence.finish_reason is None:
+                name, row, start = ids[index], int(numbers[index]), int(rows.starts[index])
+                taken = PlanRow(name, row, start, 1, (), True)
+                if isinstance(results, TokenRows):
+                    result = RowResult(name, (int(tokens[index]),))
+                else:
+                    result = results[index]
+                update = self._accept(sequence, taken, result, 1)
+                if update is not None:
+                    updates.append(update)
+        return updates
 
     def _accept(
         self, sequence: Sequence, row: PlanRow, result: RowResult, repeat: int
@@ -769,12 +928,7 @@ class Scheduler:
 
         if sequence.row is not None:  # a preempted sequence computes these positions again
             sequence.num_computed = end
-            if self._prefix_caching:
-                num_keys = end // self._key_size
-                if num_keys > sequence.num_registered:
-                    self._register(sequence, num_keys)
-            if self._windowed:
-                self._drop_unseen(sequence)
+            self._note_computed(sequence)
         if reason is not None:
             self._finish(sequence, reason, stop_reason)
         elif not new_tokens and prompt_logprobs is None:
@@ -878,6 +1032,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take the row and blocks away; the sequence waits to go on later."""
+        self._unlock(sequence)
         self._remove(self._running, sequence)
         insort(self._waiting, sequence, key=_rank)
         sequence.status = SequenceStatus.WAITING
@@ -937,6 +1092,7 @@ class Scheduler:
         stop_reason: int | str | None,
         error: RowError | None = None,
     ) -> None:
+        self._unlock(sequence)
         running = sequence.status is SequenceStatus.RUNNING
         self._remove(self._running if running else self._waiting, sequence)
         del self._sequences[sequence.sequence_id]

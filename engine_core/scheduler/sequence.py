@@ -26,7 +26,8 @@ class Sequence:
     """One sequence: its tokens, and how far the scheduler and the runner are with it.
 
     The user of the scheduler makes it and reads it; after ``Scheduler.add`` only the scheduler
-    writes it. Positions are linear, from 0 at the first prompt token.
+    writes it, and while it decodes among many others not at each step: what is read after its end,
+    or after ``Scheduler.check``, is true. Positions are linear, from 0 at the first prompt token.
 
     Args:
         sequence_id: unique among the unfinished sequences.
@@ -69,6 +70,7 @@ class Sequence:
         "eos_token_ids",
         "error",
         "finish_reason",
+        "in_lockstep",
         "last_step",
         "limit",
         "max_model_len",
@@ -141,6 +143,8 @@ class Sequence:
         self.num_preemptions = 0
         self.num_swapped = 0
 
+        # Whether the scheduler's Lockstep keeps its counts and newest tokens.
+        self.in_lockstep = False
         # The scheduler's own: one block table and count of blocks given back a group, the tokens
         # that the blocks hold, the tokens known at admission, the keys of full blocks and how many
         # are registered, the slots of host memory of each group's last blocks while it is

@@ -14,7 +14,15 @@ from engine_core.configs import SamplingParams
 from engine_core.errors import ConfigError, ErrorCode, RequestError
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Scheduler, Sequence, SequenceStatus
-from engine_core.steps import Logprob, RowError, RowResult, StepPlan, StepResult
+from engine_core.steps import (
+    Logprob,
+    PlanRows,
+    RowError,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TokenRows,
+)
 
 
 def request(
@@ -714,3 +722,59 @@ def test_a_result_must_fit_its_plan(result: StepResult, message: str) -> None:
     planned(sched)
     with pytest.raises(AssertionError, match=message):
         sched.update(result)
+
+
+def test_rows_in_lockstep_give_what_others_give() -> None:
+    """Tokens come as columns, and each sequence ends by its own stop token or length."""
+    lengths = {"a": 90, "b": 7, "c": 70, "d": 90}
+    outcomes, in_lockstep = [], []
+    for lockstep_from in (1, 100):
+        sched = scheduler(num_blocks=200, max_model_len=120)
+        sched.lockstep_from = lockstep_from
+        requests = [
+            request(name, max_tokens=count, max_model_len=120) for name, count in lengths.items()
+        ]
+        for one in requests:
+            sched.add(one)
+        tokens: dict[str, list[int]] = {name: [] for name in lengths}
+        columns = 0
+        for turn in range(100):
+            plan = sched.schedule()
+            if plan is None:
+                break
+            # "d" ends by its stop token.
+            sampled = [
+                0 if row.sequence_id == "d" and turn == 80 else turn + 10 * ord(row.sequence_id)
+                for row in plan.rows
+            ]
+            rows: abc.Sequence[RowResult] = [
+                RowResult(row.sequence_id, (token,))
+                for row, token in zip(plan.rows, sampled, strict=True)
+            ]
+            if isinstance(plan.rows, PlanRows):
+                columns += 1
+                given = TokenRows(plan.rows, np.array(sampled), range(len(sampled)))
+                assert list(given) == rows
+                assert [given[index] for index in range(len(given))] == rows
+                assert [plan.rows[index] for index in range(len(given))] == list(plan.rows)
+                rows = given
+            for update in sched.update(StepResult(plan.step_id, rows)):
+                tokens[update.sequence_id].extend(update.new_token_ids)
+        sched.check()
+        assert sched.pool.num_used == 0
+        assert tokens == {one.sequence_id: one.output_token_ids for one in requests}
+        outcomes.append((tokens, [(one.finish_reason, one.num_computed) for one in requests]))
+        in_lockstep.append(columns)
+    assert outcomes[0] == outcomes[1]
+    assert {name: len(found) for name, found in outcomes[0][0].items()} == {**lengths, "d": 81}
+    assert (in_lockstep[0] > 80, in_lockstep[1]) == (True, 0)
+
+
+def test_results_of_rows_in_lockstep_must_fit_their_plan() -> None:
+    sched = scheduler()
+    sched.lockstep_from = 1
+    sched.add(request("a"))
+    answer(sched, planned(sched))
+    assert isinstance(planned(sched).rows, PlanRows)
+    with pytest.raises(AssertionError, match=r"results of \['b'\] where the plan has \['a'\]"):
+        sched.update(StepResult(1, (RowResult("b", (5,)),)))

@@ -75,7 +75,7 @@ def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(1, 16)),
         max_model_len=draw(st.integers(12 if scarce else 2, 28)),
-        max_repeat=draw(st.integers(1, 4)),
+        max_repeat=draw(st.sampled_from([1, 1, 2, 3, 4])),
         num_swap_blocks=draw(st.sampled_from([0, 0, 3, 8, 100])),
     )
     priorities = draw(st.sampled_from([(0,), (0, 1), (-2, 0, 7)]))
@@ -97,6 +97,8 @@ def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
     )
     runner = FakeRunner(config, cache_config, stops_on_device=draw(st.booleans()))
     scheduler = Scheduler(config, cache_config)
+    # As few rows are planned one by one unless they are told not to be.
+    scheduler.lockstep_from = draw(st.sampled_from([1, 2, 48]))
     # A server's budgets follow from what steps took, and from step to step it decides anew whether
     # to plan one behind that in flight.
     budgets = draw(st.just([None]) | st.lists(BUDGETS, min_size=1, max_size=4))
