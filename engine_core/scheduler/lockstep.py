@@ -46,6 +46,7 @@ class Lockstep:
         self._counts = np.zeros((9, num_rows), dtype=np.int64)
         self.scheduled, self.length, self.bound, self.due, *others = self._counts
         self._limit, self._written, self._cached, self._preempted, self._last_step = others
+        # None while it is to be found anew.
         self._order: _Ints | None = np.zeros(0, dtype=np.int64)
 
     @property

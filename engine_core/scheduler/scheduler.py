@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, abc, deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import repeat
 from operator import attrgetter
 
 import numpy as np
@@ -187,7 +188,7 @@ class Scheduler:
             a loop.
     """
 
-    lockstep_from = 48
+    lockstep_from = 96
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         self.config = config
@@ -285,7 +286,9 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run before a result or a sequence arrives."""
         lockstep = self._lockstep
-        if self.repeat_limit > 1 or len(self._running) < self.lockstep_from:
+        if lockstep.order.size and (
+            self.repeat_limit > 1 or len(self._running) < self.lockstep_from
+        ):
             lockstep.leave(lockstep.order)
         draft = _Draft(0, 0, 0, self.repeat_limit)
         if lockstep.order.size:
@@ -309,7 +312,7 @@ class Scheduler:
             if planned < len(running) and running[planned] is first:
                 planned += 1  # preempted a moment ago, and back already
         self._continue_running(running[planned:], draft)
-        if not draft.singles and not draft.chunks and not lockstep.can_advance():
+        if not (draft.singles or draft.chunks or (lockstep.order.size and lockstep.can_advance())):
             return None
         repeat = self._allocate_ahead(draft)
         return self._submit(draft, repeat)
@@ -716,7 +719,7 @@ class Scheduler:
         }
         if self.repeat_limit == 1 and len(self._running) >= self.lockstep_from:
             self._join_lockstep(draft)
-        ids, numbers, starts = self._lockstep.advance(step_id)
+        members = self._lockstep.advance(step_id) if self._lockstep.order.size else None
         rows = []
         # On a GPU programs begin in the order of the rows: those with the most to read go first, so
         # that none of them is left alone at the end.
@@ -744,7 +747,8 @@ class Scheduler:
             sequence.last_step = step_id
             sequences.append(sequence)
         all_rows: abc.Sequence[PlanRow] = tuple(rows)
-        if ids:
+        if members is not None and members[0]:
+            ids, numbers, starts = members
             places = np.empty(self.config.max_num_seqs, dtype=np.int64)
             places[numbers] = np.arange(len(ids))
             grown: dict[int, _Blocks] = {}
@@ -852,12 +856,11 @@ class Scheduler:
             self._note_computed(sequence)
         lockstep.due[due] = [self._due(sequence) for sequence in lockstep.owners[due].tolist()]
         names = np.array(ids, dtype=object)[plain].tolist() if noted.size else ids
-        updates = [
-            _new(TokenUpdate, (name, (token,), None, None, None, None, None, hits, times))
-            for name, token, hits, times in zip(
-                names, tokens[plain].tolist(), cached, preempted, strict=True
-            )
-        ]
+        # Without a function of Python's for each row.
+        none = repeat(None)
+        new = zip(tokens[plain].tolist(), strict=True)
+        fields = zip(names, new, none, none, none, none, none, cached, preempted, strict=False)
+        updates = list(map(_new, repeat(TokenUpdate), fields))
         left = numbers[noted]
         lockstep.leave(left[lockstep.live[left]])
         for index in noted.tolist():

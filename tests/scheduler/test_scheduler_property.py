@@ -98,7 +98,7 @@ def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
     runner = FakeRunner(config, cache_config, stops_on_device=draw(st.booleans()))
     scheduler = Scheduler(config, cache_config)
     # As few rows are planned one by one unless they are told not to be.
-    scheduler.lockstep_from = draw(st.sampled_from([1, 2, 48]))
+    scheduler.lockstep_from = draw(st.sampled_from([1, 2, 96]))
     # A server's budgets follow from what steps took, and from step to step it decides anew whether
     # to plan one behind that in flight.
     budgets = draw(st.just([None]) | st.lists(BUDGETS, min_size=1, max_size=4))
