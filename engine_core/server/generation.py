@@ -357,6 +357,7 @@ class Generation:
         writer.on_resume(resume)
         try:
             for stream, listener in zip(self._streams, listeners, strict=True):
+                stream.wrote()  # what was taken before
                 stream.listen(listener)
             await ended
         finally:
