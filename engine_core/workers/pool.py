@@ -158,7 +158,12 @@ class WorkerPool:
                     current.close()
                 # Its start is waited for below, without the lock.
                 current = self._template = _Template(self._what, self._setup)
-        current.wait_ready()
+        try:
+            current.wait_ready()
+        except WorkerError:
+            with self._lock:
+                self._check_open()  # it was ended meanwhile
+            raise
         return current
 
     def _run(self, function: str, arguments: tuple[Any, ...]) -> Any:

@@ -959,14 +959,15 @@ def test_with_the_real_server(smollm2_server, open_page):
     assert shown["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
     # The server's own words about a value that only it refuses.
-    page.fill("[name=top_p]", "0")
+    page.fill("[name=top_k]", str(2**31))
     ask(page, "Again")
-    expect(page.locator("#alert")).to_contain_text("top_p")
+    expect(page.locator("#alert")).to_contain_text("top_k")
     expect(page.locator("#prompt")).to_have_value("Again")
 
     # Stopped, the request is the engine's no more: long before its hundred tokens are made.
     page.get_by_role("button", name="New conversation", exact=True).first.click()
-    for name, value in {"system": "", "temperature": "0", "top_p": "", "max_tokens": "400"}.items():
+    values = {"system": "", "temperature": "0", "top_p": "", "top_k": "", "max_tokens": "400"}
+    for name, value in values.items():
         page.fill(f"[name={name}]", value)
     ask(page, "Count from 1 to 1000.")
     expect(page.locator(".answer.streaming .prose")).not_to_be_empty(timeout=30_000)
