@@ -173,10 +173,13 @@ class _Graphs(ABC):
         """Capture one more step that is likely to be needed.
 
         Returns:
-            False if there is none left, or too little memory, or one could not be captured.
+            False if there is none left, or too little memory, or one could not be captured. Last of
+            all, the kernels of steps without a graph are compiled.
         """
         key = next((key for key in self._expected if key not in self._graphs), None)
-        self._complete = self._complete or key is None
+        if key is None and not self._complete:
+            self._complete = True
+            self._compile_others()
         if key is None or not self._state.ahead:
             return False
         free = _free_memory(self._device)
@@ -233,6 +236,10 @@ class _Graphs(ABC):
             f"{self._describe(key)} could not be captured as a CUDA graph: {type(error).__name__}: "
             f"{error}; with eager=True (--eager) nothing is captured"
         )
+
+    @abstractmethod
+    def _compile_others(self) -> None:
+        """Run what no graph is captured for beforehand, so that no request waits for a compile."""
 
     @abstractmethod
     def _make(self, key: GraphKey) -> Captured:
@@ -309,17 +316,9 @@ class DecodeGraphs(_Graphs):
         self._turn = 0
         # Those whose tensors the adjusted graphs have captured.
         self._adjustments: Adjustments | None = None
-        self._compiled = False
 
-    def capture_next(self) -> bool:
-        """See above; last of all the kernels of adjusted choice are compiled."""
-        more = super().capture_next()
-        if self._complete and not self._compiled:
-            self._compiled = True
-            self._compile_adjusted()
-        return more
-
-    def _compile_adjusted(self) -> None:
+    def _compile_others(self) -> None:
+        # Those of adjusted choice, which is made by the logits until it is captured.
         logits = self._graphs[self._keys[Choice.GREEDY][0]].logits
         assert logits is not None, "greedy steps keep their logits"
 
@@ -511,6 +510,9 @@ class GraphSteps(_Graphs):
         # The largest of the others first: what comes after reuses its memory.
         super().__init__(state, at_start=expected[:1], later=sorted(expected[1:], reverse=True))
         self._max_tokens = max_tokens
+        rows = min(3, state.steps.max_rows)
+        sizes = [min(tokens, max_num_batched_tokens) for tokens in (250, 2050)]
+        self._odd = [GraphKey(rows + tokens, rows, rows) for tokens in sizes]
 
     def fit(self, key: GraphKey) -> GraphKey | None:
         """The captured step that holds one of this shape; None if it is to run without a graph."""
@@ -559,10 +561,18 @@ class GraphSteps(_Graphs):
         return StepOutputs(captured.logits[to_device(where, self._device)])
 
     def _make(self, key: GraphKey) -> Captured:
-        # Padding is all there is in the step that is captured.
-        batch = self._steps.batch((), {}, fit=lambda _: key)
-        numbers = batch.numbers.to(self._device)
+        batch, numbers = self._padding(key)
         return self._capture(lambda: self._step(batch, numbers), numbers)
+
+    def _compile_others(self) -> None:
+        # For odd numbers of tokens kernels are compiled anew.
+        for key in self._odd:
+            self._step(*self._padding(key))
+
+    def _padding(self, key: GraphKey) -> tuple[StepBatch, Tensor]:
+        """A step of this shape in which there is nothing but padding, and its numbers."""
+        batch = self._steps.batch((), {}, fit=lambda _: key)
+        return batch, batch.numbers.to(self._device)
 
     def _describe(self, key: GraphKey) -> str:
         return f"a step of up to {key.tokens} tokens with prompts among them"

@@ -24,7 +24,7 @@ from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.platform import all_to_device, to_device
 from engine_core.runtime.recording import RecordedSteps
 from engine_core.runtime.sampler import REASONS, Sampler, is_hosted, token_logprobs
-from engine_core.runtime.step_batch import Choice, GraphKey, StepOutputs, Steps, StepState
+from engine_core.runtime.step_batch import Choice, StepOutputs, Steps, StepState
 from engine_core.runtime.swap import SwapSpace
 from engine_core.steps import (
     Admission,
@@ -179,9 +179,6 @@ class ModelRunner:
                     self._decode_graphs.capture_at_start()
                     self._graph_steps.capture_at_start()
         self._state_known = capture_at_start
-        # Tokens of prompts in steps that no graph holds. Kernels are compiled anew for odd numbers.
-        most = scheduler_config.max_num_batched_tokens
-        self._uncompiled = [] if self._graph_steps is None else [min(2050, most), min(250, most)]
         # How the last run went, and its tokens, padding included.
         self._ran: tuple[Way, int] = ("eager", 0)
 
@@ -195,16 +192,10 @@ class ModelRunner:
         """
         if not self._state_known or self._forward.watched:
             return False
-        captured = any(
+        return any(
             graphs is not None and graphs.capture_next()
             for graphs in (self._decode_graphs, self._graph_steps)
         )
-        if not captured and self._uncompiled:
-            rows, tokens = min(3, self._state.max_rows), self._uncompiled.pop()
-            batch = self._state.batch((), {}, fit=lambda _: GraphKey(rows + tokens, rows, rows))
-            self._eager_steps.run(batch)
-            return True
-        return captured
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:
