@@ -119,7 +119,7 @@ def profile(llm: LLM, vocab: int, batch: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", help=", ".join(SHAPES))
+    parser.add_argument("models", nargs="*", help=", ".join(PEERS))
     parser.add_argument("--batches", default="1,8,32,128,256")
     parser.add_argument("--no-mix", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -128,7 +128,7 @@ def main() -> None:
     batches = tuple(int(part) for part in arguments.batches.split(","))
     print(torch.cuda.get_device_name(), torch.__version__)
     with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.models or list(SHAPES):
+        for name in arguments.models or list(PEERS):
             start = time.perf_counter()
             with build(name, Path(folder), deterministic=arguments.deterministic) as llm:
                 run = runner(llm)
