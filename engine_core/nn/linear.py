@@ -145,8 +145,11 @@ class UnquantizedLinearMethod(LinearMethod):
             head_dim = getattr(layer, "head_dim", None)
             if head_dim != getattr(layer, "v_head_dim", None):
                 return "heads of values have another size"
-            if epilogue.q_norm is not None and not fits_head_norms(head_dim or 0):
-                return "tiles do not make up a head, which a norm of q and k needs whole"
+            if epilogue.q_norm is not None:
+                if not fits_head_norms(1, head_dim or 0):
+                    return "tiles do not make up a head, which a norm of q and k needs whole"
+                if not fits_head_norms(call.rows, head_dim or 0):
+                    return "for so many rows the norms of q and k are faster alone"
             return None if has_kernel(*shape, deterministic=deterministic) else _NEEDS_CUBLAS
         if deterministic:
             return _NEEDS_ALONE

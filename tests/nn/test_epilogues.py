@@ -168,7 +168,8 @@ BLOOM = [
         ("llama", 96, [*FEW[:4], "linear_add_norm"]),
         ("llama", 300, MANY),
         ("qwen2", 32, FEW),
-        ("qwen3", 32, FEW),
+        ("qwen3", 16, FEW),
+        ("qwen3", 32, ["linear", "rotary_store", *FEW[1:]]),
         ("biases", 32, FEW),
         ("bloom", 96, BLOOM),
     ],
@@ -427,7 +428,7 @@ def test_fusions_are_listed_by_kind_of_layer() -> None:
             lambda: RMSNorm(HIDDEN, 1e-5),
         )
     first, *_ = fusions(normed, H200, torch.bfloat16)
-    assert (first.epilogue, first.rows) == ("norms, rotation and storing", "1-256")
+    assert (first.epilogue, first.rows) == ("norms, rotation and storing", "1-16")
     first, *_ = fusions(ragged, H200, torch.bfloat16)
     assert (first.rows, "do not make up a head" in str(first.reason)) == ("", True)
     first, *_, up = fusions(wide, H200, torch.bfloat16)

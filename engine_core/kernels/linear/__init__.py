@@ -262,7 +262,8 @@ def linear_rotary_store(
     tile = None
     # Without a rotation more rows have their heads normalised by rms_norm, which adds up otherwise.
     alike = cos is not None or not deterministic
-    fits = q_weight is None or (alike and fits_head_norms(head_dim))
+    rows = values.numel() // values.shape[-1]
+    fits = q_weight is None or (alike and fits_head_norms(rows, head_dim))
     if fits and _rotates_and_stores(values, cos, sin, k_cache, v_cache, slot_mapping):
         tile = _tile(values, weight, gated=False, deterministic=deterministic)
     if tile is not None:
@@ -302,9 +303,13 @@ def has_kernel(
     return dtype in _SIXTEEN_BITS and tiles.choose_tile(rows, n, k, gated, gpu) is not None
 
 
-def fits_head_norms(head_dim: int) -> bool:
-    """Whether norms of heads can be part of :func:`linear_rotary_store`: tiles make up a head."""
-    return head_dim & (head_dim - 1) == 0
+def fits_head_norms(rows: int, head_dim: int) -> bool:
+    """Whether norms of heads are part of :func:`linear_rotary_store`: tiles make up a head.
+
+    The last program of a head normalises all of its rows, so that beyond 16 rows a launch of its
+    own is faster (by 3% of a step of 32 rows of Qwen3 8B).
+    """
+    return head_dim & (head_dim - 1) == 0 and rows <= 16
 
 
 def has_gated_kernel(rows: int, n: int, k: int, gpu: GPU | None) -> bool:
