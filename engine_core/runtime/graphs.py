@@ -512,24 +512,31 @@ class GraphSteps(_Graphs):
         self._max_tokens = max_tokens
         rows = min(3, state.steps.max_rows)
         sizes = [min(tokens, max_num_batched_tokens) for tokens in (250, 2050)]
-        self._odd = [GraphKey(rows + tokens, rows, rows) for tokens in sizes]
+        decode = _DECODE_ROWS_BESIDE[0]
+        self._odd = [GraphKey(decode + tokens, decode, rows) for tokens in sizes]
 
-    def fit(self, key: GraphKey) -> GraphKey | None:
-        """The captured step that holds one of this shape; None if it is to run without a graph."""
+    def fit(self, key: GraphKey) -> tuple[GraphKey, bool]:
+        """The captured step that holds one of this shape, and True.
+
+        Or a step for the model itself, and False. It has as many decoding rows as steps that were
+        captured, since attention has kernels by their number, which would be compiled now.
+        """
         own = self._own_shape(key)
-        if own in self._graphs or (own is not None and not self._complete):
-            return own
+        if own is not None and (own in self._graphs or not self._complete):
+            return own, True
         prompts = key.tokens - key.decode_rows
-        return min(
-            (
-                held
-                for held in self._graphs
-                if held.decode_rows >= key.decode_rows
-                and held.prefill_rows >= key.prefill_rows
-                and held.tokens - held.decode_rows >= prompts
-            ),
-            default=None,
-        )
+        holding = [
+            held
+            for held in self._graphs
+            if held.decode_rows >= key.decode_rows
+            and held.prefill_rows >= key.prefill_rows
+            and held.tokens - held.decode_rows >= prompts
+        ]
+        if holding:
+            return min(holding), True
+        decode = next((size for size in (0, *_DECODE_ROWS_BESIDE) if size >= key.decode_rows), None)
+        decode = key.decode_rows if decode is None else decode
+        return GraphKey(decode + prompts, decode, key.prefill_rows), False
 
     def _own_shape(self, key: GraphKey) -> GraphKey | None:
         """The closest shape that a step of this one is captured for by need; None for none."""
@@ -571,7 +578,7 @@ class GraphSteps(_Graphs):
 
     def _padding(self, key: GraphKey) -> tuple[StepBatch, Tensor]:
         """A step of this shape in which there is nothing but padding, and its numbers."""
-        batch = self._steps.batch((), {}, fit=lambda _: key)
+        batch = self._steps.batch((), {}, fit=lambda _: (key, True))
         return batch, batch.numbers.to(self._device)
 
     def _describe(self, key: GraphKey) -> str:

@@ -220,7 +220,7 @@ class StepState:
         rows: Sequence[PlanRow],
         known: Mapping[int, KnownRow],
         choice: Choice | None = None,
-        fit: Callable[[GraphKey], GraphKey | None] | None = None,
+        fit: Callable[[GraphKey], tuple[GraphKey, bool]] | None = None,
     ) -> StepBatch:
         """A batch of any rows.
 
@@ -228,7 +228,8 @@ class StepState:
             rows: decode rows first.
             known: the host's state of each row of the persistent batch.
             choice: see :class:`StepBatch`.
-            fit: gives the shape to pad to, from that of the rows; None for none.
+            fit: gives the shape to pad to, from that of the rows, and whether a captured step has
+                it; None for no padding.
         """
         given = np.array(
             [(row.row, row.start, row.num_tokens, row.sample) for row in rows], dtype=np.int64
@@ -237,9 +238,7 @@ class StepState:
         longer = np.flatnonzero(lengths_of != 1)
         num_decode = int(longer[0]) if longer.size else len(rows)
         own = GraphKey(int(lengths_of.sum()), num_decode, len(rows) - num_decode)
-        key = None if fit is None else fit(own)
-        padded = key is not None
-        key = key or own
+        key, padded = (own, False) if fit is None else fit(own)
         gap = slice(num_decode, key.decode_rows)
         places = np.arange(len(rows))
         places[num_decode:] += key.decode_rows - num_decode

@@ -36,7 +36,7 @@ from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, lar
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.runner import ModelRunner
 from engine_core.runtime.sampler import Sampler
-from engine_core.runtime.step_batch import Choice, StepOutputs, StepState
+from engine_core.runtime.step_batch import Choice, GraphKey, StepOutputs, StepState
 from engine_core.step_context import StepContext
 from engine_core.steps import Admission, PlanRow, StepPlan
 
@@ -322,6 +322,9 @@ def test_prompts_beside_decodes_are_captured_before_they_come(
         assert run(graphs, 1000, 8, 200) is not None
         assert run(graphs, 1000, 33, 100) is None
         assert run(graphs, 1025, 1, 100) is None
+        # Attention meets as many decoding rows as in a captured step, and compiles nothing then.
+        assert graphs.fit(GraphKey(100 + 1025, 100, 1)) == (GraphKey(128 + 1025, 128, 1), False)
+        assert graphs.fit(GraphKey(1025, 0, 9)) == (GraphKey(1025, 0, 9), False)
     assert device.take() == []
 
 
