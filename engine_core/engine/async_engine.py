@@ -322,7 +322,7 @@ class AsyncEngine:
                 seconds at most on a GPU, but minutes for a long prompt of a large model on a CPU.
             max_step_time: seconds that a step should take at most while texts are being generated,
                 which bounds the gap between two of their tokens: prompts that come meanwhile are
-                computed in pieces. It may be 1.4 times as long while prompts for more than two
+                computed in pieces. It may be 1.4 times as long while prompts for more than 2.5
                 steps wait. None for 0.03 on a GPU and 0.25 on a CPU.
             warm_up: whether to capture all likely steps as CUDA graphs first, so that no request
                 waits for a capture, and to time some steps; otherwise the engine captures while it

@@ -16,9 +16,15 @@ from engine_core.steps import StepPlan
 # Steps of a size that are remembered, and how many of them are believed before the other sizes.
 _REMEMBERED = 15
 _TELLING = 3
-# How often as long as its decoding rows need a step may be while prompts for more than two steps
-# wait: else these would hardly get on where many rows alone take as long as a step should.
+# Prompts for more steps than these are many. A step may then be so often as long as its decoding
+# rows need: else prompts would hardly get on where rows alone take as long as a step should.
+_BACKLOG_STEPS = 2.5
 _BACKLOG_ROWS = 3
+# Where attention makes even a step with the fewest tokens too long, so many times its attention is
+# allowed for the sake of more tokens.
+_ATTENTION_STRETCH = 1.25
+# The mean number of tokens that those of a prompt attend to, from which on attention to them tells.
+_FAR = 4096
 # Seconds between the submission of a step and the end of the one before it, at least and at most.
 _LEAST_MARGIN, _MOST_MARGIN = 0.0003, 0.05
 
@@ -32,26 +38,41 @@ class StepTimes:
     A step takes something whatever is in it, something for each row that decodes and something for
     each token of a prompt. On a CPU a row costs much, and rows come and go within seconds, so no
     step is taken for one with other rows. A step is as long as the captured one that holds it, so
-    tokens are counted in those sizes.
+    tokens are counted in those sizes. Far into a long prompt attention takes most of a step:
+    something for each pair of a token and one that it attends to. As few tokens as leave a device
+    half empty take as long as those that fill it, since one part of it goes through all that a
+    token attends to.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        """``max_tokens`` are of the prompts of a step, at most."""
+    def __init__(self, max_tokens: int, filling_tokens: int = 1) -> None:
+        """Nothing is known yet.
+
+        Args:
+            max_tokens: of the prompts of a step, at most.
+            filling_tokens: tokens of a prompt whose attention keeps the whole device busy.
+        """
         self._sizes = chunk_sizes(max_tokens)
+        self._filling_tokens = filling_tokens
         # Seconds, rows and tokens by the binary digits of the rows and by size: 0 rows without any
         # that decodes, size 0 for decode steps. Then their medians.
         self._seen: defaultdict[tuple[int, int], deque[_Taken]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED)
         )
         self._medians: dict[tuple[int, int], _Taken] = {}
-        self._fixed = self._a_row = 0.0
+        self._fixed = self._a_row = self._a_pair = 0.0
+        self._pairs_seen: deque[float] = deque(maxlen=_REMEMBERED)
         self._a_token: float | None = None  # None before there was a step of both kinds
 
     def add(self, plan: StepPlan, seconds: float) -> None:
         """Take note of a step that took ``seconds``, all its repeats together."""
-        rows, size, tokens = self._kind(plan)
+        rows, size, tokens, pairs = self._kind(plan)
         # Without a graph nothing is padded: a step much smaller than its size says little of it.
         if 8 * tokens < 7 * size:
+            return
+        if pairs > _FAR * size > 0:
+            if self._a_token is not None:
+                self._pairs_seen.append((seconds - self._on_line(rows, size)) / pairs)
+                self._a_pair = max(0.0, median(self._pairs_seen))
             return
         key = rows.bit_length(), size
         seen = self._seen[key]
@@ -65,22 +86,28 @@ class StepTimes:
 
     def expect(self, plan: StepPlan) -> float | None:
         """Seconds that a step will hardly fall below; None if nothing is known of such steps."""
-        rows, size, _ = self._kind(plan)
+        rows, size, _, pairs = self._kind(plan)
+        attention = self._a_pair * pairs
         seen = self._seen.get((rows.bit_length(), size), ())
         if len(seen) >= _TELLING:
             taken = sorted(each + self._a_row * (rows - count) for each, count, _ in seen)
-            return plan.repeat * taken[len(taken) // 5]
-        return None if self._a_token is None else plan.repeat * self._on_line(rows, size)
+            return plan.repeat * (taken[len(taken) // 5] + attention)
+        if self._a_token is None:
+            return None
+        return plan.repeat * (self._on_line(rows, size) + attention)
 
     def of_rows(self, rows: int) -> float:
         """Seconds of a step with prompts that go to the rows that decode, and to what is fixed."""
         return self._on_line(rows, 0)
 
-    def largest(self, seconds: float, rows: int) -> int | None:
+    def largest(self, seconds: float, rows: int, cached: int = 0) -> int | None:
         """The most tokens of prompts with which a step of so many rows keeps within ``seconds``.
 
-        It is the smallest size if none does; None if no step with decoding rows and prompts was
-        seen.
+        Where the smallest size takes longer, the most that a quarter more of its attention's time
+        allows. ``cached`` are the tokens before those of the prompt.
+
+        Returns:
+            None if no step with decoding rows and prompts was seen.
         """
         if self._a_token is None:
             return None
@@ -91,6 +118,10 @@ class StepTimes:
             if len(self._seen.get(key, ())) >= _TELLING:
                 each, count, _ = self._medians[key]
                 taken = each + self._a_row * (rows - count)
+            attention = self._a_pair * self._pairs(size, cached)
+            if size == best:
+                seconds = max(seconds, taken + _ATTENTION_STRETCH * attention)
+            taken += attention
             if taken <= seconds:
                 best = size
         return best
@@ -118,11 +149,22 @@ class StepTimes:
         self._fixed = max(0.0, median(y - a_token * x for x, y in points))
         self._a_token = a_token
 
-    def _kind(self, plan: StepPlan) -> tuple[int, int, int]:
-        """The rows that decode, the size of the prompts, and their tokens."""
-        chunks = [row.num_tokens for row in plan.others if row.num_tokens > 1]
-        rows, tokens = len(plan.rows) - len(chunks), sum(chunks)
-        return rows, self._sizes[bisect_left(self._sizes, tokens)] if chunks else 0, tokens
+    def _pairs(self, tokens: int, cached: int) -> float:
+        """Pairs that take as long as attention of a prompt's tokens behind ``cached`` ones."""
+        return max(tokens, self._filling_tokens) * (cached + tokens / 2)
+
+    def _kind(self, plan: StepPlan) -> tuple[int, int, int, float]:
+        """The rows that decode, the size of the prompts, their tokens, and pairs of attention."""
+        chunks = [row for row in plan.others if row.num_tokens > 1]
+        if not chunks:
+            return len(plan.rows), 0, 0, 0.0
+        tokens = sum(row.num_tokens for row in chunks)
+        pairs = max(
+            max(self._pairs(row.num_tokens, row.start) for row in chunks),
+            sum(row.num_tokens * (row.start + row.num_tokens / 2) for row in chunks),
+        )
+        size = self._sizes[bisect_left(self._sizes, tokens)]
+        return len(plan.rows) - len(chunks), size, tokens, pairs
 
 
 class Pacing:
@@ -141,17 +183,18 @@ class Pacing:
       that whoever arrives until then is in it: sooner by what the host's work for a step has taken,
       and by a margin that doubles whenever the device had to wait, and then shrinks slowly. A step
       in which rows decode computes as many tokens of prompts as keep it within ``max_step_time``,
-      by what a row and a token of a prompt took of late. While prompts for more than two such
+      by what a row and a token of a prompt took of late. While prompts for more than 2.5 such
       steps wait it may take ``backlog_stretch`` times as long, or three times what the rows need
       if that is more. Figures are in benchmarks/notes/serving.md.
 
     Args:
-        scheduler: asked for plans; its ``repeat_limit`` and ``prompt_budgets`` are set here.
+        scheduler: asked for plans; its ``repeat_limit`` and ``prompt_budget`` are set here.
         depth: steps that may be queued offline before the first result is read; 0 where a step is
             done when it is submitted.
         max_step_time: seconds that a step with decoding rows should take at most; None offline.
-        backlog_stretch: how often as long a step may take while prompts for more than two wait.
+        backlog_stretch: how often as long a step may take while prompts for more than 2.5 wait.
         first_budget: tokens of prompts in such a step before any was seen.
+        filling_tokens: as of :class:`StepTimes`.
         clock: seconds since some moment.
 
     Attributes:
@@ -166,6 +209,7 @@ class Pacing:
         max_step_time: float | None = None,
         backlog_stretch: float = 1.4,
         first_budget: int = 512,
+        filling_tokens: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._serving = max_step_time is not None
@@ -175,13 +219,13 @@ class Pacing:
         self._scheduler = scheduler
         self._clock = clock
         scheduler.repeat_limit = 1
-        scheduler.prompt_budgets = self._prompt_budgets if self._serving else None
+        scheduler.prompt_budget = self._prompt_budget if self._serving else None
         self._first_budget = first_budget
         # Steps in a row that were done early, or had to be waited for, before the replays change.
         self._early_steps, self._waiting_steps = (32, 1) if self._serving else (4, 64)
         self._early = 0
         self._waits = 0
-        self._times = StepTimes(scheduler.config.max_num_batched_tokens)
+        self._times = StepTimes(scheduler.config.max_num_batched_tokens, filling_tokens)
         self._last_end = 0.0
         self._host_seconds = 0.0
         self._margin = _LEAST_MARGIN
@@ -251,12 +295,14 @@ class Pacing:
             return
         self._times.add(plan, self._last_end - begin)
 
-    def _prompt_budgets(self, rows: int) -> tuple[int, int]:
-        """Tokens of prompts beside so many rows: in a step, and in one while many wait."""
+    def _prompt_budget(self, rows: int, tokens: int, cached: int) -> int:
+        """Tokens of prompts in a step beside so many rows, as :attr:`Scheduler.prompt_budget`."""
         times, limit = self._times, self._max_step_time
+        budget = times.largest(limit, rows, cached) or self._first_budget
+        if tokens <= _BACKLOG_STEPS * budget:
+            return budget
         stretched = max(self._backlog_stretch * limit, _BACKLOG_ROWS * times.of_rows(rows))
-        first = self._first_budget
-        return times.largest(limit, rows) or first, times.largest(stretched, rows) or first
+        return max(budget, times.largest(stretched, rows, cached) or 0)
 
 
 __all__ = ["Pacing", "StepTimes"]

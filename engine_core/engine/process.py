@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_core.engine.core import EngineCore
+    from engine_core.runtime.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ _SPARE_SECONDS = 0.001
 # cores of a CPU need 250 ms for prompts to get on at all.
 _STEP_SECONDS = {"cpu": 0.25, "cuda": 0.03}
 _FIRST_BUDGET = {"cpu": 128, "cuda": 512}
-# How often as long a step may take while prompts for more than two wait. Simulated with Poisson
+# How often as long a step may take while prompts for more than 2.5 wait. Simulated with Poisson
 # arrivals on an H200: at 32 requests a second 1.4 takes the first token's 99th percentile from 252
 # to 202 ms; at 16, where prompts seldom wait, that of the gaps stays. On a CPU a step of one row
 # costs as much as 33 tokens of a prompt and each further row as 1.6: fewer steps are less work.
@@ -417,6 +418,19 @@ def main(
     sys.exit(1)
 
 
+def _filling_tokens(source: ModelSource, config: EngineConfig) -> int:
+    """Tokens of a prompt whose attention keeps the device busy: a tile of 128 pairs of a token and
+    a head for each multiprocessor of a GPU.
+    """
+    if source.device.type != "cuda":
+        return 1
+    from engine_core.kernels.gpu import gpu_of
+
+    gpu = gpu_of(source.device)
+    heads = max(1, source.model_config.num_attention_heads // config.tensor_parallel_size)
+    return 128 * gpu.num_multiprocessors // heads if gpu is not None else 1
+
+
 def _serve(
     links: _Links,
     model: str,
@@ -454,6 +468,7 @@ def _serve(
             max_step_time=max_step_time or _STEP_SECONDS[kind],
             backlog_stretch=_BACKLOG_STRETCH[kind],
             first_budget=_FIRST_BUDGET[kind],
+            filling_tokens=_filling_tokens(source, config),
         ),
         beside=True,
     )

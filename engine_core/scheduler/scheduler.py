@@ -173,10 +173,11 @@ class Scheduler:
         pool: their blocks.
         repeat_limit: how often a plan may be replayed now; its user may lower it from
             ``config.max_repeat`` and raise it again.
-        prompt_budgets: from the number of rows that decode in a step to the tokens of prompts
-            beside them, at most: as a rule, and while prompts for more than two such steps wait.
-            Its user may change it between steps. None for ``config.max_num_batched_tokens`` in
-            every step, which makes the plans of equal runs equal. Where it holds, a prompt that
+        prompt_budget: tells how many tokens of prompts a step in which rows decode computes at
+            most, from the number of these rows, the tokens of prompts that wait to be computed
+            (counted up to three full steps) and the most that is in the cache of one of these
+            prompts. Its user may change it between steps. None for the most that the config allows
+            in every step, which makes the plans of equal runs equal. Where it holds, a prompt that
             takes several steps leaves half of what there is to those behind it, so that a short
             one need not wait for the end of a long one.
         prefix_cache_queries: tokens of sequences that got their first row, looked up in the cache.
@@ -196,7 +197,7 @@ class Scheduler:
         self.groups = open_groups(cache)
         self.pool = self.groups[0].pool
         self.repeat_limit = config.max_repeat
-        self.prompt_budgets: abc.Callable[[int], tuple[int, int]] | None = None
+        self.prompt_budget: abc.Callable[[int, int, int], int] | None = None
         self._key_size = cache.block_size
         self._prefix_caching = cache.enable_prefix_caching
         self._no_blocks: _Blocks = ((),) * len(self.groups)
@@ -459,22 +460,24 @@ class Scheduler:
         limit = self.config.max_num_batched_tokens
         # Without prompts nothing is asked of the budget, and looking at all rows would cost a
         # decode step of 1,024 rows a tenth of its host time.
-        if self.prompt_budgets is None or not (self._waiting or self._had_chunks):
+        if self.prompt_budget is None or not (self._waiting or self._had_chunks):
             return limit, 0
         left = [len(r.token_ids) + r.num_pending - r.num_scheduled for r in running]
-        chunked = [count for count in left if count > 1]
-        prompts, tokens = len(chunked), sum(chunked)
+        begun = [
+            (count, r.num_scheduled) for count, r in zip(left, running, strict=True) if count > 1
+        ]
+        prompts, tokens = len(begun), sum(count for count, _ in begun)
         decoding = left.count(1) + self._lockstep.order.size
-        budget, for_many = self.prompt_budgets(decoding) if decoding else (limit, limit)
         if self._waiting and self._waiting[0] is not self._blocked:
             prompts += len(self._waiting)
             for sequence in self._waiting:
-                if tokens > 2 * budget:
+                if tokens > 3 * limit:
                     break
                 tokens += len(sequence.token_ids)
-        if tokens > 2 * budget:
-            budget = max(budget, for_many)
-        return min(limit, budget), prompts
+        if not decoding:
+            return limit, prompts
+        cached = max((start for _, start in begun), default=0)
+        return min(limit, self.prompt_budget(decoding, tokens, cached)), prompts
 
     def _continue_running(self, sequences: abc.Sequence[Sequence], draft: _Draft) -> None:
         """Plan running sequences, which are given by rank."""

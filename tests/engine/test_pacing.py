@@ -28,10 +28,11 @@ def prefill(tokens: int = 5, *, decoding: bool = False) -> StepPlan:
     return StepPlan(0, rows if decoding else rows[1:])
 
 
-def budgets(sched: Scheduler, rows: int = 1) -> tuple[int, int]:
+def budgets(sched: Scheduler, rows: int = 1, cached: int = 0) -> tuple[int, int]:
     """Tokens of prompts beside so many rows, as a rule and while many prompts wait."""
-    assert sched.prompt_budgets is not None
-    return sched.prompt_budgets(rows)
+    budget = sched.prompt_budget
+    assert budget is not None
+    return budget(rows, 1, cached), budget(rows, 10**6, cached)
 
 
 def run(pacing: Pacing, sched: Scheduler, early: list[bool]) -> int:
@@ -200,6 +201,45 @@ def test_rows_that_need_the_whole_step_leave_twice_that_to_prompts_when_many_wai
     assert budgets(sched, 1) == (64, 128)
 
 
+class LongContexts(Clock):
+    """Attention adds a nanosecond a pair, and for less than 512 tokens as much as for 512."""
+
+    def run_far(self, pacing: Pacing, tokens: int, cached: int) -> float:
+        """A step far into a prompt; returns its seconds."""
+        rows = (PlanRow("a", 0, 5, 1, ((),), True), PlanRow("b", 1, cached, tokens, ((1,),), True))
+        submitted = self.now
+        attention = 1e-9 * max(tokens, 512) * (cached + tokens / 2)
+        self.now += self.decode_seconds + self.token_seconds * tokens + attention
+        pacing.finished(StepPlan(0, rows), submitted, early=False)
+        return self.now - submitted
+
+
+def test_far_into_a_long_prompt_a_step_has_tokens_for_what_attention_leaves() -> None:
+    sched = scheduler()
+    clock = LongContexts(20e-6)
+    pacing = Pacing(sched, 2, max_step_time=0.03, filling_tokens=512, clock=clock)
+    for _ in range(5):
+        clock.run(pacing, decode(1))
+        clock.run(pacing, prefill(400, decoding=True))
+    assert sched.prompt_budget is not None
+    assert budgets(sched) == (1024, 1792)
+    cached, longest = 0, 0.0
+    while cached < 100_000:
+        tokens = sched.prompt_budget(1, 100_000 - cached, cached)
+        longest = max(longest, clock.run_far(pacing, tokens, cached))
+        cached += tokens
+    # 64 tokens take 57 ms at the end, and 512, which take 66, are eight times as many.
+    assert budgets(sched, cached=100_000) == (512, 512)
+    assert 0.064 < longest < 0.068
+    # 25 ms are for 20 us a token and attention: 12.8 and 10.2 ms, and 7.7 more a further 384.
+    assert budgets(sched, cached=20_000) == (512, 896)
+    # 1,792 tokens that attend to each other alone need 1.6 ms for that.
+    assert budgets(sched) == (1024, 1536)
+    plan = StepPlan(0, (PlanRow("a", 0, 5, 1, ((),), True), PlanRow("b", 1, 60_000, 512, (), True)))
+    expected = 0.005 + 512 * 20e-6 + 512 * 60_256e-9
+    assert pacing.spare(plan, clock.now) == pytest.approx(expected, rel=0.03)
+
+
 def test_a_step_with_other_rows_than_before_is_expected_to_take_longer_or_shorter() -> None:
     sched = scheduler()
     clock = SlowClock(0.00072)
@@ -266,4 +306,4 @@ def test_offline_every_step_has_the_same_budget() -> None:
     for _ in range(9):
         clock.run(pacing, decode(1))
         clock.run(pacing, prefill(400, decoding=True))
-    assert sched.prompt_budgets is None
+    assert sched.prompt_budget is None

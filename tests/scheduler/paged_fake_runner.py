@@ -414,7 +414,9 @@ class Workload:
         while turn <= last_arrival or self.scheduler.has_unfinished() or self.runner.flight:
             self._events(turn)
             budgets = self.budgets[turn % len(self.budgets)]
-            self.scheduler.prompt_budgets = budgets and (lambda rows, of=budgets: of)
+            self.scheduler.prompt_budget = budgets and (
+                lambda rows, tokens, cached, of=budgets: of[tokens > 2 * of[0]]
+            )
             plan = self.scheduler.schedule()
             self.scheduler.check()
             self._check_first(plan)

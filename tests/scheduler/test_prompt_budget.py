@@ -28,16 +28,16 @@ def add(
     return request
 
 
-def budgets(usual: int, for_many: int) -> Callable[[int], tuple[int, int]]:
-    """The same budgets beside any number of rows."""
-    return lambda rows: (usual, for_many)
+def budgets(usual: int, for_many: int) -> Callable[[int, int, int], int]:
+    """The same budgets beside any number of rows: the second for prompts of more than two of it."""
+    return lambda rows, tokens, cached: for_many if tokens > 2 * usual else usual
 
 
 def decoding(prompt_budget: int | None = 8) -> Scheduler:
     """A scheduler in which one request decodes."""
     sched = scheduler(max_model_len=512, max_num_batched_tokens=64, num_blocks=400)
     if prompt_budget is not None:
-        sched.prompt_budgets = budgets(prompt_budget, prompt_budget)
+        sched.prompt_budget = budgets(prompt_budget, prompt_budget)
     add(sched, "decoding", 3)
     answer(sched, planned(sched))
     return sched
@@ -67,7 +67,7 @@ def test_prompts_beside_decodes_keep_to_their_budget() -> None:
 
 def test_prompts_that_nobody_decodes_beside_have_the_whole_step() -> None:
     sched = scheduler(max_model_len=512, max_num_batched_tokens=64, num_blocks=400)
-    sched.prompt_budgets = budgets(8, 8)
+    sched.prompt_budget = budgets(8, 8)
     add(sched, "a", 40)
     add(sched, "b", 40)
     assert next_counts(sched) == {"a": 40, "b": 24}
@@ -95,7 +95,7 @@ def test_a_short_prompt_is_not_behind_all_chunks_of_a_long_one() -> None:
 
 def test_prompts_for_more_than_two_steps_have_longer_ones() -> None:
     sched = decoding()
-    sched.prompt_budgets = budgets(8, 12)
+    sched.prompt_budget = budgets(8, 12)
     add(sched, "first", 16)
     assert next_counts(sched) == {"decoding": 1, "first": 8}
     add(sched, "second", 9)
@@ -105,20 +105,26 @@ def test_prompts_for_more_than_two_steps_have_longer_ones() -> None:
     assert [next_counts(sched)["third"] for _ in range(3)] == [12, 8, 4]
 
 
-def test_the_budget_is_asked_for_with_the_rows_that_decode() -> None:
+def test_the_budget_is_asked_for_with_what_a_step_holds() -> None:
+    """The rows that decode, the tokens of prompts that wait, and the most before one of them."""
     sched = decoding()
     asked = []
 
-    def of_rows(rows: int) -> tuple[int, int]:
-        asked.append(rows)
-        return 8 // rows, 8 // rows
+    def of_rows(rows: int, tokens: int, cached: int) -> int:
+        asked.append((rows, tokens, cached))
+        return 8 // rows
 
-    sched.prompt_budgets = of_rows
+    sched.prompt_budget = of_rows
     add(sched, "first", 10)
     assert [next_counts(sched)["first"] for _ in range(2)] == [8, 2]
     add(sched, "second", 6)
-    assert [next_counts(sched)["second"] for _ in range(2)] == [4, 2]
-    assert asked == [1, 1, 2, 2]
+    add(sched, "third", 100)
+    assert next_counts(sched)["second"] == 2
+    assert next_counts(sched)["second"] == 4
+    add(sched, "fourth", 300)
+    add(sched, "fifth", 400)  # three full steps of 64 are many enough
+    assert next_counts(sched)["third"] == 1
+    assert asked == [(1, 10, 0), (1, 2, 8), (2, 106, 0), (2, 102, 2), (3, 398, 2)]
 
 
 def test_the_first_in_rank_goes_on_whatever_the_budget() -> None:
