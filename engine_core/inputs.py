@@ -1,8 +1,9 @@
 """A prompt's family-specific inputs beyond its tokens.
 
 A plugin whose model needs more than token ids and linear positions returns an
-:class:`InputProcessor` from its ``input_processors`` hook. The values are plain sequences or numpy
-arrays: this module, and a plugin's processor, import no torch.
+:class:`InputProcessor` from its ``input_processors`` hook, and one that sees or hears a
+:class:`MediaProcessor`. The values are plain sequences or numpy arrays: this module, and a plugin's
+processor, import no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import struct
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from engine_core.configs import ModelConfig
@@ -29,6 +31,44 @@ def packed_token_ids(token_ids: Sequence[int]) -> array[int]:
     return array("q", struct.pack(f"{len(token_ids)}q", *token_ids))
 
 
+def media_digest(*parts: Any) -> bytes:
+    """A digest of arrays, bytes, text and numbers, in this order, for :class:`MediaItem`."""
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        if hasattr(part, "tobytes") and hasattr(part, "shape"):
+            head, content = f"{part.dtype.str}{part.shape}", part.tobytes()
+        else:
+            head = type(part).__name__
+            content = part if isinstance(part, bytes) else repr(part).encode()
+        digest.update(f"{head} {len(content)} ".encode())
+        digest.update(content)
+    return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """A picture, video or sound of a prompt.
+
+    Attributes:
+        kind: "image", "video" or "audio".
+        digest: of the content and of what it was processed with. Items of equal digests have equal
+            embeddings, which are computed once.
+        span: half-open range of prompt positions. Each takes one of the item's embeddings, in
+            order, in place of its token's.
+        features: named numpy arrays for the model's ``embed_media``.
+    """
+
+    kind: str
+    digest: bytes
+    span: tuple[int, int]
+    features: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_embeddings(self) -> int:
+        """How many embeddings it has."""
+        return self.span[1] - self.span[0]
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessedPrompt:
     """A prompt as the scheduler and the runner need it.
@@ -43,6 +83,8 @@ class ProcessedPrompt:
             a cache block that overlaps one is hashed with the whole span.
         cache_salts: values that enter every block hash of the request. Requests share cached blocks
             only if their salts are equal.
+        media: what the prompt shows besides text, by span; spans are disjoint. A chunk may end
+            inside of one.
     """
 
     token_ids: Sequence[int]
@@ -50,6 +92,7 @@ class ProcessedPrompt:
     token_state: Mapping[str, Any] = field(default_factory=dict)
     atomic_spans: tuple[tuple[int, int], ...] = ()
     cache_salts: tuple[Hashable, ...] = ()
+    media: tuple[MediaItem, ...] = ()
 
 
 @runtime_checkable
@@ -67,4 +110,36 @@ class InputProcessor(Protocol):
 
         Raises:
             RequestError: the prompt is not one that the model can take.
+        """
+
+
+@runtime_checkable
+class MediaProcessor(InputProcessor, Protocol):
+    """An input processor of a family whose prompts may show pictures, videos or sounds.
+
+    Attributes:
+        media_kinds: those that it takes.
+    """
+
+    media_kinds: ClassVar[tuple[str, ...]]
+
+    def process_media(
+        self,
+        token_ids: Sequence[int],
+        media: Mapping[str, Sequence[Any]],
+        options: Mapping[str, Any],
+    ) -> ProcessedPrompt:
+        """The processed prompt, with an item for each of ``media``.
+
+        Args:
+            token_ids: the prompt, in which each item has one placeholder, or as many as it has
+                embeddings.
+            media: by kind, in the order of their placeholders. An image is a PIL image, a uint8
+                array ``[H, W, 3]`` or a mapping of features that the family's processor has made; a
+                video is a list of images or an array ``[F, H, W, 3]``; a sound is an array and its
+                rate.
+            options: settings of the family's processing.
+
+        Raises:
+            RequestError: the prompt, an item or an option is not one that the model can take.
         """

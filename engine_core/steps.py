@@ -92,6 +92,22 @@ class PlanRow(NamedTuple):
     sample: bool
 
 
+class MediaUse(NamedTuple):
+    """One item of a prompt that a chunk touches. Written by the scheduler.
+
+    Attributes:
+        place: of the chunk among the plan's rows.
+        item: index of the item among those of the sequence's prompt.
+        slot: where its embeddings are kept, from the step that computes them until they are freed.
+        encode: whether this step computes them.
+    """
+
+    place: int
+    item: int
+    slot: int
+    encode: bool
+
+
 class _Rows(Sequence[_T_co]):
     """Rows that are made from columns when somebody wants them one by one."""
 
@@ -173,6 +189,8 @@ class StepPlan:
             after every earlier step and before anything of this one. The block may belong to a row
             of this step already.
         swap_in: the same in the other direction, after ``swap_out`` and before the rows run.
+        freed_media: slots of embeddings that are dropped before anything else.
+        media: items that the chunks of this step touch.
     """
 
     step_id: int
@@ -181,6 +199,8 @@ class StepPlan:
     repeat: int = 1
     swap_out: SwapPairs = ()
     swap_in: SwapPairs = ()
+    freed_media: tuple[int, ...] = ()
+    media: tuple[MediaUse, ...] = ()
 
     @property
     def num_tokens(self) -> int:

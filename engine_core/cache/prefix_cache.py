@@ -15,6 +15,7 @@ from hashlib import blake2b
 
 from engine_core.cache.block_pool import NULL_BLOCK, BlockPool
 from engine_core.configs import CacheSpec
+from engine_core.inputs import MediaItem
 
 BlockKey = tuple[bytes, tuple[Hashable, ...]]
 """Digest of the token chain, and the salts."""
@@ -41,6 +42,7 @@ def extend_block_keys(
     *,
     spans: Spans = (),
     salts: tuple[Hashable, ...] = (),
+    media: Sequence[MediaItem] = (),
 ) -> None:
     """Append to ``keys`` those of the full blocks of ``token_ids`` that it does not have yet.
 
@@ -53,6 +55,8 @@ def extend_block_keys(
         block_size: tokens per block.
         spans: the prompt's atomic spans.
         salts: the prompt's cache salts.
+        media: the prompt's items. A block that overlaps one is hashed with its digest and with
+            which of its embeddings the block has.
 
     Raises:
         TypeError: a token is not an integer.
@@ -72,6 +76,10 @@ def extend_block_keys(
             if span_start < start + block_size and start < span_end:
                 span = array("q", (span_start, span_end, *token_ids[span_start:span_end]))
                 chain += span.tobytes()
+        for item in media:
+            if item.span[0] < start + block_size and start < item.span[1]:
+                begin = start - item.span[0]
+                chain += item.digest + array("q", (begin, item.num_embeddings)).tobytes()
         parent = blake2b(chain, digest_size=32).digest()
         keys.append((parent, salts))
 

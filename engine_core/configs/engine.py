@@ -79,6 +79,9 @@ class EngineConfig(FrozenConfig):
     swap_space: Annotated[Bytes, Field(ge=0), _Number] = 0
     """Host memory per rank, like 4GiB, that keeps the KV cache of preempted sequences; with 0 it is
     computed again."""
+    encoder_cache_tokens: Annotated[int, Field(ge=0), _Number] = 16384
+    """Embeddings of pictures, videos and sounds that are kept on the device; also the most that one
+    of them may have."""
     enable_prefix_caching: bool = True
     """Share the cached blocks of equal prompt beginnings."""
     eager: bool = False
@@ -130,6 +133,7 @@ class SchedulerConfig(FrozenConfig):
         max_model_len: tokens of one sequence, prompt and output together.
         max_repeat: how often one plan may be replayed when every row decodes.
         num_swap_blocks: blocks of host memory a cache group, for what preempted sequences held.
+        encoder_cache_tokens: embeddings of pictures, videos and sounds that are kept on the device.
     """
 
     max_num_seqs: int = Field(gt=0)
@@ -137,3 +141,4 @@ class SchedulerConfig(FrozenConfig):
     max_model_len: int = Field(gt=0)
     max_repeat: int = Field(default=1, gt=0)
     num_swap_blocks: int = Field(default=0, ge=0)
+    encoder_cache_tokens: int = Field(default=16384, ge=0)

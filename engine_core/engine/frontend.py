@@ -24,7 +24,12 @@ from engine_core.configs.generation import Recommendation, read_recommendation
 from engine_core.engine.guided import GrammarTrials
 from engine_core.engine.sampling import resolve_sampling
 from engine_core.errors import CheckpointNotFoundError, RequestError
-from engine_core.inputs import InputProcessor, ProcessedPrompt, packed_token_ids
+from engine_core.inputs import (
+    InputProcessor,
+    MediaProcessor,
+    ProcessedPrompt,
+    packed_token_ids,
+)
 from engine_core.steps import (
     CompletionOutput,
     NewSequence,
@@ -55,8 +60,23 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
 
 
-Prompt = str | list[int] | TextPrompt | TokensPrompt
+class MediaPrompt(TypedDict, total=False):
+    """A prompt that shows something: text or token ids, and what it shows by kind.
+
+    ``multi_modal_data`` has one item, or a list of them, for "image", "video" and "audio", as
+    :meth:`MediaProcessor.process_media` takes them, in the order of their placeholders in the
+    prompt. ``mm_processor_kwargs`` are settings of the family's processing.
+    """
+
+    prompt: str
+    prompt_token_ids: list[int]
+    multi_modal_data: Mapping[str, Any]
+    mm_processor_kwargs: Mapping[str, Any]
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt | MediaPrompt
 Message = Mapping[str, Any]
+_MEDIA_KEYS = frozenset({"multi_modal_data", "mm_processor_kwargs"})
 
 
 class TokenizedPrompt(NamedTuple):
@@ -66,11 +86,13 @@ class TokenizedPrompt(NamedTuple):
         text: None if it was given as token ids.
         token_ids: its tokens.
         packed: the same, as :func:`packed_token_ids` makes them.
+        processed: what the family's input processor says of it, if it shows something.
     """
 
     text: str | None
     token_ids: list[int]
     packed: array[int]
+    processed: ProcessedPrompt | None = None
 
 
 @dataclass(slots=True)
@@ -298,13 +320,16 @@ class Frontend:
         return self._recommendation.sampling_params(**given)
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
-        """A prompt as text or token ids, or a dictionary with either.
+        """A prompt as text or token ids, or a dictionary with either and with what it shows.
 
         Raises:
-            RequestError: it is no prompt, or its token ids are outside the vocabulary.
+            RequestError: it is no prompt, its token ids are outside the vocabulary, or the model
+                cannot take what it shows.
         """
         given: Any = prompt
         if isinstance(prompt, Mapping):
+            if _MEDIA_KEYS & set(prompt):
+                return self._with_media(prompt)
             keys = set(prompt)
             if keys not in ({"prompt"}, {"prompt_token_ids"}):
                 raise RequestError(
@@ -330,6 +355,37 @@ class Frontend:
             )
         packed = check_token_ids(given, self._model_config.vocab_size, "prompt")
         return TokenizedPrompt(None, list(given), packed)
+
+    def _with_media(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
+        """A prompt that shows something, processed.
+
+        Raises:
+            RequestError: the model cannot take it.
+        """
+        given = {key: value for key, value in prompt.items() if key not in _MEDIA_KEYS}
+        plain: Any = given
+        tokenized = self.tokenize(plain)
+        media = prompt.get("multi_modal_data") or {}
+        options = prompt.get("mm_processor_kwargs") or {}
+        for key, value in (("multi_modal_data", media), ("mm_processor_kwargs", options)):
+            if not isinstance(value, Mapping):
+                raise RequestError(f"{key} is a dictionary, got {type(value).__name__}", param=key)
+        items = {kind: one if isinstance(one, list) else [one] for kind, one in media.items()}
+        items = {kind: each for kind, each in items.items() if each}
+        processor = self._input_processor
+        kinds = processor.media_kinds if isinstance(processor, MediaProcessor) else ()
+        for kind in items:
+            if kind not in kinds:
+                takes = f"takes {', '.join(kinds)} and text" if kinds else "takes text alone"
+                raise RequestError(
+                    f"multi_modal_data has {kind!r}, and {self._model_config.architecture} {takes}",
+                    param="multi_modal_data",
+                )
+        if not items or not isinstance(processor, MediaProcessor):
+            return tokenized
+        processed = processor.process_media(tokenized.token_ids, items, options)
+        packed = check_token_ids(processed.token_ids, self._model_config.vocab_size, "prompt")
+        return TokenizedPrompt(tokenized.text, list(processed.token_ids), packed, processed)
 
     def render_chat(
         self,
@@ -466,7 +522,7 @@ class Frontend:
         """
         if self._input_processor is None:
             return ProcessedPrompt(prompt.packed)
-        processed = self._input_processor.process(prompt.token_ids)
+        processed = prompt.processed or self._input_processor.process(prompt.token_ids)
         if not processed.row_state:
             return processed
         fitted = {

@@ -193,6 +193,8 @@ class LLM:
         every = []
         for index, prompt in enumerate(_as_prompts(prompts)):
             try:
+                if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+                    raise RequestError("beam search takes no multi_modal_data; use generate")
                 every.append(self.engine.tokenize(prompt)[1])
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}") from error

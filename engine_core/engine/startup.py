@@ -138,6 +138,7 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
                 num_swap_blocks=count_swap_blocks(
                     config.swap_space, plan, config.tensor_parallel_size
                 ),
+                encoder_cache_tokens=config.encoder_cache_tokens,
             )
             scheduler = Scheduler(scheduler_config, plan.cache_config)
             executor.start(

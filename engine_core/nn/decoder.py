@@ -110,6 +110,10 @@ class RotaryCausalLM(CausalLM, ABC):
             tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
         )
 
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding of tokens, beside which those of pictures and sounds are put."""
+        return self.model.embed_tokens
+
     def embedding_scale(self, config: HFConfig) -> float:
         """The factor of the embeddings; the root of ``hidden_size`` in Gemma."""
         del config

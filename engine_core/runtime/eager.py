@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +47,31 @@ class ForwardPass:
             self._hook_flag.watched = None
         return hidden[0]
 
+    def embed_media(self, kind: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """What the model makes of items: ``[n, H]`` of each.
+
+        Raises:
+            TypeError: the model has no ``embed_media``, or gives another number of tensors.
+        """
+        embed: Any = getattr(self._model, "embed_media", None)
+        name = type(self._model).__name__
+        if embed is None:
+            raise TypeError(f"{name} has no embed_media, and a prompt has {kind}s")
+        embeddings = list(embed(kind, items))
+        if len(embeddings) != len(items):
+            raise TypeError(
+                f"{name}.embed_media({kind!r}) of {len(items)} items gave {len(embeddings)} tensors"
+            )
+        return embeddings
+
+    def merged(self, context: StepContext, embeddings: Sequence[tuple[int, Tensor]]) -> Tensor:
+        """The tokens' embeddings ``[1, T, H]``, with others from given tokens on."""
+        model: Any = self._model
+        merged: Tensor = model.get_input_embeddings()(context.input_ids).clone()
+        for begin, given in embeddings:
+            merged[0, begin : begin + len(given)] = given
+        return merged
+
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, H]`` to ``[S, V]``, in the model's own type."""
         get_logits = getattr(self._model, "get_logits", None)
@@ -64,13 +91,19 @@ class EagerSteps:
         self._state = state
         self._forward = forward
 
-    def run(self, batch: StepBatch) -> StepOutputs:
-        """Run a step; see :class:`~engine_core.runtime.step_batch.Steps`."""
+    def run(self, batch: StepBatch, embeddings: Sequence[tuple[int, Tensor]] = ()) -> StepOutputs:
+        """Run a step; see :class:`~engine_core.runtime.step_batch.Steps`.
+
+        ``embeddings`` are put in place of those of the tokens from their numbers on.
+        """
         device = self._state.device
         for table in self._state.tables:
             table.flush()
         parts = self._state.split(batch, to_device(batch.numbers, device))
-        hidden = self._forward.hidden(self._state.context(batch, parts))
+        context = self._state.context(batch, parts)
+        if embeddings:
+            context = replace(context, inputs_embeds=self._forward.merged(context, embeddings))
+        hidden = self._forward.hidden(context)
         if batch.decodes:
             return StepOutputs(self._forward.logits(hidden))
         if not batch.sampled:

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.configs import SamplingParams, SchedulerConfig
+from engine_core.inputs import MediaItem
 from engine_core.kernels import choose_greedy, compiled
 from engine_core.nn.attention import cached_layers
 from engine_core.runtime.block_tables import BlockTables, IntArray
@@ -52,6 +54,7 @@ class _Row:
     prompt_len: int
     sampling: SamplingParams
     token_state: Mapping[str, IntArray]
+    media: Sequence[MediaItem]
     # The captured kind of choice for its token; None if the host has a part in it, or more than the
     # token is reported.
     choice: Choice | None
@@ -145,6 +148,7 @@ class ModelRunner:
         num_slots = scheduler_config.num_swap_blocks
         self._swap_space = SwapSpace(self._cache.planes, num_slots) if num_slots > 0 else None
         self._rows: dict[int, _Row] = {}
+        self._media: dict[int, Tensor] = {}  # embeddings of items by slot
         # Of each row; -1 for None.
         self._choices = np.full(rows, -1, dtype=np.int64)
         # One row more than there are sequences: a graph's padding is computed in it.
@@ -208,8 +212,12 @@ class ModelRunner:
                 self._swap_space.copy_out(plan.swap_out)
             if plan.swap_in:
                 self._swap_space.copy_in(plan.swap_in)
+        for slot in plan.freed_media:
+            del self._media[slot]
         if plan.admitted:
             self._admit(plan.admitted)
+        if plan.media:
+            self._encode(plan)
         for group_id in self._cache.zeroed_groups:
             table = self._tables[group_id]
             given = [(row.row, row.new_blocks[group_id], row.start) for row in plan.growing]
@@ -238,7 +246,8 @@ class ModelRunner:
                 self._ran = "graph", len(tokens)
                 turns = replayed.replays(plan.repeat, len(plan.rows), chosen=choice is not None)
                 return self._collect(plan, choice, turns)
-        steps = None if watched else self._graph_steps or self._recorded_steps
+        plain = watched or plan.media
+        steps = None if plain else self._graph_steps or self._recorded_steps
         return self._collect(plan, choice, self._run(plan, choice, steps, decodes=decodes))
 
     def _run(
@@ -267,9 +276,51 @@ class ModelRunner:
             outputs = None if steps is None else steps.run(batch)
             way: Way = "graph" if steps is self._graph_steps else "recorded"
             if outputs is None:
-                outputs, way = self._eager_steps.run(batch), "eager"
+                outputs, way = self._eager_steps.run(batch, self._embeddings(plan)), "eager"
             self._ran = way, batch.key.tokens
             yield outputs
+
+    def _encode(self, plan: StepPlan) -> None:
+        """Compute the embeddings of the items that are new in a plan, all of a kind at once.
+
+        Raises:
+            ValueError: the model gives another number of embeddings than an item has positions.
+        """
+        new: dict[str, dict[int, MediaItem]] = {}
+        for use in plan.media:
+            if use.encode:
+                item = self._rows[plan.rows[use.place].row].media[use.item]
+                new.setdefault(item.kind, {})[use.slot] = item
+        for kind, items in new.items():
+            features = [
+                {
+                    name: to_device(torch.as_tensor(np.asarray(value)), self.device)
+                    for name, value in item.features.items()
+                }
+                for item in items.values()
+            ]
+            given = self._forward.embed_media(kind, features)
+            for (slot, item), embeddings in zip(items.items(), given, strict=True):
+                if len(embeddings) != item.num_embeddings:
+                    raise ValueError(
+                        f"embed_media({kind!r}) gave {len(embeddings)} embeddings of an item that "
+                        f"the input processor gave {item.num_embeddings} positions"
+                    )
+                self._media[slot] = embeddings
+
+    def _embeddings(self, plan: StepPlan) -> list[tuple[int, Tensor]]:
+        """The embeddings that a plan's chunks touch, and the number of the first one's token."""
+        if not plan.media:
+            return []
+        begins = list(accumulate((row.num_tokens for row in plan.rows), initial=0))
+        found = []
+        for use in plan.media:
+            row = plan.rows[use.place]
+            first, last = self._rows[row.row].media[use.item].span
+            begin, end = max(first, row.start), min(last, row.start + row.num_tokens)
+            part = self._media[use.slot][begin - first : end - first]
+            found.append((begins[use.place] + begin - row.start, part))
+        return found
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
         """Give rows to requests. Their state on the device is written for all at once."""
@@ -293,6 +344,7 @@ class ModelRunner:
                     name: np.atleast_2d(np.asarray(value, dtype=np.int64))
                     for name, value in admission.prompt.token_state.items()
                 },
+                media=admission.prompt.media,
                 choice=_choice(admission.sampling),
             )
             choice = self._rows[row].choice

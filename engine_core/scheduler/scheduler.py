@@ -21,10 +21,13 @@ from engine_core.cache import (
 )
 from engine_core.configs import CacheConfig, CacheGroup, SchedulerConfig
 from engine_core.errors import RequestError
+from engine_core.inputs import MediaItem
+from engine_core.scheduler.encoder_cache import EncoderCache
 from engine_core.scheduler.lockstep import MOST_KEPT, MOST_STOPS, Lockstep
 from engine_core.scheduler.sequence import Sequence, SequenceStatus
 from engine_core.steps import (
     Admission,
+    MediaUse,
     PlanRow,
     PlanRows,
     RowError,
@@ -63,6 +66,8 @@ class _Draft:
         chunks: sequences that compute more, and how many.
         new_blocks: by sequence id, the blocks appended to each group's table.
         admitted: sequences that got a row.
+        media: items that are touched: the sequence, which of its items, the slot of its embeddings,
+            and whether they are computed now.
         swap_in: pairs of a block and the slot that is copied to it.
         short_of_blocks: some sequence waits for blocks that will be released; no sequence of a
             higher rank number may take any.
@@ -77,6 +82,7 @@ class _Draft:
     new_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
+    media: list[tuple[Sequence, int, int, bool]] = field(default_factory=list)
     short_of_blocks: bool = False
 
     def add(self, sequence: Sequence, count: int) -> None:
@@ -84,6 +90,18 @@ class _Draft:
             self.singles.append(sequence)
         else:
             self.chunks.append((sequence, count))
+
+
+def _touched(sequence: Sequence, start: int, end: int) -> abc.Iterator[tuple[int, MediaItem]]:
+    """The items whose spans overlap positions ``[start, end)``, with their indices."""
+    for index, item in enumerate(sequence.prompt.media):
+        if item.span[0] < end and start < item.span[1]:
+            yield index, item
+
+
+def _media_key(sequence: Sequence, item: MediaItem) -> abc.Hashable:
+    """The name of an item, which only sequences of the same salts share."""
+    return item.digest, sequence.prompt.cache_salts
 
 
 def check_sequence(sequence: Sequence, config: SchedulerConfig) -> None:
@@ -127,6 +145,20 @@ def check_sequence(sequence: Sequence, config: SchedulerConfig) -> None:
                 f"{name}: the {end - start} tokens from {start} to {end} must be computed in "
                 f"one step, which holds {config.max_num_batched_tokens}; raise "
                 "max_num_batched_tokens"
+            )
+    before = 0
+    for item in sequence.prompt.media:
+        if not before <= item.span[0] < item.span[1] <= sequence.prompt_len:
+            raise RequestError(
+                f"{name}: spans of media must be sorted, disjoint and within the prompt of "
+                f"{sequence.prompt_len} tokens, got {[item.span for item in sequence.prompt.media]}"
+            )
+        before = item.span[1]
+        if item.num_embeddings > config.encoder_cache_tokens:
+            raise RequestError(
+                f"{name}: its {item.kind} at token {item.span[0]} has {item.num_embeddings} "
+                f"embeddings, and encoder_cache_tokens are {config.encoder_cache_tokens}; make it "
+                "smaller or raise encoder_cache_tokens"
             )
 
 
@@ -200,6 +232,7 @@ class Scheduler:
         self.prompt_budget: abc.Callable[[int, int, int], int] | None = None
         self._key_size = cache.block_size
         self._prefix_caching = cache.enable_prefix_caching
+        self.encoder_cache = EncoderCache(config.encoder_cache_tokens)
         self._no_blocks: _Blocks = ((),) * len(self.groups)
         # Groups that give the same blocks back at the same time, if they give back any.
         kinds: dict[CacheGroup, list[int]] = {}
@@ -359,6 +392,7 @@ class Scheduler:
             AssertionError: one is broken; the message gives the numbers.
         """
         self._lockstep.sync(self._lockstep.order)
+        self.encoder_cache.check()
         rows = list(self._free_rows)
         tables = []
         for name, queue in (("running", self._running), ("waiting", self._waiting)):
@@ -492,13 +526,17 @@ class Scheduler:
                 # It takes nothing from the budget: prompts are cut into as few chunks as without
                 # decodes, and no chunk is of the few tokens that decodes left over.
                 count = 1
+                prompted = start < sequence.prompt_len
+                if prompted and not self._with_media(sequence, start, 1):
+                    continue
                 left = sequence.limit - num_tokens
                 if left == 0:  # the last sample it may have is in flight
                     continue
                 # The first token after a preemption comes from the host.
                 if start >= sequence.admitted_len and not sequence.needs_host:
                     repeat = left
-                if start < sequence.capacity:  # as most rows of most steps: it needs nothing
+                # As most rows of most steps it needs nothing.
+                if start < sequence.capacity and not prompted:
                     singles.append(sequence)
                     if repeat < draft.repeat:
                         draft.repeat = repeat
@@ -517,6 +555,7 @@ class Scheduler:
                 draft.repeat = repeat
             if num_tokens - start > 1:
                 draft.budget = max(0, draft.budget - count)
+            self._hold_media(sequence, start, count, draft)
             draft.add(sequence, count)
 
     def _admit_first(self, draft: _Draft) -> bool:
@@ -533,6 +572,7 @@ class Scheduler:
             return False
         draft.repeat = 1
         draft.budget = max(0, draft.budget - count)
+        self._hold_media(sequence, sequence.num_scheduled, count, draft)
         draft.add(sequence, count)
         return True
 
@@ -762,10 +802,33 @@ class Scheduler:
             all_rows = PlanRows(ids, numbers, starts, grown, tuple(rows), len(self.groups))
         swap_out, swap_in = tuple(self._swap_out), tuple(draft.swap_in)
         self._swap_out.clear()
-        plan = StepPlan(step_id, all_rows, tuple(draft.admitted), repeat, swap_out, swap_in)
+        plan = StepPlan(
+            step_id,
+            all_rows,
+            tuple(draft.admitted),
+            repeat,
+            swap_out,
+            swap_in,
+            self.encoder_cache.take_freed(),
+            self._planned_media(draft, sequences, len(all_rows) - len(sequences)),
+        )
         self._in_flight.append((plan, sequences))
         self._had_chunks = bool(draft.chunks)
         return plan
+
+    def _planned_media(
+        self, draft: _Draft, sequences: list[Sequence], first: int
+    ) -> tuple[MediaUse, ...]:
+        """The items of a draft; its sequences have the plan's rows from ``first`` on."""
+        if not draft.media:
+            return ()
+        places = {sequence.sequence_id: first + i for i, sequence in enumerate(sequences)}
+        uses = []
+        for sequence, item, slot, encode in draft.media:
+            # The runner follows plans in order, so that later ones may drop what this one uses.
+            self._release_media(sequence, sequence.num_scheduled)
+            uses.append(MediaUse(places[sequence.sequence_id], item, slot, encode))
+        return tuple(uses)
 
     def _feed_lockstep(self, draft: _Draft) -> None:
         """Give members the blocks that they need, or have them planned as others are."""
@@ -953,7 +1016,35 @@ class Scheduler:
             # A span is larger than what prompts have beside decodes. It goes without other prompts.
             budget = self.config.max_num_batched_tokens
             count = cut_before_span(min(num_tokens, start + budget), spans) - start
+        return self._with_media(sequence, start, count) if sequence.prompt.media else count
+
+    def _with_media(self, sequence: Sequence, start: int, count: int) -> int:
+        """How many of ``count`` tokens come before what the encoder cache has no room for."""
+        items: list[tuple[abc.Hashable, int]] = []
+        for index, item in _touched(sequence, start, start + count):
+            if index not in sequence.media_slots:
+                items.append((_media_key(sequence, item), item.num_embeddings))
+                if not self.encoder_cache.fits(items):
+                    return max(0, item.span[0] - start)
         return count
+
+    def _hold_media(self, sequence: Sequence, start: int, count: int, draft: _Draft) -> None:
+        """Hold the items that a chunk touches until their spans are computed."""
+        for index, item in _touched(sequence, start, start + count):
+            slot, encode = sequence.media_slots.get(index), False
+            if slot is None:
+                key = _media_key(sequence, item)
+                slot, encode = self.encoder_cache.hold(key, item.num_embeddings)
+                sequence.media_slots[index] = slot
+            draft.media.append((sequence, index, slot, encode))
+
+    def _release_media(self, sequence: Sequence, end: int) -> None:
+        """Give back the items before position ``end``."""
+        for index in list(sequence.media_slots):
+            item = sequence.prompt.media[index]
+            if item.span[1] <= end:
+                del sequence.media_slots[index]
+                self.encoder_cache.release(_media_key(sequence, item))
 
     def _make_room(self, sequence: Sequence, needed: int) -> bool:
         """Whether ``needed`` blocks are free, if need be after preemptions."""
@@ -1009,6 +1100,7 @@ class Scheduler:
                 self._key_size,
                 spans=sequence.prompt.atomic_spans,
                 salts=sequence.prompt.cache_salts,
+                media=sequence.prompt.media,
             )
 
     def _register(self, sequence: Sequence, num_keys: int) -> None:
@@ -1046,6 +1138,7 @@ class Scheduler:
         self.num_preemptions += 1
         self._save(sequence)
         sequence.num_computed = sequence.num_scheduled = 0
+        self._release_media(sequence, sequence.prompt_len)
         self._detach(sequence)
 
     def _save(self, sequence: Sequence) -> None:
@@ -1112,6 +1205,7 @@ class Scheduler:
         sequence.swap_slots = []
         if sequence is self._blocked:
             self._blocked = None
+        self._release_media(sequence, sequence.prompt_len)
         self._detach(sequence)
 
     @staticmethod

@@ -58,6 +58,7 @@ class Sequence:
         num_preemptions: how often its row and blocks were taken away.
         num_swapped: positions whose keys and values lie in host memory; 0 unless it waits.
         row: its row of the persistent batch while it runs.
+        media_slots: where the embeddings are that it holds, by index of the item.
         last_step: the last submitted step that names it, or -1.
     """
 
@@ -74,6 +75,7 @@ class Sequence:
         "last_step",
         "limit",
         "max_model_len",
+        "media_slots",
         "needs_host",
         "num_cached_tokens",
         "num_computed",
@@ -120,6 +122,7 @@ class Sequence:
         self.max_model_len = max_model_len
         self.priority = priority
         self.needs_host = sampling.needs_host
+        self.media_slots: dict[int, int] = {}
 
         try:
             self.token_ids: array[int] = packed_token_ids(prompt.token_ids)
