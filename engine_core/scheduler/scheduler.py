@@ -151,14 +151,18 @@ def check_sequence(sequence: Sequence, config: SchedulerConfig) -> None:
         if not before <= item.span[0] < item.span[1] <= sequence.prompt_len:
             raise RequestError(
                 f"{name}: spans of media must be sorted, disjoint and within the prompt of "
-                f"{sequence.prompt_len} tokens, got {[item.span for item in sequence.prompt.media]}"
+                f"{sequence.prompt_len} tokens, got {[each.span for each in sequence.prompt.media]}"
             )
         before = item.span[1]
-        if item.num_embeddings > config.encoder_cache_tokens:
+    whole = [item.span for item in sequence.prompt.media]
+    for start, end in (*whole, *sequence.prompt.atomic_spans):
+        # What is computed in one step is needed at once.
+        size = sum(last - first for first, last in whole if first < end and start < last)
+        if size > config.encoder_cache_tokens:
             raise RequestError(
-                f"{name}: its {item.kind} at token {item.span[0]} has {item.num_embeddings} "
-                f"embeddings, and encoder_cache_tokens are {config.encoder_cache_tokens}; make it "
-                "smaller or raise encoder_cache_tokens"
+                f"{name}: pictures, videos or sounds at tokens {start} to {end} have {size} "
+                f"embeddings, and encoder_cache_tokens are {config.encoder_cache_tokens}; make "
+                "them smaller or raise encoder_cache_tokens"
             )
 
 
@@ -1025,7 +1029,8 @@ class Scheduler:
             if index not in sequence.media_slots:
                 items.append((_media_key(sequence, item), item.num_embeddings))
                 if not self.encoder_cache.fits(items):
-                    return max(0, item.span[0] - start)
+                    end = cut_before_span(item.span[0], sequence.prompt.atomic_spans)
+                    return max(0, end - start)
         return count
 
     def _hold_media(self, sequence: Sequence, start: int, count: int, draft: _Draft) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
 from engine_core.errors import ErrorCode
-from engine_core.inputs import ProcessedPrompt
+from engine_core.inputs import MediaItem, ProcessedPrompt
 from engine_core.scheduler import Scheduler, Sequence, SequenceStatus
 from engine_core.steps import Admission, Logprob, RowError, RowResult, StepPlan, StepResult
 
@@ -45,9 +45,19 @@ def value_at(
     """The value a model would keep at a position, given what each group sees before it."""
     span = next(((s, e) for s, e in prompt.atomic_spans if s <= position < e), None)
     around = None if span is None else (span, *tokens[span[0] : span[1]])
+    shown = shown_at(prompt, position)
     salts = sum(ord(char) for salt in prompt.cache_salts for char in str(salt))
     view = tuple(hash(tuple(values)) for values in seen)
-    return hash((salts, tokens[position], hash(around) if around else 0, position, view))
+    own = tokens[position] if shown is None else (shown[0].digest, position - shown[0].span[0])
+    return hash((salts, own, hash(around) if around else 0, position, view))
+
+
+def shown_at(prompt: ProcessedPrompt, position: int) -> tuple[MediaItem, int] | None:
+    """The item whose embedding a position takes, and its index."""
+    for index, item in enumerate(prompt.media):
+        if item.span[0] <= position < item.span[1]:
+            return item, index
+    return None
 
 
 def first_seen(position: int, window: int | None) -> int:
@@ -73,6 +83,11 @@ def next_token(value: int) -> int:
 def ends(token: int, num_outputs: int, sampling: SamplingParams) -> bool:
     is_eos = token == EOS and not sampling.ignore_eos
     return num_outputs >= sampling.min_tokens and (is_eos or token in sampling.stop_token_ids)
+
+
+def media_name(row: DeviceRow, item: MediaItem) -> object:
+    """Whose embeddings an item may have: nobody's of other salts."""
+    return item.digest, row.prompt.cache_salts
 
 
 @dataclass(eq=False)
@@ -117,6 +132,9 @@ class FakeRunner:
         self.writer: dict[int, tuple[int, DeviceRow]] = {}
         self.claims: dict[int, list[tuple[int, int, DeviceRow]]] = {}
         self.saved: dict[int, int] = {}
+        # Embeddings by slot: whose they are, and how many.
+        self.media: dict[int, tuple[object, int]] = {}
+        self.num_encoded = 0
         self.flight: deque[tuple[StepPlan, list[DeviceRow]]] = deque()
         self.last_step = -1
         self.max_repeat_seen = 0
@@ -165,6 +183,7 @@ class FakeRunner:
         """Run the oldest step in flight."""
         plan, rows = self.flight.popleft()
         self._copy_and_claim(plan)
+        used = self._show(plan, rows)
         self.num_tokens_run += plan.num_tokens * plan.repeat
         tokens: list[list[int]] = [[] for _ in rows]
         prompt_logprobs: list[list[dict[int, Logprob]]] = [[] for _ in rows]
@@ -189,6 +208,11 @@ class FakeRunner:
                 broken = self.fail_at.get(row.sequence_id, 10**9) < end
                 last = 0
                 for position in range(start, end):
+                    shown = shown_at(row.prompt, position)
+                    expect(
+                        shown is None or used.get((i, shown[1])) == media_name(row, shown[0]),
+                        f"{row.sequence_id} at {position} lacks the embeddings of its item",
+                    )
                     last = self._compute(row, position)
                     if position + 1 < row.prompt_len and row.sampling.prompt_logprobs is not None:
                         entry = {row.tokens[position + 1]: Logprob(-float(position), 1)}
@@ -219,6 +243,25 @@ class FakeRunner:
                 for i, row in enumerate(rows)
             ),
         )
+
+    def _show(self, plan: StepPlan, rows: abc.Sequence[DeviceRow]) -> dict[tuple[int, int], object]:
+        """Drop and compute a plan's embeddings; gives whose are used, by row and item."""
+        for slot in plan.freed_media:
+            expect(slot in self.media, f"slot {slot} is freed and is not there")
+            del self.media[slot]
+        for use in plan.media:
+            item = rows[use.place].prompt.media[use.item]
+            if use.encode:
+                expect(use.slot not in self.media, f"slot {use.slot} is taken")
+                self.media[use.slot] = media_name(rows[use.place], item), item.num_embeddings
+                self.num_encoded += 1
+        kept = sum(size for _, size in self.media.values())
+        expect(kept <= self.config.encoder_cache_tokens, f"{kept} embeddings are kept")
+        used = {}
+        for use in plan.media:
+            expect(use.slot in self.media, f"slot {use.slot} is used and is not there")
+            used[use.place, use.item] = self.media[use.slot][0]
+        return used
 
     def _admit(self, admission: Admission) -> None:
         expect(0 <= admission.row < self.config.max_num_seqs, f"no row {admission.row}")

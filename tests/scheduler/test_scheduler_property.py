@@ -11,7 +11,7 @@ from random_examples import examples
 from scheduling import cache
 
 from engine_core.configs import SamplingParams, SchedulerConfig
-from engine_core.inputs import ProcessedPrompt
+from engine_core.inputs import MediaItem, ProcessedPrompt
 from engine_core.scheduler import Scheduler
 
 BUDGETS = st.tuples(st.integers(1, 16), st.integers(1, 24))
@@ -32,6 +32,15 @@ def spans(draw: st.DrawFn, prompt_len: int, longest: int) -> tuple[tuple[int, in
 
 
 @st.composite
+def media(draw: st.DrawFn, prompt_len: int, longest: int) -> tuple[MediaItem, ...]:
+    """Items of few contents, so that prompts share some."""
+    return tuple(
+        MediaItem("image", f"{draw(st.sampled_from('pq'))}{end - start}".encode(), (start, end))
+        for start, end in draw(spans(prompt_len, longest))
+    )
+
+
+@st.composite
 def jobs(draw: st.DrawFn, config: SchedulerConfig, scarce: bool, priorities: Sequence[int]) -> Job:
     # Few different beginnings, so that prompts share prefixes.
     longest = config.max_model_len // 2 if scarce else config.max_model_len - 1
@@ -44,6 +53,7 @@ def jobs(draw: st.DrawFn, config: SchedulerConfig, scarce: bool, priorities: Seq
         token_ids=tuple(tokens),
         atomic_spans=draw(st.just(()) | spans(prompt_len, config.max_num_batched_tokens)),
         cache_salts=draw(st.sampled_from([(), (), ("adapter",)])),
+        media=draw(st.just(()) | media(prompt_len, config.encoder_cache_tokens)),
     )
     max_tokens = draw(st.none() | st.integers(1, 14))
     cut_at = draw(st.none() | st.none() | st.integers(1, 5))
@@ -77,6 +87,7 @@ def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
         max_model_len=draw(st.integers(12 if scarce else 2, 28)),
         max_repeat=draw(st.sampled_from([1, 1, 2, 3, 4])),
         num_swap_blocks=draw(st.sampled_from([0, 0, 3, 8, 100])),
+        encoder_cache_tokens=draw(st.integers(1, 20)),
     )
     priorities = draw(st.sampled_from([(0,), (0, 1), (-2, 0, 7)]))
     work = draw(st.lists(jobs(config, scarce, priorities), min_size=4 if scarce else 1, max_size=8))
@@ -115,6 +126,8 @@ def run_and_verify(workload: Workload) -> None:
         event("swap")
     if any(outcome.request.num_cached_tokens for outcome in outcomes):
         event("prefix hit")
+    if workload.scheduler.encoder_cache.hits:
+        event("embeddings shared")
     if workload.runner.max_repeat_seen > 1:
         event("repeat")
 

@@ -1,0 +1,139 @@
+"""Embeddings of pictures, videos and sounds: when they are computed, kept and dropped."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from paged_fake_runner import FakeRunner, Job, Workload
+from scheduling import answer, cache, planned, scheduler
+
+from engine_core.configs import SamplingParams, SchedulerConfig
+from engine_core.errors import RequestError
+from engine_core.inputs import MediaItem, ProcessedPrompt, media_digest
+from engine_core.scheduler import Scheduler, Sequence
+
+
+def picture(start: int, end: int, digest: bytes = b"p") -> MediaItem:
+    return MediaItem("image", digest + bytes([end - start]), (start, end))
+
+
+def job(length: int, *media: MediaItem, salts: tuple[str, ...] = (), **more: int) -> Job:
+    prompt = ProcessedPrompt((1,) * length, cache_salts=salts, media=media)
+    return Job(prompt, SamplingParams(max_tokens=2, ignore_eos=True), **more)
+
+
+def workload(*jobs: Job, room: int = 16, step: int = 8, blocks: int = 40) -> Workload:
+    config = SchedulerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=step,
+        max_model_len=32,
+        encoder_cache_tokens=room,
+    )
+    cache_config = cache(num_blocks=blocks, block_size=4)
+    return Workload(Scheduler(config, cache_config), FakeRunner(config, cache_config), jobs, [1])
+
+
+def encoded(given: Workload) -> int:
+    """How many items were computed, after a run in which each request is what it is alone."""
+    given.run()
+    given.verify()
+    return given.runner.num_encoded
+
+
+def test_an_item_is_computed_once_for_all_its_chunks_and_all_who_show_it() -> None:
+    """Chunks of 8 tokens end inside of it; the prompts begin differently."""
+    shown = picture(3, 15)
+    other = ProcessedPrompt((2,) * 20, media=(picture(5, 17),))
+    jobs = [job(20, shown), Job(other, SamplingParams(max_tokens=2, ignore_eos=True))]
+    given = workload(*jobs)
+    assert encoded(given) == 1
+    assert (given.scheduler.encoder_cache.queries, given.scheduler.encoder_cache.hits) == (2, 1)
+
+
+def test_salts_keep_items_apart() -> None:
+    assert encoded(workload(job(20, picture(3, 15), salts=("a",)), job(20, picture(3, 15)))) == 2
+
+
+def test_blocks_of_other_pictures_are_not_taken_from_the_prefix_cache() -> None:
+    """All placeholders are the same token: a picture is told by its blocks, as its place is."""
+    shown = picture(2, 14), picture(2, 14, b"q"), picture(3, 15), picture(2, 14)
+    given = workload(*(job(20, each, arrival=30 * n) for n, each in enumerate(shown)), room=24)
+    assert encoded(given) == 2
+    cached = [outcome.request.num_cached_tokens for outcome in given.outcomes]
+    assert cached == [0, 0, 0, 16]
+
+
+def test_what_nobody_holds_goes_for_what_is_needed_the_oldest_first() -> None:
+    first, second, third = (picture(1, 9, bytes([n])) for n in range(3))
+    shown = (first, second, first, third, first, second)
+    # With other tokens each, so that the prefix cache has none of their blocks.
+    jobs = [
+        Job(ProcessedPrompt((2 + n,) * 12, media=(each,)), SamplingParams(max_tokens=2), 30 * n)
+        for n, each in enumerate(shown)
+    ]
+    # The third takes the place of the second, which was not used since.
+    assert encoded(workload(*jobs, room=16)) == 4
+
+
+def test_a_chunk_ends_before_an_item_that_there_is_no_room_for_yet() -> None:
+    jobs = [job(28, picture(2, 12)), job(28, picture(6, 16, b"q"))]
+    given = workload(*jobs, room=10)
+    assert encoded(given) == 2
+
+
+def test_an_item_whose_span_is_computed_leaves_its_room_to_others() -> None:
+    sched = scheduler(encoder_cache_tokens=10, max_num_batched_tokens=16)
+    for name, digest in (("a", b"p"), ("b", b"q")):
+        prompt = ProcessedPrompt((1,) * 14, media=(picture(2, 12, digest),))
+        sched.add(
+            Sequence(name, prompt, SamplingParams(max_tokens=9), arrival_time=0.0, max_model_len=64)
+        )
+    plans = [planned(sched)]
+    # Both have tokens before their pictures, and only one has room for its picture.
+    assert [(row.sequence_id, row.num_tokens) for row in plans[0].rows] == [("a", 14), ("b", 2)]
+    answer(sched, plans[0])
+    plans.append(planned(sched))
+    assert [(row.sequence_id, row.num_tokens) for row in plans[1].rows] == [("a", 1), ("b", 12)]
+    (use,) = plans[1].media
+    assert (use.place, use.item, use.encode) == (1, 0, True)
+    assert plans[1].freed_media == (plans[0].media[0].slot,)
+
+
+def test_a_preempted_sequence_gives_its_items_back() -> None:
+    jobs = [job(24, picture(2, 20)), job(24, picture(2, 20, b"q"), arrival=2, priority=-1)]
+    given = workload(*jobs, room=18, blocks=9)
+    assert encoded(given) >= 2
+    assert given.outcomes[0].request.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (ProcessedPrompt((1,) * 30, media=(picture(1, 18),)), "at tokens 1 to 18 have 17 emb"),
+        (
+            ProcessedPrompt(
+                (1,) * 30, atomic_spans=((0, 30),), media=(picture(1, 10), picture(12, 21))
+            ),
+            "at tokens 0 to 30 have 18 embeddings, and encoder_cache_tokens are 16",
+        ),
+        (ProcessedPrompt((1,) * 30, media=(picture(4, 9), picture(8, 12))), "disjoint"),
+        (ProcessedPrompt((1,) * 30, media=(picture(28, 31),)), "within the prompt of 30"),
+        (ProcessedPrompt((1,) * 30, media=(picture(3, 3),)), "sorted"),
+    ],
+)
+def test_items_that_cannot_be_held_or_are_out_of_order_are_refused(
+    prompt: ProcessedPrompt, said: str
+) -> None:
+    given = workload(Job(prompt, SamplingParams(max_tokens=1)), step=30)
+    with pytest.raises(RequestError, match=said):
+        given.run()
+
+
+def test_a_digest_tells_contents_types_and_shapes_apart() -> None:
+    zeros = np.zeros((2, 3), dtype=np.uint8)
+    contents = [zeros, zeros.T, zeros.astype(np.int8), zeros.tobytes(), "x", b"x", 1, 1.0, None]
+    digests = [media_digest(content) for content in contents]
+    digests += [media_digest(b"ab", b"c"), media_digest(b"a", b"bc"), media_digest()]
+    assert len(set(digests)) == len(digests)
+    assert media_digest(zeros, 1) == media_digest(zeros.copy(), 1)
+    assert media_digest(zeros.T.copy()) == media_digest(zeros.T)
