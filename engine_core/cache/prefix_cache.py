@@ -12,10 +12,13 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from engine_core.cache.block_pool import NULL_BLOCK, BlockPool
 from engine_core.configs import CacheSpec
-from engine_core.inputs import MediaItem
+
+if TYPE_CHECKING:
+    from engine_core.inputs import MediaItem
 
 BlockKey = tuple[bytes, tuple[Hashable, ...]]
 """Digest of the token chain, and the salts."""

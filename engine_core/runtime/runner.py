@@ -7,14 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from engine_core.configs import SamplingParams, SchedulerConfig
-from engine_core.inputs import MediaItem
 from engine_core.kernels import choose_greedy, compiled
 from engine_core.nn.attention import cached_layers
 from engine_core.runtime.block_tables import BlockTables, IntArray
@@ -39,6 +38,9 @@ from engine_core.steps import (
     TokenLogprobs,
     TokenRows,
 )
+
+if TYPE_CHECKING:
+    from engine_core.inputs import MediaItem
 
 Way = Literal["graph", "recorded", "eager"]
 
