@@ -530,7 +530,7 @@ class AsyncEngine:
         # What may take long goes to a thread, so that the event loop goes on meanwhile.
         tokenized = []
         for prompt in prompts:
-            if _text_length(prompt) > _LONG_TEXT:
+            if _takes_long(prompt):
                 tokenized.append(await asyncio.to_thread(frontend.tokenize, prompt))
             else:
                 tokenized.append(frontend.tokenize(prompt))
@@ -615,6 +615,7 @@ class AsyncEngine:
         for state in list(self.frontend.states.values()):
             self._abort(state)
         await asyncio.to_thread(self.frontend.grammars.close)
+        await asyncio.to_thread(self.frontend.pictures.close)
         await self._link.close(kill=False)
 
     def _check_alive(self) -> None:
@@ -1000,10 +1001,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _text_length(prompt: Any) -> int:
+def _takes_long(prompt: Any) -> bool:
+    """Whether a prompt is long text, or shows something."""
     if isinstance(prompt, Mapping):
+        if prompt.get("multi_modal_data"):
+            return True
         prompt = prompt.get("prompt")
-    return len(prompt) if isinstance(prompt, str) else 0
+    return isinstance(prompt, str) and len(prompt) > _LONG_TEXT
 
 
 __all__ = ["AsyncEngine", "RemoteTracebackError", "RequestStream"]

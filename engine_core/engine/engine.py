@@ -230,6 +230,7 @@ class Engine:
         """Drop the model and its cache; the engine cannot be used after."""
         self.frontend.clear()
         self.frontend.grammars.close()
+        self.frontend.pictures.close()
         self.core.close()
 
 

@@ -30,6 +30,8 @@ from engine_core.inputs import (
     ProcessedPrompt,
     packed_token_ids,
 )
+from engine_core.media import MediaDecoder
+from engine_core.media.parts import MediaPart
 from engine_core.steps import (
     CompletionOutput,
     NewSequence,
@@ -289,6 +291,7 @@ class Frontend:
         self.grammars = GrammarTrials(
             tokenizer, model_config.vocab_size, config.guided_compile_timeout
         )
+        self.pictures = MediaDecoder()
         # Row state of the first request, by name.
         self._row_state: dict[str, npt.NDArray[Any]] = {}
         self._states: dict[str, State] = {}
@@ -356,6 +359,31 @@ class Frontend:
         packed = check_token_ids(given, self._model_config.vocab_size, "prompt")
         return TokenizedPrompt(None, list(given), packed)
 
+    def decoded(self, parts: Sequence[MediaPart]) -> dict[str, list[Any]]:
+        """The pictures of a conversation by kind, data URLs decoded; waits for them.
+
+        Raises:
+            RequestError: the model takes none, or one cannot be decoded.
+        """
+        media: dict[str, list[Any]] = {}
+        for part in parts:
+            self._check_takes(part.kind, part.param)
+            value = part.value
+            if isinstance(value, str):
+                value = self.pictures.image(value, part.param)
+            media.setdefault(part.kind, []).append(value)
+        return media
+
+    def _check_takes(self, kind: str, param: str) -> None:
+        """Refuse what the model cannot see or hear."""
+        processor = self._input_processor
+        kinds = processor.media_kinds if isinstance(processor, MediaProcessor) else ()
+        if kind not in kinds:
+            takes = f"takes {', '.join(kinds)} and text" if kinds else "takes text alone"
+            raise RequestError(
+                f"{param} has {kind!r}, and {self._model_config.architecture} {takes}", param=param
+            )
+
     def _with_media(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
         """A prompt that shows something, processed.
 
@@ -372,15 +400,9 @@ class Frontend:
                 raise RequestError(f"{key} is a dictionary, got {type(value).__name__}", param=key)
         items = {kind: one if isinstance(one, list) else [one] for kind, one in media.items()}
         items = {kind: each for kind, each in items.items() if each}
-        processor = self._input_processor
-        kinds = processor.media_kinds if isinstance(processor, MediaProcessor) else ()
         for kind in items:
-            if kind not in kinds:
-                takes = f"takes {', '.join(kinds)} and text" if kinds else "takes text alone"
-                raise RequestError(
-                    f"multi_modal_data has {kind!r}, and {self._model_config.architecture} {takes}",
-                    param="multi_modal_data",
-                )
+            self._check_takes(kind, "multi_modal_data")
+        processor = self._input_processor
         if not items or not isinstance(processor, MediaProcessor):
             return tokenized
         processed = processor.process_media(tokenized.token_ids, items, options)

@@ -17,9 +17,10 @@ from engine_core.configs.sampling import BeamSearchParams
 from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.beam import BeamSearchOutput, beam_search
 from engine_core.engine.engine import Engine
-from engine_core.engine.frontend import Message, Prompt, TokensPrompt
+from engine_core.engine.frontend import MediaPrompt, Message, Prompt, TokensPrompt
 from engine_core.engine.interrupts import held_interrupt
 from engine_core.errors import RequestError
+from engine_core.media import split_media
 from engine_core.steps import RequestOutput
 from engine_core.text import Tokenizer
 
@@ -252,18 +253,26 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> TokensPrompt:
+    ) -> TokensPrompt | MediaPrompt:
         """The prompt that :meth:`chat` makes of one conversation.
 
+        A user's content may have parts: text, ``{"type": "image", "image": ...}`` with a PIL image
+        or an array ``[H, W, 3]``, and OpenAI's ``image_url`` with a data URL.
+
         Raises:
-            RequestError: the messages do not fit the template, or there is none.
+            RequestError: the messages do not fit the template, or there is none, or the model
+                cannot take a picture.
         """
+        messages, parts = split_media(messages)
+        media = self.engine.frontend.decoded(parts)
         token_ids = self.engine.frontend.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             chat_template=chat_template,
             tools=tools,
         )
+        if media:
+            return {"prompt_token_ids": token_ids, "multi_modal_data": media}
         return {"prompt_token_ids": token_ids}
 
     def _add(

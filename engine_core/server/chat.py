@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from engine_core.configs import GuidedParams, SamplingParams
+from engine_core.engine.frontend import Prompt
+from engine_core.media import split_media
 from engine_core.parsers import (
     OutputParser,
     ParsedDelta,
@@ -36,7 +39,7 @@ from engine_core.server.generation import (
     while_connected,
 )
 from engine_core.server.logprobs import chat_logprobs, prompt_logprobs
-from engine_core.server.protocol import CHAT_BODY, ChatBody, Message, Tool
+from engine_core.server.protocol import CHAT_BODY, ChatBody, Message, TextPart, Tool
 from engine_core.server.service import Service
 
 if TYPE_CHECKING:
@@ -62,7 +65,9 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if not plain.get("tool_calls"):
             plain.pop("tool_calls", None)
         if isinstance(message.content, list):
-            plain["content"] = "\n".join(part.text for part in message.content)
+            texts = [part.text for part in message.content if isinstance(part, TextPart)]
+            if len(texts) == len(message.content):  # else the template is to see the parts
+                plain["content"] = "\n".join(texts)
         elif plain["role"] == "assistant":
             plain.setdefault("content", "")
         for place, call in enumerate(plain.get("tool_calls", ())):
@@ -102,9 +107,12 @@ async def create_chat_completion(request: Request) -> Response:
     service.check_room()
     body = await read_body(request, CHAT_BODY, service.settings.max_body_size)
     check_common(body, service)
-    chat, params, prompt = await service.run_text(
-        context.body_size, partial(_understood, service, context, body)
-    )
+    work = partial(_understood, service, context, body)
+    # Pictures are waited for.
+    if any(isinstance(message.content, list) for message in body.messages):
+        chat, params, prompt = await asyncio.to_thread(work)
+    else:
+        chat, params, prompt = await service.run_text(context.body_size, work)
     return await chat.answer(request, prompt, params)
 
 
@@ -115,6 +123,10 @@ def _understood(
     chat = _Chat(service, context, body)
     params = chat.sampling_params()
     prompt = service.render_chat(body, chat.messages, chat.tools)
+    if chat.media and body.truncate_prompt_tokens is not None:
+        raise conflict(
+            "truncate_prompt_tokens would cut pictures off; leave it out", "truncate_prompt_tokens"
+        )
     return chat, params, service.truncated(prompt, body.truncate_prompt_tokens, "messages")
 
 
@@ -125,7 +137,9 @@ class _Chat:
         self._service = service
         self._context = context
         self._body = body
-        self.messages = template_messages(body.messages)
+        self.messages, parts = split_media(template_messages(body.messages))
+        # What the prompt shows, by kind, as the engine takes it.
+        self.media = service.engine.frontend.decoded(parts)
         choice = body.tool_choice
         self._tool_choice = (
             choice if choice is None or isinstance(choice, str) else choice.model_dump()
@@ -211,8 +225,11 @@ class _Chat:
             params = params.replace(skip_special_tokens=False)
         if self._body.logprobs:
             self._token_bytes = await self._service.token_bytes()
+        whole: Prompt = prompt
+        if self.media:
+            whole = {"prompt_token_ids": prompt, "multi_modal_data": self.media}
         generation = await Generation.start(
-            self._service, self._context, self._id, [prompt], params, self._body, self._alternatives
+            self._service, self._context, self._id, [whole], params, self._body, self._alternatives
         )
         if self._body.stream:
             return EventStream(generation, _Events(self, generation), self._context)

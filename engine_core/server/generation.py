@@ -20,6 +20,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine_core.configs import GuidedParams, SamplingParams
+from engine_core.engine.frontend import Prompt
 from engine_core.errors import ConfigError, EngineDeadError, EngineError, ErrorCode, RequestError
 from engine_core.server.connection import WRITER, Writer
 from engine_core.server.context import RequestContext
@@ -244,7 +245,7 @@ class Generation:
         service: Service,
         context: RequestContext,
         identifier: str,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         params: SamplingParams,
         body: GenerationBody,
         alternatives: Sequence[GuidedParams] = (),

@@ -323,7 +323,30 @@ class TextPart(OpenBody):
     text: str
 
 
+class ImageUrl(OpenBody):
+    """A picture as a data URL."""
+
+    url: str
+    """``data:image/png;base64,...``; addresses are not fetched."""
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(OpenBody):
+    """A picture of a message, for models that take them."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def _part_kind(value: Any) -> str:
+    return "image" if isinstance(value, dict) and value.get("type") == "image_url" else "text"
+
+
 Content = str | Annotated[list[TextPart], Items(1, MAX_PARTS)]
+Part = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[ImagePart, Tag("image")],
+    Discriminator(_part_kind),
+]
 
 
 class InstructionMessage(OpenBody):
@@ -338,7 +361,7 @@ class UserMessage(OpenBody):
     """A message of the user."""
 
     role: Literal["user"]
-    content: Content
+    content: str | Annotated[list[Part], Items(1, MAX_PARTS)]
     name: str | None = None
 
 
