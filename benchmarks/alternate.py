@@ -90,7 +90,7 @@ class Tree:
         )
 
     def read(self, word: str) -> str:
-        """What stands after ``word`` in the next line that begins with it."""
+        """The rest of the next line that begins with ``word``."""
         assert self._process.stdout
         for line in self._process.stdout:
             if line.startswith(word):

@@ -48,7 +48,7 @@ class ForwardPass:
         return hidden[0]
 
     def embed_media(self, kind: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """What the model makes of items: ``[n, H]`` of each.
+        """The embeddings ``[n, H]`` of each item.
 
         Raises:
             TypeError: the model has no ``embed_media``, or gives another number of tensors.

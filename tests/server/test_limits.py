@@ -158,6 +158,21 @@ CHAT: dict[str, Any] = {
         ({"messages": [{"role": "bot", "content": "a"}]}, "messages.0.role: .*'bot'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0.image_url.url: this field is required",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": "data:image/png"}}],
+                    }
+                ]
+            },
+            "messages.0.content.0.image_url has 'image', and SlowLlama takes text alone",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages.0.content.0.type: Input should be 'text'",
         ),
         ({"use_beam_search": True}, "use_beam_search: only false is supported"),
