@@ -36,6 +36,7 @@ class NewSequence(NamedTuple):
         sampling: the sequence's own parameters: ``n`` is 1 and the seed is set.
         arrival_time: ``time.monotonic`` seconds.
         priority: lower runs first; sequences of equal priority run in the order of their arrival.
+        number: by which its frontend knows it, in [0, 2**40); none is used twice.
     """
 
     sequence_id: str
@@ -43,6 +44,7 @@ class NewSequence(NamedTuple):
     sampling: SamplingParams
     arrival_time: float
     priority: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +219,20 @@ class StepPlan:
     def growing(self) -> Sequence[PlanRow]:
         """Rows that may have new blocks."""
         rows = self.rows
-        if isinstance(rows, PlanRows):
-            return [*(rows[index] for index in rows.new_blocks), *rows.others]
-        return rows
+        if not isinstance(rows, PlanRows):
+            return rows
+        found = [*rows.new_blocks]
+        columns = zip(
+            [rows.sequence_ids[index] for index in found],
+            rows.numbers[found].tolist(),
+            rows.starts[found].tolist(),
+            rows.new_blocks.values(),
+            strict=True,
+        )
+        return [
+            *(PlanRow(name, row, start, 1, blocks, True) for name, row, start, blocks in columns),
+            *rows.others,
+        ]
 
     @property
     def kind(self) -> StepKind:
@@ -332,6 +345,7 @@ class TokenUpdate(NamedTuple):
         error: what went wrong if the reason is "error".
         num_cached_tokens: prompt tokens taken from the prefix cache.
         num_preemptions: how often it lost its blocks until now.
+        number: as in :class:`NewSequence`.
     """
 
     sequence_id: str
@@ -343,11 +357,66 @@ class TokenUpdate(NamedTuple):
     error: RowError | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    number: int = 0
 
     @property
     def finished(self) -> bool:
         """Whether the sequence ended with this step."""
         return self.finish_reason is not None
+
+
+class TokenColumns(NamedTuple):
+    """Updates of N sequences that go on, with one new token each and nothing else that is new.
+
+    Attributes:
+        numbers: ``[N]`` int64, as in :class:`NewSequence`.
+        tokens: ``[N]`` int64.
+        sequence_ids: ``[N]``, of strings.
+        num_cached_tokens: ``[N]`` int64; this and the last are as in the update before.
+        num_preemptions: ``[N]`` int64.
+    """
+
+    numbers: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    sequence_ids: npt.NDArray[np.object_]
+    num_cached_tokens: npt.NDArray[np.int64]
+    num_preemptions: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenUpdates(_Rows[TokenUpdate]):
+    """A step's updates. Written by the scheduler.
+
+    Attributes:
+        others: those that are no columns, which come last.
+        columns: the first ones; None if there are none.
+    """
+
+    others: list[TokenUpdate]
+    columns: TokenColumns | None = None
+
+    @property
+    def pairs(self) -> tuple[list[int], list[int]]:
+        """The numbers and the tokens of the columns."""
+        if self.columns is None:
+            return [], []
+        return self.columns.numbers.tolist(), self.columns.tokens.tolist()
+
+    def __len__(self) -> int:
+        return len(self.others) + (0 if self.columns is None else len(self.columns.tokens))
+
+    def _row(self, index: int) -> TokenUpdate:
+        count = len(self) - len(self.others)
+        if self.columns is None or index >= count:
+            return self.others[index - count]
+        number, token, name, cached, preemptions = (each[index] for each in self.columns)
+        return TokenUpdate(
+            name,
+            (int(token),),
+            num_cached_tokens=int(cached),
+            num_preemptions=int(preemptions),
+            number=int(number),
+        )
 
 
 class EngineStats(NamedTuple):

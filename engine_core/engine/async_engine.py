@@ -671,24 +671,27 @@ class AsyncEngine:
             )
         return stream
 
-    def _receive(self, message: tuple[list[tuple[Any, ...]], EngineStats] | EngineTrace) -> None:
+    def _receive(
+        self, message: tuple[list[tuple[Any, ...]], bytes, bytes, EngineStats] | EngineTrace
+    ) -> None:
         """Take in what a step brought."""
         self._heard = True
         if isinstance(message, EngineTrace):
             self._give_trace(message)
             return
         received = time.monotonic()
-        plain, self._stats = message
+        plain, numbers, tokens, self._stats = message
         updates = [TokenUpdate._make(update) for update in plain]
+        columns = (memoryview(numbers).cast("q").tolist(), memoryview(tokens).cast("q").tolist())
         self._on_the_way.own = self._num_sent - self._stats.added
-        for state in self.frontend.apply(updates):
+        for state in self.frontend.apply(updates, *columns):
             stream = self._streams.get(state.request_id)
             if stream is not None:
                 stream._wake()
                 if state.unfinished == 0:
                     stream._end()
         if self.trace is not None:
-            self.trace.received(updates, self._stats.last_plan, received)
+            self.trace.received(updates, len(columns[1]), self._stats.last_plan, received)
         self._note_idle()
 
     def _give_trace(self, trace: EngineTrace | None) -> None:

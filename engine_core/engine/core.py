@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from engine_core.engine.pacing import Pacing
 from engine_core.engine.startup import Loaded
@@ -18,7 +18,15 @@ from engine_core.errors import EngineDeadError, ErrorCode
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.runner import PendingStep
 from engine_core.scheduler import Sequence, check_sequence
-from engine_core.steps import EngineStats, NewSequence, PlanRow, RowError, StepPlan, TokenUpdate
+from engine_core.steps import (
+    EngineStats,
+    NewSequence,
+    PlanRow,
+    RowError,
+    StepPlan,
+    TokenUpdate,
+    TokenUpdates,
+)
 
 # How long a core that has nothing else to do waits for a grammar before it looks for commands.
 _PREPARING_SECONDS = 0.01
@@ -128,6 +136,7 @@ class EngineCore:
             arrival_time=new.arrival_time,
             max_model_len=self._max_model_len,
             priority=new.priority,
+            number=new.number,
         )
         if new.sampling.guided is not None:
             check_sequence(sequence, self._scheduler_config)
@@ -170,7 +179,7 @@ class EngineCore:
         plan, begin, pending = self._flight[-1]
         return 0.0 if pending.done is not False else self.pacing.spare(plan, begin)
 
-    def step(self) -> list[TokenUpdate]:
+    def step(self) -> TokenUpdates:
         """Submit a step if there is one, and take the results of the oldest in flight if due.
 
         Returns:
@@ -198,7 +207,7 @@ class EngineCore:
                 if self.trace is not None:
                     self._trace_submitted(self.trace, plan, pending, (begun, planned, asked))
             if not self._flight or (plan is not None and len(self._flight) <= self.pacing.depth):
-                return failed
+                return TokenUpdates(failed)
             done, planned, pending = self._flight.popleft()
             early = pending.done is True
             self.pacing.waiting(done, early=early)
@@ -208,7 +217,9 @@ class EngineCore:
             seconds = ended - max(planned, self._last_end)
             self._timings.observe(f"step_{done.kind}", seconds / done.repeat, done.repeat)
             self._last_end = ended
-            updates = failed + self.scheduler.update(result)
+            updates = self.scheduler.update(result)
+            if failed:
+                updates = replace(updates, others=failed + updates.others)
             self._last_plan = done.step_id
             generated = self._count_updates(updates, ended)
             applied = stats.applied()
@@ -237,7 +248,10 @@ class EngineCore:
                 self.scheduler.add(self._sequences[sequence_id])
                 continue
             reason = RowError(ErrorCode.GUIDED, f"guided decoding failed: {error}")
-            failed.append(TokenUpdate(sequence_id, (), finish_reason="error", error=reason))
+            number = self._sequences[sequence_id].number
+            failed.append(
+                TokenUpdate(sequence_id, (), finish_reason="error", error=reason, number=number)
+            )
             self._leave(sequence_id, "error", time.monotonic())
         return failed
 
@@ -329,11 +343,11 @@ class EngineCore:
                 self._prefilling[admission.sequence_id] = now
                 self._prompt_tokens += admission.prompt_len
 
-    def _count_updates(self, updates: Iterable[TokenUpdate], now: float) -> int:
+    def _count_updates(self, updates: TokenUpdates, now: float) -> int:
         """Count what a step brought, and return how many tokens that are."""
-        generated = 0
+        generated = len(updates) - len(updates.others)  # columns: neither a first token nor a last
         prefilling = self._prefilling
-        for update in updates:
+        for update in updates.others:
             generated += len(update.new_token_ids)
             if prefilling and update.new_token_ids and update.sequence_id in prefilling:
                 since = prefilling.pop(update.sequence_id)

@@ -103,6 +103,7 @@ class Completion:
 
     Attributes:
         sequence_id: its id in the core.
+        number: what the core's updates call it.
         stream: detokenises; None without a tokenizer.
         include_stop: whether the stop string that ended the text stays in it.
         token_ids: the tokens.
@@ -118,6 +119,7 @@ class Completion:
     """
 
     sequence_id: str
+    number: int
     stream: TextStream | None
     include_stop: bool
     token_ids: list[int] = field(default_factory=list)
@@ -295,9 +297,11 @@ class Frontend:
         # Row state of the first request, by name.
         self._row_state: dict[str, npt.NDArray[Any]] = {}
         self._states: dict[str, State] = {}
-        self._owners: dict[str, tuple[State, Completion]] = {}
+        # By the number of the sequence.
+        self._owners: dict[int, tuple[State, Completion]] = {}
         self._drawn_seeds = 0
         self._serials = itertools.count()
+        self._numbers = itertools.count()
 
     @property
     def states(self) -> Mapping[str, State]:
@@ -525,11 +529,12 @@ class Frontend:
             # Nothing that needs to be validated is changed.
             own = params.model_copy(update={"n": 1, "seed": _seed_of(seed, index)})
             child = base if params.n == 1 else f"{base}#{index}"
-            sequences.append(NewSequence(child, processed, own, arrived, priority))
+            number = next(self._numbers)
+            sequences.append(NewSequence(child, processed, own, arrived, priority, number))
             stream = None
             if self._tokenizer is not None:
                 stream = TextStream(self._tokenizer, own, prompt.token_ids)
-            completion = Completion(child, stream, own.include_stop_str_in_output)
+            completion = Completion(child, number, stream, own.include_stop_str_in_output)
             if own.logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
             state.completions.append(completion)
@@ -558,14 +563,14 @@ class Frontend:
         """Expect updates for a request."""
         self._states[state.request_id] = state
         for completion in state.completions:
-            self._owners[completion.sequence_id] = (state, completion)
+            self._owners[completion.number] = (state, completion)
 
     def drop(self, request_id: str) -> State | None:
         """Forget a request; None if there is none. What still comes for it is ignored."""
         state = self._states.pop(request_id, None)
         if state is not None:
             for completion in state.completions:
-                self._owners.pop(completion.sequence_id, None)
+                self._owners.pop(completion.number, None)
         return state
 
     def clear(self) -> None:
@@ -573,23 +578,55 @@ class Frontend:
         self._states.clear()
         self._owners.clear()
 
-    def apply(self, updates: Sequence[TokenUpdate]) -> list[State]:
-        """Take in what a step brought; the requests that changed, each once."""
+    def apply(
+        self,
+        updates: Sequence[TokenUpdate],
+        numbers: Sequence[int] = (),
+        tokens: Sequence[int] = (),
+    ) -> list[State]:
+        """Take in what a step brought.
+
+        Args:
+            updates: of sequences of which more is to be said than a token.
+            numbers: those of sequences that go on.
+            tokens: the one that each of these brought.
+
+        Returns:
+            the requests that changed, each once.
+        """
         now = time.monotonic()
         changed: dict[str, State] = {}
-        for update in updates:
-            owner = self._owners.get(update.sequence_id)
+        owners = self._owners
+        for number, token in zip(numbers, tokens, strict=True):
+            owner = owners.get(number)
             if owner is None:  # it ended on a stop string, or was aborted
+                continue
+            state, completion = owner
+            completion.changed = True
+            completion.token_ids.append(token)
+            completion.num_tokens += 1
+            if completion.stream is not None:
+                self._read(completion, completion.stream, (token,))
+            changed[state.request_id] = state
+            if completion.finish_reason is not None:
+                self._ended(state, completion)
+        for update in updates:
+            owner = owners.get(update.number)
+            if owner is None:
                 continue
             state, completion = owner
             self._take(state, completion, update, now)
             changed[state.request_id] = state
             if completion.finish_reason is not None:
-                del self._owners[completion.sequence_id]
-                state.unfinished -= 1
-                if state.unfinished == 0:
-                    del self._states[state.request_id]
+                self._ended(state, completion)
         return list(changed.values())
+
+    def _ended(self, state: State, completion: Completion) -> None:
+        """Forget a completion, and a request with its last one."""
+        del self._owners[completion.number]
+        state.unfinished -= 1
+        if state.unfinished == 0:
+            del self._states[state.request_id]
 
     def _take(self, state: State, completion: Completion, update: TokenUpdate, now: float) -> None:
         """Add what a step brought to one completion."""
@@ -613,18 +650,21 @@ class Frontend:
                 completion.logprobs.append(self._decoded(entry))
                 assert completion.cumulative_logprob is not None, "it starts with logprobs"
                 completion.cumulative_logprob += entry[token].logprob
-        stream = completion.stream
-        if stream is None:
-            return
-        if reason == "stop" and new and not completion.include_stop:
-            # The token that ended it (end of sequence or a stop token) is not part of the text.
-            new = new[:-1]
+        if completion.stream is not None:
+            if reason == "stop" and not completion.include_stop:
+                # The token that ended it (end of sequence or a stop token) is not part of the text.
+                new = new[:-1]
+            self._read(completion, completion.stream, new)
+
+    def _read(self, completion: Completion, stream: TextStream, new: Sequence[int]) -> None:
+        """Add the text of new tokens, and what was held back if it ended or a stop string does."""
+        reason = completion.finish_reason
         if new:
             completion.text.append(stream.append(new))
             if stream.stopped_by is not None and reason is None:
                 reason = "stop"
                 completion.finish_reason, completion.stop_reason = reason, stream.stopped_by
-                self._finish(update.sequence_id, reason, stream.stopped_by)
+                self._finish(completion.sequence_id, reason, stream.stopped_by)
         if reason is not None:
             completion.text.append(stream.finish())
             if completion.include_stop:

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,7 +28,7 @@ from engine_core import own_process
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.engine.trace import EngineTrace
 from engine_core.errors import EngineDeadError, EngineError, RequestError
-from engine_core.steps import EngineStats, NewSequence, RowError, TokenUpdate
+from engine_core.steps import EngineStats, NewSequence, RowError, TokenUpdate, TokenUpdates
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,8 @@ _HEADER = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
 _BUFFER_BYTES = 4 << 20  # asked for; the system gives what it allows
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+# What each frontend's numbers of sequences are below.
+_NUMBERS = 1 << 40
 # How long a core that has work and can do none of it waits for something to change.
 _STALLED_SECONDS = 0.001
 # How long it waits for commands at a time while the device is busy: what a wait can be told at
@@ -162,14 +164,16 @@ class _Channel:
 
     Attributes:
         end: the socket.
+        base: what is added here to the numbers of its sequences.
         added: sequences that came from the other side.
         unsent: what the socket was too full for.
     """
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, base: int) -> None:
         end.setblocking(False)
         enlarge(end)
         self.end = end
+        self.base = base
         self.added = 0
         self.unsent: deque[memoryview] = deque()
         self._decoder = Decoder()
@@ -236,9 +240,10 @@ class _Links:
     """
 
     def __init__(self, end: socket.socket, listener: socket.socket | None) -> None:
-        self._first = _Channel(end)
+        self._first = _Channel(end, 0)
         self._channels = {end.fileno(): self._first}
         self._owners: dict[str, _Channel] = {}
+        self._connected = 0
         self._listener = listener
         # What each frontend is told first, and last.
         self._hello: list[Any] = []
@@ -313,9 +318,11 @@ class _Links:
             return [("abort", left)]
         for name, *arguments in messages:
             if name == "add":
-                channel.added += len(arguments[0])
+                new = arguments[0]
+                channel.added += len(new)
                 if channel is not self._first:
-                    self._owners.update((new.sequence_id, channel) for new in arguments[0])
+                    new[:] = [one._replace(number=channel.base + one.number) for one in new]
+                    self._owners.update((one.sequence_id, channel) for one in new)
             else:  # it ends one or several
                 for sequence_id in arguments[0] if name == "abort" else arguments[:1]:
                     self._owners.pop(sequence_id, None)
@@ -325,31 +332,41 @@ class _Links:
         assert self._listener is not None, "it is polled"
         with contextlib.suppress(BlockingIOError):  # whoever it was has left again
             end, _ = self._listener.accept()
-            channel = _Channel(end)
+            self._connected += 1
+            channel = _Channel(end, self._connected * _NUMBERS)
             self._channels[end.fileno()] = channel
             self._poll.register(end, select.POLLIN)
-            for message in (*self._hello, ([], self._stats._replace(added=0))):
+            for message in (*self._hello, ([], b"", b"", self._stats._replace(added=0))):
                 channel.send(message)
 
-    def send(self, updates: Sequence[TokenUpdate], stats: EngineStats) -> None:
+    def send(self, updates: TokenUpdates, stats: EngineStats) -> None:
         """Send each frontend the updates of its sequences, and all of them the figures.
 
         Its own :attr:`EngineStats.added` tells each which of its sequences were taken in.
         """
         self._stats = stats
         self._take_logged()
-        parts: dict[_Channel, list[TokenUpdate]] = {c: [] for c in self._channels.values()}
-        if len(parts) == 1:
-            parts[self._first] = list(updates)
-        else:
-            owners, first = self._owners, self._first
-            for update in updates:
-                parts.get(owners.get(update.sequence_id, first), []).append(update)
-                if update.finish_reason is not None:
-                    owners.pop(update.sequence_id, None)
-        for channel, own in parts.items():
+        columns = updates.columns
+        several = len(self._channels) > 1
+        for channel in self._channels.values():
+            base, others = channel.base, updates.others
+            numbers = tokens = b""
+            if columns is not None:
+                theirs = columns.numbers, columns.tokens
+                if several:
+                    own = columns.numbers // _NUMBERS * _NUMBERS == base
+                    theirs = columns.numbers[own] - base, columns.tokens[own]
+                numbers, tokens = theirs[0].tobytes(), theirs[1].tobytes()
+            if several:
+                others = [u for u in others if base <= u.number < base + _NUMBERS]
+                others = [u._replace(number=u.number - base) for u in others] if base else others
             # As plain tuples, which take a quarter of the time to pickle.
-            channel.send((list(map(tuple, own)), stats._replace(added=channel.added)))
+            plain = list(map(tuple, others))
+            channel.send((plain, numbers, tokens, stats._replace(added=channel.added)))
+        if self._owners:
+            for update in updates.others:
+                if update.finish_reason is not None:
+                    self._owners.pop(update.sequence_id, None)
 
     def answer(self, message: Any) -> None:
         """Send ``message`` to the first frontend."""
@@ -540,14 +557,14 @@ def _run(links: _Links, core: EngineCore) -> None:
             wait = _SPARE_SECONDS
             continue
         before = (core.num_steps, core.num_in_flight)
-        updates = core.step() if core.has_unfinished else []
+        updates = core.step() if core.has_unfinished else TokenUpdates([])
         moved = before != (core.num_steps, core.num_in_flight)
         # Told after every step, also one that brought nothing: it took somebody in, or gave blocks
         # back.
         quiet = time.monotonic() - told < _QUIET_SECONDS
         if heard or moved or updates or (core.is_preparing and not quiet):
             told = time.monotonic()
-            links.send(refused + updates, core.stats())
+            links.send(replace(updates, others=refused + updates.others), core.stats())
             if core.trace is not None:
                 core.trace.sent()
             refused, heard = [], False
@@ -581,6 +598,7 @@ def _add(core: EngineCore, sequences: Sequence[NewSequence], refused: list[Token
                     (),
                     finish_reason="error",
                     error=RowError(error.code, str(error)),
+                    number=sequence.number,
                 )
             )
 

@@ -296,11 +296,14 @@ class FrontendTrace:
         self.updates: deque[UpdatesRecord] = deque(maxlen=_MOST_STEPS)
         self.outputs: deque[OutputRecord] = deque(maxlen=_MOST_OUTPUTS)
 
-    def received(self, updates: abc.Sequence[TokenUpdate], plan_id: int, received: float) -> None:
-        """Take note of a message whose updates were applied."""
-        tokens = sum(len(update.new_token_ids) for update in updates)
+    def received(
+        self, updates: abc.Sequence[TokenUpdate], columns: int, plan_id: int, received: float
+    ) -> None:
+        """Take note of a message whose updates, and ``columns`` of one token, were applied."""
+        tokens = columns + sum(len(update.new_token_ids) for update in updates)
         now = time.monotonic()
-        self.updates.append(UpdatesRecord(plan_id, len(updates), tokens, received, now))
+        sequences = columns + len(updates)
+        self.updates.append(UpdatesRecord(plan_id, sequences, tokens, received, now))
 
     def taken(self, output: RequestOutput, plan_id: int) -> OutputRecord:
         """Take note of an output that its reader takes; the reader's end of it is to be set."""

@@ -16,6 +16,7 @@ from engine_core.errors import OptionError
 from engine_core.kernels import choose_greedy, decode_inputs, sample_tokens
 from engine_core.kernels.sampling import NUMBERS, Adjustments, SamplingState
 from engine_core.nn.embedding import VocabularySplit
+from engine_core.runtime.block_tables import IntArray
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.step_batch import (
     Choice,
@@ -365,8 +366,8 @@ class DecodeGraphs(_Graphs):
 
     def begin(
         self,
-        rows: Sequence[int],
-        positions: Sequence[int],
+        rows: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
         choice: Choice = Choice.GREEDY,
     ) -> Captured | None:
         """Set the rows, and the positions of the tokens they compute; returns what to replay.

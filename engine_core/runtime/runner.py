@@ -267,7 +267,7 @@ class ModelRunner:
                 fit = self._graph_steps.fit
         for turn in range(plan.repeat):
             if decodes and self.device.type == "cpu":
-                numbers, starts = _places(plan)
+                numbers, starts = ([*map(int, each)] for each in _places(plan))
                 positions = [start + turn for start in starts]
                 batch = self._state.decode_batch(numbers, positions, choice)
             else:
@@ -562,12 +562,14 @@ class _Results:
         return None
 
 
-def _places(plan: StepPlan) -> tuple[list[int], list[int]]:
+def _places(plan: StepPlan) -> tuple[Sequence[int] | IntArray, Sequence[int] | IntArray]:
     """The row of the persistent batch, and the first position, of each row of a plan."""
     numbers, starts = [row.row for row in plan.others], [row.start for row in plan.others]
-    if isinstance(plan.rows, PlanRows):
-        return plan.rows.numbers.tolist() + numbers, plan.rows.starts.tolist() + starts
-    return numbers, starts
+    if not isinstance(plan.rows, PlanRows):
+        return numbers, starts
+    if not numbers:
+        return plan.rows.numbers, plan.rows.starts
+    return np.append(plan.rows.numbers, numbers), np.append(plan.rows.starts, starts)
 
 
 def _may_repeat(model: nn.Module, device: torch.device) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_core.scheduler.sequence import Sequence
+from engine_core.steps import TokenColumns
 
 _Ints = npt.NDArray[np.int64]
 
@@ -33,6 +34,7 @@ class Lockstep:
         owners: ``[num_rows]``, the sequence that was last a member in the row.
         scheduled: its ``num_scheduled``.
         length: its tokens.
+        limit: the tokens at which it ends.
         bound: it is planned while ``scheduled`` is less.
         due: the length at which more is to be done than to take in a token, though it goes on.
     """
@@ -41,11 +43,12 @@ class Lockstep:
         self.live = np.zeros(num_rows, dtype=np.bool_)
         self.owners = np.full(num_rows, None, dtype=object)
         self._ids = self.owners.copy()
-        self._stops = np.full((num_rows, MOST_STOPS), -1, dtype=np.int64)
+        self._stops = np.full((MOST_STOPS, num_rows), -1, dtype=np.int64)
+        self._most_stops = 0
         self._tokens = np.zeros((num_rows, MOST_KEPT), dtype=np.int64)
-        self._counts = np.zeros((9, num_rows), dtype=np.int64)
-        self.scheduled, self.length, self.bound, self.due, *others = self._counts
-        self._limit, self._written, self._cached, self._preempted, self._last_step = others
+        self._counts = np.zeros((10, num_rows), dtype=np.int64)
+        self.scheduled, self.length, self.bound, self.due, self.limit, *others = self._counts
+        self._written, self._cached, self._preempted, self._last_step, self._numbers = others
         # None while it is to be found anew.
         self._order: _Ints | None = np.zeros(0, dtype=np.int64)
 
@@ -57,7 +60,7 @@ class Lockstep:
             self._order = rows[np.argsort(-self.scheduled[rows], kind="stable")]
         return self._order
 
-    def join(self, sequences: AnySequence[Sequence], due: AnySequence[int]) -> None:
+    def join(self, sequences: AnySequence[Sequence], due: _Ints) -> None:
         """Make members of sequences with a row; ``due`` is the column's for each."""
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
         counts = [
@@ -65,21 +68,24 @@ class Lockstep:
                 s.num_scheduled,
                 len(s.token_ids),
                 min(s.capacity, s.limit - 1),
-                when,
+                0,
                 s.limit,
                 len(s.token_ids),
                 s.num_cached_tokens,
                 s.num_preemptions,
                 s.last_step,
+                s.number,
             )
-            for s, when in zip(sequences, due, strict=True)
+            for s in sequences
         ]
         self._counts[:, rows] = np.array(counts, dtype=np.int64).T
+        self.due[rows] = due
         for row, sequence in zip(rows.tolist(), sequences, strict=True):
             if self.owners[row] is not sequence:
                 self.owners[row], self._ids[row] = sequence, sequence.sequence_id
-                self._stops[row] = -1
-                self._stops[row, : len(sequence.stop_token_ids)] = [*sequence.stop_token_ids]
+                count = len(sequence.stop_token_ids)
+                self._stops[:count, row], self._stops[count:, row] = [*sequence.stop_token_ids], -1
+                self._most_stops = max(count, self._most_stops)
             sequence.in_lockstep = True
         self.live[rows] = True
         self._order = None
@@ -125,8 +131,9 @@ class Lockstep:
 
     def may_end(self, rows: _Ints, tokens: _Ints) -> npt.NDArray[np.bool_]:
         """Whether these tokens of some rows may be their last."""
-        stops = (self._stops[rows] == tokens[:, None]).any(axis=1)
-        ends: npt.NDArray[np.bool_] = stops | (self.length[rows] + 1 >= self._limit[rows])
+        ends: npt.NDArray[np.bool_] = self.length[rows] + 1 >= self.limit[rows]
+        for stops in self._stops[: self._most_stops]:
+            ends |= stops[rows] == tokens
         return ends
 
     def all_due(self, rows: _Ints) -> _Ints:
@@ -134,9 +141,15 @@ class Lockstep:
         due: _Ints = rows[self.length[rows] >= self.due[rows]]
         return due
 
-    def accept(self, rows: _Ints, tokens: _Ints) -> tuple[list[int], list[int]]:
-        """Take in a token for each of some rows; returns their cached tokens and preemptions."""
+    def accept(self, rows: _Ints, tokens: _Ints) -> TokenColumns:
+        """Take in a token for each of some rows, whose updates are returned."""
         length = self.length[rows]
         self._tokens[rows, length - self._written[rows]] = tokens
         self.length[rows] = length + 1
-        return self._cached[rows].tolist(), self._preempted[rows].tolist()
+        return TokenColumns(
+            self._numbers[rows],
+            tokens,
+            self._ids[rows],
+            self._cached[rows],
+            self._preempted[rows],
+        )

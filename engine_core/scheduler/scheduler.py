@@ -6,8 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, abc, deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, mul
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +33,11 @@ from engine_core.steps import (
     RowResult,
     StepPlan,
     StepResult,
+    TokenColumns,
     TokenLogprobs,
     TokenRows,
     TokenUpdate,
+    TokenUpdates,
 )
 
 _Blocks = tuple[tuple[int, ...], ...]
@@ -65,6 +66,7 @@ class _Draft:
         singles: sequences that compute one token.
         chunks: sequences that compute more, and how many.
         new_blocks: by sequence id, the blocks appended to each group's table.
+        grown: the same by row, of members of the lockstep.
         admitted: sequences that got a row.
         media: items that are touched: the sequence, which of its items, the slot of its embeddings,
             and whether they are computed now.
@@ -80,6 +82,7 @@ class _Draft:
     singles: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     new_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
+    grown: dict[int, _Blocks] = field(default_factory=dict)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     media: list[tuple[Sequence, int, int, bool]] = field(default_factory=list)
@@ -331,9 +334,9 @@ class Scheduler:
         draft = _Draft(0, 0, 0, self.repeat_limit)
         if lockstep.order.size:
             self._feed_lockstep(draft)
+        running: list[Sequence] = []
+        if lockstep.order.size < len(self._running):
             running = [sequence for sequence in self._running if not sequence.in_lockstep]
-        else:
-            running = self._running.copy()
         draft.budget, draft.prompts = self._prompt_budget(running)
         draft.whole_budget = draft.budget
         planned = 0
@@ -355,13 +358,13 @@ class Scheduler:
         repeat = self._allocate_ahead(draft)
         return self._submit(draft, repeat)
 
-    def update(self, result: StepResult) -> list[TokenUpdate]:
+    def update(self, result: StepResult) -> TokenUpdates:
         """Take in the results of the oldest step in flight.
 
         Returns:
             one update for each row with new tokens, in plan order, but sequences in lockstep that
-            go on come before those of which more is to be said. What came for sequences that
-            have ended meanwhile is discarded; what came for preempted ones is accepted.
+            go on are columns, before those of which more is to be said. What came for sequences
+            that have ended meanwhile is discarded; what came for preempted ones is accepted.
         """
         assert self._in_flight, f"result of step {result.step_id}, but no step is in flight"
         plan, sequences = self._in_flight.popleft()
@@ -373,10 +376,11 @@ class Scheduler:
         )
         self._completed_step = plan.step_id
         updates: list[TokenUpdate] = []
+        columns = None
         rows: abc.Sequence[PlanRow] = plan.rows
         results = result.rows
         if isinstance(rows, PlanRows):
-            updates = self._accept_lockstep(rows, results)
+            columns = self._accept_lockstep(rows, results, updates)
             results = results[len(rows.sequence_ids) :]
             rows = rows.others
         for sequence, row, row_result in zip(sequences, rows, results, strict=True):
@@ -387,7 +391,7 @@ class Scheduler:
                     updates.append(update)
         for holding in self._deferred.pop(plan.step_id, ()):
             self._release(holding)
-        return updates
+        return TokenUpdates(updates, columns)
 
     def check(self) -> None:
         """Verify the invariants of the scheduler and its pools; linear in what they hold.
@@ -796,13 +800,17 @@ class Scheduler:
         all_rows: abc.Sequence[PlanRow] = tuple(rows)
         if members is not None and members[0]:
             ids, numbers, starts = members
-            places = np.empty(self.config.max_num_seqs, dtype=np.int64)
-            places[numbers] = np.arange(len(ids))
-            grown: dict[int, _Blocks] = {}
+            grown = draft.grown
             for sequence_id, tables in new_blocks.items():
                 sequence = self._sequences[sequence_id]
                 if sequence.in_lockstep and sequence.row is not None:
-                    grown[int(places[sequence.row])] = tables
+                    grown[sequence.row] = tables
+            if grown:
+                places = np.full(self.config.max_num_seqs, -1, dtype=np.int64)
+                places[numbers] = np.arange(len(ids))
+                # Who was preempted after it grew is in no row of the plan.
+                indices = zip(places[[*grown]].tolist(), grown.values(), strict=True)
+                grown = {index: tables for index, tables in indices if index >= 0}
             all_rows = PlanRows(ids, numbers, starts, grown, tuple(rows), len(self.groups))
         swap_out, swap_in = tuple(self._swap_out), tuple(draft.swap_in)
         self._swap_out.clear()
@@ -842,19 +850,31 @@ class Scheduler:
         plenty = self.pool.num_free >= rows.size * len(self.groups) and (
             not self._waiting or self._running[-1].rank < self._waiting[0].rank
         )
-        leaving = []
-        for row in rows.tolist():
-            sequence: Sequence = lockstep.owners[row]
-            start = int(lockstep.scheduled[row])
-            if start >= sequence.limit - 1:  # the last sample it may have is in flight
-                continue
-            if not plenty:
-                leaving.append(row)
-                continue
-            grown = self._grow(sequence, self._missing(sequence, start + 1))
-            draft.new_blocks[sequence.sequence_id] = grown
-            lockstep.bound[row] = min(sequence.capacity, sequence.limit - 1)
-        lockstep.leave(np.array(leaving, dtype=np.int64))
+        rows = rows[
+            lockstep.scheduled[rows] < lockstep.limit[rows] - 1
+        ]  # else the last is in flight
+        if not plenty or not rows.size:
+            lockstep.leave(rows)
+            return
+        members: list[Sequence] = lockstep.owners[rows].tolist()
+        # Their blocks are full, in one group at least, whose table gets one.
+        given: list[_Blocks] = [()] * len(members)
+        for index, group in enumerate(self.groups):
+            size = group.block_size
+            full = [len(m.block_tables[index]) * size == m.capacity for m in members]
+            blocks = iter(self.pool.allocate(sum(full)))
+            for place, (member, is_full) in enumerate(zip(members, full, strict=True)):
+                new = (next(blocks),) if is_full else ()
+                member.block_tables[index].extend(new)
+                given[place] += (new,)
+        sizes = [group.block_size for group in self.groups]
+        for member in members:
+            held = map(len, member.block_tables)
+            member.capacity = min(map(mul, held, sizes))
+        numbers = rows.tolist()
+        capacities = [member.capacity for member in members]
+        lockstep.bound[rows] = np.minimum(capacities, lockstep.limit[rows] - 1)
+        draft.grown = dict(zip(numbers, given, strict=True))
 
     def _join_lockstep(self, draft: _Draft) -> None:
         """Move those of the draft's sequences that go on decoding to the members."""
@@ -873,18 +893,19 @@ class Scheduler:
                 continue
             joining.append(sequence)
         if joining:
-            self._lockstep.join(joining, [self._due(sequence) for sequence in joining])
+            self._lockstep.join(joining, self._due(joining))
 
-    def _due(self, sequence: Sequence) -> int:
-        """The length at which a block of a member is full or out of sight, or too much is kept."""
-        length = len(sequence.token_ids)
-        due = length + MOST_KEPT
-        if self._prefix_caching:
-            due = min(due, (sequence.num_registered + 1) * self._key_size + 1)
+    def _due(self, sequences: abc.Sequence[Sequence]) -> npt.NDArray[np.int64]:
+        """The lengths at which blocks of members are full or out of sight, or too much is kept."""
+        lengths = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
+        due = lengths + MOST_KEPT
+        if self._prefix_caching:  # of each full block of computed tokens the key is registered
+            due = np.minimum(due, ((lengths - 1) // self._key_size + 1) * self._key_size + 1)
         for kind, indices in enumerate(self._windowed):
             first = self.groups[indices[0]].prefix.first_needed_block
-            dropped = sequence.num_dropped[kind]
-            due = min(due, bisect_right(range(due), dropped, lo=length - 1, key=first) + 1)
+            for place, sequence in enumerate(sequences):
+                dropped, low, high = sequence.num_dropped[kind], lengths[place] - 1, due[place]
+                due[place] = min(high, bisect_right(range(high), dropped, low, key=first) + 1)
         return due
 
     def _note_computed(self, sequence: Sequence) -> None:
@@ -902,14 +923,14 @@ class Scheduler:
             self._lockstep.leave(np.array([sequence.row], dtype=np.int64))
 
     def _accept_lockstep(
-        self, rows: PlanRows, results: abc.Sequence[RowResult]
-    ) -> list[TokenUpdate]:
-        """Take in the results of a plan's columns; those with something to note come last."""
+        self, rows: PlanRows, results: abc.Sequence[RowResult], updates: list[TokenUpdate]
+    ) -> TokenColumns:
+        """Take in the results of a plan's columns; those with more to say are added to updates."""
         lockstep, numbers, ids = self._lockstep, rows.numbers, rows.sequence_ids
         count = len(ids)
         plain: npt.NDArray[np.bool_] = lockstep.live[numbers]
         if isinstance(results, TokenRows):
-            tokens = results.tokens[:count]  # all of them sample
+            tokens = results.tokens[:count].copy()  # all of them sample
         else:
             found = [result.sequence_id for result in results[:count]]
             assert found == ids, f"results of {found} where the plan has {ids}"
@@ -919,18 +940,15 @@ class Scheduler:
             tokens = np.array(given, dtype=np.int64)
         plain &= ~lockstep.may_end(numbers, tokens)
         noted = np.flatnonzero(~plain)
-        cached, preempted = lockstep.accept(numbers[plain], tokens[plain])
-        due = lockstep.all_due(numbers[plain])
-        lockstep.sync(due)
-        for sequence in lockstep.owners[due].tolist():
-            self._note_computed(sequence)
-        lockstep.due[due] = [self._due(sequence) for sequence in lockstep.owners[due].tolist()]
-        names = np.array(ids, dtype=object)[plain].tolist() if noted.size else ids
-        # Without a function of Python's for each row.
-        none = repeat(None)
-        new = zip(tokens[plain].tolist(), strict=True)
-        fields = zip(names, new, none, none, none, none, none, cached, preempted, strict=False)
-        updates = list(map(_new, repeat(TokenUpdate), fields))
+        going = numbers[plain] if noted.size else numbers
+        columns = lockstep.accept(going, tokens[plain] if noted.size else tokens)
+        due = lockstep.all_due(going)
+        if due.size:
+            lockstep.sync(due)
+            members = lockstep.owners[due].tolist()
+            for sequence in members:
+                self._note_computed(sequence)
+            lockstep.due[due] = self._due(members)
         left = numbers[noted]
         lockstep.leave(left[lockstep.live[left]])
         for index in noted.tolist():
@@ -945,7 +963,7 @@ class Scheduler:
                 update = self._accept(sequence, taken, result, 1)
                 if update is not None:
                     updates.append(update)
-        return updates
+        return columns
 
     def _accept(
         self, sequence: Sequence, row: PlanRow, result: RowResult, repeat: int
@@ -1260,5 +1278,6 @@ def _update(
             sequence.error,
             sequence.num_cached_tokens,
             sequence.num_preemptions,
+            sequence.number,
         ),
     )

@@ -37,6 +37,7 @@ class Sequence:
         arrival_time: host clock, in seconds; the order of arrival is that of ``Scheduler.add``.
         max_model_len: tokens of the sequence, prompt and output together.
         priority: lower runs first; sequences of equal priority run in order of arrival.
+        number: by which its frontend knows it.
 
     Raises:
         RequestError: a token is no integer, or does not fit 64 bits.
@@ -85,6 +86,7 @@ class Sequence:
         "num_registered",
         "num_scheduled",
         "num_swapped",
+        "number",
         "order",
         "priority",
         "prompt",
@@ -113,8 +115,10 @@ class Sequence:
         arrival_time: float,
         max_model_len: int,
         priority: int = 0,
+        number: int = 0,
     ) -> None:
         self.sequence_id = sequence_id
+        self.number = number
         self.prompt = prompt
         self.sampling = sampling
         self.eos_token_ids = () if sampling.ignore_eos else tuple(eos_token_ids)

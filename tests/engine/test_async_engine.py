@@ -46,7 +46,7 @@ from engine_core.errors import (
     TokenizerError,
     WeightsMismatchError,
 )
-from engine_core.steps import EngineStats
+from engine_core.steps import EngineStats, TokenUpdates
 
 MODEL = str(GOLDEN / "llama-gqa")
 PROMPTS = golden_prompts("llama-gqa")
@@ -756,11 +756,11 @@ class FakeCore:
     def abort(self, request_id: str) -> None:
         self.events.append(f"abort {request_id}")
 
-    def step(self) -> list[Any]:
+    def step(self) -> TokenUpdates:
         self.events.append("step")
         self._steps_left -= 1
         self.num_steps += 1
-        return []
+        return TokenUpdates([])
 
     def stats(self) -> EngineStats:
         return EngineStats(running=cast(Any, bytes(self.stats_size)))

@@ -15,11 +15,22 @@ from collections import abc, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from engine_core.configs import CacheConfig, KVCacheSpec, SamplingParams, SchedulerConfig
 from engine_core.errors import ErrorCode
 from engine_core.inputs import MediaItem, ProcessedPrompt
 from engine_core.scheduler import Scheduler, Sequence, SequenceStatus
-from engine_core.steps import Admission, Logprob, RowError, RowResult, StepPlan, StepResult
+from engine_core.steps import (
+    Admission,
+    Logprob,
+    PlanRows,
+    RowError,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TokenRows,
+)
 
 VOCAB = 11
 EOS = 0
@@ -226,23 +237,36 @@ class FakeRunner:
                 elif plan_row.sample:
                     self._sample(row, next_token(last))
                     tokens[i].append(next_token(last))
-        return StepResult(
-            plan.step_id,
-            tuple(
-                RowResult(
-                    row.sequence_id,
-                    tuple(tokens[i]),
-                    logprobs=None
-                    if row.sampling.logprobs is None
-                    else tuple({token: Logprob(-1.0, 1)} for token in tokens[i]),
-                    prompt_logprobs=tuple(prompt_logprobs[i])
-                    if row.sampling.prompt_logprobs is not None
-                    else None,
-                    error=errors[i],
-                )
-                for i, row in enumerate(rows)
-            ),
+        results = tuple(
+            RowResult(
+                row.sequence_id,
+                tuple(tokens[i]),
+                logprobs=None
+                if row.sampling.logprobs is None
+                else tuple({token: Logprob(-1.0, 1)} for token in tokens[i]),
+                prompt_logprobs=tuple(prompt_logprobs[i])
+                if row.sampling.prompt_logprobs is not None
+                else None,
+                error=errors[i],
+            )
+            for i, row in enumerate(rows)
         )
+        return StepResult(plan.step_id, self._as_columns(plan, results) or results)
+
+    def _as_columns(
+        self, plan: StepPlan, results: abc.Sequence[RowResult]
+    ) -> abc.Sequence[RowResult] | None:
+        """The results as a runner gives those that are a token each; None if others are there."""
+        plain = isinstance(plan.rows, PlanRows) and plan.repeat == 1
+        if not plain or any(result[2:] != (None, None, None) for result in results):
+            return None
+        places, given = [], []
+        for row, result in zip(plan.rows, results, strict=True):
+            places.append(len(given))
+            if row.sample:
+                # What a row chooses after its end means nothing.
+                given.append(result.token_ids[0] if result.token_ids else EOS)
+        return TokenRows(plan.rows, np.array(given, dtype=np.int64), places)
 
     def _show(self, plan: StepPlan, rows: abc.Sequence[DeviceRow]) -> dict[tuple[int, int], object]:
         """Drop and compute a plan's embeddings; gives whose are used, by row and item."""
@@ -422,8 +446,9 @@ def reference(
 class Workload:
     """Jobs run to their end through a scheduler and the fake runner.
 
-    ``depths`` are the steps that may be in flight after each turn of the loop, and ``budgets`` the
-    scheduler's for prompts and for a backlog of them; both begin anew at their end.
+    ``depths`` are the steps that may be in flight after each turn of the loop, ``budgets`` the
+    scheduler's for prompts and for a backlog of them, and ``checks`` whether its invariants are
+    verified, which brings what is in lockstep up to date; all begin anew at their end.
     """
 
     scheduler: Scheduler
@@ -431,6 +456,7 @@ class Workload:
     jobs: abc.Sequence[Job]
     depths: abc.Sequence[int]
     budgets: abc.Sequence[tuple[int, int] | None] = (None,)
+    checks: abc.Sequence[bool] = (True,)
     outcomes: list[Outcome] = field(default_factory=list)
 
     def run(self) -> list[Outcome]:
@@ -455,13 +481,14 @@ class Workload:
         most = 50 + 40 * (1 + len(self.jobs)) * max_model_len
         last_arrival = max(job.arrival for job in self.jobs)
         while turn <= last_arrival or self.scheduler.has_unfinished() or self.runner.flight:
+            self.checked = self.checks[turn % len(self.checks)]
             self._events(turn)
             budgets = self.budgets[turn % len(self.budgets)]
             self.scheduler.prompt_budget = budgets and (
                 lambda rows, tokens, cached, of=budgets: of[tokens > 2 * of[0]]
             )
             plan = self.scheduler.schedule()
-            self.scheduler.check()
+            self._check()
             self._check_first(plan)
             if plan is not None:
                 self._check_order(plan)
@@ -487,7 +514,11 @@ class Workload:
                 self.added.append(number)
             if job.abort_at == turn:
                 self.scheduler.abort(f"r{number}")
-                self.scheduler.check()
+                self._check()
+
+    def _check(self) -> None:
+        if self.checked:
+            self.scheduler.check()
 
     def _check_first(self, plan: StepPlan | None) -> None:
         """The first of the unfinished requests goes on, if nothing in flight is waited for."""
@@ -514,7 +545,7 @@ class Workload:
 
     def _fetch(self) -> None:
         updates = self.scheduler.update(self.runner.result())
-        self.scheduler.check()
+        self._check()
         for update in updates:
             number = int(update.sequence_id[1:])
             outcome = self.outcomes[number]
@@ -527,7 +558,7 @@ class Workload:
             cut_at = self.jobs[number].cut_at
             if cut_at is not None and len(outcome.tokens) >= cut_at and not update.finished:
                 self.scheduler.finish(update.sequence_id, "stop", "stop string")
-                self.scheduler.check()
+                self._check()
 
     def verify(self) -> None:
         """Compare every job with what it gives alone."""

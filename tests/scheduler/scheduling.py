@@ -69,6 +69,6 @@ def answer(sched: Scheduler, plan: StepPlan, *tokens: Sequence[int]) -> list[Tok
         rows.append(
             RowResult(row.sequence_id, tuple(tokens[index]) if index < len(tokens) else default)
         )
-    updates = sched.update(StepResult(plan.step_id, tuple(rows)))
+    updates = list(sched.update(StepResult(plan.step_id, tuple(rows))))
     sched.check()
     return updates

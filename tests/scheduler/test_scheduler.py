@@ -359,7 +359,7 @@ def test_prompt_logprobs_come_whole_and_once() -> None:
     sched.add(request("a", range(1, 7), prompt_logprobs=0))
     plan = planned(sched)
     rows = (RowResult("a", (), prompt_logprobs=prompt_logprobs(2, 6)),)
-    assert sched.update(StepResult(plan.step_id, rows)) == []
+    assert not sched.update(StepResult(plan.step_id, rows))
     plan = planned(sched)
     rows = (RowResult("a", (9,), prompt_logprobs=prompt_logprobs(6, 7)),)
     assert sched.update(StepResult(plan.step_id, rows))[0].prompt_logprobs == prompt_logprobs(2, 7)

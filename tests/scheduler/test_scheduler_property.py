@@ -109,12 +109,13 @@ def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
     runner = FakeRunner(config, cache_config, stops_on_device=draw(st.booleans()))
     scheduler = Scheduler(config, cache_config)
     # As few rows are planned one by one unless they are told not to be.
-    scheduler.lockstep_from = draw(st.sampled_from([1, 2, 96]))
+    scheduler.lockstep_from = draw(st.sampled_from([1, 2, 3, 96]))
     # A server's budgets follow from what steps took, and from step to step it decides anew whether
     # to plan one behind that in flight.
     budgets = draw(st.just([None]) | st.lists(BUDGETS, min_size=1, max_size=4))
     depths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
-    return Workload(scheduler, runner, work, depths, budgets)
+    checks = draw(st.sampled_from([[True], [False], [False, False, True]]))
+    return Workload(scheduler, runner, work, depths, budgets, checks)
 
 
 def run_and_verify(workload: Workload) -> None:
