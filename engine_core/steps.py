@@ -371,14 +371,14 @@ class TokenColumns(NamedTuple):
     Attributes:
         numbers: ``[N]`` int64, as in :class:`NewSequence`.
         tokens: ``[N]`` int64.
-        sequence_ids: ``[N]``, of strings.
+        sequence_ids: of length N.
         num_cached_tokens: ``[N]`` int64; this and the last are as in the update before.
         num_preemptions: ``[N]`` int64.
     """
 
     numbers: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int64]
-    sequence_ids: npt.NDArray[np.object_]
+    sequence_ids: list[str]
     num_cached_tokens: npt.NDArray[np.int64]
     num_preemptions: npt.NDArray[np.int64]
 

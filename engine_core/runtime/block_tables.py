@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -51,6 +53,21 @@ class BlockTables:
         self._counts[row] = end
         if not self._shared:
             self._changed.append((row * self._host.shape[1] + begin, len(blocks)))
+
+    def append_each(self, rows: Sequence[int], blocks: Sequence[tuple[int, ...]]) -> None:
+        """Add blocks to the ends of some rows' tables, one to most of them."""
+        if any(len(of_row) != 1 for of_row in blocks):
+            for row, of_row in zip(rows, blocks, strict=True):
+                self.append(row, of_row)
+            return
+        counts, width = self._counts, self._host.shape[1]
+        begins = [counts[row] for row in rows]
+        self._host[rows, begins] = [block for (block,) in blocks]
+        places = list(zip(rows, begins, strict=True))
+        for row, begin in places:
+            counts[row] = begin + 1
+        if not self._shared:
+            self._changed += [(row * width + begin, 1) for row, begin in places]
 
     def unwritten(self, row: int, blocks: tuple[int, ...], start: int) -> tuple[int, ...]:
         """Those of ``blocks``, about to be appended, that hold nothing from before ``start``."""

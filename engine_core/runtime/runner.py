@@ -224,7 +224,13 @@ class ModelRunner:
             table = self._tables[group_id]
             given = [(row.row, row.new_blocks[group_id], row.start) for row in plan.growing]
             self._cache.clear(group_id, [b for each in given for b in table.unwritten(*each)])
-        for row in plan.growing:
+        rows = plan.rows
+        if isinstance(rows, PlanRows) and rows.new_blocks:
+            grown = rows.numbers[[*rows.new_blocks]].tolist()
+            of_groups = zip(*rows.new_blocks.values(), strict=True)
+            for table, of_group in zip(self._tables, of_groups, strict=True):
+                table.append_each(grown, of_group)
+        for row in plan.others:
             for table, blocks in zip(self._tables, row.new_blocks, strict=True):
                 table.append(row.row, blocks)
         choices: set[Any] = {self._rows[row.row].choice for row in plan.others}

@@ -49,8 +49,9 @@ class Lockstep:
         self._counts = np.zeros((10, num_rows), dtype=np.int64)
         self.scheduled, self.length, self.bound, self.due, self.limit, *others = self._counts
         self._written, self._cached, self._preempted, self._last_step, self._numbers = others
-        # None while it is to be found anew.
+        # None while it is to be found anew; their names in this order, if they have been asked for.
         self._order: _Ints | None = np.zeros(0, dtype=np.int64)
+        self._names: list[str] | None = None
 
     @property
     def order(self) -> _Ints:
@@ -58,6 +59,7 @@ class Lockstep:
         if self._order is None:
             rows = np.flatnonzero(self.live)
             self._order = rows[np.argsort(-self.scheduled[rows], kind="stable")]
+            self._names = None
         return self._order
 
     def join(self, sequences: AnySequence[Sequence], due: _Ints) -> None:
@@ -123,11 +125,16 @@ class Lockstep:
         rows = self.order
         starts = self.scheduled[rows]
         able = starts < self.bound[rows]
-        if not able.all():
+        if able.all():
+            if self._names is None:
+                self._names = self._ids[rows].tolist()
+            names = self._names
+        else:
             rows, starts = rows[able], starts[able]
+            names = self._ids[rows].tolist()
         self.scheduled[rows] = starts + 1
         self._last_step[rows] = step_id
-        return self._ids[rows].tolist(), rows, starts
+        return names, rows, starts
 
     def may_end(self, rows: _Ints, tokens: _Ints) -> npt.NDArray[np.bool_]:
         """Whether these tokens of some rows may be their last."""
@@ -141,15 +148,15 @@ class Lockstep:
         due: _Ints = rows[self.length[rows] >= self.due[rows]]
         return due
 
-    def accept(self, rows: _Ints, tokens: _Ints) -> TokenColumns:
-        """Take in a token for each of some rows, whose updates are returned."""
+    def accept(self, rows: _Ints, tokens: _Ints, names: list[str] | None) -> TokenColumns:
+        """Take in a token for each of some rows, whose names may be known; returns the updates."""
         length = self.length[rows]
         self._tokens[rows, length - self._written[rows]] = tokens
         self.length[rows] = length + 1
         return TokenColumns(
             self._numbers[rows],
             tokens,
-            self._ids[rows],
+            self._ids[rows].tolist() if names is None else names,
             self._cached[rows],
             self._preempted[rows],
         )

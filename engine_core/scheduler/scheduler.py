@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, abc, deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from operator import attrgetter, mul
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -857,24 +857,19 @@ class Scheduler:
             lockstep.leave(rows)
             return
         members: list[Sequence] = lockstep.owners[rows].tolist()
-        # Their blocks are full, in one group at least, whose table gets one.
-        given: list[_Blocks] = [()] * len(members)
-        for index, group in enumerate(self.groups):
-            size = group.block_size
-            full = [len(m.block_tables[index]) * size == m.capacity for m in members]
-            blocks = iter(self.pool.allocate(sum(full)))
-            for place, (member, is_full) in enumerate(zip(members, full, strict=True)):
-                new = (next(blocks),) if is_full else ()
-                member.block_tables[index].extend(new)
-                given[place] += (new,)
-        sizes = [group.block_size for group in self.groups]
-        for member in members:
-            held = map(len, member.block_tables)
-            member.capacity = min(map(mul, held, sizes))
-        numbers = rows.tolist()
+        given: list[_Blocks]
+        if len(self.groups) == 1:  # as usual: all at once
+            blocks = self.pool.allocate(len(members))
+            given = [((block,),) for block in blocks]
+            for member, block in zip(members, blocks, strict=True):
+                member.block_tables[0].append(block)
+                member.capacity += self._key_size
+        else:
+            grown = [self._grow(m, self._missing(m, m.capacity + 1)) for m in members]
+            given = [tuple(map(tuple, tables)) for tables in grown]
+        draft.grown = dict(zip(rows.tolist(), given, strict=True))
         capacities = [member.capacity for member in members]
         lockstep.bound[rows] = np.minimum(capacities, lockstep.limit[rows] - 1)
-        draft.grown = dict(zip(numbers, given, strict=True))
 
     def _join_lockstep(self, draft: _Draft) -> None:
         """Move those of the draft's sequences that go on decoding to the members."""
@@ -896,11 +891,14 @@ class Scheduler:
             self._lockstep.join(joining, self._due(joining))
 
     def _due(self, sequences: abc.Sequence[Sequence]) -> npt.NDArray[np.int64]:
-        """The lengths at which blocks of members are full or out of sight, or too much is kept."""
-        lengths = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
-        due = lengths + MOST_KEPT
-        if self._prefix_caching:  # of each full block of computed tokens the key is registered
-            due = np.minimum(due, ((lengths - 1) // self._key_size + 1) * self._key_size + 1)
+        """The lengths at which blocks of members are out of sight, or enough is kept.
+
+        Full blocks are registered for several at once, then or when a member leaves. Those who
+        joined together are not due together.
+        """
+        counts = [(len(sequence.token_ids), sequence.row) for sequence in sequences]
+        lengths, rows = np.array(counts, dtype=np.int64).T
+        due: npt.NDArray[np.int64] = lengths + MOST_KEPT - (lengths + rows) % MOST_KEPT
         for kind, indices in enumerate(self._windowed):
             first = self.groups[indices[0]].prefix.first_needed_block
             for place, sequence in enumerate(sequences):
@@ -918,9 +916,10 @@ class Scheduler:
             self._drop_unseen(sequence)
 
     def _unlock(self, sequence: Sequence) -> None:
-        """Have the sequence's own counts and tokens be true."""
+        """Have the sequence's own counts and tokens be true, and its full blocks registered."""
         if sequence.in_lockstep:
             self._lockstep.leave(np.array([sequence.row], dtype=np.int64))
+            self._note_computed(sequence)
 
     def _accept_lockstep(
         self, rows: PlanRows, results: abc.Sequence[RowResult], updates: list[TokenUpdate]
@@ -940,8 +939,12 @@ class Scheduler:
             tokens = np.array(given, dtype=np.int64)
         plain &= ~lockstep.may_end(numbers, tokens)
         noted = np.flatnonzero(~plain)
-        going = numbers[plain] if noted.size else numbers
-        columns = lockstep.accept(going, tokens[plain] if noted.size else tokens)
+        if noted.size:
+            going = numbers[plain]
+            columns = lockstep.accept(going, tokens[plain], None)
+        else:
+            going = numbers
+            columns = lockstep.accept(going, tokens, ids)
         due = lockstep.all_due(going)
         if due.size:
             lockstep.sync(due)

@@ -33,6 +33,7 @@ def request(
     max_model_len: int = 64,
     spans: tuple[tuple[int, int], ...] = (),
     salts: tuple[Hashable, ...] = (),
+    priority: int = 0,
     **sampling: Any,
 ) -> Sequence:
     return Sequence(
@@ -42,6 +43,7 @@ def request(
         eos_token_ids=eos,
         arrival_time=0.0,
         max_model_len=max_model_len,
+        priority=priority,
     )
 
 
@@ -778,3 +780,24 @@ def test_results_of_rows_in_lockstep_must_fit_their_plan() -> None:
     assert isinstance(planned(sched).rows, PlanRows)
     with pytest.raises(AssertionError, match=r"results of \['b'\] where the plan has \['a'\]"):
         sched.update(StepResult(1, (RowResult("b", (5,)),)))
+
+
+@pytest.mark.parametrize("end", ["abort", "finish", "preempt"])
+def test_what_a_row_in_lockstep_generated_is_found_once_it_has_left(end: str) -> None:
+    """Its full blocks are registered at its end, however it ends."""
+    sched = scheduler()
+    sched.lockstep_from = 1
+    one = request(max_tokens=40, priority=1)
+    sched.add(one)
+    for _ in range(13):
+        plan = planned(sched)
+        answer(sched, plan)
+    assert isinstance(plan.rows, PlanRows)
+    if end == "preempt":
+        sched._preempt(one)
+    else:
+        sched.finish("a", end)
+    again = request("b", (1, 2, 3, *[7] * 12), max_tokens=1)
+    sched.add(again)
+    answer(sched, planned(sched))
+    assert again.num_cached_tokens == 12
