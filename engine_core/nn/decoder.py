@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from engine_core.nn.loading import Weights, load_stacked_weights
 from engine_core.nn.norm import RMSNorm
 from engine_core.nn.rotary import (
     DynamicNTKRotaryEmbedding,
+    RotaryEmbedding,
     build_rotary_embedding_from_config,
     rope_lengths,
 )
@@ -58,15 +60,15 @@ class Decoder(nn.Module):
     def forward(
         self,
         x: Tensor,
-        cos_sin: CosSin,
+        cos_sins: Sequence[CosSin],
         past_key_values: list[KVCacheLayer],
         attn_metadata: AttentionMetadata,
     ) -> Tensor:
-        """Embeddings ``[1, T, H]`` to hidden states ``[1, T, H]``."""
+        """Embeddings ``[1, T, H]`` to hidden states ``[1, T, H]``; ``cos_sins``: one per layer."""
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
         residual = None
-        for layer, cache in zip(self.layers, past_key_values, strict=True):
+        for layer, cos_sin, cache in zip(self.layers, cos_sins, past_key_values, strict=True):
             x, residual = layer(x, residual, cos_sin, cache, attn_metadata)
         out: Tensor = self.norm(x, residual)[0]
         return out
@@ -93,8 +95,7 @@ class RotaryCausalLM(CausalLM, ABC):
     ) -> None:
         """Reads ``num_hidden_layers`` and ``tie_word_embeddings``.
 
-        What :class:`Decoder`, :func:`build_rotary_embedding_from_config` and the family's
-        :meth:`build_layer` read must be there too.
+        What :class:`Decoder`, :meth:`build_rotary` and :meth:`build_layer` read must be there too.
         """
         super().__init__()
         self.model = Decoder(
@@ -103,7 +104,7 @@ class RotaryCausalLM(CausalLM, ABC):
             norm_offset=self.norm_offset,
             embedding_scale=self.embedding_scale(config),
         )
-        self.rotary_emb = build_rotary_embedding_from_config(config)
+        self.rotary_embs = nn.ModuleList(self.build_rotary(config))
         self.lm_head = build_lm_head(
             config.hidden_size,
             config.vocab_size,
@@ -118,6 +119,13 @@ class RotaryCausalLM(CausalLM, ABC):
         """The factor of the embeddings; the root of ``hidden_size`` in Gemma."""
         del config
         return 1.0
+
+    def build_rotary(self, config: HFConfig) -> list[RotaryEmbedding]:
+        """The rotary embedding of each layer. One that several layers have is computed once a step.
+
+        Here all have the one that :func:`build_rotary_embedding_from_config` makes.
+        """
+        return [build_rotary_embedding_from_config(config)] * config.num_hidden_layers
 
     @abstractmethod
     def build_layer(self, config: HFConfig, index: int) -> nn.Module:
@@ -134,8 +142,10 @@ class RotaryCausalLM(CausalLM, ABC):
     ) -> Tensor:
         """``[1, T]`` to hidden states ``[1, T, H]``."""
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cos_sin = self.rotary_emb(position_ids, rope_lengths)
-        out: Tensor = self.model(x, cos_sin, past_key_values, attn_metadata)
+        rotaries = [*self.rotary_embs]
+        angles = {rotary: rotary(position_ids, rope_lengths) for rotary in dict.fromkeys(rotaries)}
+        cos_sins = [angles[rotary] for rotary in rotaries]
+        out: Tensor = self.model(x, cos_sins, past_key_values, attn_metadata)
         return out
 
     def prepare_inputs_for_generation(
@@ -147,7 +157,7 @@ class RotaryCausalLM(CausalLM, ABC):
         """The arguments of ``forward`` for one step."""
         inputs = super().prepare_inputs_for_generation(past_key_values, inputs_embeds, context)
         assert context is not None, "the runner passes the step's context"
-        if isinstance(self.rotary_emb, DynamicNTKRotaryEmbedding):
+        if any(isinstance(rotary, DynamicNTKRotaryEmbedding) for rotary in self.rotary_embs):
             inputs["rope_lengths"] = rope_lengths(context)
         return inputs
 

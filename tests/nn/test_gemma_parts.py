@@ -1,14 +1,14 @@
-"""A Gemma-like model of the blocks alone, against plain torch: offsets, sandwich norms, caps."""
+"""Gemma 2 and 3 of the blocks alone, against transformers: offsets, sandwich norms, caps, ropes."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from engine_core.configs import HFConfig
 from engine_core.kernels import GPU
@@ -17,8 +17,10 @@ from engine_core.nn import (
     GatedMLP,
     RMSNorm,
     RotaryCausalLM,
+    RotaryEmbedding,
     SelfAttention,
     build_replicated_linear,
+    build_rotary_embedding_from_config,
     load_weight,
 )
 from engine_core.nn.blocks import agree
@@ -30,104 +32,121 @@ from engine_core.step_context import (
     building,
 )
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, TOKENS, EPS = 32, 4, 2, 16, 5, 1e-6
-CONFIG = HFConfig(
-    hidden_size=HIDDEN, vocab_size=50, num_hidden_layers=2, rms_norm_eps=EPS, head_dim=HEAD_DIM,
-    num_attention_heads=HEADS, max_position_embeddings=64, rope_theta=10000.0, rope_scaling=None,
-    tie_word_embeddings=True,
-)  # fmt: skip
+TOKENS = [3, 17, 49, 0, 8, 33]
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "query_pre_attn_scalar": 11,
+    "sliding_window": 3,
+    "final_logit_softcapping": 3.0,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "attn_implementation": "eager",
+}
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+}
 
 
-class Gemma(RotaryCausalLM):
+class Gemma2(RotaryCausalLM):
     norm_offset = 1.0
+    qk_norm = False
+
+    def __init__(self, config: HFConfig, *args: Any) -> None:
+        super().__init__(config, *args)
+        self.cap = config.final_logit_softcapping
 
     def embedding_scale(self, config: HFConfig) -> float:
         return float(config.hidden_size**0.5)
 
     def build_layer(self, config: HFConfig, index: int) -> DecoderLayer:
+        slides = config.layer_types[index] == "sliding_attention"
         return DecoderLayer(
             SelfAttention(
-                HIDDEN, HEADS, KV_HEADS, HEAD_DIM, qk_norm_eps=EPS, qk_norm_offset=1.0,
-                scale=0.3, logit_softcapping=2.0,
+                config.hidden_size,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                qk_norm_eps=config.rms_norm_eps if self.qk_norm else None,
+                qk_norm_offset=1.0,
+                sliding_window=config.sliding_window if slides else None,
+                scale=config.query_pre_attn_scalar**-0.5,
+                logit_softcapping=None if self.qk_norm else config.attn_logit_softcapping,
             ),
-            GatedMLP(HIDDEN, 48, "gelu_pytorch_tanh"),
-            lambda: RMSNorm(HIDDEN, EPS, offset=1.0),
+            GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_activation),
+            lambda: RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0),
             sandwich=True,
-        )  # fmt: skip
+        )
 
     def adjust_logits(self, logits: Tensor) -> Tensor:
-        return 3.0 * torch.tanh(logits / 3.0)
+        return self.cap * torch.tanh(logits / self.cap)
 
 
-def made() -> Gemma:
-    with building(BuildContext(dtype=torch.float32)) as context:
-        model = Gemma(CONFIG, StepContextManager(context))
-    generator = torch.Generator().manual_seed(0)
-    for param in model.parameters():
-        values = torch.randn(param.shape, generator=generator)
-        param.data.copy_(0.2 * values if param.dim() == 1 else values / param.shape[-1] ** 0.5)
-    return model
+class Gemma3(Gemma2):
+    qk_norm = True
+
+    def build_rotary(self, config: HFConfig) -> list[RotaryEmbedding]:
+        kinds = {
+            kind: build_rotary_embedding_from_config(config.replace(rope_parameters=parameters))
+            for kind, parameters in config.rope_parameters.items()
+        }
+        return [kinds[kind] for kind in config.layer_types]
 
 
-def norm(x: Tensor, module: Any) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * (1 + module.weight)
+def gemma2() -> tuple[Any, type[Gemma2]]:
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_logit_softcapping=2.0)), Gemma2
 
 
-def rotate(x: Tensor) -> Tensor:
-    frequencies = 1 / 10000.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    angles = (torch.arange(TOKENS)[:, None] * frequencies)[:, None]
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat(
-        [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1
-    )
-
-
-def expected_logits(model: Gemma, tokens: Tensor) -> Tensor:
-    x = F.embedding(tokens, model.model.embed_tokens.weight) * math.sqrt(HIDDEN)
-    for layer in model.model.layers:
-        part: Any = layer
-        attention, mlp = part.self_attn, part.mlp
-        qkv = F.linear(norm(x, part.input_layernorm), attention.qkv_proj.weight)
-        q, k, v = qkv.view(TOKENS, -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        q, k = rotate(norm(q, attention.q_norm)), rotate(norm(k, attention.k_norm))
-        k, v = (y.repeat_interleave(HEADS // KV_HEADS, dim=1) for y in (k, v))
-        scores = 2.0 * torch.tanh(0.3 * torch.einsum("qhd,khd->hqk", q, k) / 2.0)
-        scores += torch.full((TOKENS, TOKENS), -torch.inf).triu(1)
-        heads = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-        out = F.linear(heads, attention.o_proj.weight)
-        x = x + norm(out, part.post_attention_layernorm)
-        y = F.linear(norm(x, part.pre_feedforward_layernorm), mlp.gate_up_proj.weight)
-        gate, up = y.chunk(2, dim=-1)
-        out = F.linear(F.gelu(gate, approximate="tanh") * up, mlp.down_proj.weight)
-        x = x + norm(out, part.post_feedforward_layernorm)
-    x = norm(x, model.model.norm)
-    return 3.0 * torch.tanh(F.linear(x, model.model.embed_tokens.weight) / 3.0)
+def gemma3() -> tuple[Any, type[Gemma2]]:
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, rope_parameters=ROPES)), Gemma3
 
 
 @pytest.mark.parametrize("pretend", [False, True])
+@pytest.mark.parametrize(("make", "kinds"), [(gemma2, 1), (gemma3, 2)])
 def test_a_gemma_is_the_blocks_with_other_options(
-    pretend: bool, monkeypatch: pytest.MonkeyPatch
+    make: Any, kinds: int, pretend: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = made()
+    generator = torch.Generator().manual_seed(0)
+    theirs, family = make()
+    for param in theirs.parameters():
+        values = torch.randn(param.shape, generator=generator)
+        param.data.copy_(0.2 * values if param.dim() == 1 else values / param.shape[-1] ** 0.5)
+    tokens = torch.tensor(TOKENS)
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits
+
+    config = HFConfig(theirs.config.to_dict())
+    with building(BuildContext(dtype=torch.float32)) as context:
+        model = family(config, StepContextManager(context))
+    model.load_weights(theirs.state_dict().items())
     if pretend:  # the methods of the linears are told of an H200
         for module in ("epilogue", "blocks"):
             h200 = GPU.of_capability((9, 0))
             monkeypatch.setattr(f"engine_core.nn.{module}.gpu_of", lambda device, gpu=h200: gpu)
     agree(model, torch.device("cpu"))
-    tokens = torch.tensor([3, 17, 49, 0, 8])
     metadata = AttentionMetadata(
-        query_start=torch.tensor([0, TOKENS], dtype=torch.int32),
-        kv_lens=torch.tensor([TOKENS], dtype=torch.int32),
-        max_query_len=TOKENS,
+        query_start=torch.tensor([0, len(TOKENS)], dtype=torch.int32),
+        kv_lens=torch.tensor([len(TOKENS)], dtype=torch.int32),
+        max_query_len=len(TOKENS),
         max_kv_len=16,
         num_decode_rows=0,
-        groups=(GroupMetadata(torch.zeros(1, 1, dtype=torch.int32), torch.arange(TOKENS)),),
+        groups=(GroupMetadata(torch.zeros(1, 1, dtype=torch.int32), torch.arange(len(TOKENS))),),
     )
-    shape = (1, 16, KV_HEADS, HEAD_DIM)
+    shape = (1, 16, config.num_key_value_heads, config.head_dim)
     caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in model.model.layers]
-    hidden = model(tokens[None], torch.arange(TOKENS)[None], caches, metadata)
-    logits = model.get_logits(hidden)
-    torch.testing.assert_close(logits[0], expected_logits(model, tokens), atol=1e-5, rtol=1e-4)
+    called: list[nn.Module] = []
+    for _ in range(2):  # as usual, and watched by forward hooks
+        hidden = model(tokens[None], torch.arange(len(TOKENS))[None], caches, metadata)
+        torch.testing.assert_close(model.get_logits(hidden), expected, atol=1e-5, rtol=1e-4)
+        for rotary in set(model.rotary_embs):
+            rotary.register_forward_hook(lambda module, *_: called.append(module))
+    assert len(called) == len(set(called)) == kinds
 
 
 def test_a_replicated_linear_is_whole_on_every_rank() -> None:
