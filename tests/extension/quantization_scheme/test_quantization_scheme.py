@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import re
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from extension_imports import check_imports
 from golden_fixtures import GOLDEN
 from safetensors.torch import load_file, save_file
 
@@ -181,12 +181,6 @@ def test_discovery_brings_no_torch() -> None:
     check_discovery(PACKAGE.name, f"{PACKAGE.name}.plugin")
 
 
-def test_it_uses_public_names_only() -> None:
-    """Names that packages of the core export, none of them private."""
-    public = {"engine_core", "engine_core.errors", "engine_core.nn"}
-    public |= {"engine_core.nn.epilogue", "engine_core.nn.quantization"}
-    for file in PACKAGE.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("engine_core"):
-                assert node.module in public
-                assert not any(alias.name.startswith("_") for alias in node.names)
+@pytest.mark.parametrize("file", ["plugin.py", "scheme.py"])
+def test_it_imports_public_names_only(file: str) -> None:
+    check_imports(PACKAGE / file)
