@@ -221,7 +221,7 @@ class Engine:
         Steps with forward hooks, which are there only in those two, run without CUDA graphs.
 
         Raises:
-            ConfigError: ``tensor_parallel_size`` is above 1.
+            OptionError: ``tensor_parallel_size`` is above 1.
             EngineDeadError: the engine has stopped, or was closed.
         """
         return self.core.trace_layers()

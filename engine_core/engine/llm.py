@@ -108,6 +108,32 @@ class LLM:
         with self._entered():
             self.engine.warmup()
 
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call ``function(model)`` between two steps, to read the model's parts or hook into them.
+
+        ::
+
+            llm.apply_model(lambda model: model.lm_head.register_forward_hook(look))
+
+        While a part has a forward hook, nothing is fused, captured or recorded, so that each part
+        is called in each step; a hook gets the tokens of all rows at once. An error in a hook ends
+        the engine, one in ``function`` does not.
+
+        Args:
+            function: takes the ``nn.Module``.
+
+        Returns:
+            The result in a list, as vLLM's method of this name gives one per rank.
+
+        Raises:
+            OptionError: ``tensor_parallel_size`` is above 1: the model is in other processes.
+            RequestError: it was called from within a step, as by a hook.
+            EngineDeadError: the engine has stopped, or was closed.
+        """
+        with self._entered():
+            self.engine.core.check_alive()
+            return self.engine.core.executor.apply_model(function)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -299,8 +325,8 @@ class LLM:
         """
         if self._stepping == threading.get_ident():
             raise RequestError(
-                "the engine was called from within its own step: a logits processor has to leave "
-                "the LLM that runs it alone"
+                "the LLM was called from within its own step; logits processors and forward hooks "
+                "must not call the LLM that runs them"
             )
         with self._turn:
             self._lock.acquire()

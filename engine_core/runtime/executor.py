@@ -15,24 +15,16 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from engine_core import own_process
 from engine_core.configs import EngineConfig, GuidedParams, SchedulerConfig
-from engine_core.errors import (
-    ConfigError,
-    EngineDeadError,
-    EngineError,
-    OptionError,
-    RequestError,
-)
+from engine_core.errors import EngineDeadError, EngineError, OptionError, RequestError
 from engine_core.runtime.guided import GrammarCompiler
-from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.loader import build_on_meta
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.runner import PendingStep
@@ -151,16 +143,18 @@ class ProcessExecutor:
         """Capture nothing: on several ranks every kernel is launched by itself."""
         return False
 
-    def trace_layers(self) -> AbstractContextManager[LayerTrace]:
-        """Refuse: the layers are in other processes.
+    def apply_model(self, *_: object) -> NoReturn:
+        """Refuse, as ``trace_layers`` does: the model's parts are in other processes.
 
         Raises:
-            ConfigError: always.
+            OptionError: always.
         """
-        raise ConfigError(
-            "layers can be traced only in this process, and with tensor_parallel_size "
-            f"{len(self._processes)} they are in others; leave it out"
+        raise OptionError(
+            f"tensor_parallel_size is {len(self._processes)}, which keeps the model in processes "
+            "of its own; leave tensor_parallel_size out to trace layers or call apply_model"
         )
+
+    trace_layers = apply_model
 
     def close(self) -> None:
         """End the processes; those that do not within 5 s are killed."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -151,6 +152,10 @@ class Worker:
         """The model with its cache, after :meth:`start`."""
         assert self._runner is not None, "it was not started, or was closed"
         return self._runner
+
+    def apply_model(self, function: Callable[[nn.Module], Any]) -> list[Any]:
+        """``[function(model)]``, after :meth:`start`."""
+        return [function(self.runner.model)]
 
     @contextmanager
     def trace_layers(self) -> Iterator[LayerTrace]:

@@ -430,7 +430,7 @@ def test_steps_repeated_on_the_runner_give_the_same(
 
 def test_closing_frees_the_model_and_refuses_more_work() -> None:
     llm = LLM(MODEL, skip_tokenizer_init=True)
-    model = weakref.ref(llm.engine.core.executor._model)
+    (model,) = llm.apply_model(weakref.ref)
     llm.close()
     gc.collect()
     assert model() is None
@@ -454,6 +454,7 @@ def test_every_way_to_work_says_that_the_engine_was_closed() -> None:
         lambda: llm.engine.step(),
         lambda: llm.engine.trace_layers(),
         lambda: llm.warmup(),
+        lambda: llm.apply_model(id),
         lambda: next(running),
     ]
     for way in ways:
@@ -470,7 +471,7 @@ def test_a_failing_model_ends_the_engine_with_its_root_cause() -> None:
         raise StrikeError("the tensor cores are on strike")
 
     with LLM(MODEL, skip_tokenizer_init=True) as llm:
-        llm.engine.core.executor._model.forward = fail
+        llm.apply_model(lambda model: setattr(model, "forward", fail))
         with pytest.raises(
             EngineDeadError, match="StrikeError: the tensor cores are on strike"
         ) as caught:

@@ -138,7 +138,7 @@ def test_blocks_of_a_gguf_file_are_its_numbers(smollm2_gguf: Path) -> None:
             outputs = llm.generate(
                 ["The capital of France is", "1, 2, 3, 4,"], GREEDY.replace(logprobs=5)
             )
-            model = llm.engine.core.executor._model
+            (model,) = llm.apply_model(lambda model: model)
             linears = [layer for layer in model.modules() if isinstance(layer, Linear)]
             packed = [isinstance(layer.packed, Int4Matrix) for layer in linears]
         assert packed == [options.get("quantization") == "gguf"] * 120

@@ -29,6 +29,9 @@ def test_two_ranks_give_the_tokens_of_the_original_code(name: str) -> None:
     prompts = golden_prompts(name)
     with LLM(str(GOLDEN / name), config(block_size=4, max_num_batched_tokens=256)) as llm:
         llm.warmup()
+        for refused in (lambda: llm.apply_model(id), llm.engine.trace_layers):
+            with pytest.raises(OptionError, match=r"tensor_parallel_size is 2.* leave"):
+                refused()
         outputs = llm.generate([prompt.input_ids for prompt in prompts], GREEDY)
         sampled = llm.generate(prompts[1].input_ids, SamplingParams(seed=3, max_tokens=9))
     assert [o.outputs[0].token_ids for o in outputs] == [p.new_tokens for p in prompts]

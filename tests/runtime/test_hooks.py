@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from engine_core import LLM, SamplingParams
+from engine_core.errors import EngineDeadError
 from engine_core.kernels import compiled
 from engine_core.nn import Decoder, GatedMLP
 
@@ -55,11 +56,8 @@ def generate(llm: LLM, calls: list[None]) -> int:
 
 
 def gated_mlps(llm: LLM) -> list[GatedMLP]:
-    seen: list[nn.Module] = []
-    handle = register_module_forward_pre_hook(lambda module, args: seen.append(module))
-    llm.generate(PROMPT.input_ids, PARAMS.replace(max_tokens=1))
-    handle.remove()
-    return [module for module in seen if isinstance(module, GatedMLP)]
+    (parts,) = llm.apply_model(lambda model: list(model.modules()))
+    return [part for part in parts if isinstance(part, GatedMLP)]
 
 
 Hook = Callable[..., None]
@@ -135,6 +133,36 @@ def test_a_hook_from_before_the_start_is_run(device: str, calls: list[None]) -> 
             assert generate(llm, calls) == CALLS[device]
     finally:
         handle.remove()
+
+
+def test_a_hook_sees_and_changes_what_a_part_gives() -> None:
+    """It sees the logits from which tokens are chosen; turned round, they choose another token."""
+    chosen: list[int] = []
+
+    def see(part: nn.Module, args: Any, logits: Tensor) -> None:
+        chosen.extend(logits.argmax(-1).tolist())
+
+    with golden_llm(NAME, device="cpu") as llm:
+        (handle,) = llm.apply_model(lambda model: model.lm_head.register_forward_hook(see))
+        (output,) = llm.generate(PROMPT.input_ids, PARAMS)
+        assert chosen == output.outputs[0].token_ids == PROMPT.new_tokens
+        handle.remove()
+        llm.apply_model(
+            lambda model: model.lm_head.register_forward_hook(lambda part, args, logits: -logits)
+        )
+        (other,) = llm.generate(PROMPT.input_ids, PARAMS.replace(max_tokens=1))
+        assert other.outputs[0].token_ids[0] != chosen[0]
+
+
+def test_a_hook_that_calls_the_llm_ends_the_engine_with_the_cause() -> None:
+    with golden_llm(NAME, device="cpu") as llm:
+        with pytest.raises(ZeroDivisionError):
+            llm.apply_model(lambda model: 1 / 0)
+        llm.apply_model(
+            lambda model: model.register_forward_hook(lambda *_: llm.apply_model(id) and None)
+        )
+        with pytest.raises(EngineDeadError, match="must not call the LLM"):
+            llm.generate(PROMPT.input_ids, PARAMS)
 
 
 @pytest.mark.parametrize("device", DEVICES)
