@@ -139,6 +139,20 @@ def test_wheels_carry_every_module(wheels: Wheels) -> None:
         assert sources <= set(zipfile.ZipFile(wheel).namelist())
 
 
+def test_the_wheel_carries_the_web_page_and_its_licences(wheels: Wheels) -> None:
+    names = set(zipfile.ZipFile(wheels.core).namelist())
+    page = ROOT / "engine_core" / "server" / "web"
+    files = {str(path.relative_to(ROOT)) for path in page.rglob("*") if path.is_file()}
+    assert len([name for name in files if name.endswith(".woff2")]) > 10
+    assert files <= names
+    for path in (page / "vendor").glob("LICENSE.*"):
+        assert any(
+            ".dist-info/licenses/" in name and name.endswith(f"/{path.name}") for name in names
+        ), path.name
+    stated = _metadata(wheels.core)["License-Expression"]
+    assert stated == "Apache-2.0 AND MIT AND BSD-3-Clause AND OFL-1.1"
+
+
 def test_nothing_requires_the_strangers_package(wheels: Wheels) -> None:
     core, plugin = _metadata(wheels.core), _metadata(wheels.plugin)
     assert core["Name"] == "engine-core-llm"

@@ -30,6 +30,7 @@ TYPES = {
     ".js": "text/javascript",
     ".css": "text/css",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
 }
 POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'"
 

@@ -395,6 +395,10 @@ HOSTILE = [
     "- [ ] <img src=x onerror=window.pwned=19>",
     "[x]: javascript:window.pwned=20\n\n[x] [y][x]",
     "<br onclick='window.pwned=21'><sup onmouseover='window.pwned=22'>sup</sup>",
+    r"\(\href{javascript:window.pwned=23}{x}\) \[\includegraphics{https://evil.example/a.png}\]",
+    r"$$\htmlStyle{position: fixed; inset: 0}{x}$$ \(\htmlId{prompt}{x}\) \(\url{//evil.example}\)",
+    "```html\n<img src=x onerror=window.pwned=24><script>window.pwned=25</script>\n```",
+    "\\(<img src=x onerror=window.pwned=26>",
 ]
 
 # What an answer's elements may be, written down independently of what the sanitiser is told.
@@ -430,12 +434,12 @@ def test_a_hostile_answer_is_only_text(server, open_page, answer_type):
         assert page.evaluate("window.pwned") is None
         found = page.evaluate(FOUND_JS)
         assert set(found["tags"]) <= {
-            *("a", "br", "code", "div", "em", "li", "p", "pre", "sup", "ul"),
+            *("a", "br", "code", "div", "em", "li", "p", "pre", "span", "sup", "ul"),
             *("table", "tbody", "td", "th", "thead", "tr"),
         }
         assert set(found["attributes"]) <= {
             *("a href", "a rel", "a target", "a title", "pre tabindex", "div class"),
-            *("div tabindex", "div role", "div aria-label"),
+            *("div tabindex", "div role", "div aria-label", "span class"),
         }
         assert {link for link in found["links"] if link} == {
             "https://evil.example/beacon.png",
@@ -502,6 +506,86 @@ if a < b and "c":
     )
 
 
+FORMULAS = r"""Mass \(E = mc^2\), *a vector \(\vec{v}^*\)* and \\(none\\) for $5. Bad: \(\frac{1\).
+
+So
+\[
+\text{<img src=x onerror=window.pwned=1>}
+- \sqrt{2}
+=
+\fcolorbox{red}{white}{3}
+\]
+
+$$\begin{aligned} a &= \mathcal{L} \\[2pt] b &= 1 \end{aligned}$$
+
+- in a list $$\sum_{i<n} i$$
+
+`\(code\)`
+
+```python
+def half(): return "\(" + str(0.5)
+```
+
+\(never closed
+"""
+
+
+def test_formulas_and_code_bring_their_libraries_when_they_are_needed(
+    server, open_page, answer_type
+):
+    page = open_page(server.url)
+    loaded: set[str] = set()
+    page.on("request", lambda request: loaded.add(request.url.removeprefix(server.url)))
+    page.reload()  # all of it, from the first file on
+    server.replies.append(answer_type(content=["Plain, with `code`.\n\n```\nplain\n```"]))
+    ask_and_wait(page, "Hi")
+    assert not [url for url in loaded if "katex" in url or "highlight" in url]
+
+    server.replies.append(answer_type(content=["```python\ndef f(): pa", "ss\n"], hold_after=1))
+    ask(page, "Code")
+    keyword = page.locator(".hljs-keyword")
+    expect(keyword).to_have_text("def")  # while the fence has no end
+    server.go.set()
+    expect(keyword).to_have_text(["def", "pass"])
+    assert [url for url in loaded if "highlight" in url]
+    assert not [url for url in loaded if "katex" in url]
+    files = [WEB / (path or "index.html") for path in loaded if not path.startswith("v1/")]
+    assert len(files) > 10
+    assert sum(path.stat().st_size for path in files) < 400_000
+
+    server.go.clear()
+    server.replies.append(answer_type(content=[r"Now \(\fra", r"c{1}{2}\)."], hold_after=1))
+    ask(page, "A formula")
+    expect(page.locator(".formula.open")).to_have_text(r"\(\fra")
+    assert page.locator(".katex, .katex-error").count() == 0
+    server.go.set()
+    expect(page.locator(".formula mfrac")).to_have_count(1)
+    page.evaluate("document.fonts.ready")
+    assert {url.rpartition(".")[2] for url in loaded if "katex" in url} == {"js", "css", "woff2"}
+
+
+def test_formulas_are_shown_and_what_is_none_stays_as_written(server, page, answer_type):
+    pieces = [FORMULAS[at : at + 9] for at in range(0, len(FORMULAS), 9)]
+    server.replies.append(answer_type(content=pieces))
+    ask_and_wait(page, "Show all")
+    for _ in range(2):
+        expect(page.locator(".prose .formula.done")).to_have_count(5)
+        expect(page.locator(".formula:not(.done)")).to_have_text(r"\(\frac{1\)")
+        expect(page.get_by_role("group", name="Formula")).to_have_count(3)
+        expect(page.locator(".prose em .formula.done")).to_have_count(1)
+        expect(page.locator(".prose li .katex-display")).to_have_count(1)
+        expect(page.locator(".prose :is(h1, h2, img)")).to_have_count(0)
+        prose = page.locator(".prose")
+        expect(prose).to_contain_text(r"and \(none\) for $5")
+        expect(prose).to_contain_text("(never closed")
+        expect(page.locator(".prose p > code")).to_have_text(r"\(code\)")
+        expect(page.locator("annotation").first).to_have_text("E = mc^2")
+        # Styles are set, though the page's policy forbids style attributes in HTML.
+        assert page.evaluate("document.querySelector('.prose svg').style.width.endsWith('em')")
+        assert page.evaluate("window.pwned") is None
+        page.reload()
+
+
 DOCUMENTS = [
     "para one\nstill one\n\npara two\n\n- a\n- b\n\n  b goes on\n\n2\n\n1. x\n\n2. y\n\nend",
     "Heading\n===\n\ntext\n---\n\n***\n\n    indented code\n\n    more of it\n\ntext",
@@ -518,6 +602,13 @@ DOCUMENTS = [
     "![\n\n<!-- nor\n\nthis\n\n# #\n#\n",
     "\n\n\n  leading\n\n\ttab\n\n \n\n\\*escaped\\* &amp; &lt; &copy;\n\n"
     "**a*b**c* __x_y__\n\n日本語 🙂\n\n",
+]
+MORE_DOCUMENTS = [
+    FORMULAS,
+    "text\n\\[\na\n- b\n+ c\n* d\n= e\n===\n\\]\nafter\n\n$$\nx\n\ny\n$$\n\n$$ a $$ b\n\nend \\",
+    "\\[ never\n- closed\n\n- l\n\n+ k\n\n\\( also not\n\nnext\n\nlast $",
+    "> \\[\n> x\n\nout\n\n1. a\n   \\[\n   - x\n   \\]\n2. b \\(\n\nx\n\n$$\nq\n$$ tail\n\n***\n``",
+    "text\n$$ open\n# head\n\npara\n\n```\n\\(\n\n$$\n```\n\n[l][1] \\(q\\)\n\nx\n\n[1]: https://a.b",
 ]
 
 STREAMED_JS = """async ([document_, cuts]) => {
@@ -548,6 +639,11 @@ def test_markdown_in_pieces_is_the_same_as_whole(page):
             assert streamed == whole, f"in pieces of {step}: {document!r}"
             if "[1]:" not in document:
                 assert blocks == text
+    for document in MORE_DOCUMENTS:  # what a formula says is not its text in the page
+        for step in (1, 7):
+            cuts = list(range(step, len(document), step))
+            whole, streamed, _, _ = page.evaluate(STREAMED_JS, [document, cuts])
+            assert streamed == whole, f"in pieces of {step}: {document!r}"
     assert "<table>" in page.evaluate(STREAMED_JS, [DOCUMENTS[3], []])[0]
 
 
@@ -560,8 +656,10 @@ def test_markdown_in_pieces_is_the_same_as_whole(page):
         "*_" * 10_000 + "deep",
         "```" * 999 + "deep",
         "|" * 5_000 + "\n" + "|-" * 5_000 + "\ndeep",
+        "\\(" * 3_000 + "\\[\n" * 3_000 + "*_$$" * 1_000 + "deep",
+        "\\(" + "{" * 1_900 + "deep\\)",
     ],
-    ids=["quotes", "brackets", "lists", "emphasis", "fences", "table"],
+    ids=["quotes", "brackets", "lists", "emphasis", "fences", "table", "signs", "braces"],
 )
 def test_malformed_markdown_neither_breaks_nor_blocks_the_page(server, page, answer_type, document):
     pieces = [document[at : at + 1000] for at in range(0, len(document), 1000)]
@@ -983,8 +1081,10 @@ def test_with_the_real_server(smollm2_server, open_page):
 
 
 def test_nothing_inline_and_small_enough():
-    files = [path for path in WEB.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 250_000
+    sizes = {path: path.stat().st_size for path in WEB.rglob("*") if path.is_file()}
+    katex = sum(size for path, size in sizes.items() if "katex" in str(path))
+    assert katex < 530_000
+    assert sum(sizes.values()) - katex < 400_000
     index = (WEB / "index.html").read_text("utf-8")
     assert re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", index) is None
     assert re.search(r"(src|href)=\"(https?:)?//", index) is None
@@ -992,14 +1092,18 @@ def test_nothing_inline_and_small_enough():
 
 def test_the_vendored_libraries_are_what_they_are_said_to_be():
     vendor = WEB / "vendor"
-    said = dict(
-        re.findall(
-            r"^\| (\S+\.js) \|.*\| ([0-9a-f]{64}) \|$", (vendor / "README.md").read_text(), re.M
-        )
+    rows = re.findall(
+        r"^\| (\S+) \|.* (LICENSE\.\S+) \| ([0-9a-f]{64}) \|$",
+        (vendor / "README.md").read_text(),
+        re.M,
     )
     found = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in vendor.glob("*.js")
+        path.relative_to(vendor).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in vendor.rglob("*")
+        if path.suffix in (".js", ".css", ".woff2")
     }
-    assert found == said
-    for name in ("marked", "dompurify"):
-        assert (vendor / f"LICENSE.{name}").is_file()
+    assert found == {name: digest for name, _, digest in rows}
+    assert {licence for _, licence, _ in rows} == {path.name for path in vendor.glob("LICENSE.*")}
+    style = (vendor / "katex" / "katex.min.css").read_text()
+    asked = {f"katex/{address}" for address in re.findall(r"url\(([^)]*)\)", style)}
+    assert asked == {name for name in found if name.endswith(".woff2")}

@@ -603,6 +603,9 @@ byId("to-end").addEventListener("click", () => {
   prompt.focus();
 });
 new ResizeObserver(followEnd).observe(scroller);
+// Formulas, and then their fonts, may come after the text around them.
+document.addEventListener("filled", followEnd);
+document.fonts.addEventListener("loadingdone", followEnd);
 
 addEventListener("pagehide", () => {
   clearTimeout(draftTimer);
