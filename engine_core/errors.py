@@ -12,6 +12,7 @@
     ├── TokenizerError                    no tokenizer, or one that cannot be read
     ├── PluginError
     │   ├── PluginLoadError               a plugin cannot be imported or breaks the contract
+    │   ├── ModelError                    a plugin's code fails, or gives what it must not
     │   ├── DuplicateArchitectureError    two plugins claim one architecture or config
     │   └── UnknownArchitectureError      no plugin claims it
     ├── CacheMemoryError                  the memory given holds too few KV blocks
@@ -46,6 +47,7 @@ class ErrorCode(StrEnum):
     CHECKPOINT_CORRUPT = "checkpoint-corrupt"
     TOKENIZER = "tokenizer-unusable"
     PLUGIN = "plugin-broken"
+    MODEL = "model-failed"
     ARCHITECTURE_AMBIGUOUS = "architecture-ambiguous"
     ARCHITECTURE_UNKNOWN = "architecture-unknown"
     CACHE_MEMORY = "memory-cache-too-small"
@@ -178,6 +180,12 @@ class PluginLoadError(PluginError):
     """A plugin or module-map file cannot be imported or does not keep the contract."""
 
 
+class ModelError(PluginError):
+    """Code of a model or its input processor failed, or returned what the engine cannot take."""
+
+    code = ErrorCode.MODEL
+
+
 class DuplicateArchitectureError(PluginError):
     """Two plugins claim the same architecture, or two config builders the same config."""
 
@@ -222,6 +230,14 @@ class RequestTimeoutError(EngineError):
     """A request had a deadline and was ended at it."""
 
     code = ErrorCode.TIMEOUT
+
+
+class RemoteTracebackError(Exception):
+    """A traceback as text, of another process mostly: the cause of an :class:`EngineDeadError`."""
+
+    def __str__(self) -> str:
+        """The traceback on lines of its own."""
+        return f"\n{self.args[0]}"
 
 
 class EngineDeadError(EngineError):

@@ -21,6 +21,11 @@ def claim() -> None:
     _claimed = True
 
 
+def is_claimed() -> bool:
+    """Whether this process is the engine's alone."""
+    return _claimed
+
+
 def freeze(*, collect: bool = False) -> None:
     """Exempt what was made so far from garbage collection: it lives as long as the process.
 
@@ -57,4 +62,4 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-__all__ = ["claim", "freeze", "keep_freed_memory", "thaw"]
+__all__ = ["claim", "freeze", "is_claimed", "keep_freed_memory", "thaw"]

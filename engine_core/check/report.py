@@ -33,6 +33,8 @@ HINTS = {
     "memory-cache-too-small": "Give more memory, or set max_model_len to the length that fits, "
     "if the message names one.",
     "memory-weights-too-large": "Take a smaller dtype, a smaller model, more memory or more GPUs.",
+    "model-failed": "Correct the line of the plugin that is named, or install another version of "
+    "it.",
     "option-invalid": "Change the option that is named.",
     "plugin-broken": "Reinstall or remove the plugin; the others work without it.",
     "quantization-unsupported": "Take the model's unquantised checkpoint or a GGUF file of it.",

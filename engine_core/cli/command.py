@@ -6,6 +6,8 @@ import contextlib
 import functools
 import inspect
 import json
+import logging
+import traceback
 import types
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -26,6 +28,19 @@ Model = Annotated[
 """The model that a command runs."""
 
 _METAVARS = {int: "INTEGER", float: "FLOAT", str: "TEXT", Bytes: "SIZE", Path: "FILE"}
+
+
+_VERBOSE = inspect.Parameter(
+    "verbose",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--verbose", help="Say what is imported of plugins; with an error print its traceback."
+        ),
+    ],
+)
 
 
 def startup_line(phases: Mapping[str, float]) -> str:
@@ -194,18 +209,24 @@ def command(*groups: OptionGroup[Any]) -> Callable[[Callable[..., None]], Callab
     """Make a function a command: add the groups' options, and turn errors into exit codes.
 
     The function takes the added options as ``**options``. An :class:`EngineError` becomes one line
-    on stderr and exit code 1, Ctrl-C exit code 130.
+    on stderr and exit code 1, Ctrl-C exit code 130. Every command has ``--verbose``.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> None:
+        def run(*args: Any, verbose: bool, **kwargs: Any) -> None:
+            if verbose:
+                logging.getLogger("engine_core.registry").setLevel(logging.DEBUG)
             try:
                 function(*args, **kwargs)
             except EngineError as error:
+                if verbose:
+                    typer.echo("".join(traceback.format_exception(error)), err=True)
                 typer.echo(f"engine-core: error: {error}", err=True)
                 raise typer.Exit(1) from None
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
+                for note in getattr(error, "__notes__", ()):
+                    typer.echo(f"engine-core: {note}", err=True)
                 raise typer.Exit(130) from None
 
         signature = inspect.signature(function, eval_str=True)
@@ -216,6 +237,7 @@ def command(*groups: OptionGroup[Any]) -> Callable[[Callable[..., None]], Callab
         ]
         for group in groups:
             parameters += group.parameters()
+        parameters.append(_VERBOSE)
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {item.name: item.annotation for item in parameters}
         return run

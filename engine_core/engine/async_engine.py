@@ -32,6 +32,7 @@ from engine_core.errors import (
     EngineDeadError,
     EngineError,
     QueueFullError,
+    RemoteTracebackError,
     RequestError,
     RequestTimeoutError,
 )
@@ -53,13 +54,6 @@ _LOOKS = 4
 _LAST_WORDS_SECONDS = 5.0
 # Texts longer than this are tokenised in a thread, so that the event loop goes on meanwhile.
 _LONG_TEXT = 4096
-
-
-class RemoteTracebackError(Exception):
-    """A traceback as text, of another process mostly: the cause of an :class:`EngineDeadError`."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 class RequestStream:
@@ -1013,4 +1007,4 @@ def _takes_long(prompt: Any) -> bool:
     return isinstance(prompt, str) and len(prompt) > _LONG_TEXT
 
 
-__all__ = ["AsyncEngine", "RemoteTracebackError", "RequestStream"]
+__all__ = ["AsyncEngine", "RequestStream"]

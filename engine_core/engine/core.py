@@ -15,6 +15,7 @@ from engine_core.engine.timings import Timings
 from engine_core.engine.trace import EngineTrace
 from engine_core.engine.trials import run_trials
 from engine_core.errors import EngineDeadError, ErrorCode
+from engine_core.plugin_code import described
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.runner import PendingStep
 from engine_core.scheduler import Sequence, check_sequence
@@ -292,7 +293,7 @@ class EngineCore:
         """Stop because of ``error``; what is returned says so and is to be raised from it."""
         self._dead = error
         self.executor.close()
-        return EngineDeadError(f"the engine stopped {when}: {type(error).__name__}: {error}")
+        return EngineDeadError(f"the engine stopped {when}: {described(error)}")
 
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """See :meth:`Engine.trace_layers`."""

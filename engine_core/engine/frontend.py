@@ -22,6 +22,7 @@ from engine_core.checkpoint import resolve_model
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.configs.generation import Recommendation, read_recommendation
 from engine_core.engine.guided import GrammarTrials
+from engine_core.engine.prompt_inputs import fitted_state, process_prompt
 from engine_core.engine.sampling import resolve_sampling
 from engine_core.errors import CheckpointNotFoundError, RequestError
 from engine_core.inputs import (
@@ -409,8 +410,10 @@ class Frontend:
         processor = self._input_processor
         if not items or not isinstance(processor, MediaProcessor):
             return tokenized
-        processed = processor.process_media(tokenized.token_ids, items, options)
-        packed = check_token_ids(processed.token_ids, self._model_config.vocab_size, "prompt")
+        vocab_size = self._model_config.vocab_size
+        shown = items, options
+        processed = process_prompt(processor, tokenized.token_ids, vocab_size, shown)
+        packed = packed_token_ids(processed.token_ids)
         return TokenizedPrompt(tokenized.text, list(processed.token_ids), packed, processed)
 
     def render_chat(
@@ -546,14 +549,18 @@ class Frontend:
         Raises:
             RequestError: the processor refuses it, or its row state does not fit the dtype and
                 shape that the first request's had.
+            ModelError: the processor fails, or returns what is no processed prompt.
         """
         if self._input_processor is None:
             return ProcessedPrompt(prompt.packed)
-        processed = prompt.processed or self._input_processor.process(prompt.token_ids)
+        processed = prompt.processed
+        if processed is None:
+            vocab_size = self._model_config.vocab_size
+            processed = process_prompt(self._input_processor, prompt.token_ids, vocab_size)
         if not processed.row_state:
             return processed
         fitted = {
-            name: _fitted(name, value, self._row_state.get(name))
+            name: fitted_state(name, value, self._row_state.get(name))
             for name, value in processed.row_state.items()
         }
         self._row_state = fitted | self._row_state
@@ -708,37 +715,6 @@ def _seed_of(seed: int, index: int) -> int:
 def _hashed(text: str) -> int:
     """A seed that ``text`` determines."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-
-
-def _fitted(name: str, value: Any, known: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-    """An input processor's row state with the dtype and shape of ``known``, the first request's.
-
-    Python ints become int64, floats float32.
-
-    Raises:
-        RequestError: it does not fit, or is no number.
-    """
-    try:
-        given = np.asarray(value)
-        if given.dtype == np.float64 and not isinstance(value, np.ndarray | np.generic):
-            given = given.astype(np.float32)
-        if given.dtype.kind not in "biuf":
-            raise TypeError(f"{given.dtype} are no numbers")
-        if known is None:
-            return given
-        spread = np.broadcast_to(given, known.shape)
-        fitted = spread.astype(known.dtype, casting="same_kind")
-        if given.dtype.kind in "biu" and not np.array_equal(fitted, spread):
-            raise OverflowError(f"it does not fit {known.dtype}")
-    except (TypeError, ValueError, OverflowError) as error:
-        wanted = "a number or an array of numbers"
-        if known is not None:
-            wanted = f"{known.dtype} of shape {known.shape} since the first request"
-        raise RequestError(
-            f"the input processor gives row state {name!r} as {value!r}, which must be {wanted}: "
-            f"{error}"
-        ) from error
-    return fitted
 
 
 def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> array[int]:

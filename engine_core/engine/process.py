@@ -28,6 +28,7 @@ from engine_core import own_process
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
 from engine_core.engine.trace import EngineTrace
 from engine_core.errors import EngineDeadError, EngineError, RequestError
+from engine_core.plugin_code import described
 from engine_core.steps import EngineStats, NewSequence, RowError, TokenUpdate, TokenUpdates
 
 if TYPE_CHECKING:
@@ -431,7 +432,7 @@ def main(
         links.fail(Failure(str(error), trace, _portable(error)))
     except Exception as error:
         trace = "".join(traceback.format_exception(error))
-        links.fail(Failure(f"{type(error).__name__}: {error}", trace))
+        links.fail(Failure(described(error), trace))
     sys.exit(1)
 
 

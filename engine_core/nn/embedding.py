@@ -119,6 +119,7 @@ def build_lm_head(
 ) -> LMHead:
     """The output head; ``tied_to`` shares the embedding's matrix."""
     head = LMHead(vocab_size, hidden_size, dtype, device)
+    head.input_width = hidden_size
     if tied_to is not None:
         head.weight = tied_to.weight
     return head

@@ -297,6 +297,7 @@ class Linear(MatrixModule):
         self.out_features = offset
         if rowwise:
             self.in_features = divide(in_features, self.context.tp_size, "in_features of a linear")
+        self.input_width = self.in_features
         self.dtype = dtype or torch.get_default_dtype()
         self.method: LinearMethod = method or UnquantizedLinearMethod()
         self.method.create_weights(self, self.in_features, self.out_features, dtype, device)

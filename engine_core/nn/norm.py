@@ -28,6 +28,7 @@ class RMSNorm(Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.input_width = hidden_size
         self.eps = eps
         self.offset = offset
         self.weight = empty_parameter(hidden_size, dtype=dtype, device=device)
@@ -55,6 +56,7 @@ class LayerNorm(Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.input_width = hidden_size
         self.eps = eps
         self.weight = empty_parameter(hidden_size, dtype=dtype, device=device)
         self.bias = empty_parameter(hidden_size, dtype=dtype, device=device) if bias else None

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine_core.errors import ModelError
 from engine_core.nn.module import HookFlag, Module, hooks_registered
+from engine_core.plugin_code import silent
+from engine_core.runtime.first_pass import check_shape, first_pass, refuse
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.step_batch import StepBatch, StepOutputs, StepState
 from engine_core.step_context import StepContext
@@ -18,10 +21,18 @@ from engine_core.step_context import StepContext
 class ForwardPass:
     """A model and its cache."""
 
-    def __init__(self, model: nn.Module, kv_cache: list[Any]) -> None:
-        """``model`` has the interface that :class:`ModelRunner` describes."""
+    def __init__(
+        self, model: nn.Module, kv_cache: list[Any], vocab_size: int | None = None
+    ) -> None:
+        """``model`` has the interface that :class:`ModelRunner` describes.
+
+        ``vocab_size`` is that of the logits; None if it is not known.
+        """
         self._model = model
         self._kv_cache = kv_cache
+        self._vocab_size = vocab_size
+        # Methods of the model that have run once.
+        self._tried: set[str] = set()
         self._hook_flag = HookFlag()
         for module in model.modules():
             if isinstance(module, Module):
@@ -33,36 +44,43 @@ class ForwardPass:
         return hooks_registered(self._model)
 
     def hidden(self, context: StepContext) -> Tensor:
-        """``[T, H]``, or the logits ``[T, V]`` of a model without ``get_logits``."""
-        prepare = getattr(self._model, "prepare_inputs_for_generation", None)
-        inputs: dict[str, Any] = (
-            prepare(self._kv_cache, context.inputs_embeds, context)
-            if prepare is not None
-            else context.model_inputs(self._kv_cache)
-        )
+        """``[T, H]``, or the logits ``[T, V]`` of a model without ``get_logits``.
+
+        Raises:
+            ModelError: the model returned something else.
+        """
+        method = "prepare_inputs_for_generation"
+        if not hasattr(self._model, method):
+            inputs: Any = context.model_inputs(self._kv_cache)
+        else:
+            inputs = self._call(method, self._kv_cache, context.inputs_embeds, context)
+            if not isinstance(inputs, Mapping):
+                raise refuse(
+                    self._model, method, inputs, "forward's arguments by name are expected"
+                )
         self._hook_flag.watched = self.watched
         try:
-            hidden: Tensor = self._model(**inputs)
+            given = self._call("forward", **inputs)
         finally:
             self._hook_flag.watched = None
-        return hidden[0]
+        tokens = context.input_ids.shape[1]
+        return check_shape(self._model, "forward", given, 1, tokens, None, names="1 T H")[0]
 
     def embed_media(self, kind: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """The embeddings ``[n, H]`` of each item.
 
         Raises:
-            TypeError: the model has no ``embed_media``, or gives another number of tensors.
+            ModelError: the model has no ``embed_media``, or it returned something else.
         """
-        embed: Any = getattr(self._model, "embed_media", None)
-        name = type(self._model).__name__
-        if embed is None:
-            raise TypeError(f"{name} has no embed_media, and a prompt has {kind}s")
-        embeddings = list(embed(kind, items))
-        if len(embeddings) != len(items):
-            raise TypeError(
-                f"{name}.embed_media({kind!r}) of {len(items)} items gave {len(embeddings)} tensors"
+        method = "embed_media"
+        if not hasattr(self._model, method):
+            raise ModelError(
+                f"{type(self._model).__name__} has no {method}, which {kind}s in prompts need"
             )
-        return embeddings
+        given = self._call(method, kind, items)
+        if not isinstance(given, list | tuple) or len(given) != len(items):
+            raise refuse(self._model, method, given, f"a list of {len(items)} tensors is expected")
+        return list(given)
 
     def merged(self, context: StepContext, embeddings: Sequence[tuple[int, Tensor]]) -> Tensor:
         """The tokens' embeddings ``[1, T, H]``, with others from given tokens on."""
@@ -73,10 +91,27 @@ class ForwardPass:
         return merged
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[S, H]`` to ``[S, V]``, in the model's own type."""
-        get_logits = getattr(self._model, "get_logits", None)
-        logits: Tensor = hidden if get_logits is None else get_logits(hidden)
-        return logits
+        """``[S, H]`` to ``[S, V]``, in the model's own type.
+
+        Raises:
+            ModelError: the model returned something else.
+        """
+        method, given = "forward", hidden
+        if hasattr(self._model, "get_logits"):
+            method, given = "get_logits", self._call("get_logits", hidden)
+        shape = (hidden.shape[0], self._vocab_size)
+        return check_shape(self._model, method, given, *shape, names="S V")
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model; what goes on in it is checked the first time."""
+        call = self._model if method == "forward" else getattr(self._model, method)
+        with silent():
+            if method in self._tried:
+                return call(*args, **kwargs)
+            with first_pass(self._model):
+                given = call(*args, **kwargs)
+        self._tried.add(method)
+        return given
 
     def __call__(self, context: StepContext, places: Tensor | None = None) -> Tensor:
         """Logits ``[S, V]`` of the tokens at ``places [S]``, or ``[T, V]`` of every token."""

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -18,12 +19,21 @@ from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
 from engine_core import own_process
 from engine_core.configs import EngineConfig, GuidedParams, SchedulerConfig
-from engine_core.errors import EngineDeadError, EngineError, OptionError, RequestError
+from engine_core.errors import (
+    EngineDeadError,
+    EngineError,
+    ModelError,
+    OptionError,
+    RemoteTracebackError,
+    RequestError,
+)
+from engine_core.plugin_code import described
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.loader import build_on_meta
 from engine_core.runtime.memory import CachePlan
@@ -209,6 +219,7 @@ class ProcessExecutor:
                 raise EngineDeadError(f"the process of rank {rank} ended {_how(process.exitcode)}")
 
     def _read(self) -> None:
+        failures: list[tuple[float, str, str, EngineError | None, int]] = []
         for rank, connection in enumerate(self._connections):
             with contextlib.suppress(EOFError, OSError):
                 while connection.poll():
@@ -219,10 +230,13 @@ class ProcessExecutor:
                     if kind == "prepared":
                         self._take_prepared(*content)
                         continue
-                    self._kill()
-                    if kind == "refused":
-                        raise content
-                    raise EngineDeadError(f"rank {rank} failed: {content}")
+                    failures.append((*content, rank))
+        if failures:
+            self._kill()
+            # Ranks that wait for one that is gone fail too, after it.
+            _, message, trace, error, rank = min(failures, key=itemgetter(0))
+            error = error or EngineDeadError(f"rank {rank} failed: {message}")
+            raise error from RemoteTracebackError(trace)
 
     def _take_prepared(self, number: int, error: str | None) -> None:
         left = self._preparing[number]
@@ -258,15 +272,15 @@ def _worker_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         _serve(connection, model, config, rank, meeting)
-    except EngineError as error:
-        with contextlib.suppress(OSError):  # the parent is gone
-            connection.send(("refused", error))
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        with contextlib.suppress(OSError):
-            connection.send(
-                ("failed", f"{type(error).__name__}: {error} ({last.name}, line {last.lineno})")
-            )
+        trace = "".join(traceback.format_exception(error))
+        told, refusal = described(error), error if isinstance(error, EngineError) else None
+        if isinstance(error, ModelError) or error.__cause__ is not None:
+            # Other errors than those of code are the same on every rank.
+            error.args = (f"rank {rank}: {told}", *error.args[1:])
+        failure = (time.monotonic(), told, trace, refusal)
+        with contextlib.suppress(OSError):  # the parent is gone
+            connection.send(("failed", failure))
     # A thread of the process group may still hold tensors of the last collective. If it lets go
     # of them while the interpreter is taken down, the C++ runtime aborts; so it is not taken down.
     for stream in (sys.stdout, sys.stderr):

@@ -12,10 +12,11 @@ from itertools import chain, pairwise, product
 import torch
 from torch import Tensor, nn
 
-from engine_core.errors import OptionError
+from engine_core.errors import EngineError, OptionError
 from engine_core.kernels import choose_greedy, decode_inputs, sample_tokens
 from engine_core.kernels.sampling import NUMBERS, Adjustments, SamplingState
 from engine_core.nn.embedding import VocabularySplit
+from engine_core.plugin_code import described
 from engine_core.runtime.block_tables import IntArray
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.step_batch import (
@@ -161,13 +162,13 @@ class _Graphs(ABC):
 
         Raises:
             OptionError: there is no memory for it.
-            RuntimeError: it cannot be captured for another reason.
+            EngineError: it cannot be captured for another reason.
         """
         for key in self._at_start:
             try:
                 self._graphs[key] = self._make(key)
             except Exception as error:
-                kind = OptionError if _is_out_of_memory(error) else RuntimeError
+                kind = OptionError if _is_out_of_memory(error) else EngineError
                 raise kind(self._reason(key, error)) from error
 
     def capture_next(self) -> bool:
@@ -234,8 +235,8 @@ class _Graphs(ABC):
                 "lower to leave more"
             )
         return (
-            f"{self._describe(key)} could not be captured as a CUDA graph: {type(error).__name__}: "
-            f"{error}; with eager=True (--eager) nothing is captured"
+            f"{self._describe(key)} could not be captured as a CUDA graph: {described(error)}; "
+            "with eager=True (--eager) nothing is captured"
         )
 
     @abstractmethod

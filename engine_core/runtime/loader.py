@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
+from inspect import isgenerator
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,8 @@ from engine_core.nn.blocks import agree
 from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.loading import LoadAccount, load_account, materialize
 from engine_core.nn.quantization import QuantizationScheme
+from engine_core.plugin_code import described, failed_at, is_own, package_of, silent
+from engine_core.runtime.first_pass import refuse
 from engine_core.runtime.packing import Packer
 from engine_core.runtime.weight_reader import AHEAD_BYTES, read_weights
 from engine_core.step_context import BuildContext, StepContextManager, building
@@ -46,7 +49,7 @@ def build_on_meta(
             deterministic.
     """
     try:
-        with building(context), torch.device("meta"):
+        with silent(), building(context), torch.device("meta"):
             model: nn.Module = model_class(
                 model_config.hf_config,
                 StepContextManager(context),
@@ -63,9 +66,10 @@ def build_on_meta(
     except (
         Exception
     ) as error:  # A family's code may raise anything here; the config is its only input.
+        packages = {package_of(each) for each in model_class.__mro__ if is_own(each)}
         raise ConfigError(
             f"{model_class.__name__} cannot be built from this config: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{failed_at(error, *packages)}"
         ) from error
     _update_weights(model)
     if context.deterministic:
@@ -108,18 +112,28 @@ def check_weights(model: nn.Module, source: WeightSource, where: str) -> LoadAcc
             (name, torch.empty(header.shape, dtype=getattr(torch, header.dtype), device="meta"))
             for name, header in source.headers.items()
         )
-        try:
-            model.load_weights(account.watch(headers))  # type: ignore[operator]
-            _update_weights(model)
-        except EngineError:
-            raise
-        except Exception as error:  # A family may reshape or take apart what it does not expect.
-            raise CheckpointError(
-                f"{type(model).__name__}.load_weights failed on tensor {account.current!r} of "
-                f"{where}: {type(error).__name__}: {error}"
-            ) from error
+        _fill(model, account.watch(headers), account, where)
     account.raise_mismatch(where)
     return account
+
+
+def _fill(
+    model: nn.Module, weights: Iterator[tuple[str, Tensor]], account: LoadAccount, where: str
+) -> None:
+    """Have the model load its weights itself, as one of the author's methods."""
+    try:
+        with silent():
+            given = model.load_weights(weights)  # type: ignore[operator]
+            _update_weights(model)
+    except (EngineError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # A family may reshape or take apart what it does not expect.
+        raise CheckpointError(
+            f"load_weights failed on tensor {account.current!r} of {where}: {described(error)}"
+        ) from error
+    if given is not None:
+        hint = "None is expected" + ("; is there a yield in it?" if isgenerator(given) else "")
+        raise refuse(model, "load_weights", given, hint)
 
 
 def load_weights(
@@ -155,8 +169,7 @@ def load_weights(
         weights = account.watch(tensors)
         if packer is not None:
             weights = packer.watch(account, weights)
-        model.load_weights(weights)  # type: ignore[operator]
-        _update_weights(model)
+        _fill(model, weights, account, where)
     account.raise_mismatch(where)
     if device.type == "cuda":
         # Give the tensors' memory back for the cache.

@@ -112,6 +112,7 @@ class ModelRunner:
         eager: bool = False,
         capture_at_start: bool = True,
         grammar_compiler: Callable[[], GrammarCompiler] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """The model is loaded and on ``device``.
 
@@ -127,6 +128,7 @@ class ModelRunner:
             capture_at_start: capture now what the first greedy request with a short prompt needs;
                 False if what a row keeps is not known before the first request.
             grammar_compiler: makes what guided requests need, at the first of them.
+            vocab_size: that of the logits; None if it is not known.
         """
         self.model = model
         self.device = device
@@ -162,7 +164,7 @@ class ModelRunner:
             scheduler_config.max_model_len,
             {"prompt_len": torch.zeros(rows + 1, dtype=torch.int64, device=device)},
         )
-        forward = self._forward = ForwardPass(model, self.kv_cache)
+        forward = self._forward = ForwardPass(model, self.kv_cache, vocab_size)
         # It takes every step that none of the others, which are faster, has taken.
         self._eager_steps = EagerSteps(self._state, forward)
         self._recorded_steps: RecordedSteps | None = None

@@ -126,6 +126,7 @@ class Worker:
                 # What a row keeps is known when the first request brings it.
                 capture_at_start=not self._source.has_input_processor,
                 grammar_compiler=grammar_compiler,
+                vocab_size=self._source.model_config.vocab_size,
             )
 
     def prepare(self, params: GuidedParams | None) -> Future[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from engine_core.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from engine_core.engine.async_engine import AsyncEngine
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(
@@ -88,5 +91,7 @@ def create_app(
 async def _answer(request: Request, error: Any) -> Response:
     context = RequestContext.of(request)
     failure = as_api_error(error, context.request_id)
+    if failure.code in ("model_failed", "internal_error"):
+        logger.error("request %s failed", context.request_id, exc_info=error)
     context.note(failure)
     return failure.response()

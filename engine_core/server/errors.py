@@ -9,7 +9,13 @@ from typing import Any
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from engine_core.errors import EngineDeadError, QueueFullError, RequestError, RequestTimeoutError
+from engine_core.errors import (
+    EngineDeadError,
+    ModelError,
+    QueueFullError,
+    RequestError,
+    RequestTimeoutError,
+)
 from engine_core.server.encoding import encode
 
 _TYPES = {
@@ -115,6 +121,8 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
         return ApiError(400, str(error), param=error.param, code="invalid_request")
     if isinstance(error, EngineDeadError):
         return ApiError(500, str(error), code="engine_dead")
+    if isinstance(error, ModelError):
+        return ApiError(500, str(error), code="model_failed")
     return ApiError(
         500,
         f"the server failed on this request; its log says why under the id {request_id}",

@@ -273,7 +273,7 @@ def test_a_runner_tells_the_layers_of_hooks(operations: list[str]) -> None:
     layers = stack("llama")
     agree(nn.ModuleList(layers), torch.device("cpu"))
     forward = ForwardPass(Stack(layers), [])
-    step: Any = SimpleNamespace(inputs_embeds=None)
+    step: Any = SimpleNamespace(inputs_embeds=None, input_ids=torch.zeros(1, 3))
 
     def taken(call: Callable[[], object]) -> list[str]:
         operations.clear()

@@ -28,7 +28,7 @@ from engine_core.configs import (
     SamplingParams,
     SchedulerConfig,
 )
-from engine_core.errors import OptionError
+from engine_core.errors import EngineError, OptionError
 from engine_core.inputs import ProcessedPrompt
 from engine_core.nn import Embedding
 from engine_core.runtime.block_tables import BlockTables, IntArray
@@ -441,7 +441,7 @@ def test_another_failure_is_not_taken_for_a_lack_of_memory(
         "could not be captured as a CUDA graph: ValueError: operation not permitted when stream is "
         "capturing; with eager=True (--eager) nothing is captured"
     )
-    with pytest.raises(RuntimeError, match=re.escape(f"20 rows (greedy choice) {said}")):
+    with pytest.raises(EngineError, match=re.escape(f"20 rows (greedy choice) {said}")):
         decode.capture_at_start()
     with pytest.raises(RuntimeError, match=re.escape(f"4 rows (random choice) {said}")):
         decode.begin(*rows(4), Choice.RANDOM)

@@ -1,0 +1,121 @@
+"""Results of a family's input processor, checked before the engine takes them."""
+
+from __future__ import annotations
+
+import reprlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_core.errors import EngineError, ModelError, RequestError
+from engine_core.inputs import InputProcessor, ProcessedPrompt, packed_token_ids
+from engine_core.plugin_code import defined_at, failed_at, package_of, silent
+
+
+def process_prompt(
+    processor: InputProcessor,
+    token_ids: Sequence[int],
+    vocab_size: int,
+    media: tuple[Mapping[str, Sequence[Any]], Mapping[str, Any]] | None = None,
+) -> ProcessedPrompt:
+    """The prompt as ``processor`` returns it; its row state is not looked into.
+
+    ``media`` are what it shows, and options, for a :class:`MediaProcessor`.
+
+    Raises:
+        RequestError: it refuses the prompt.
+        ModelError: it fails, or returns something else.
+    """
+    kind = type(processor)
+    method = "process" if media is None else "process_media"
+    try:
+        with silent():
+            given: Any = getattr(processor, method)(token_ids, *(media or ()))
+    except EngineError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{kind.__name__}.{method} failed: {type(error).__name__}: {error}"
+            f"{failed_at(error, package_of(kind))}"
+        ) from error
+    if not isinstance(given, ProcessedPrompt):
+        raise _wrong(processor, f"{reprlib.repr(given)}, not a ProcessedPrompt")
+    try:
+        packed = packed_token_ids(given.token_ids)
+        # As unsigned numbers negative ones are the largest.
+        fits = not packed or int(np.frombuffer(packed, dtype=np.uint64).max()) < vocab_size
+    except (struct.error, TypeError):
+        fits = False
+    if not fits:
+        shown = reprlib.repr(given.token_ids)
+        raise _wrong(processor, f"token_ids {shown}, not ids of the vocabulary of {vocab_size}")
+    for name in ("row_state", "token_state"):
+        value = getattr(given, name)
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise _wrong(processor, f"{name} {reprlib.repr(value)}, no mapping of names")
+    for name, value in given.token_state.items():
+        try:
+            numbers = np.atleast_2d(np.asarray(value))
+            fits = numbers.dtype.kind in "biu" and numbers.ndim == 2
+        except ValueError:  # rows of several lengths
+            fits = False
+        if not fits or numbers.shape[1] != len(packed):
+            shape = f"integers [k, {len(packed)}]"
+            raise _wrong(processor, f"token_state {name!r} {reprlib.repr(value)}, not {shape}")
+    if not isinstance(given.cache_salts, tuple):
+        raise _wrong(processor, f"cache_salts {reprlib.repr(given.cache_salts)}, no tuple")
+    try:
+        spans = [(int(start), int(end)) for start, end in given.atomic_spans]
+    except (TypeError, ValueError):
+        spans = [(1, 0)]
+    if any(not 0 <= start < end <= len(packed) for start, end in spans):
+        raise _wrong(
+            processor,
+            f"atomic_spans {reprlib.repr(given.atomic_spans)}, not pairs within the prompt",
+        )
+    return replace(given, token_ids=packed)
+
+
+def _wrong(processor: InputProcessor, what: str) -> ModelError:
+    """The error of a processor that returned ``what``."""
+    kind = type(processor)
+    where = defined_at(kind.process)
+    return ModelError(f"{kind.__name__}.process ({where}) returned {what}")
+
+
+def fitted_state(name: str, value: Any, known: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    """An input processor's row state with the dtype and shape of ``known``, the first request's.
+
+    Python ints become int64, floats float32.
+
+    Raises:
+        RequestError: it does not fit, or is no number.
+    """
+    try:
+        given = np.asarray(value)
+        if given.dtype == np.float64 and not isinstance(value, np.ndarray | np.generic):
+            given = given.astype(np.float32)
+        if given.dtype.kind not in "biuf":
+            raise TypeError(f"{given.dtype} are no numbers")
+        if known is None:
+            return given
+        spread = np.broadcast_to(given, known.shape)
+        fitted = spread.astype(known.dtype, casting="same_kind")
+        if given.dtype.kind in "biu" and not np.array_equal(fitted, spread):
+            raise OverflowError(f"it does not fit {known.dtype}")
+    except (TypeError, ValueError, OverflowError) as error:
+        wanted = "a number or an array of numbers"
+        if known is not None:
+            wanted = f"{known.dtype} of shape {known.shape} since the first request"
+        raise RequestError(
+            f"the input processor gives row state {name!r} as {value!r}, which must be {wanted}: "
+            f"{error}"
+        ) from error
+    return fitted
+
+
+__all__ = ["fitted_state", "process_prompt"]
