@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +27,7 @@ from engine_core.errors import (
     PluginLoadError,
     UnknownArchitectureError,
 )
+from engine_core.plugin_code import contained, defined_at, failed_at, package_of
 from engine_core.registry.hookspecs import API_VERSION, HOOK_NAMES, NAMESPACE, HookSpecs
 
 if TYPE_CHECKING:
@@ -47,7 +51,12 @@ class PluginReport:
         distribution: the package that brought it, or None for a file.
         version: that package's version, or None.
         architectures: what its module map claims.
+        requires_api: the version of the plugin contract that it states, or None.
+        tool_parsers: names of those that it brings; so the next two.
+        reasoning_parsers: of reasoning.
+        quantization_schemes: of quantisation.
         error: why it was skipped, or None.
+        refusals: what would be refused when it is asked for, if that was looked for.
     """
 
     name: str
@@ -55,7 +64,12 @@ class PluginReport:
     distribution: str | None = None
     version: str | None = None
     architectures: tuple[str, ...] = ()
+    requires_api: str | None = None
+    tool_parsers: tuple[str, ...] = ()
+    reasoning_parsers: tuple[str, ...] = ()
+    quantization_schemes: tuple[str, ...] = ()
     error: str | None = None
+    refusals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +217,34 @@ class Registry:
         model_config = ModelConfig(architecture=name, hf_config=hf_config, **sizes)
         self._matching(self._plugins, "input_processors", model_config)
 
+    def with_refusals(self) -> tuple[PluginReport, ...]:
+        """The reports, with what would be refused of each; every class that is named is imported.
+
+        That is a name that two bring, and a class that cannot be imported.
+        """
+        found: dict[str, list[str]] = {report.name: [] for report in self.reports}
+        decided = {name for source in self._custom for name in source.module_map}
+        for sources, (hook, what) in product((self._custom, self._plugins), _NAMED.items()):
+            claims: dict[str, list[_Source]] = {}
+            if sources is self._plugins:
+                claims = {name: [_CORE] for name in getattr(_CORE, hook)}
+            for source in sources:
+                for name, target in getattr(source, hook).items():
+                    claims.setdefault(name, []).append(source)
+                    try:
+                        _load_class(target, source.name)
+                    except EngineError as error:
+                        found[source.name].append(f"{what} {name!r}: {error}")
+            for name, claimants in claims.items():
+                if sources is self._plugins and hook == "module_map" and name in decided:
+                    continue
+                try:
+                    _only(claimants, f"{what} {name!r}")
+                except DuplicateArchitectureError as error:
+                    for source in claimants:
+                        found.setdefault(source.name, []).append(str(error))
+        return tuple(replace(each, refusals=tuple(found[each.name])) for each in self.reports)
+
     def _matching(
         self,
         sources: Sequence[_Source],
@@ -242,7 +284,7 @@ class Registry:
         Raises:
             DuplicateArchitectureError: two plugins claim one GGUF architecture.
         """
-        return self._named("gguf_adapters", "GGUF architecture")
+        return self._named("gguf_adapters")
 
     def gguf_adapter(self, name: str) -> type:
         """Import and return the adapter class of a GGUF architecture.
@@ -314,12 +356,12 @@ class Registry:
             ConfigError: no plugin brings it; lists those that there are.
             DuplicateArchitectureError: two plugins bring one of the same name.
         """
-        parsers = self._named("tool_parsers", "tool parser")
+        parsers = self._named("tool_parsers")
         return self._offered(parsers, name, "brings the tool parser", ConfigError)
 
     def reasoning_parser(self, name: str) -> type:
         """Import and return the reasoning parser of this name; errors as of the other."""
-        parsers = self._named("reasoning_parsers", "reasoning parser")
+        parsers = self._named("reasoning_parsers")
         return self._offered(parsers, name, "brings the reasoning parser", ConfigError)
 
     def _offered(
@@ -331,14 +373,14 @@ class Registry:
             raise error(f"no installed plugin {does} {name!r}; known: {known}.{self._broken()}")
         return _load_class(paths[name], name)
 
-    def _named(self, hook: str, what: str) -> dict[str, str]:
+    def _named(self, hook: str) -> dict[str, str]:
         """The merged answers of all plugins to a hook that maps names, each name once."""
         claims: dict[str, list[_Source]] = {}
         for source in self._plugins:
             for name in getattr(source, hook):
                 claims.setdefault(name, []).append(source)
         return {
-            name: getattr(_only(sources, f"{what} {name!r}"), hook)[name]
+            name: getattr(_only(sources, f"{_NAMED[hook]} {name!r}"), hook)[name]
             for name, sources in claims.items()
         }
 
@@ -377,24 +419,45 @@ def _only(claims: Sequence[_Source], what: str, hint: str = "") -> _Source:
     return claims[0]
 
 
+def _told(error: BaseException, item: Any) -> str:
+    """The error in a line, with its place in the package of ``item``."""
+    return f"{type(error).__name__}: {error}{failed_at(error, package_of(item))}"
+
+
+@contextmanager
+def _importing(owner: str, what: str) -> Iterator[None]:
+    """Import code of a plugin's in the ``with`` block.
+
+    The line before it is all that is left where C code ends the process.
+    """
+    logger.debug("importing %s (%s)", owner, what)
+    try:
+        with contained():
+            yield
+    except KeyboardInterrupt as error:
+        error.add_note(f"interrupted while {owner} was imported ({what})")
+        raise
+
+
 def _holds(item: Any, subject: HFConfig | ModelConfig | Mapping[str, Any], owner: str) -> bool:
     try:
-        return bool(item.condition(subject))
+        with contained():
+            return bool(item.condition(subject))
     except _FAULTS as error:
         raise PluginLoadError(
-            f"plugin {owner!r}: {item.__name__}.condition() failed: {type(error).__name__}: {error}"
+            f"plugin {owner!r}: {item.__name__}.condition() failed: {_told(error, item)}"
         ) from error
 
 
 def _make(item: type, owner: str, *arguments: Any) -> Any:
     try:
-        return item(*arguments)
+        with contained():
+            return item(*arguments)
     except EngineError:
         raise
     except _FAULTS as error:
         raise PluginLoadError(
-            f"plugin {owner!r}: {item.__name__} cannot be made for this model: "
-            f"{type(error).__name__}: {error}"
+            f"plugin {owner!r}: {item.__name__} cannot be made for this model: {_told(error, item)}"
         ) from error
 
 
@@ -407,18 +470,20 @@ def _build(
     from engine_core.configs.model import ModelConfig
 
     try:
-        built: Any = builder.build(hf_config, model_path)
+        with contained():
+            built: Any = builder.build(hf_config, model_path)
     except EngineError:
         raise
     except _FAULTS as error:  # Families check what they know of; a config may hold anything.
         where = "config.json" if model_path is None else model_path / "config.json"
         who = builder.__name__ + ("" if owner is None else f" of plugin {owner!r}")
         raise ConfigError(
-            f"{where} cannot be understood: {who} failed: {type(error).__name__}: {error}"
+            f"{where} cannot be understood: {who} failed: {_told(error, builder)}"
         ) from error
     if not isinstance(built, ModelConfig):
         raise PluginLoadError(
-            f"plugin {owner!r}: {builder.__name__}.build() returned {built!r}, not a ModelConfig"
+            f"plugin {owner!r}: {builder.__name__}.build() returned {built!r}, not a ModelConfig "
+            f"({defined_at(builder.build)})"
         )
     return built
 
@@ -428,12 +493,14 @@ def _load_class(target: str | type, owner: str) -> type:
         return target
     module_name, _, class_name = target.rpartition(".")
     try:
-        value = getattr(importlib.import_module(module_name), class_name)
+        with _importing(f"plugin {owner!r}", module_name):
+            module = importlib.import_module(module_name)
+        value = getattr(module, class_name)
     except EngineError:
         raise
     except _FAULTS as error:
         raise PluginLoadError(
-            f"plugin {owner!r}: {target} cannot be imported: {type(error).__name__}: {error}"
+            f"plugin {owner!r}: {target} cannot be imported: {_told(error, target)}"
         ) from error
     if not isinstance(value, type):
         raise PluginLoadError(f"plugin {owner!r}: {target} is {value!r}, not a class")
@@ -463,15 +530,29 @@ def _check_classes(owner: str, hook: str, value: Any, methods: Iterable[str]) ->
     return tuple(value)
 
 
+_NAMED = {
+    "module_map": "architecture",
+    "gguf_adapters": "GGUF architecture",
+    "quantization_schemes": "quantization",
+    "tool_parsers": "tool parser",
+    "reasoning_parsers": "reasoning parser",
+}
+"""The hooks that give names to classes, and what each name is of."""
+
 _CLASS_METHODS = {
     "config_builders": ("condition", "build"),
     "input_processors": ("condition", "process"),
 }
 
 
-def _check_api(owner: str, module: ModuleType) -> None:
+def _requires_api(module: ModuleType) -> str | None:
     wanted = getattr(module, "requires_api", None)
-    if not isinstance(wanted, str):
+    return wanted if isinstance(wanted, str) else None
+
+
+def _check_api(owner: str, module: ModuleType) -> None:
+    wanted = _requires_api(module)
+    if wanted is None:
         raise PluginLoadError(
             f"{owner}: states no requires_api; this core offers API {API_VERSION}, so the module "
             f'needs requires_api = "{API_VERSION}"'
@@ -491,6 +572,18 @@ def _load_plugin(manager: pluggy.PluginManager, name: str, module: ModuleType) -
         for attribute, value in vars(module).items()
         if getattr(value, f"{NAMESPACE}_impl", None) is not None and attribute not in HOOK_NAMES
     ]
+    unmarked = [
+        name
+        for name in HOOK_NAMES
+        if inspect.isfunction(hook := vars(module).get(name))
+        and hook.__module__ == module.__name__
+        and not hasattr(hook, f"{NAMESPACE}_impl")
+    ]
+    if unmarked:
+        raise PluginLoadError(
+            f"{owner}: {', '.join(unmarked)} has the name of a hook and lacks its mark; write "
+            "@hookimpl above it (from engine_core import hookimpl)"
+        )
     if unknown:
         raise PluginLoadError(
             f"{owner}: implements unknown hook {', '.join(unknown)}; the hooks are "
@@ -504,10 +597,11 @@ def _load_plugin(manager: pluggy.PluginManager, name: str, module: ModuleType) -
     for caller in manager.get_hookcallers(module) or ():
         hook = caller.name
         try:
-            offer = getattr(module, hook)()
+            with contained():
+                offer = getattr(module, hook)()
         except _FAULTS as error:
             raise PluginLoadError(
-                f"{owner}: {hook}() failed: {type(error).__name__}: {error}"
+                f"{owner}: {hook}() failed: {_told(error, getattr(module, hook))}"
             ) from error
         if hook in _CLASS_METHODS:
             offers[hook] = _check_classes(owner, hook, offer, _CLASS_METHODS[hook])
@@ -532,10 +626,11 @@ def _load_module_map_file(path: str) -> _Source:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        with _importing(owner, str(file)):
+            spec.loader.exec_module(module)
     except _FAULTS as error:
         del sys.modules[module_name]
-        raise PluginLoadError(f"{owner}: {type(error).__name__}: {error}") from error
+        raise PluginLoadError(f"{owner}: {_told(error, module_name)}") from error
     declared = getattr(module, "MODULE_MAP", None)
     if not isinstance(declared, dict) or not all(isinstance(key, str) for key in declared):
         raise PluginLoadError(
@@ -597,12 +692,14 @@ def build_registry(
         )
         try:
             try:
-                module = point.load()
+                with _importing(f"plugin {point.name!r}", point.value):
+                    module = point.load()
             except _FAULTS as error:
                 raise PluginLoadError(
                     f"plugin {point.name!r}: {point.value} cannot be imported: "
-                    f"{type(error).__name__}: {error}"
+                    f"{_told(error, point.value)}"
                 ) from error
+            report = replace(report, requires_api=_requires_api(module))
             source = _load_plugin(manager, point.name, module)
         except PluginLoadError as error:
             if plugin_errors == "strict":
@@ -611,7 +708,15 @@ def build_registry(
             reports.append(replace(report, error=str(error)))
             continue
         plugins.append(source)
-        reports.append(replace(report, architectures=tuple(source.module_map)))
+        reports.append(
+            replace(
+                report,
+                architectures=tuple(source.module_map),
+                tool_parsers=tuple(source.tool_parsers),
+                reasoning_parsers=tuple(source.reasoning_parsers),
+                quantization_schemes=tuple(source.quantization_schemes),
+            )
+        )
     custom = [_load_module_map_file(path) for path in custom_module_map]
     claimed = {name: source.name for source in plugins for name in source.module_map}
     for source in custom:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from installed_plugins import install
 from typer.testing import CliRunner
 
 from engine_core.cli import app
@@ -14,18 +15,9 @@ from engine_core.cli import app
 runner = CliRunner(env={"COLUMNS": "100"})
 
 
-def _plugin(folder: Path, name: str, body: str) -> None:
-    """Install a package ``name`` with one entry point into ``folder``, as pip would."""
-    (folder / f"{name}.py").write_text(body)
-    info = folder / f"{name}-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[engine_core]\n{name} = {name}\n")
-
-
 @pytest.fixture
 def broken_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _plugin(tmp_path, "brokenfamily", "raise RuntimeError('out of order')\n")
+    install(tmp_path, "brokenfamily", "raise RuntimeError('out of order')\n")
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -38,6 +30,7 @@ def test_plugins_lists_installed_families() -> None:
         "llama",
         "engine-core-llama",
         version,
+        "0.1",
         "LlamaForCausalLM",
         "ok",
     ]
@@ -46,7 +39,7 @@ def test_plugins_lists_installed_families() -> None:
 @pytest.mark.usefixtures("broken_plugin")
 def test_broken_plugin_is_shown_beside_the_others() -> None:
     result = runner.invoke(app, ["plugins", "--json"])
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     reports = {report["name"]: report for report in json.loads(result.stdout)}
     assert reports["llama"]["error"] is None
     assert "RuntimeError: out of order" in reports["brokenfamily"]["error"]
@@ -54,6 +47,75 @@ def test_broken_plugin_is_shown_beside_the_others() -> None:
     table = runner.invoke(app, ["plugins"]).stdout
     assert "LlamaForCausalLM" in table
     assert "out of order" in " ".join(table.replace("│", " ").split())
+
+
+SOUND = """
+from engine_core import hookimpl
+
+requires_api = "0.1"
+
+
+@hookimpl
+def module_map():
+    return {"ThistleForCausalLM": "engine_core_llama.model.LlamaForCausalLM"}
+
+
+@hookimpl
+def tool_parsers():
+    return {"thistle": "engine_core_qwen2.tools.NoSuchParser"}
+"""
+
+
+def test_what_would_be_refused_later_is_said_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = "engine_core_llama.model.NoSuchClass"
+    bodies = {
+        "thistle": SOUND,
+        "teasel": SOUND.replace("engine_core_llama.model.LlamaForCausalLM", lost),
+        "unmarked": SOUND.replace("@hookimpl\ndef tool", "def tool"),
+        "foreign": SOUND.replace('"0.1"', '"0.7"'),
+        "mode": SOUND.replace("tool_parsers", "quantization_schemes").replace("thistle", "int8"),
+    }
+    for name, body in bodies.items():
+        install(tmp_path, name, body)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = runner.invoke(app, ["plugins", "--json"])
+    assert result.exit_code == 1
+    reports = {report["name"]: report for report in json.loads(result.stdout)}
+    architecture = (
+        "architecture 'ThistleForCausalLM' is claimed by 'mode' and 'teasel' and 'thistle'; "
+        "uninstall one"
+    )
+    parser = "tool parser 'thistle' is claimed by 'teasel' and 'thistle'; uninstall one"
+    for name in ("thistle", "teasel"):
+        assert architecture in reports[name]["refusals"]
+        assert parser in reports[name]["refusals"]
+        assert reports[name]["tool_parsers"] == ["thistle"]
+        assert reports[name]["error"] is None
+    (missing,) = [each for each in reports["teasel"]["refusals"] if lost in each]
+    assert missing.startswith(
+        f"architecture 'ThistleForCausalLM': plugin 'teasel': {lost} cannot be imported: "
+    )
+    scheme = "quantization 'int8' is claimed by 'engine-core-llm' and 'mode'; uninstall one"
+    assert scheme in reports["mode"]["refusals"]
+    assert reports["unmarked"]["error"] == (
+        "plugin 'unmarked': tool_parsers has the name of a hook and lacks its mark; write "
+        "@hookimpl above it (from engine_core import hookimpl)"
+    )
+    assert "asks for plugin API 0.7" in reports["foreign"]["error"]
+    assert reports["foreign"]["requires_api"] == "0.7"
+    assert reports["llama"]["refusals"] == []
+    assert reports["llama"]["requires_api"] == "0.1"
+
+    # A module-map file decides whose the architecture is.
+    file = tmp_path / "mine.py"
+    file.write_text(f"MODULE_MAP = {{'ThistleForCausalLM': {lost!r}}}\n")
+    result = runner.invoke(app, ["plugins", "--json", "--custom-module-map", str(file)])
+    reports = {report["name"]: report for report in json.loads(result.stdout)}
+    assert reports["thistle"]["refusals"][-1] == parser
+    assert architecture not in reports["thistle"]["refusals"]
+    assert lost in reports[str(file)]["refusals"][0]
 
 
 @pytest.mark.usefixtures("broken_plugin")
