@@ -80,6 +80,16 @@ class EngineError(Exception):
             self.code = code
 
 
+def shown(value: object, most: int = 200) -> str:
+    """The first ``most`` characters of ``repr(value)``, which may fail: Python writes out no number
+    of more than 4,300 digits, and nothing that contains itself too deeply."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a value of type {type(value).__name__} that cannot be shown"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 class Fault(NamedTuple):
     """One value that a config refuses.
 

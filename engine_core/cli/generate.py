@@ -33,6 +33,8 @@ Prompt = str | list[int]
 
 def _read_text(path: Path, argument: str) -> str:
     """The content of a file, or of standard input for "-"."""
+    if str(path) == "-" and sys.stdin is None:
+        raise typer.BadParameter(f"{argument}: standard input is closed")
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return data.decode("utf-8-sig")  # editors may write a byte order mark

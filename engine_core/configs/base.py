@@ -6,7 +6,9 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from engine_core.errors import ConfigError, Fault
+from engine_core.errors import ConfigError, Fault, shown
+
+_MOST_BITS = 4096
 
 
 class FieldError(ValueError):
@@ -15,6 +17,20 @@ class FieldError(ValueError):
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+def number(value: Any, refused: tuple[type, ...]) -> Any:
+    """``value`` as it is.
+
+    Raises:
+        ValueError: it is of a type that pydantic would make a number of, or so large that Python
+            would not write it out.
+    """
+    if isinstance(value, refused):
+        raise ValueError("a number is expected")
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ValueError(f"a number of at most {_MOST_BITS} bits is expected")
+    return value
 
 
 def _faults(error: ValidationError) -> tuple[Fault, ...]:
@@ -26,7 +42,7 @@ def _faults(error: ValidationError) -> tuple[Fault, ...]:
             field = getattr(item.get("ctx", {}).get("error"), "field", None)
             faults.append(Fault("", message, field))
             continue
-        offered = "" if item["type"] == "missing" else f", got {item['input']!r}"
+        offered = "" if item["type"] == "missing" else f", got {shown(item['input'])}"
         faults.append(Fault(place, f"{message}{offered}", place))
     return tuple(faults)
 

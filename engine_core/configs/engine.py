@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from engine_core.configs.base import FrozenConfig
+from engine_core.configs.base import FrozenConfig, number
 from engine_core.configs.dtypes import DType
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -21,7 +22,7 @@ def parse_bytes(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", value.lower())
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([kmg]i?)?b?\s*", value.lower())
     if match is None:
         raise ValueError("a size is a number of bytes or like '500MB' or '4GiB'")
     return int(float(match[1]) * _UNITS[match[2] or ""])
@@ -35,9 +36,7 @@ def _paths(value: Any) -> Any:
 
 def _number(value: Any) -> Any:
     # Pydantic would read true as 1 and bytes as digits.
-    if isinstance(value, bool | bytes):
-        raise ValueError("a number is expected")
-    return value
+    return number(value, refused=(bool, bytes))
 
 
 _Number = BeforeValidator(_number)
@@ -102,6 +101,15 @@ class EngineConfig(FrozenConfig):
     """Python files with MODULE_MAP and CONFIG_BUILDERS; run with your rights."""
     plugin_errors: Literal["report", "strict"] = "report"
     """Whether a broken plugin is reported and skipped, or (strict) its error is raised."""
+
+    @field_validator("hf_overrides")
+    @classmethod
+    def _as_in_a_file(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"no config.json can hold this: {error}") from None
+        return value
 
     @model_validator(mode="after")
     def _one_tokenizer_or_none(self) -> Self:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from engine_core.configs.base import FieldError, FrozenConfig
+from engine_core.configs.base import FieldError, FrozenConfig, number
 
 JSON_WHITESPACE = r"[ \n\r\t]{1,32}"
 """White space between the parts of guided JSON: a model that does nothing but indent is stopped."""
@@ -40,10 +40,7 @@ def takes_prompt(processor: LogitsProcessor) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """Refuse strings and booleans where a number belongs; pydantic would convert them."""
-    if isinstance(value, str | bytes | bool):
-        raise ValueError("a number is expected")
-    return value
+    return number(value, refused=(str, bytes, bool))
 
 
 _Number = BeforeValidator(_number)
@@ -187,6 +184,11 @@ class SamplingParams(FrozenConfig):
         for item in value if isinstance(value, list | tuple) else ():
             _number(item)
         return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bounded(cls, value: dict[int, float]) -> dict[int, float]:
+        return {_number(token): bias for token, bias in value.items()}
 
     @field_validator("stop", mode="before")
     @classmethod

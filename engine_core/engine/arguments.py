@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from engine_core.configs import EngineConfig
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, shown
 
 
 def check_model_and_config(model: Any, config: Any) -> tuple[str, EngineConfig]:
@@ -19,13 +19,14 @@ def check_model_and_config(model: Any, config: Any) -> tuple[str, EngineConfig]:
     if not isinstance(name, str):
         raise ConfigError(
             "a model is the path of a checkpoint folder or a GGUF file, or a hub id, as text; "
-            f"got {model!r}"
+            f"got {shown(model)}"
         )
     if config is None:
         config = EngineConfig()
     if not isinstance(config, EngineConfig):
         raise ConfigError(
-            f"config must be an EngineConfig, got {config!r}; LLM takes single fields as keywords"
+            f"config must be an EngineConfig, got {shown(config)}; LLM takes single fields as "
+            "keywords"
         )
     return name, config
 

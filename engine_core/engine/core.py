@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -14,7 +15,7 @@ from engine_core.engine.step_stats import StepStats
 from engine_core.engine.timings import Timings
 from engine_core.engine.trace import EngineTrace
 from engine_core.engine.trials import run_trials
-from engine_core.errors import EngineDeadError, ErrorCode
+from engine_core.errors import EngineDeadError, ErrorCode, RequestError
 from engine_core.plugin_code import described
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.runner import PendingStep
@@ -29,6 +30,10 @@ from engine_core.steps import (
     TokenUpdates,
 )
 
+CALLED_FROM_STEP = (
+    "the engine was called from within its own step: logits processors and forward hooks have to "
+    "leave the LLM, and the engine, that runs them alone"
+)
 # How long a core that has nothing else to do waits for a grammar before it looks for commands.
 _PREPARING_SECONDS = 0.01
 
@@ -69,6 +74,7 @@ class EngineCore:
         self._preparing: dict[str, Future[None]] = {}
         self._flight: deque[tuple[StepPlan, float, PendingStep]] = deque()
         self._dead: BaseException | None = None
+        self._stepping: int | None = None  # the thread that is in a step
         self._aborted = 0
         self._added = 0
         self._steps = 0
@@ -191,6 +197,7 @@ class EngineCore:
         """
         self.check_alive()
         stats = self.step_stats
+        self._stepping = threading.get_ident()
         try:
             begun = stats.begin()
             failed = self._take_prepared() if self._preparing else []
@@ -233,6 +240,8 @@ class EngineCore:
             # What was scheduled may not have been submitted; nothing fits together any more.
             self.fail(RuntimeError(f"a step was interrupted by {type(error).__name__}"))
             raise
+        finally:
+            self._stepping = None
 
     def _take_prepared(self) -> list[TokenUpdate]:
         """Queue the sequences whose grammar is compiled; the ends of those where that failed."""
@@ -314,9 +323,20 @@ class EngineCore:
 
         Raises:
             EngineDeadError: it has; from what stopped it.
+            RequestError: a step called what called this.
         """
+        self.check_outside()
         if self._dead is not None:
             raise EngineDeadError(f"the engine has stopped: {self._dead}") from self._dead
+
+    def check_outside(self) -> None:
+        """Raise if this is called from within a step.
+
+        Raises:
+            RequestError: it is.
+        """
+        if self._stepping == threading.get_ident():
+            raise RequestError(CALLED_FROM_STEP)
 
     def _trace_submitted(
         self,

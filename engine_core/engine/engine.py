@@ -142,6 +142,7 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; None if it is not running, as after :meth:`close`."""
+        self.core.check_outside()
         state = self.frontend.drop(request_id)
         if state is None:
             return None
@@ -228,6 +229,7 @@ class Engine:
 
     def close(self) -> None:
         """Drop the model and its cache; the engine cannot be used after."""
+        self.core.check_outside()
         self.frontend.clear()
         self.frontend.grammars.close()
         self.frontend.pictures.close()

@@ -24,7 +24,7 @@ from engine_core.configs.generation import Recommendation, read_recommendation
 from engine_core.engine.guided import GrammarTrials
 from engine_core.engine.prompt_inputs import fitted_state, process_prompt
 from engine_core.engine.sampling import resolve_sampling
-from engine_core.errors import CheckpointNotFoundError, RequestError
+from engine_core.errors import CheckpointNotFoundError, RequestError, shown
 from engine_core.inputs import (
     InputProcessor,
     MediaProcessor,
@@ -739,8 +739,8 @@ def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> arr
         is_integer = isinstance(token, int) and not isinstance(token, bool)
         if not is_integer or not 0 <= token < vocab_size:
             raise RequestError(
-                f"token {token!r} at position {position} of the {name} is not a token id of the "
-                f"vocabulary of {vocab_size}",
+                f"token {shown(token)} at position {position} of the {name} is not a token id of "
+                f"the vocabulary of {vocab_size}",
                 param=name,
             )
     return packed_token_ids(token_ids)

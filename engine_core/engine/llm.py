@@ -16,6 +16,7 @@ from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.configs.sampling import BeamSearchParams
 from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.beam import BeamSearchOutput, beam_search
+from engine_core.engine.core import CALLED_FROM_STEP
 from engine_core.engine.engine import Engine
 from engine_core.engine.frontend import MediaPrompt, Message, Prompt, TokensPrompt
 from engine_core.engine.interrupts import held_interrupt
@@ -71,7 +72,8 @@ class LLM:
         self._lock = threading.RLock()
         # Held by the one that takes the lock next: who steps in a loop cannot keep others out.
         self._turn = threading.Lock()
-        self._stepping: int | None = None  # the thread that is in a step
+        self._inside: int | None = None  # the thread that uses the engine
+        self._dropped: deque[str] = deque()  # requests whose streams are gone
 
     def __enter__(self) -> Self:
         return self
@@ -311,29 +313,38 @@ class LLM:
         return request_id
 
     def _drop(self, request_id: str) -> None:
-        with self._lock:
-            self.engine.abort(request_id)
-            self._inboxes.pop(request_id, None)
-            self._finished.discard(request_id)
+        self._dropped.append(request_id)
+        # The garbage collector may drop a stream anywhere, amid this thread's own step too.
+        if self._inside != threading.get_ident():
+            with self._lock:
+                self._inside = threading.get_ident()
+                self._leave()
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """Keep other threads out of the engine, and this one if it is in a step.
+        """Keep other threads out of the engine, and this one if it is in there.
 
         Raises:
             RequestError: a step called what called this.
         """
-        if self._stepping == threading.get_ident():
-            raise RequestError(
-                "the LLM was called from within its own step; logits processors and forward hooks "
-                "must not call the LLM that runs them"
-            )
+        if self._inside == threading.get_ident():
+            raise RequestError(CALLED_FROM_STEP)
         with self._turn:
             self._lock.acquire()
+        self._inside = threading.get_ident()
         try:
             yield
         finally:
+            self._leave()
             self._lock.release()
+
+    def _leave(self) -> None:
+        while self._dropped:
+            request_id = self._dropped.popleft()
+            self.engine.abort(request_id)
+            self._inboxes.pop(request_id, None)
+            self._finished.discard(request_id)
+        self._inside = None
 
     def _step(self, mine: Collection[str], inbox: Collection[object] = ()) -> set[str]:
         """Run a step, unless another thread's brought something into ``inbox`` or ended ``mine``.
@@ -344,12 +355,7 @@ class LLM:
         # An interrupt ends one call; what the step brought others is theirs.
         with self._entered(), held_interrupt():
             if not inbox and self._finished.isdisjoint(mine):
-                self._stepping = threading.get_ident()
-                try:
-                    outputs = self.engine.step()
-                finally:
-                    self._stepping = None
-                for output in outputs:
+                for output in self.engine.step():
                     if output.request_id in self._inboxes:
                         self._inboxes[output.request_id].append(output)
                         if output.finished:

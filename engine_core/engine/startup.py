@@ -16,7 +16,7 @@ from engine_core.configs.generation import (
     unread_keys,
 )
 from engine_core.engine.grammar_source import find_grammar_compiler
-from engine_core.errors import OptionError
+from engine_core.errors import OptionError, shown
 from engine_core.kernels import compiled
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
@@ -185,22 +185,17 @@ def unread_message(generation_config: dict[str, Any]) -> str | None:
     messages = []
     unread = unread_keys(generation_config)
     if unread:
-        named = ", ".join(f"{name} {_shortened(value)}" for name, value in unread.items())
+        named = ", ".join(f"{name} {shown(value, _SHOWN)}" for name, value in unread.items())
         messages.append(
             f"{GENERATION_CONFIG} asks for {named}: not supported, tokens are chosen without it"
         )
     if has_long_bad_words(generation_config):
-        words = _shortened(generation_config["bad_words_ids"])
+        words = shown(generation_config["bad_words_ids"], _SHOWN)
         messages.append(
             f"{GENERATION_CONFIG} asks for bad_words_ids {words}: one of several tokens is kept "
             "out of the output, but not where it begins in the prompt"
         )
     return "; ".join(messages) or None
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def find_max_model_len(model_config: ModelConfig, config: EngineConfig, model: str) -> int:

@@ -36,8 +36,9 @@ def split_media(
     """
     plain: list[Mapping[str, Any]] = []
     found: list[MediaPart] = []
-    if not isinstance(messages, Sequence):
-        return messages, []  # for the template's check to name
+    given: Any = messages
+    if not isinstance(given, Sequence):
+        return given, []  # for the template's check to name
     for number, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, list) or not any(_kind(part) for part in content):

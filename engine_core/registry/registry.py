@@ -613,7 +613,11 @@ def _load_plugin(manager: pluggy.PluginManager, name: str, module: ModuleType) -
 def _load_module_map_file(path: str) -> _Source:
     file = Path(path).expanduser()
     owner = f"custom module map {str(file)!r}"
-    if not file.is_file():
+    try:
+        is_file = file.is_file()
+    except OSError as error:
+        raise PluginLoadError(f"{owner}: {error.strerror}") from error
+    if not is_file:
         raise PluginLoadError(f"{owner}: no such file")
     import hashlib
 

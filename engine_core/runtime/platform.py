@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from engine_core.configs import EngineConfig
-from engine_core.errors import CacheMemoryError, ConfigError
+from engine_core.errors import CacheMemoryError, ConfigError, shown
 
 _CPU_CACHE_SHARE = 0.4
 _CPU_CACHE_MOST = 4 * 2**30
@@ -34,7 +34,10 @@ def resolve_device(config: EngineConfig) -> torch.device:
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {shown(name)} is none: {error}") from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:

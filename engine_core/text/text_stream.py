@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from engine_core.text.detokenizer import IncrementalDetokenizer
@@ -28,8 +28,9 @@ class StopStringMatcher:
         if not all(stop):
             raise ValueError(f"an empty stop string would end every text at once: {list(stop)!r}")
         self._stop = tuple(stop)
-        self._firsts = frozenset(string[0] for string in stop)
-        self._beginnings = _beginnings(self._stop)
+        self._by_first: defaultdict[str, list[str]] = defaultdict(list)
+        for string in stop:
+            self._by_first[string[0]].append(string)
         self._longest = max(map(len, stop), default=1) - 1
         self._held = ""
         self._stopped = False
@@ -48,7 +49,7 @@ class StopStringMatcher:
         """
         assert not self._stopped, "text appended after a stop string was completed"
         buffer = self._held + text
-        if self._firsts.isdisjoint(buffer):
+        if self._by_first.keys().isdisjoint(buffer):
             return buffer, None
         if may_stop:
             found = []
@@ -64,7 +65,7 @@ class StopStringMatcher:
                 return buffer[:start], stopped_by
         end = len(buffer)
         places = range(max(end - self._longest, 0), end)
-        hold = next((place for place in places if buffer[place:] in self._beginnings), end)
+        hold = next((place for place in places if self._may_begin(buffer, place)), end)
         self._held = buffer[hold:]
         return buffer[:hold], None
 
@@ -73,12 +74,15 @@ class StopStringMatcher:
         held, self._held = self._held, ""
         return held
 
-
-# The sequences of a request share theirs.
-@lru_cache(maxsize=16)
-def _beginnings(stop: tuple[str, ...]) -> frozenset[str]:
-    """Ends of a text with which one of the strings may begin."""
-    return frozenset(string[:length] for string in stop for length in range(1, len(string)))
+    def _may_begin(self, buffer: str, place: int) -> bool:
+        """Whether what follows ``place`` is the beginning of a longer stop string."""
+        if buffer[place] not in self._by_first:
+            return False
+        end = buffer[place:]
+        return any(
+            len(string) > len(end) and string.startswith(end)
+            for string in self._by_first[buffer[place]]
+        )
 
 
 class TextStream:

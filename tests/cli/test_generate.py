@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -171,6 +172,19 @@ def test_standard_input_is_a_prompt_without_its_byte_order_mark(tmp_path: Path) 
     arguments = ("-", "--json", "--max-tokens", "1", *GREEDY)
     result = json.loads(_generate(model, *arguments, stdin="\ufeffone\r\n\ufefftwo").stdout)
     assert result["prompt"] == "one\n\ufefftwo"
+
+
+def test_a_closed_standard_input_is_named() -> None:
+    command = " ".join(map(shlex.quote, [*COMMAND, str(GOLDEN), "-"]))
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{command} <&-"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("PROMPT: standard input is closed")
 
 
 @pytest.mark.slow

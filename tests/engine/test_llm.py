@@ -26,6 +26,7 @@ from engine_core.errors import (
     ConfigError,
     EngineDeadError,
     OptionError,
+    PluginLoadError,
     RequestError,
     UnknownArchitectureError,
 )
@@ -576,6 +577,66 @@ def test_a_truth_value_is_no_number_of_a_config(name: str) -> None:
     assert getattr(EngineConfig(**{name: 1}), name) == 1
 
 
+# Python writes out no number of so many digits.
+BEYOND = 10**5000
+LOOP: dict[str, Any] = {}
+LOOP["itself"] = LOOP
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_a_number_without_end_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"EngineConfig\.{name}: .*, got a value of type int"):
+        EngineConfig(**{name: BEYOND})
+
+
+@pytest.mark.parametrize("size", ["1" * 5000, "1" * 400 + "GiB", f"0.{'1' * 400}GB"])
+def test_a_size_without_end_is_refused(size: str) -> None:
+    with pytest.raises(ConfigError, match=rf"kv_cache_memory: a size is .*, got '{size[:100]}"):
+        EngineConfig(kv_cache_memory=size)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"n": BEYOND},
+        {"seed": BEYOND},
+        {"temperature": BEYOND},
+        {"max_tokens": BEYOND},
+        {"min_tokens": BEYOND},
+        {"logprobs": BEYOND},
+        {"stop_token_ids": [BEYOND]},
+        {"allowed_token_ids": [BEYOND]},
+        {"logit_bias": {BEYOND: 1}},
+        {"bad_words": [[BEYOND]]},
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_a_parameter_without_end_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"SamplingParams\.{next(iter(value))}") as refused:
+        SamplingParams(**value)
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_token_without_end_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"token a value of type int .* at position 1 of the"):
+        llm.generate([1, BEYOND], GREEDY)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [LOOP, {"vocab_size": BEYOND}, {"torch_dtype": torch.float32}, {"rope_scaling": LOOP}],
+    ids=["a loop", "a number", "an object", "a loop inside"],
+)
+def test_overrides_that_no_file_can_hold_are_refused(overrides: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"hf_overrides: no config\.json can hold this: "):
+        EngineConfig(hf_overrides=overrides)
+
+
+def test_a_module_map_of_a_name_that_no_file_has_is_refused() -> None:
+    with pytest.raises(PluginLoadError, match=r"custom module map 'a{5000}': File name too long"):
+        LLM(MODEL, skip_tokenizer_init=True, custom_module_map="a" * 5000)
+
+
 def test_sizes_may_be_text() -> None:
     config = EngineConfig(kv_cache_memory="8MiB", swap_space="1.5kB")
     assert (config.kv_cache_memory, config.swap_space) == (8 * 2**20, 1500)
@@ -634,9 +695,10 @@ def test_a_length_beyond_the_models_is_refused() -> None:
         LLM(MODEL, skip_tokenizer_init=True, max_model_len=4096)
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cuda:99"):
-        LLM(MODEL, skip_tokenizer_init=True, device="cuda:99")
+@pytest.mark.parametrize("device", ["cuda:99", "cuda:07", "cuda:\u0663", f"cuda:{10**30}"])
+def test_a_gpu_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"^device '{device}' "):
+        LLM(MODEL, skip_tokenizer_init=True, device=device)
 
 
 def test_threads_share_an_engine(llm: LLM) -> None:
@@ -680,14 +742,48 @@ def test_a_processor_that_exits_ends_its_own_request(llm: LLM) -> None:
     assert tokens([other]) == tokens(llm.generate(IDS[1], GREEDY))
 
 
-def test_a_processor_that_calls_back_is_refused(llm: LLM) -> None:
+ENTRIES: dict[str, Callable[[LLM], object]] = {
+    "generate": lambda llm: llm.generate(IDS[0], GREEDY),
+    "close": lambda llm: llm.close(),
+    "step": lambda llm: llm.engine.step(),
+    "add_request": lambda llm: llm.engine.add_request(IDS[0], GREEDY),
+    "abort": lambda llm: llm.engine.abort("request-0"),
+    "close the engine": lambda llm: llm.engine.close(),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_processor_that_calls_the_engine_is_refused(llm: LLM, entry: str) -> None:
     def call(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        llm.generate(IDS[0], GREEDY)
+        ENTRIES[entry](llm)
         return logits
 
     (ended,) = llm.generate(IDS[0], GREEDY.replace(logits_processors=(call,)))
     assert "called from within its own step" in (ended.outputs[0].error or "")
-    assert llm.generate(IDS[0], GREEDY)[0].finished
+    assert tokens(llm.generate(IDS[2], GREEDY)) == [PROMPTS[2].new_tokens]
+
+
+def test_streams_that_are_collected_amid_a_step_end_after_it(llm: LLM) -> None:
+    def lose() -> None:
+        streams: list[object] = [llm.stream(ids, GREEDY) for ids in IDS[:3]]
+        streams.append(streams)
+
+    def collect(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        running.append(llm.engine.scheduler.num_running)
+        gc.collect()
+        running.append(llm.engine.scheduler.num_running)
+        return logits
+
+    running: list[int] = []
+    gc.collect()
+    gc.disable()
+    try:
+        lose()
+        outputs = llm.generate(IDS[2], GREEDY.replace(logits_processors=(collect,)))
+    finally:
+        gc.enable()
+    assert running[:3] == [4, 4, 1]
+    assert tokens(outputs) == [PROMPTS[2].new_tokens]
 
 
 def test_a_top_k_that_no_tensor_holds() -> None:

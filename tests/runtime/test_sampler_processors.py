@@ -262,6 +262,11 @@ FAILING: dict[str, tuple[Callable[..., Any], str]] = {
     "raises": (_raise, "logits processor _raise failed: KeyError: 'lost'"),
     "nothing": (lambda output, logits: None, r"must return logits of shape \(8,\), got NoneType"),
     "shape": (lambda output, logits: logits[:3], r"of shape \(8,\), got \(3,\)"),
+    "another shape of its argument": (
+        lambda output, logits: logits.resize_(0),
+        r"must return logits of shape \(8,\), got \(0,\), and leave the shape of its",
+    ),
+    "no data": (lambda output, logits: logits.to("meta"), "failed: NotImplementedError: "),
     "all banned": (
         lambda output, logits: torch.full_like(logits, -torch.inf),
         "leave no token to choose",

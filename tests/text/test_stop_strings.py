@@ -1,3 +1,5 @@
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,6 +77,20 @@ def test_ignored_string_is_released() -> None:
     assert matcher.append("an END", may_stop=False) == ("an END", None)
     assert matcher.append(" more") == (" more", None)
     assert matcher.append(" END") == (" ", "END")
+
+
+def test_long_stop_strings_take_no_more_memory_than_themselves() -> None:
+    # As many, and as long, as a server takes; their beginnings alone would be 34 million bytes.
+    stop = [chr(0x4E00 + number) + "\u5b57" * 511 for number in range(64)]
+    tracemalloc.start()
+    try:
+        matcher = StopStringMatcher(stop)
+        assert matcher.append("one \u4e00\u5b57\u5b57") == ("one ", None)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 100_000
+    assert matcher.append("\u5b57" * 509 + "!") == ("", stop[0])
 
 
 def test_texts_with_the_same_stop_strings_do_not_disturb_each_other() -> None:

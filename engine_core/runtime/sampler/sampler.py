@@ -474,18 +474,19 @@ class _Processor:
     def apply(self, prompt: Sequence[int], output: list[int], logits: Tensor) -> str | None:
         """Change ``logits [V]`` in place; the error if the function failed."""
         tokens = ([*prompt], [*output]) if self._takes_prompt else ([*output],)
+        shape = logits.shape
         try:
             result = self._function(*tokens, logits)
+            if isinstance(result, Tensor) and result.shape == shape == logits.shape:
+                if result is not logits:
+                    logits.copy_(result)
+                return None
         except KeyboardInterrupt:  # the user's, not the function's
             raise
         except BaseException as error:  # sys.exit() too ends its own request alone
             return f"logits processor {self._name} failed: {type(error).__name__}: {error}"
-        if not isinstance(result, Tensor) or result.shape != logits.shape:
-            got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            return (
-                f"logits processor {self._name} must return logits of shape "
-                f"{tuple(logits.shape)}, got {got}"
-            )
-        if result is not logits:
-            logits.copy_(result)
-        return None
+        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        return (
+            f"logits processor {self._name} must return logits of shape {tuple(shape)}, got {got}, "
+            "and leave the shape of its argument as it is"
+        )
