@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,13 +14,19 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 _SIZE = 64
 
 
-def write_reciting_model(folder: Path, pieces: Sequence[str]) -> Path:
+def write_reciting_model(
+    folder: Path, pieces: Sequence[str], replies: Mapping[str, Sequence[str]] | None = None
+) -> Path:
     """A checkpoint whose every answer is ``pieces``, a token each; they must differ.
+
+    After a tool's result that ``replies`` has, the answer is the pieces that stand there.
 
     A token's embedding is a number of its own, nothing is added to it, and the output layer turns
     it into the token that comes next.
     """
-    tokens = ["<unk>", "</s>", "<start>", *pieces]
+    replies = replies or {}
+    chains = [[result, *reply] for result, reply in replies.items()]
+    tokens = ["<unk>", "</s>", "<start>", *pieces, *(token for chain in chains for token in chain)]
     assert len(set(tokens)) == len(tokens) <= _SIZE, "each piece is a token of its own"
     folder.mkdir(parents=True)
     config = {
@@ -39,10 +45,10 @@ def write_reciting_model(folder: Path, pieces: Sequence[str]) -> Path:
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    order = [2, *range(3, len(tokens)), 1]
     following = torch.zeros(_SIZE, _SIZE)
-    for token, after in pairwise(order):
-        following[after, token] = 1.0
+    for chain in (["<start>", *pieces], *chains):
+        for token, after in pairwise([*map(tokens.index, chain), 1]):
+            following[after, token] = 1.0
     attention = {f"self_attn.{name}_proj": (_SIZE, _SIZE) for name in "qkvo"}
     mlp = {"mlp.gate_proj": (8, _SIZE), "mlp.up_proj": (8, _SIZE), "mlp.down_proj": (_SIZE, 8)}
     nothing = {
@@ -57,9 +63,10 @@ def write_reciting_model(folder: Path, pieces: Sequence[str]) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(tokens[:3])
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in tokens[3:]])
     tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}<start>"
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    template += "{% if messages[-1].role != 'tool' %}<start>{% endif %}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "</s>"}))
     return folder

@@ -80,7 +80,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allow_origin,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
@@ -90,8 +90,8 @@ def create_app(
 
 async def _answer(request: Request, error: Any) -> Response:
     context = RequestContext.of(request)
-    failure = as_api_error(error, context.request_id)
+    failure = as_api_error(error, context)
     if failure.code in ("model_failed", "internal_error"):
         logger.error("request %s failed", context.request_id, exc_info=error)
     context.note(failure)
-    return failure.response()
+    return failure.response(context)

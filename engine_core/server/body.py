@@ -55,7 +55,15 @@ async def read_body(request: Request, model: TypeAdapter[Model], max_size: int) 
 
 
 def _parse(raw: bytes, model: TypeAdapter[Model]) -> Model:
-    value = parse_json(raw)
+    return validated(parse_json(raw), model)
+
+
+def validated(value: Any, model: TypeAdapter[Model]) -> Model:
+    """``value`` as ``model``.
+
+    Raises:
+        ApiError: 400; says which field is at fault.
+    """
     try:
         return model.validate_python(value)
     except ValidationError as error:

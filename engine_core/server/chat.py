@@ -30,6 +30,7 @@ from engine_core.server.context import RequestContext
 from engine_core.server.encoding import TextEvent, encode, event
 from engine_core.server.errors import ApiError, conflict
 from engine_core.server.generation import (
+    Events,
     EventStream,
     Generation,
     StreamUsage,
@@ -39,6 +40,7 @@ from engine_core.server.generation import (
     while_connected,
 )
 from engine_core.server.logprobs import chat_logprobs, prompt_logprobs
+from engine_core.server.parts import Form, PartEvents
 from engine_core.server.protocol import CHAT_BODY, ChatBody, Message, TextPart, Tool
 from engine_core.server.service import Service
 
@@ -107,7 +109,7 @@ async def create_chat_completion(request: Request) -> Response:
     service.check_room()
     body = await read_body(request, CHAT_BODY, service.settings.max_body_size)
     check_common(body, service)
-    work = partial(_understood, service, context, body)
+    work = partial(understood, service, context, body)
     # Pictures are waited for.
     if any(isinstance(message.content, list) for message in body.messages):
         chat, params, prompt = await asyncio.to_thread(work)
@@ -116,13 +118,18 @@ async def create_chat_completion(request: Request) -> Response:
     return await chat.answer(request, prompt, params)
 
 
-def _understood(
+def understood(
     service: Service, context: RequestContext, body: ChatBody
-) -> tuple[_Chat, SamplingParams, list[int]]:
-    """Validate the body; return its request and prompt."""
-    chat = _Chat(service, context, body)
+) -> tuple[Chat, SamplingParams, list[int]]:
+    """Validate the body; return its request and prompt.
+
+    Raises:
+        ApiError: 400.
+        RequestError: the messages do not fit the template, or there is none.
+    """
+    chat = Chat(service, context, body)
     params = chat.sampling_params()
-    prompt = service.render_chat(body, chat.messages, chat.tools)
+    prompt = chat.prompt()
     if chat.media and body.truncate_prompt_tokens is not None:
         raise conflict(
             "truncate_prompt_tokens would cut pictures off; leave it out", "truncate_prompt_tokens"
@@ -130,7 +137,7 @@ def _understood(
     return chat, params, service.truncated(prompt, body.truncate_prompt_tokens, "messages")
 
 
-class _Chat:
+class Chat:
     """One request and its answer."""
 
     def __init__(self, service: Service, context: RequestContext, body: ChatBody) -> None:
@@ -161,6 +168,10 @@ class _Chat:
         self._alternatives: tuple[GuidedParams, ...] = ()
         if service.settings.log_prompts:
             context.details["messages"] = self.messages
+
+    def prompt(self) -> list[int]:
+        """The token ids of the prompt, of any length."""
+        return self._service.render_chat(self._body, self.messages, self.tools)
 
     def sampling_params(self) -> SamplingParams:
         """The sampling parameters of the body."""
@@ -218,23 +229,37 @@ class _Chat:
         special = {} if engine.tokenizer is None else _special_tokens(engine.tokenizer, tags)
         return {field: calls_or_answer_params(self._offered, ways[field], tags, special)}
 
-    async def answer(self, request: Request, prompt: list[int], params: SamplingParams) -> Response:
-        """Run the request and make the response of it."""
+    async def answer(
+        self,
+        request: Request,
+        prompt: list[int],
+        params: SamplingParams,
+        form: Form | None = None,
+    ) -> Response:
+        """Run the request and make the response of it, in the ``form`` of another service if given.
+
+        Raises:
+            ApiError: it is refused, or failed before its first token.
+            EngineError: the same.
+        """
         self._parsers = [self._parser(prompt, params) for _ in range(params.n)]
         if not all(parser.skip_special_tokens for parser in self._parsers):
             params = params.replace(skip_special_tokens=False)
         if self._body.logprobs:
             self._token_bytes = await self._service.token_bytes()
-        whole: Prompt = prompt
+        shown: Prompt = prompt
         if self.media:
-            whole = {"prompt_token_ids": prompt, "multi_modal_data": self.media}
+            shown = {"prompt_token_ids": prompt, "multi_modal_data": self.media}
         generation = await Generation.start(
-            self._service, self._context, self._id, [whole], params, self._body, self._alternatives
+            self._service, self._context, self._id, [shown], params, self._body, self._alternatives
         )
+        parts = None if form is None else PartEvents(self, generation, form)
         if self._body.stream:
-            return EventStream(generation, _Events(self, generation), self._context)
+            events = parts or _Events(self, generation)
+            return EventStream(generation, events, self._context)
+        whole = self._whole(generation) if parts is None else parts.whole()
         try:
-            return await while_connected(request.receive, self._whole(generation))
+            return await while_connected(request.receive, whole)
         finally:
             await generation.close()
 
@@ -272,6 +297,12 @@ class _Chat:
     def body(self) -> ChatBody:
         """The request's."""
         return self._body
+
+    def count_tokens(self, text: str) -> int:
+        """How many tokens make a piece of an answer."""
+        tokenizer = self._service.engine.tokenizer
+        assert tokenizer is not None, "without one the template was refused"
+        return len(tokenizer.encode(text, add_special_tokens=False))
 
     @property
     def logs(self) -> bool:
@@ -379,10 +410,10 @@ def _tool_call_chunk(call: ToolCallDelta) -> dict[str, Any]:
     return made
 
 
-class _Events:
+class _Events(Events):
     """The events of a stream; see :class:`~engine_core.server.generation.Events`."""
 
-    def __init__(self, request: _Chat, generation: Generation) -> None:
+    def __init__(self, request: Chat, generation: Generation) -> None:
         self._request = request
         self._generation = generation
         self._usage = StreamUsage(request.body, generation)

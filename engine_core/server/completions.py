@@ -16,6 +16,7 @@ from engine_core.server.context import RequestContext
 from engine_core.server.encoding import TextEvent, encode, event
 from engine_core.server.errors import ApiError, conflict
 from engine_core.server.generation import (
+    Events,
     EventStream,
     Generation,
     StreamUsage,
@@ -200,7 +201,7 @@ class _Completion:
         )
 
 
-class _Events:
+class _Events(Events):
     """The events of a stream; see :class:`~engine_core.server.generation.Events`."""
 
     def __init__(self, request: _Completion, generation: Generation) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,11 @@ class RequestContext:
         details: further columns of the log line.
         log_prompts: whether the log may quote what the client sent.
         body_size: bytes of the body, once it is read.
-        cache_namespace: a digest of the API key if its requests have a prefix cache of their own.
+        key: a digest of the API key; empty if the server has none.
+        cache_namespace: the same if the requests of a key have a prefix cache of their own.
+        of_anthropic: whether it is one of Anthropic's API.
+        field_names: patterns of places in a chat's body that it was translated to, and what takes
+            their place in an error.
     """
 
     request_id: str
@@ -37,7 +42,10 @@ class RequestContext:
     details: dict[str, Any] = field(default_factory=dict)
     log_prompts: bool = False
     body_size: int = 0
+    key: bytes = b""
     cache_namespace: bytes = b""
+    of_anthropic: bool = False
+    field_names: Sequence[tuple[str, str]] = ()
 
     @classmethod
     def of(cls, request: HTTPConnection) -> RequestContext:
@@ -56,9 +64,18 @@ class RequestContext:
         """A new one, put into ``scope``."""
         accepted = given_id is not None and _ACCEPTED.fullmatch(given_id)
         request_id = given_id if accepted and given_id else uuid.uuid4().hex
-        context = cls(request_id, log_prompts=log_prompts)
+        anthropic = f"{scope['path']}/".startswith("/v1/messages/")
+        context = cls(request_id, log_prompts=log_prompts, of_anthropic=anthropic)
         scope[_KEY] = context
         return context
+
+    def own_name(self, place: str) -> str:
+        """What the client calls a place in the body of the chat that its request became."""
+        for pattern, name in self.field_names:
+            made, count = re.subn(rf"^{pattern}(?=\.|$)", name, place)
+            if count:
+                return made
+        return place
 
     def note(self, failure: ApiError) -> None:
         """Let the log line say why the request failed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -32,6 +32,11 @@ def _expressible(value: Any) -> Any:
 def event(value: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + encode(value) + b"\n\n"
+
+
+def named_event(value: Mapping[str, Any]) -> bytes:
+    """One server-sent event that has the name of its ``type``."""
+    return f"event: {value['type']}\n".encode() + event(value)
 
 
 # A text that no other part of an answer is.

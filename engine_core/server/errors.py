@@ -1,10 +1,10 @@
-"""Refusals and failures in the form that OpenAI's API gives them."""
+"""Refusals and failures in the forms that OpenAI's and Anthropic's APIs give them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
@@ -18,6 +18,9 @@ from engine_core.errors import (
 )
 from engine_core.server.encoding import encode
 
+if TYPE_CHECKING:
+    from engine_core.server.context import RequestContext
+
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -26,6 +29,16 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
+}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
 }
 
 # Seconds after which a client may try again.
@@ -62,22 +75,24 @@ class ApiError(HTTPException):
         self.param = param
         self.code = code
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """The ``{"error": ...}`` object."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": _TYPES.get(self.status_code, "invalid_request_error"),
-                "param": self.param,
-                "code": self.code,
-            }
+    def body(self, context: RequestContext | None = None) -> dict[str, Any]:
+        """The ``{"error": ...}`` object, as the API of the request has it; OpenAI's without one."""
+        anthropic = context is not None and context.of_anthropic
+        types = _ANTHROPIC_TYPES if anthropic else _TYPES
+        error = {
+            "message": self.message,
+            "type": types.get(self.status_code, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
         }
+        if context is not None and context.of_anthropic:
+            return {"type": "error", "error": error, "request_id": context.request_id}
+        return {"error": error}
 
-    def response(self) -> Response:
+    def response(self, context: RequestContext | None = None) -> Response:
         """The HTTP response."""
         return Response(
-            encode(self.body),
+            encode(self.body(context)),
             status_code=self.status_code,
             media_type="application/json",
             headers=self.headers,
@@ -101,14 +116,21 @@ def busy(message: str) -> ApiError:
     return ApiError(429, message, code="queue_full", headers=headers)
 
 
-def as_api_error(error: BaseException, request_id: str) -> ApiError:
-    """The answer to an exception that a handler raised.
+def as_api_error(error: BaseException, context: RequestContext) -> ApiError:
+    """The answer to an exception that a handler raised; it names the request's own fields.
 
     An unforeseen exception is named by the request's id alone. Its text may hold internals; the log
     has it.
     """
-    if isinstance(error, ApiError):
-        return error
+    failure = error if isinstance(error, ApiError) else _translated(error, context.request_id)
+    if failure.param is not None and (own := context.own_name(failure.param)) != failure.param:
+        if failure.message.startswith(failure.param):
+            failure.message = own + failure.message.removeprefix(failure.param)
+        failure.param = own
+    return failure
+
+
+def _translated(error: BaseException, request_id: str) -> ApiError:
     if isinstance(error, HTTPException):
         phrase = HTTPStatus(error.status_code).phrase
         code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code)

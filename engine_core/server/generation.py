@@ -485,6 +485,10 @@ class Events(Protocol):
     def end(self) -> bytes:
         """The events after all outputs."""
 
+    def failed(self, failure: ApiError) -> bytes:
+        """The last events of a stream that cannot go on."""
+        return event(failure.body()) + DONE
+
 
 class EventStream(Response):
     """Server-sent events, made while the client is there.
@@ -539,11 +543,11 @@ class EventStream(Response):
         except Exception as error:
             if not started:
                 raise
-            failure = as_api_error(error, self._context.request_id)
+            failure = as_api_error(error, self._context)
             if failure.code == "internal_error":
                 logger.exception("request %s failed", self._context.request_id)
             self._context.note(failure)
-            piece = event(failure.body) + DONE
+            piece = self._events.failed(failure)
         await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _CLIENT_GONE = 499
 # Polled by monitoring; not worth a log line each, and answered when others are refused.
 HEALTH = ("/health", "/health/live", "/health/ready", "/ping", "/load", "/metrics")
-_GENERATION = ("/v1/chat/completions", "/v1/completions")
+_GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
 _PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 
 
@@ -66,13 +66,13 @@ class RequestMiddleware:
         except ClientGone:
             status = _CLIENT_GONE
         except Exception as error:
-            failure = as_api_error(error, context.request_id)
+            failure = as_api_error(error, context)
             logger.exception("request %s failed", context.request_id)
             context.note(failure)
             if status:
                 # The response has begun: breaking it off is the only signal left.
                 raise
-            await failure.response()(scope, receive, send_with_headers)
+            await failure.response(context)(scope, receive, send_with_headers)
         finally:
             self._service.in_flight.own -= generation
             self._note(scope, context, status)
@@ -124,21 +124,28 @@ class ApiKeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] == "http" and scope["path"].startswith(_PROTECTED):
-            given = Headers(scope=scope).get("authorization", "")
-            scheme, _, key = given.partition(" ")
-            if scheme.lower() != "bearer" or not self._is_known(key):
+            context = RequestContext.of(HTTPConnection(scope))
+            headers = Headers(scope=scope)
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            given = [bearer] if scheme.lower() == "bearer" else []
+            if "x-api-key" in headers:
+                given.append(headers["x-api-key"])
+            known = [key for key in given if self._is_known(key)]
+            if not known:
                 refusal = ApiError(
                     401,
-                    "no API key was given; send it in the header 'Authorization: Bearer KEY'"
-                    if not given
-                    else "the API key is not one that this server knows",
+                    "the API key is not one that this server knows"
+                    if given or scheme
+                    else "no API key was given; send it in the header 'Authorization: Bearer KEY' "
+                    "or 'x-api-key: KEY'",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-                await refusal.response()(scope, receive, send)
+                await refusal.response(context)(scope, receive, send)
                 return
+            context.key = _given_digest(known[0])
             if self._own_caches:
-                RequestContext.of(HTTPConnection(scope)).cache_namespace = _given_digest(key)
+                context.cache_namespace = context.key
         await self._app(scope, receive, send)
 
     def _is_known(self, key: str) -> bool:

@@ -6,6 +6,7 @@ answers are built without it, so that the document is made from the same table a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,15 @@ from engine_core import __version__
 from engine_core.server import routes
 from engine_core.server.chat import create_chat_completion
 from engine_core.server.completions import create_completion
+from engine_core.server.messages import count_tokens, create_message
+from engine_core.server.messages_protocol import (
+    COUNT_BODY,
+    MESSAGES_BODY,
+    CountAnswer,
+    MessageAnswer,
+    MessagesErrorAnswer,
+    MessagesEvent,
+)
 from engine_core.server.protocol import CHAT_BODY, COMPLETION_BODY, DETOKENIZE_BODY, TOKENIZE_BODY
 from engine_core.server.responses import (
     Answer,
@@ -44,6 +54,7 @@ _JSON = "application/json"
 _TEXT = "text/plain"
 _EVENTS = "text/event-stream"
 _REF = "#/components/schemas/{model}"
+_IN_PATH = re.compile(r"\{(\w+)")
 
 _UNAUTHORIZED = 401
 _PHRASES = {
@@ -71,16 +82,25 @@ class Operation:
         answer: the JSON body of status 200; None for plain text.
         body: the request body's model, or None.
         chunk: the model of each server-sent event, if it can stream.
+        done: whether a stream ends with a word.
         tag: the part of the API that it belongs to.
     """
 
-    method: Literal["GET", "POST"]
+    method: Literal["GET", "POST", "DELETE"]
     path: str
     endpoint: Endpoint
     answer: type[Answer] | None
     body: TypeAdapter[Any] | None = None
     chunk: type[Answer] | None = None
-    tag: Literal["OpenAI", "Text", "Server"] = "OpenAI"
+    tag: Literal["OpenAI", "Anthropic", "Text", "Server"] = "OpenAI"
+    done: bool = True
+
+    @property
+    def name(self) -> str:
+        """Its id in the document."""
+        name = self.path.strip("/").split("/{")[0].replace("/", "_")
+        name += "_one" if "{" in self.path else ""
+        return f"delete_{name}" if self.method == "DELETE" else name
 
     @property
     def protected(self) -> bool:
@@ -97,15 +117,19 @@ class Operation:
             errors |= {400, 404, 408, 413, 415}
         if self.chunk is not None:
             errors.add(429)
-        return errors | {404} if "{model" in self.path else errors
+        return errors | {404} if "{" in self.path else errors
 
 
 _CHAT = (create_chat_completion, ChatCompletionAnswer, CHAT_BODY, ChatChunkAnswer)
 _COMPLETION = (create_completion, CompletionAnswer, COMPLETION_BODY, CompletionChunkAnswer)
+_MESSAGE = (create_message, MessageAnswer, MESSAGES_BODY, MessagesEvent)
+_COUNT = (count_tokens, CountAnswer, COUNT_BODY)
 _DETOKENIZE = (routes.detokenize, DetokenizeAnswer, DETOKENIZE_BODY)
 OPERATIONS = (
     Operation("POST", "/v1/chat/completions", *_CHAT),
     Operation("POST", "/v1/completions", *_COMPLETION),
+    Operation("POST", "/v1/messages", *_MESSAGE, tag="Anthropic", done=False),
+    Operation("POST", "/v1/messages/count_tokens", *_COUNT, tag="Anthropic"),
     Operation("GET", "/v1/models", routes.list_models, ModelsAnswer),
     Operation("GET", "/v1/models/{model:path}", routes.retrieve_model, ModelAnswer),
     Operation("POST", "/tokenize", routes.tokenize, TokenizeAnswer, TOKENIZE_BODY, tag="Text"),
@@ -132,17 +156,18 @@ def build_document(
         with_keys: whether it asks for API keys.
     """
     inputs: list[tuple[str, Mode, TypeAdapter[Any]]] = [
-        ("error", "serialization", TypeAdapter(ErrorAnswer))
+        ("error", "serialization", TypeAdapter(ErrorAnswer)),
+        ("Anthropic error", "serialization", TypeAdapter(MessagesErrorAnswer)),
     ]
     for operation in OPERATIONS:
         if operation.body is not None:
-            inputs.append((f"{operation.path} body", "validation", operation.body))
+            inputs.append((f"{operation.name} body", "validation", operation.body))
         if operation.answer is not None:
             answer = TypeAdapter[Any](operation.answer)
-            inputs.append((f"{operation.path} answer", "serialization", answer))
+            inputs.append((f"{operation.name} answer", "serialization", answer))
         if operation.chunk is not None:
             chunk = TypeAdapter[Any](operation.chunk)
-            inputs.append((f"{operation.path} chunk", "serialization", chunk))
+            inputs.append((f"{operation.name} chunk", "serialization", chunk))
     schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
     components = definitions["$defs"]
     for name, schema in components.items():
@@ -159,7 +184,10 @@ def build_document(
         "components": {"schemas": components},
     }
     if with_keys:
-        document["components"]["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
+        document["components"]["securitySchemes"] = {
+            "ApiKey": {"type": "http", "scheme": "bearer"},
+            "ApiKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     return document
 
 
@@ -184,15 +212,17 @@ def _describe(operation: Operation, schemas: Mapping[str, Any], with_keys: bool)
     if operation.answer is None:
         content[_TEXT] = {"schema": {"type": "string"}}
     else:
-        content[_JSON] = {"schema": schemas[f"{operation.path} answer"]}
+        content[_JSON] = {"schema": schemas[f"{operation.name} answer"]}
     if operation.chunk is not None:
-        content[_EVENTS] = {"itemSchema": _event(schemas[f"{operation.path} chunk"])}
+        content[_EVENTS] = {
+            "itemSchema": _event(schemas[f"{operation.name} chunk"], done=operation.done)
+        }
     errors = operation.errors
     if with_keys and operation.protected:
         errors.add(_UNAUTHORIZED)
+    error = schemas["Anthropic error" if operation.tag == "Anthropic" else "error"]
     described: dict[str, Any] = {
-        "operationId": operation.path.strip("/").split("/{")[0].replace("/", "_")
-        + ("_one" if "{" in operation.path else ""),
+        "operationId": operation.name,
         "summary": (operation.endpoint.__doc__ or "").strip(),
         "tags": [operation.tag],
         "responses": {
@@ -201,7 +231,7 @@ def _describe(operation: Operation, schemas: Mapping[str, Any], with_keys: bool)
                 str(status): {
                     "description": _PHRASES[status],
                     "headers": _headers(status),
-                    "content": {_JSON: {"schema": schemas["error"]}},
+                    "content": {_JSON: {"schema": error}},
                 }
                 for status in sorted(errors)
             },
@@ -210,29 +240,24 @@ def _describe(operation: Operation, schemas: Mapping[str, Any], with_keys: bool)
     if operation.body is not None:
         described["requestBody"] = {
             "required": True,
-            "content": {_JSON: {"schema": schemas[f"{operation.path} body"]}},
+            "content": {_JSON: {"schema": schemas[f"{operation.name} body"]}},
         }
-    if "{model" in operation.path:
+    if names := _IN_PATH.findall(operation.path):
         described["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
         ]
     if with_keys and operation.protected:
-        described["security"] = [{"ApiKey": []}]
+        described["security"] = [{"ApiKey": []}, {"ApiKeyHeader": []}]
     return described
 
 
-def _event(chunk: dict[str, Any]) -> dict[str, Any]:
+def _event(chunk: dict[str, Any], *, done: bool) -> dict[str, Any]:
     """A server-sent event: a chunk or an error as JSON in ``data``, and at the end a word."""
+    data = {"type": "string", "contentMediaType": _JSON, "contentSchema": chunk}
     return {
         "type": "object",
-        "properties": {
-            "data": {
-                "anyOf": [
-                    {"const": "[DONE]"},
-                    {"type": "string", "contentMediaType": _JSON, "contentSchema": chunk},
-                ]
-            }
-        },
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]} if done else data},
         "required": ["data"],
     }
 

@@ -226,20 +226,13 @@ def _sampled(name: str) -> Any:
     return Field(default=None, description=SamplingParams.model_fields[name].description)
 
 
-class GenerationBody(Body):
-    """Fields of both kinds of generation."""
+class CommonBody(Body):
+    """Fields of all kinds of generation."""
 
     model: str | None = None
     """One of the names under which the model is served; the first of them if not set."""
     stream: bool | None = None
     """Send the output as it comes."""
-    stream_options: StreamOptions | None = None
-    """Needs stream."""
-    n: Annotated[int, Field(ge=1), _Integral] | None = None
-    """Completions; each has its own seed."""
-    max_tokens: Number | None = None
-    """Tokens to generate at most; 0 only to echo a prompt."""
-    min_tokens: Number | None = _sampled("min_tokens")
     temperature: Annotated[float, Field(ge=0, le=100)] | None = _sampled("temperature")
     top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None, description=f"{_sampled('top_p').description} 0 is greedy."
@@ -255,6 +248,42 @@ class GenerationBody(Body):
     seed: Annotated[int, Field(ge=-1, lt=2**63), _Integral] | None = Field(
         default=None, description=f"{_sampled('seed').description} -1 counts as not set."
     )
+    priority: Annotated[int, Field(ge=-(2**31), le=_MAX_INT), _Integral] | None = None
+    """A request of a lower value runs before others; 0 if not set."""
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    """Seconds from the request's arrival to its end at most, if the server's own limit is not
+    less."""
+    cache_salt: Text | None = None
+    """Only requests with the same salt share cached beginnings of prompts."""
+    metadata: dict[str, Any] | None = None
+    """Labels; no effect."""
+    service_tier: str | None = None
+    """No effect; see priority."""
+
+
+class Labels(Body):
+    """What OpenAI's clients send for its books."""
+
+    user: str | None = None
+    """A label; no effect."""
+    safety_identifier: str | None = None
+    """A label; no effect."""
+    prompt_cache_key: str | None = None
+    """A label; no effect: equal beginnings share their cache anyway. See cache_salt."""
+    prompt_cache_retention: str | None = None
+    """No effect: what was not used for longest is dropped first."""
+
+
+class GenerationBody(CommonBody, Labels):
+    """Fields of chats and of completions."""
+
+    stream_options: StreamOptions | None = None
+    """Needs stream."""
+    n: Annotated[int, Field(ge=1), _Integral] | None = None
+    """Completions; each has its own seed."""
+    max_tokens: Number | None = None
+    """Tokens to generate at most; 0 only to echo a prompt."""
+    min_tokens: Number | None = _sampled("min_tokens")
     stop: StopString | Annotated[list[StopString], Items(0, MAX_STOP)] | None = _sampled("stop")
     stop_token_ids: Annotated[list[TokenId], Items(0, MAX_STOP_TOKEN_IDS)] | None = _sampled(
         "stop_token_ids"
@@ -266,11 +295,6 @@ class GenerationBody(Body):
     )
     bad_words: Annotated[list[BadWord], Items(0, MAX_BAD_WORDS)] | None = _sampled("bad_words")
     skip_special_tokens: bool | None = _sampled("skip_special_tokens")
-    priority: Annotated[int, Field(ge=-(2**31), le=_MAX_INT), _Integral] | None = None
-    """A request of a lower value runs before others; 0 if not set."""
-    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
-    """Seconds from the request's arrival to its end at most, if the server's own limit is not
-    less."""
     response_format: ResponseFormat | None = None
     """Required form of the text."""
     guided_json: dict[str, Any] | None = None
@@ -293,27 +317,13 @@ class GenerationBody(Body):
     template writes that."""
     return_token_ids: bool | None = None
     """Add the token ids of prompt and output to the answer."""
-    cache_salt: Text | None = None
-    """Only requests with the same salt share cached beginnings of prompts."""
     return_tokens_as_token_ids: bool | None = None
     """Name tokens in log-probabilities "token_id:5"."""
     echo: bool | None = None
     """Begin the text with the prompt; in a chat, with the last message if it is the model's."""
     use_beam_search: OnlyFalse | None = None
-    user: str | None = None
-    """A label; no effect."""
-    safety_identifier: str | None = None
-    """A label; no effect."""
-    metadata: dict[str, Any] | None = None
-    """Labels; no effect."""
     store: bool | None = None
     """No effect: nothing is stored."""
-    service_tier: str | None = None
-    """No effect; see priority."""
-    prompt_cache_key: str | None = None
-    """A label; no effect: equal beginnings share their cache anyway. See cache_salt."""
-    prompt_cache_retention: str | None = None
-    """No effect: what was not used for longest is dropped first."""
 
 
 class TextPart(OpenBody):
@@ -416,7 +426,7 @@ Message = Annotated[
 class FunctionDefinition(Body):
     """A function that the model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments; none are taken if not set."""
@@ -446,6 +456,9 @@ class NamedToolChoice(Body):
     function: NamedFunction
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class Conversation(Body):
     """Parts of a conversation that its prompt is made of."""
 
@@ -460,7 +473,7 @@ class Conversation(Body):
     """Add what the tokenizer adds to a text by itself, besides what the template writes."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the chat template."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     """Given to the chat template, and as its switches enable_thinking and thinking: off with
     "none". No effect if it has none of these."""
     verbosity: Literal["low", "medium", "high"] | None = None

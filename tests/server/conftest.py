@@ -7,6 +7,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from reciting_model import write_reciting_model
 from serving import ServerProcess, write_tiny_model
 
 
@@ -29,3 +30,20 @@ def server(tiny_model: Path) -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A model that thinks, talks and calls a tool twice, and repeats what the tool said."""
+    pieces = ["<think>", "Two", " cities.", "</think>", "Let me", " look.", "<tool_call>"]
+    pieces += ['{"name": "get_', 'weather", "argu', 'ments": {"city": "Ro', 'me"}}', "</tool_call>"]
+    pieces += ["\n<tool_call>", '{"name": "get_weather", ', '"arguments": {"city": "Oslo"}}']
+    pieces += ["</tool_call>\n"]
+    replies = {"Sunny.": ["Sunny", " in Rome."], "Rainy.": ["Rain", " in Oslo."]}
+    model = write_reciting_model(tmp_path_factory.mktemp("agent") / "model", pieces, replies)
+    options = ["--served-model-name", "tiny", "--kv-cache-memory", "16MiB"]
+    options += ["--tool-parser", "hermes", "--reasoning-parser", "think", "--api-key", "secret"]
+    with ServerProcess(model, *options).wait_ready() as server:
+        yield server
+        assert server.process.poll() is None, server.log
+        assert "Traceback" not in server.log

@@ -13,6 +13,11 @@ VOCABULARY = 320
 # What a schema cannot say: fields that are right one by one but not together, and what only the
 # model and its template know. Everything else that the schema allows must be answered.
 BEYOND_SCHEMA = {"conflicting_fields", "context_length_exceeded", "invalid_request"}
+# Of services whose streams do not end with a word.
+LAST_EVENTS = {
+    "/v1/messages": {"message_stop", "error"},
+    "/v1/responses": {"response.completed", "response.incomplete", "response.failed"},
+}
 
 
 def _is_positive(case: Case) -> bool:
@@ -37,7 +42,7 @@ def before_call(context: HookContext, case: Case, kwargs: dict[str, Any]) -> Non
     if isinstance(body.get("logit_bias"), dict):
         bias = body["logit_bias"].items()
         body["logit_bias"] = {str(int(token) % VOCABULARY): value for token, value in bias}
-    for name in ("min_tokens", "max_tokens", "max_completion_tokens"):
+    for name in ("min_tokens", "max_tokens", "max_completion_tokens", "max_output_tokens"):
         if isinstance(body.get(name), int | float):
             body[name] = min(body[name], 8)
     if isinstance(body.get("timeout"), int | float):
@@ -71,8 +76,18 @@ def streams_are_whole(ctx: CheckContext, response: Response, case: Case) -> None
     """A stream's events are JSON, and it ends as streams do."""
     if not response.headers.get("content-type", [""])[0].startswith("text/event-stream"):
         return
-    events = response.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""], events[-2:]
-    for event in events[:-2]:
-        error = json.loads(event.removeprefix("data: ")).get("error")
+    *events, last, nothing = response.text.split("\n\n")
+    assert nothing == ""
+    if case.path in LAST_EVENTS:
+        events.append(last)
+        assert json.loads(_data(last))["type"] in LAST_EVENTS[case.path], last
+    else:
+        assert last == "data: [DONE]"
+    for event in events:
+        value = json.loads(_data(event))
+        error = value.get("error") or value.get("response", {}).get("error")
         assert error is None or error["code"] in BEYOND_SCHEMA, event
+
+
+def _data(event: str) -> str:
+    return event.split("\n")[-1].removeprefix("data: ")

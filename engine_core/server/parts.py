@@ -1,0 +1,231 @@
+"""Answers as parts in their order: reasoning, text and calls.
+
+A chat's answer has them beside each other. Other services write one after the other, each with a
+beginning and an end; what they share is here, and how they write it is their :class:`Form`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastapi.responses import Response
+
+from engine_core.server.encoding import encode
+from engine_core.server.errors import ApiError
+from engine_core.server.generation import Events, Generation
+
+if TYPE_CHECKING:
+    from engine_core.parsers import ParsedDelta
+    from engine_core.server.chat import Chat
+    from engine_core.steps import RequestOutput
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True)
+class Part:
+    """One part of an answer.
+
+    Attributes:
+        kind: what it is.
+        index: its place in the answer.
+        name: of the function that is called.
+        call_id: of the call.
+        pieces: its text, or the arguments of the call.
+    """
+
+    kind: Kind
+    index: int
+    name: str = ""
+    call_id: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(self.pieces)
+
+
+@dataclass(slots=True)
+class PartAnswer:
+    """What there is of an answer.
+
+    Attributes:
+        parts: those that have begun; all but the last have ended.
+        finish_reason: as chats have it; None while it goes on.
+        stop_reason: the stop string or token that ended it.
+        input_tokens: of the prompt.
+        cached_tokens: those of them found in the prefix cache.
+        output_tokens: all that were generated.
+        reasoning_tokens: those of them that are reasoning.
+    """
+
+    parts: list[Part] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Form(ABC):
+    """How a service writes an answer; each method but :meth:`whole` makes events of a stream."""
+
+    @abstractmethod
+    def begin(self, answer: PartAnswer) -> bytes:
+        """Before the first part."""
+
+    @abstractmethod
+    def open(self, part: Part) -> bytes:
+        """A part begins, without any of its text."""
+
+    @abstractmethod
+    def more(self, part: Part, text: str) -> bytes:
+        """A part goes on."""
+
+    @abstractmethod
+    def close(self, part: Part, answer: PartAnswer) -> bytes:
+        """A part has ended."""
+
+    @abstractmethod
+    def end(self, answer: PartAnswer) -> bytes:
+        """After the last part."""
+
+    @abstractmethod
+    def failed(self, failure: ApiError, answer: PartAnswer) -> bytes:
+        """The answer cannot go on."""
+
+    @abstractmethod
+    def whole(self, answer: PartAnswer) -> dict[str, Any]:
+        """The object of an answer that is not streamed."""
+
+
+class PartEvents(Events):
+    """The parts of an answer that has one completion, and the events of its stream."""
+
+    def __init__(self, chat: Chat, generation: Generation, form: Form) -> None:
+        self._chat = chat
+        self._generation = generation
+        self._form = form
+        self._answer = PartAnswer()
+        self._streams = bool(chat.body.stream)
+        self._begun = False
+        self._open: Part | None = None
+        # White space at a text's beginning, which may be all between two other parts.
+        self._blank = ""
+        # Tokens since the last text of which is known what it is, and all seen so far.
+        self._pending = self._seen = 0
+        self.takes_text = not chat.logs
+
+    async def whole(self) -> Response:
+        """The response that has the whole answer."""
+        async for index, output in self._generation.outputs():
+            self.output(index, output)
+        self._finish()
+        return Response(encode(self._form.whole(self._answer)), media_type="application/json")
+
+    def output(self, index: int, output: RequestOutput) -> bytes:
+        """See :class:`~engine_core.server.generation.Events`."""
+        piece = b""
+        if not self._begun:
+            self._begun = True
+            self._count_prompt()
+            piece = self._form.begin(self._answer) if self._streams else b""
+        for completion in output.outputs:
+            self._chat.note(completion)
+            ended = completion.finish_reason is not None
+            piece += self._take(self._chat.parse(completion.index, completion.text, ended=ended))
+            if ended:
+                self._answer.finish_reason = self._chat.finish_reason(completion)
+                self._answer.stop_reason = completion.stop_reason
+        return piece
+
+    def text(self, index: int, text: str) -> bytes:
+        """See :class:`~engine_core.server.generation.Events`."""
+        return self._take(self._chat.parse(index, text))
+
+    def end(self) -> bytes:
+        """See :class:`~engine_core.server.generation.Events`."""
+        return self._finish() + self._form.end(self._answer)
+
+    def failed(self, failure: ApiError) -> bytes:
+        """See :class:`~engine_core.server.generation.Events`."""
+        self._count_prompt()
+        return self._form.failed(failure, self._answer)
+
+    def _count_prompt(self) -> None:
+        usage = self._generation.usage()
+        self._answer.input_tokens = usage["prompt_tokens"]
+        self._answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        self._answer.output_tokens = usage["completion_tokens"]
+
+    def _finish(self) -> bytes:
+        self._count_prompt()
+        piece = b""
+        if self._blank and not self._answer.parts:
+            piece = self._go_on(Part("text", 0), self._blank)
+        return piece + self._close()
+
+    def _take(self, parsed: ParsedDelta) -> bytes:
+        self._count(parsed)
+        piece = b""
+        if parsed.reasoning:
+            piece += self._say("reasoning", parsed.reasoning)
+        if parsed.content:
+            piece += self._say("text", parsed.content)
+        for call in parsed.tool_calls:
+            if call.name is not None:
+                made = Part("call", len(self._answer.parts), call.name, call.id or "")
+                piece += self._go_on(made, call.arguments)
+            elif self._open is not None:
+                piece += self._go_on(self._open, call.arguments)
+        return piece
+
+    def _say(self, kind: Kind, text: str) -> bytes:
+        """More of a part that is no call."""
+        if self._open is not None and self._open.kind == kind:
+            return self._go_on(self._open, text)
+        if kind == "text":
+            text = self._blank + text
+            if text.isspace():
+                self._blank = text
+                return b""
+        return self._go_on(Part(kind, len(self._answer.parts)), text)
+
+    def _go_on(self, part: Part, text: str) -> bytes:
+        """Add to a part, which is begun if it is a new one."""
+        piece = b""
+        if part is not self._open:
+            piece = self._close()
+            self._open, self._blank = part, ""
+            self._answer.parts.append(part)
+            piece += self._form.open(part) if self._streams else b""
+        if text:
+            part.pieces.append(text)
+            piece += self._form.more(part, text) if self._streams else b""
+        return piece
+
+    def _close(self) -> bytes:
+        part, self._open = self._open, None
+        if part is None or not self._streams:
+            return b""
+        return self._form.close(part, self._answer)
+
+    def _count(self, parsed: ParsedDelta) -> None:
+        """Count the tokens of the reasoning.
+
+        Those that have brought no text, such as a tag's, belong to what comes after them. Those of
+        a piece that has the reasoning's end and more are told apart by its text.
+        """
+        made = self._generation.completion_tokens
+        self._pending += made - self._seen
+        self._seen = made
+        more = bool(parsed.content or parsed.tool_calls)
+        if parsed.reasoning:
+            own = self._chat.count_tokens(parsed.reasoning) if more else self._pending
+            self._answer.reasoning_tokens += min(own, self._pending)
+        if parsed.reasoning or more:
+            self._pending = 0
