@@ -154,13 +154,7 @@ class Service:
             ApiError: 400.
         """
         if len(token_ids) > self.max_prompt_tokens:
-            raise ApiError(
-                400,
-                f"the prompt has {len(token_ids)} tokens, and the longest taken here has "
-                f"{self.max_prompt_tokens}",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise self._too_long(f"{len(token_ids)} tokens", str(self.max_prompt_tokens), param)
 
     def check_text(self, text: str, param: str) -> None:
         """Refuse a text that is too long in any tokenisation, without tokenising it for seconds.
@@ -173,13 +167,21 @@ class Service:
         most = self.max_prompt_tokens * self._longest_token
         size = len(text.encode(errors="replace"))
         if size > most:
-            raise ApiError(
-                400,
-                f"the prompt has {size} bytes of text, and the longest taken here has "
-                f"{self.max_prompt_tokens} tokens of at most {self._longest_token} bytes each",
-                param=param,
-                code="context_length_exceeded",
-            )
+            tokens = f"{self.max_prompt_tokens} tokens of at most {self._longest_token} bytes each"
+            raise self._too_long(f"{size} bytes of text", tokens, param)
+
+    def _too_long(self, size: str, most: str, param: str) -> ApiError:
+        """Status 400, in words by which clients that do not look at the code tell it from others.
+
+        langchain-openai looks for the first of them, litellm and pydantic-ai for the last.
+        """
+        return ApiError(
+            400,
+            f"the prompt is too long: it has {size}, and the longest taken here has {most}; "
+            f"this model's maximum context length is {self.engine.max_model_len} tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
 
     def tokenize(
         self,

@@ -428,8 +428,8 @@ LARGE: dict[str, tuple[str, dict[str, Any], str, str | None, str]] = {
             body,
             "context_length_exceeded",
             next(iter(body)),
-            f"the prompt has {size} bytes of text, and the longest taken here has 1023 tokens of "
-            "at most 12 bytes each",
+            f"the prompt is too long: it has {size} bytes of text, and the longest taken here has "
+            "1023 tokens of at most 12 bytes each; this model's maximum context length is 1024",
         )
         for path, body, size in (
             ("/v1/completions", {"prompt": WORDS}, 7_200_000),
@@ -475,7 +475,11 @@ def test_a_text_is_tokenised_if_it_may_fit(server: ServerProcess, tiny_model: Pa
     assert answer["tokens"] == ids
     response = httpx.post(f"{server.url}/v1/completions", json={**SHORT, "prompt": text})
     assert _error(response) == (400, "context_length_exceeded", "prompt")
-    assert f"the prompt has {len(ids)} tokens" in response.json()["error"]["message"]
+    # Clients tell this error from others by its beginning or its end.
+    assert response.json()["error"]["message"] == (
+        f"the prompt is too long: it has {len(ids)} tokens, and the longest taken here has 1023; "
+        "this model's maximum context length is 1024 tokens"
+    )
     body = {"model": "tiny", "prompt": f"{text}a"}
     response = httpx.post(f"{server.url}/tokenize", json=body)
     assert _error(response) == (400, "context_length_exceeded", "prompt")
