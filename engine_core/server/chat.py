@@ -298,11 +298,12 @@ class Chat:
         """The request's."""
         return self._body
 
-    def count_tokens(self, text: str) -> int:
-        """How many tokens make a piece of an answer."""
+    async def count_tokens(self, text: str) -> int:
+        """How many tokens make a part of an answer."""
         tokenizer = self._service.engine.tokenizer
         assert tokenizer is not None, "without one the template was refused"
-        return len(tokenizer.encode(text, add_special_tokens=False))
+        encode = partial(tokenizer.encode, text, add_special_tokens=False)
+        return len(await self._service.run_text(len(text), encode))
 
     @property
     def logs(self) -> bool:
@@ -446,7 +447,7 @@ class _Events(Events):
             return self._text_event(delta["content"])
         return event(self._value([_choice(index, delta)]))
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         """See :class:`~engine_core.server.generation.Events`."""
         return self._usage.end(self._request.object(_CHUNK, []))
 

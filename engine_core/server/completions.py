@@ -243,7 +243,7 @@ class _Events(Events):
             )
         return made(text)
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         """See :class:`~engine_core.server.generation.Events`."""
         return self._usage.end(self._request.chunk([]))
 

@@ -72,7 +72,7 @@ class RequestContext:
     def own_name(self, place: str) -> str:
         """What the client calls a place in the body of the chat that its request became."""
         for pattern, name in self.field_names:
-            made, count = re.subn(rf"^{pattern}(?=\.|$)", name, place)
+            made, count = re.subn(rf"^(?:{pattern})(?=\.|$)", name, place)
             if count:
                 return made
         return place

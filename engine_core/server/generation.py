@@ -482,7 +482,7 @@ class Events(Protocol):
     def text(self, index: int, text: str) -> bytes:
         """The same of an output that is nothing but more text of the only completion."""
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         """The events after all outputs."""
 
     def failed(self, failure: ApiError) -> bytes:
@@ -539,7 +539,7 @@ class EventStream(Response):
             if not started:
                 started = True
                 await self._start(send)
-            piece = self._events.end()
+            piece = await self._events.end()
         except Exception as error:
             if not started:
                 raise

@@ -45,6 +45,17 @@ from engine_core.server.responses import (
     TokenizerAnswer,
     VersionAnswer,
 )
+from engine_core.server.responses_api import (
+    create_response,
+    delete_response,
+    retrieve_response,
+)
+from engine_core.server.responses_protocol import (
+    RESPONSES_BODY,
+    DeletedResponse,
+    ResponseAnswer,
+    ResponseEvent,
+)
 from engine_core.server.settings import ServerSettings
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -69,6 +80,7 @@ _PHRASES = {
     503: "The server is loading the model, shuts down or has lost its engine.",
 }
 _RETRY = (429, 503)
+_ONE_RESPONSE = "/v1/responses/{response_id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,8 @@ class Operation:
             errors |= {400, 404, 408, 413, 415}
         if self.chunk is not None:
             errors.add(429)
+        if self.path == _ONE_RESPONSE:
+            errors.add(400)
         return errors | {404} if "{" in self.path else errors
 
 
@@ -124,10 +138,14 @@ _CHAT = (create_chat_completion, ChatCompletionAnswer, CHAT_BODY, ChatChunkAnswe
 _COMPLETION = (create_completion, CompletionAnswer, COMPLETION_BODY, CompletionChunkAnswer)
 _MESSAGE = (create_message, MessageAnswer, MESSAGES_BODY, MessagesEvent)
 _COUNT = (count_tokens, CountAnswer, COUNT_BODY)
+_RESPONSE = (create_response, ResponseAnswer, RESPONSES_BODY, ResponseEvent)
 _DETOKENIZE = (routes.detokenize, DetokenizeAnswer, DETOKENIZE_BODY)
 OPERATIONS = (
     Operation("POST", "/v1/chat/completions", *_CHAT),
     Operation("POST", "/v1/completions", *_COMPLETION),
+    Operation("POST", "/v1/responses", *_RESPONSE, done=False),
+    Operation("GET", _ONE_RESPONSE, retrieve_response, ResponseAnswer),
+    Operation("DELETE", _ONE_RESPONSE, delete_response, DeletedResponse),
     Operation("POST", "/v1/messages", *_MESSAGE, tag="Anthropic", done=False),
     Operation("POST", "/v1/messages/count_tokens", *_COUNT, tag="Anthropic"),
     Operation("GET", "/v1/models", routes.list_models, ModelsAnswer),

@@ -59,7 +59,7 @@ class PartAnswer:
         input_tokens: of the prompt.
         cached_tokens: those of them found in the prefix cache.
         output_tokens: all that were generated.
-        reasoning_tokens: those of them that are reasoning.
+        reasoning_tokens: those that the reasoning's text has; known at the end.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -116,15 +116,13 @@ class PartEvents(Events):
         self._open: Part | None = None
         # White space at a text's beginning, which may be all between two other parts.
         self._blank = ""
-        # Tokens since the last text of which is known what it is, and all seen so far.
-        self._pending = self._seen = 0
         self.takes_text = not chat.logs
 
     async def whole(self) -> Response:
         """The response that has the whole answer."""
         async for index, output in self._generation.outputs():
             self.output(index, output)
-        self._finish()
+        await self._finish()
         return Response(encode(self._form.whole(self._answer)), media_type="application/json")
 
     def output(self, index: int, output: RequestOutput) -> bytes:
@@ -132,7 +130,7 @@ class PartEvents(Events):
         piece = b""
         if not self._begun:
             self._begun = True
-            self._count_prompt()
+            self._count()
             piece = self._form.begin(self._answer) if self._streams else b""
         for completion in output.outputs:
             self._chat.note(completion)
@@ -147,30 +145,33 @@ class PartEvents(Events):
         """See :class:`~engine_core.server.generation.Events`."""
         return self._take(self._chat.parse(index, text))
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         """See :class:`~engine_core.server.generation.Events`."""
-        return self._finish() + self._form.end(self._answer)
+        return await self._finish() + self._form.end(self._answer)
 
     def failed(self, failure: ApiError) -> bytes:
         """See :class:`~engine_core.server.generation.Events`."""
-        self._count_prompt()
         return self._form.failed(failure, self._answer)
 
-    def _count_prompt(self) -> None:
+    def _count(self) -> None:
         usage = self._generation.usage()
         self._answer.input_tokens = usage["prompt_tokens"]
         self._answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         self._answer.output_tokens = usage["completion_tokens"]
 
-    def _finish(self) -> bytes:
-        self._count_prompt()
+    async def _finish(self) -> bytes:
+        self._count()
+        thoughts = "".join(part.text for part in self._answer.parts if part.kind == "reasoning")
+        if thoughts:
+            # By the text: outputs that come together would not tell which tokens were its last.
+            count = await self._chat.count_tokens(thoughts)
+            self._answer.reasoning_tokens = min(count, self._answer.output_tokens)
         piece = b""
         if self._blank and not self._answer.parts:
             piece = self._go_on(Part("text", 0), self._blank)
         return piece + self._close()
 
     def _take(self, parsed: ParsedDelta) -> bytes:
-        self._count(parsed)
         piece = b""
         if parsed.reasoning:
             piece += self._say("reasoning", parsed.reasoning)
@@ -213,19 +214,3 @@ class PartEvents(Events):
         if part is None or not self._streams:
             return b""
         return self._form.close(part, self._answer)
-
-    def _count(self, parsed: ParsedDelta) -> None:
-        """Count the tokens of the reasoning.
-
-        Those that have brought no text, such as a tag's, belong to what comes after them. Those of
-        a piece that has the reasoning's end and more are told apart by its text.
-        """
-        made = self._generation.completion_tokens
-        self._pending += made - self._seen
-        self._seen = made
-        more = bool(parsed.content or parsed.tool_calls)
-        if parsed.reasoning:
-            own = self._chat.count_tokens(parsed.reasoning) if more else self._pending
-            self._answer.reasoning_tokens += min(own, self._pending)
-        if parsed.reasoning or more:
-            self._pending = 0

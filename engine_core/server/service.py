@@ -16,6 +16,7 @@ from engine_core.server.body import now
 from engine_core.server.errors import ApiError, busy, conflict, unavailable
 from engine_core.server.metrics import Metrics
 from engine_core.server.protocol import Conversation
+from engine_core.server.response_store import ResponseStore
 from engine_core.server.settings import ServerSettings
 from engine_core.text import token_bytes
 from engine_core.text.token_bytes import SPECIAL
@@ -44,6 +45,8 @@ class Service:
         created: when the server began, in seconds since 1970.
         in_flight: generation requests between their arrival and their end, of all processes that
             serve together.
+        responses: those kept for later requests; None if there are other processes, which would not
+            know them, or none are to be kept.
     """
 
     def __init__(self, settings: ServerSettings, in_flight: SharedCount | None = None) -> None:
@@ -51,6 +54,9 @@ class Service:
         self.names = settings.served_model_name
         self.created = now()
         self.in_flight = in_flight or SharedCount()
+        self.responses: ResponseStore | None = None
+        if settings.api_server_count == 1 and settings.max_stored_responses:
+            self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_size)
         self._engine: AsyncEngine | None = None
         self._parsers: Registry | None = None
         self._token_bytes: Sequence[bytes] | None = None

@@ -58,6 +58,12 @@ class ServerSettings(FrozenConfig):
     """Prompts in one completions request at most."""
     max_queued_requests: int = Field(default=1024, ge=1)
     """Requests that may wait for the engine; more are refused with status 429."""
+    max_stored_responses: int = Field(default=1000, ge=0)
+    """Responses of /v1/responses kept in memory for requests that continue them; those not used for
+    longest are dropped. 0 keeps none."""
+    max_stored_size: Bytes = Field(default=64 * 2**20, gt=0)
+    """Bytes of all responses kept at most, like 64MiB; a conversation counts in each of its
+    responses."""
     prefix_cache_sharing: Literal["key", "all"] = "key"
     """Whose requests share cached beginnings of prompts: those with the same API key, or all."""
     request_timeout: float | None = Field(default=None, gt=0)

@@ -42,8 +42,10 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     replies = {"Sunny.": ["Sunny", " in Rome."], "Rainy.": ["Rain", " in Oslo."]}
     model = write_reciting_model(tmp_path_factory.mktemp("agent") / "model", pieces, replies)
     options = ["--served-model-name", "tiny", "--kv-cache-memory", "16MiB"]
-    options += ["--tool-parser", "hermes", "--reasoning-parser", "think", "--api-key", "secret"]
-    with ServerProcess(model, *options).wait_ready() as server:
+    options += ["--tool-parser", "hermes", "--reasoning-parser", "think"]
+    options += ["--max-stored-responses", "4", "--max-stored-size", "16KiB"]
+    keys = {"ENGINE_CORE_API_KEY": "secret other"}
+    with ServerProcess(model, *options, environment=keys).wait_ready() as server:
         yield server
         assert server.process.poll() is None, server.log
         assert "Traceback" not in server.log

@@ -148,7 +148,7 @@ def test_a_key_comes_in_either_header(agent: ServerProcess) -> None:
     for headers in (
         {"x-api-key": "secret"},
         {"Authorization": "Bearer secret"},
-        {"Authorization": "Bearer other", "x-api-key": "secret"},
+        {"Authorization": "Bearer unknown", "x-api-key": "secret"},
     ):
         assert httpx.post(url, json=count, headers=headers).status_code == 200
     for headers in ({}, {"x-api-key": "secre"}, {"Authorization": "secret"}):
@@ -157,7 +157,7 @@ def test_a_key_comes_in_either_header(agent: ServerProcess) -> None:
         assert refused.json()["type"] == "error"
         assert refused.json()["error"]["type"] == "authentication_error"
     with (
-        anthropic.Anthropic(base_url=agent.url, auth_token="other", max_retries=0) as stranger,
+        anthropic.Anthropic(base_url=agent.url, auth_token="unknown", max_retries=0) as stranger,
         pytest.raises(anthropic.AuthenticationError, match="not one that this server knows"),
     ):
         stranger.messages.create(**ASKED)

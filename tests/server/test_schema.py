@@ -39,7 +39,7 @@ def test_every_answer_is_declared(server: ServerProcess, tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     # It has been everywhere: to the model and to what refuses.
     paths = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
-    paths += ["/v1/messages", "/v1/messages/count_tokens"]
+    paths += ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses"]
     for path in paths:
         assert server.metric("engine_core_http_requests_total", path=path, status="200") > 20, path
         assert server.metric("engine_core_http_requests_total", path=path, status="400") > 20, path
@@ -55,6 +55,8 @@ def test_the_document_describes_this_server(server: ServerProcess) -> None:
         "/v1/completions",
         "/v1/messages",
         "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/v1/responses/{response_id}",
         "/v1/models",
         "/v1/models/{model}",
         "/tokenize",

@@ -88,6 +88,22 @@ def owners(server: ServerProcess) -> dict[int, int]:
     }
 
 
+def _check_nothing_is_stored(server: ServerProcess) -> None:
+    """Responses are not kept where the next request may come to another process."""
+    asked = {"input": "a", "max_output_tokens": 1}
+    url = f"{server.url}/v1/responses"
+    answer = httpx.post(url, json=asked, timeout=60).json()
+    assert (answer["status"], answer["store"]) == ("incomplete", False)
+    for more in ({"store": True}, {"previous_response_id": answer["id"]}):
+        refused = httpx.post(url, json=asked | more, timeout=60)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == next(iter(more))
+        assert "2 processes that answer (--api-server-count)" in refused.text
+    missing = httpx.get(f"{url}/{answer['id']}", timeout=60)
+    assert missing.status_code == 404
+    assert "--api-server-count" in missing.text
+
+
 def test_each_answers_for_all(tiny_model: Path) -> None:
     prompts = [f"The quick brown fox {number}" for number in range(12)]
     with serving(tiny_model) as server, ThreadPoolExecutor(4) as pool:
@@ -120,6 +136,7 @@ def test_each_answers_for_all(tiny_model: Path) -> None:
             server.wait_for("engine_core_finished_sequences_total", 24, finish_reason="length")
             server.wait_for("engine_core_finished_sequences_total", 6, finish_reason="stop")
             assert httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 200
+        _check_nothing_is_stored(server)
 
 
 def test_a_killed_process_loses_its_own_requests_only(tiny_model: Path) -> None:

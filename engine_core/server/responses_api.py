@@ -1,0 +1,459 @@
+"""OpenAI's Responses API: ``/v1/responses``.
+
+A request becomes the chat that means the same, and the parts of its answer become items.
+"""
+
+from __future__ import annotations
+
+import uuid
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import orjson
+from fastapi import Request
+from fastapi.responses import Response
+
+from engine_core.configs import SamplingParams
+from engine_core.server.body import now, read_body, validated
+from engine_core.server.chat import Chat
+from engine_core.server.context import RequestContext
+from engine_core.server.encoding import encode, named_event
+from engine_core.server.errors import ApiError
+from engine_core.server.generation import check_common
+from engine_core.server.parts import Form, Part, PartAnswer
+from engine_core.server.protocol import CHAT_BODY, ChatBody, CommonBody
+from engine_core.server.response_store import StoredResponse
+from engine_core.server.responses_protocol import (
+    RESPONSES_BODY,
+    CallItem,
+    CallOutputItem,
+    Content,
+    FunctionChoice,
+    Item,
+    JsonSchemaTextFormat,
+    ReasoningItem,
+    ResponsesBody,
+)
+from engine_core.server.service import Service
+
+_FIELD_NAMES = (
+    (r"tools\.(\d+)\.function\.parameters", r"tools.\1.parameters"),
+    (r"response_format\.json_schema\.schema", "text.format.schema"),
+    ("response_format", "text.format"),
+    (r"messages(\..*)?", "input"),
+    ("max_tokens|max_completion_tokens", "max_output_tokens"),
+)
+_FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+_ECHOED = (
+    *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
+    *("service_tier", "user", "safety_identifier", "prompt_cache_key"),
+)
+
+
+async def create_response(request: Request) -> Response:
+    """Answer a conversation, in items."""
+    service = Service.of(request)
+    context = RequestContext.of(request)
+    service.check_room()
+    body = await read_body(request, RESPONSES_BODY, service.settings.max_body_size)
+    context.field_names = _FIELD_NAMES
+    chat, params, prompt, form = await service.run_text(
+        context.body_size, partial(_understood, service, context, body)
+    )
+    return await chat.answer(request, prompt, params, form)
+
+
+async def retrieve_response(request: Request) -> Response:
+    """A stored response."""
+    if request.query_params.get("stream", "false") != "false":
+        raise ApiError(
+            400, "stream: a stored response is not streamed", param="stream", code="invalid_value"
+        )
+    answer = _stored(request).answer
+    return Response(answer, media_type="application/json")
+
+
+async def delete_response(request: Request) -> Response:
+    """Drop a stored response."""
+    _stored(request)
+    store = Service.of(request).responses
+    name = request.path_params["response_id"]
+    assert store is not None, "the response was in it"
+    store.delete(RequestContext.of(request).key, name)
+    made = {"id": name, "object": "response", "deleted": True}
+    return Response(encode(made), media_type="application/json")
+
+
+def _stored(request: Request) -> StoredResponse:
+    service = Service.of(request)
+    name = request.path_params["response_id"]
+    found = _find(service, RequestContext.of(request), name)
+    if found is None:
+        raise ApiError(404, _not_found(service, name), code="response_not_found")
+    return found
+
+
+def _find(service: Service, context: RequestContext, name: str) -> StoredResponse | None:
+    return None if service.responses is None else service.responses.get(context.key, name)
+
+
+def _not_found(service: Service, name: str) -> str:
+    if service.responses is None:
+        return _no_store(service)
+    return (
+        f"the response {name[:100]!r} is not stored here: it was dropped for newer ones, deleted, "
+        "not to be stored, or another key's; send the conversation as input"
+    )
+
+
+def _no_store(service: Service) -> str:
+    count = service.settings.api_server_count
+    return (
+        "this server stores no responses: "
+        + (
+            f"it has {count} processes that answer (--api-server-count), and each would know its "
+            "own alone"
+            if count > 1
+            else "--max-stored-responses is 0"
+        )
+        + "; send the whole conversation as input"
+    )
+
+
+def _understood(
+    service: Service, context: RequestContext, body: ResponsesBody
+) -> tuple[Chat, SamplingParams, list[int], _Response]:
+    """Validate the body; return its chat, parameters, prompt and the form of its answer."""
+    if body.store and service.responses is None:
+        message = f"store: {_no_store(service)}, without store"
+        raise ApiError(400, message, param="store", code="invalid_value")
+    conversation: list[dict[str, Any]] = []
+    name = body.previous_response_id
+    if name is not None:
+        found = _find(service, context, name)
+        if found is None:
+            raise ApiError(
+                400,
+                f"previous_response_id: {_not_found(service, name)}",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        conversation += orjson.loads(found.messages)
+    conversation += _messages(body.input)
+    asked = _chat_body(body, conversation)
+    check_common(asked, service)
+    chat = Chat(service, context, asked)
+    params = chat.sampling_params()
+    if body.truncation == "auto":
+        prompt = _fitting(service, chat)
+    else:
+        prompt = service.truncated(chat.prompt(), None, "messages")
+    return chat, params, prompt, _Response(service, context, body, params, conversation)
+
+
+def _chat_body(body: ResponsesBody, conversation: list[dict[str, Any]]) -> ChatBody:
+    """The chat that means the same."""
+    made: dict[str, Any] = {name: getattr(body, name) for name in CommonBody.model_fields}
+    instructions: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        instructions.append({"role": "system", "content": body.instructions})
+    text, choice = body.text, body.tool_choice
+    if isinstance(choice, FunctionChoice):
+        made["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    else:
+        made["tool_choice"] = choice
+    if body.tools:
+        made["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"})}
+            for tool in body.tools
+        ]
+    if text is not None and isinstance(text.format, JsonSchemaTextFormat):
+        schema = {"schema": text.format.schema_}
+        made["response_format"] = {"type": "json_schema", "json_schema": schema}
+    elif text is not None and text.format is not None:
+        made["response_format"] = {"type": text.format.type}
+    made |= {
+        "messages": instructions + conversation,
+        "max_completion_tokens": body.max_output_tokens,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "verbosity": None if text is None else text.verbosity,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+    return validated(made, CHAT_BODY)
+
+
+def _messages(items: str | Sequence[Item]) -> list[dict[str, Any]]:
+    """The messages of a chat that items are.
+
+    Reasoning, a text and calls that follow each other are one message of the model.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    made: list[dict[str, Any]] = []
+    # The model's message that goes on.
+    answer: dict[str, Any] | None = None
+    for item in items:
+        if isinstance(item, CallOutputItem):
+            content = _text(item.output)
+            made.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            answer = None
+            continue
+        if not isinstance(item, CallItem | ReasoningItem) and item.role != "assistant":
+            made.append({"role": item.role, "content": _text(item.content)})
+            answer = None
+            continue
+        begins = not isinstance(item, CallItem) and answer is not None
+        if answer is None or (begins and {"content", "tool_calls"} & answer.keys()):
+            answer = {"role": "assistant"}
+            made.append(answer)
+        if isinstance(item, CallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            answer.setdefault("tool_calls", []).append(call)
+        elif isinstance(item, ReasoningItem):
+            texts = item.content or item.summary or ()
+            answer["reasoning_content"] = "\n".join(text.text for text in texts)
+        else:
+            answer["content"] = _text(item.content)
+    return made
+
+
+def _text(content: Content) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _fitting(service: Service, chat: Chat) -> list[int]:
+    """The prompt, without as many of the oldest turns as it takes to be short enough.
+
+    Instructions at the beginning stay. What is left begins with a message of the user, so that no
+    result of a call is without its call.
+
+    Raises:
+        ApiError: 400; the last turn alone is too long.
+    """
+    messages = chat.messages
+    head = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    turns = [i for i, each in enumerate(messages) if i > head and each["role"] == "user"]
+    cuts = [head, *turns]
+
+    def prompt(cut: int) -> list[int]:
+        chat.messages = messages[:head] + messages[cut:]
+        return service.truncated(chat.prompt(), None, "messages")
+
+    def fits(cut: int) -> bool:
+        try:
+            prompt(cut)
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return False
+        return True
+
+    first = 0 if fits(head) else bisect_left(cuts, True, lo=1, key=fits)
+    return prompt(cuts[min(first, len(cuts) - 1)])
+
+
+class _Response(Form):
+    """An answer as a response of items.
+
+    Args:
+        service: the server.
+        context: the HTTP request's.
+        body: the request's.
+        params: what the text is sampled with.
+        conversation: the messages before the answer, without the instructions.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        context: RequestContext,
+        body: ResponsesBody,
+        params: SamplingParams,
+        conversation: list[dict[str, Any]],
+    ) -> None:
+        self._key = context.key
+        self._store = None if body.store is False else service.responses
+        self._conversation = conversation
+        self._number = 0
+        self._items: dict[int, str] = {}
+        tool_choice = body.tool_choice or "auto"
+        text = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
+        self._object: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": now(),
+            "completed_at": None,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": service.check_model(body.model),
+            "output": [],
+            "usage": None,
+            "background": False,
+            "store": self._store is not None,
+            **{name: getattr(body, name) for name in _ECHOED},
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "reasoning": {
+                "effort": None if body.reasoning is None else body.reasoning.effort,
+                "summary": None,
+            },
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_logprobs": 0,
+            "text": {"format": {"type": "text"}, **text},
+            "tool_choice": tool_choice
+            if isinstance(tool_choice, str)
+            else tool_choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "truncation": body.truncation or "disabled",
+        }
+
+    def begin(self, answer: PartAnswer) -> bytes:
+        """See :class:`Form`."""
+        return self._event("created", response=self._object) + self._event(
+            "in_progress", response=self._object
+        )
+
+    def open(self, part: Part) -> bytes:
+        """See :class:`Form`."""
+        item = self._item(part, "in_progress")
+        if part.kind != "call":
+            item["content"] = []
+        piece = self._event("output_item.added", output_index=part.index, item=item)
+        if part.kind == "call":
+            return piece
+        place = self._place(part, of_text=False)
+        return piece + self._event("content_part.added", **place, part=_content(part))
+
+    def more(self, part: Part, text: str) -> bytes:
+        """See :class:`Form`."""
+        return self._event(f"{_CONTENTS[part.kind]}.delta", **self._place(part), delta=text)
+
+    def close(self, part: Part, answer: PartAnswer) -> bytes:
+        """See :class:`Form`."""
+        done = f"{_CONTENTS[part.kind]}.done"
+        place = self._place(part)
+        if part.kind == "call":
+            piece = self._event(done, **place, name=part.name, arguments=part.text)
+        else:
+            piece = self._event(done, **place, text=part.text)
+            piece += self._event(
+                "content_part.done", **self._place(part, of_text=False), part=_content(part)
+            )
+        item = self._item(part, _status(answer))
+        return piece + self._event("output_item.done", output_index=part.index, item=item)
+
+    def end(self, answer: PartAnswer) -> bytes:
+        """See :class:`Form`."""
+        return self._event(_status(answer), response=self.whole(answer))
+
+    def failed(self, failure: ApiError, answer: PartAnswer) -> bytes:
+        """See :class:`Form`."""
+        code = _FAILURES.get(failure.status_code, "server_error")
+        made = self._ended("failed", answer) | {"usage": None}
+        made["error"] = {"code": code, "message": failure.message}
+        return self._event("failed", response=made)
+
+    def whole(self, answer: PartAnswer) -> dict[str, Any]:
+        """See :class:`Form`; the response is stored if it is to be."""
+        made = self._ended(_status(answer), answer)
+        if made["status"] == "incomplete":
+            made["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._store is not None:
+            messages = encode([*self._conversation, _message(answer)])
+            stored = StoredResponse(encode(made), messages)
+            made["store"] = self._store.put(self._key, made["id"], stored)
+        return made
+
+    def _ended(self, status: str, answer: PartAnswer) -> dict[str, Any]:
+        last = len(answer.parts) - 1
+        output = [
+            self._item(part, _status(answer) if part.index == last else "completed")
+            for part in answer.parts
+        ]
+        usage = {
+            "input_tokens": answer.input_tokens,
+            "input_tokens_details": {
+                "cached_tokens": answer.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": answer.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
+            "total_tokens": answer.input_tokens + answer.output_tokens,
+        }
+        return self._object | {
+            "status": status,
+            "completed_at": now() if status == "completed" else None,
+            "output": output,
+            "usage": usage,
+        }
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return named_event({"type": f"response.{kind}", "sequence_number": number, **fields})
+
+    def _place(self, part: Part, *, of_text: bool = True) -> dict[str, Any]:
+        """Fields of an event about a part; one about its text has log-probabilities."""
+        place: dict[str, Any] = {"item_id": self._id(part), "output_index": part.index}
+        if part.kind != "call":
+            place["content_index"] = 0
+        return place | {"logprobs": []} if part.kind == "text" and of_text else place
+
+    def _id(self, part: Part) -> str:
+        prefix = {"call": "fc", "reasoning": "rs", "text": "msg"}[part.kind]
+        return self._items.setdefault(part.index, f"{prefix}_{uuid.uuid4().hex}")
+
+    def _item(self, part: Part, status: str) -> dict[str, Any]:
+        made = {"id": self._id(part), "status": status}
+        if part.kind == "call":
+            call = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
+            return {"type": "function_call", **made, **call}
+        content = [_content(part)]
+        if part.kind == "reasoning":
+            return {"type": "reasoning", **made, "summary": [], "content": content}
+        return {"type": "message", **made, "role": "assistant", "content": content}
+
+
+_CONTENTS = {
+    "text": "output_text",
+    "reasoning": "reasoning_text",
+    "call": "function_call_arguments",
+}
+
+
+def _content(part: Part) -> dict[str, Any]:
+    """The content of an item that is no call."""
+    if part.kind == "reasoning":
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+
+
+def _status(answer: PartAnswer) -> str:
+    """That of the answer, and of its last item when that has ended."""
+    return "incomplete" if answer.finish_reason == "length" else "completed"
+
+
+def _message(answer: PartAnswer) -> dict[str, Any]:
+    """The answer as a message of a chat."""
+    texts = {
+        kind: "".join(part.text for part in answer.parts if part.kind == kind)
+        for kind in ("text", "reasoning")
+    }
+    made: dict[str, Any] = {"role": "assistant", "content": texts["text"]}
+    if texts["reasoning"]:
+        made["reasoning_content"] = texts["reasoning"]
+    made["tool_calls"] = [
+        {
+            "id": part.call_id,
+            "type": "function",
+            "function": {"name": part.name, "arguments": part.text},
+        }
+        for part in answer.parts
+        if part.kind == "call"
+    ]
+    return made
