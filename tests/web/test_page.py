@@ -118,6 +118,10 @@ def test_system_prompt_and_sampling_are_sent_only_if_set(server, page):
         top_k="40",
         max_tokens="64",
         seed="0",
+        min_p="0.05",
+        presence_penalty="-0.5",
+        frequency_penalty="0.25",
+        repetition_penalty="1.1",
     )
     ask_and_wait(page, "Hi")
     body = server.last
@@ -126,6 +130,8 @@ def test_system_prompt_and_sampling_are_sent_only_if_set(server, page):
         {"role": "user", "content": "Hi"},
     ]
     sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "max_tokens": 64, "seed": 0}
+    sampling |= {"min_p": 0.05, "presence_penalty": -0.5, "frequency_penalty": 0.25}
+    sampling["repetition_penalty"] = 1.1
     assert {name: body.get(name) for name in sampling} == sampling
 
     page.reload()
@@ -241,6 +247,94 @@ def test_an_edited_message_replaces_what_follows_it(server, page, answer_type):
     expect(page.locator(".prose")).to_have_text(["Answer 3"])
     expect(page.locator(".bubble")).to_have_text(["Uno"])
     assert server.last["messages"] == [{"role": "user", "content": "Uno"}]
+
+
+def test_versions_of_an_answer_are_kept(server, page, answer_type):
+    for text in ("One", "Two", "Then", "Three"):
+        server.replies.append(answer_type(content=[text]))
+    regenerate = page.get_by_role("button", name="Regenerate this answer")
+    earlier = page.get_by_role("button", name="Previous version")
+    later = page.get_by_role("button", name="Next version")
+    versions = page.locator(".versions")
+    ask_and_wait(page, "Name a number")
+    expect(versions).to_have_count(0)
+    regenerate.click()
+    expect(versions).to_have_text("2/2")
+    expect(later).to_be_disabled()
+    # What is asked now follows the first version, and stays with it.
+    earlier.press("Enter")
+    expect(page.locator(".prose")).to_have_text("One")
+    expect(later).to_be_focused()
+    expect(page.get_by_role("status")).to_contain_text("Version 1 of 2.")
+    ask_and_wait(page, "And then?")
+    assert [message["content"] for message in server.last["messages"]] == [
+        *("Name a number", "One", "And then?"),
+    ]
+    later.click()
+    expect(page.locator(".prose")).to_have_text("Two")
+    regenerate.click()
+    expect(versions).to_have_text("3/3")
+    expect(page.locator(".prose")).to_have_text("Three")
+    page.reload()
+    expect(versions).to_have_text("3/3")
+    earlier.click()
+    earlier.click()
+    expect(versions).to_have_text("1/3")
+    expect(page.locator(".prose")).to_have_text(["One", "Then"])
+
+
+def test_an_answer_that_is_not_begun_leaves_its_earlier_version(server, page, answer_type):
+    server.replies.extend([answer_type(content=["First"]), answer_type(hold_after=0)])
+    ask_and_wait(page, "Go")
+    page.get_by_role("button", name="Regenerate this answer").click()
+    server.wait_for_requests(2)
+    page.reload()
+    expect(page.locator(".prose")).to_have_text("First")
+    expect(page.locator("#prompt")).to_have_value("")
+
+
+def test_an_answer_can_be_edited_and_continued(server, open_page, answer_type, refusal_type):
+    page = open_page(server.url, expected=("status of 400",))
+    server.replies.append(answer_type(content=["It is red"]))
+    server.replies.append(refusal_type(400, {"error": {"message": "Not with this template."}}))
+    server.replies.append(answer_type(content=[" and", " green"], finish_reason="length"))
+    server.replies.append(answer_type(content=[" too."]))
+    ask_and_wait(page, "Which colour?")
+
+    def edit() -> Locator:
+        page.get_by_role("button", name="Edit this answer").click()
+        return page.get_by_label("Edit the answer")
+
+    area = edit()
+    expect(area).to_be_focused()
+    expect(area).to_have_value("It is red")
+    area.fill("It is blue")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#alert")).to_have_text("Not with this template.")
+    expect(area).to_have_value("It is blue")
+    page.get_by_role("button", name="Continue", exact=True).click()
+    expect(answers(page).locator(".prose")).to_have_text("It is blue and green")
+    asked = [{"role": "user", "content": "Which colour?"}]
+    begun = {"continue_final_message": True, "add_generation_prompt": False}
+    wanted = {"messages": [*asked, {"role": "assistant", "content": "It is blue"}], **begun}
+    assert {name: server.last[name] for name in wanted} == wanted
+    expect(page.locator(".stats")).to_contain_text("edited")
+    expect(page.locator(".versions")).to_have_text("2/2")
+
+    # Cut off by the limit, it can go on as it is; that is no other version.
+    page.get_by_role("button", name="Continue this answer").click()
+    expect(answers(page).locator(".prose")).to_have_text("It is blue and green too.")
+    assert server.last["messages"][1]["content"] == "It is blue and green"
+    expect(page.locator(".versions")).to_have_text("2/2")
+    page.get_by_role("button", name="Previous version").click()
+    expect(page.locator(".prose")).to_have_text("It is red")
+
+    edit().fill("It is\n*white*")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator(".prose em")).to_have_text("white")
+    ask_and_wait(page, "Sure?")
+    assert server.last["messages"][1]["content"] == "It is\n*white*"
+    assert not begun.keys() & server.last.keys()
 
 
 def test_an_edit_that_is_refused_is_still_there(server, open_page, answer_type, refusal_type):
@@ -817,7 +911,8 @@ def test_export_as_json(server, page, answer_type):
     assert conversation["settings"] == {
         "system": "Be brief.",
         "temperature": "0.5",
-        **dict.fromkeys(("top_p", "top_k", "max_tokens", "seed"), ""),
+        **dict.fromkeys(("top_p", "top_k", "min_p", "max_tokens", "seed"), ""),
+        **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), ""),
     }
     question, answer = conversation["messages"]
     assert (question["role"], question["content"]) == ("user", "A question")
@@ -838,6 +933,131 @@ def test_export_as_json(server, page, answer_type):
         "A question",
         "Another",
     ]
+
+
+def test_a_conversation_can_be_renamed_and_found(server, page, answer_type):
+    server.replies.extend(answer_type(content=[text]) for text in ("Stir it.", "Über Wien."))
+    ask_and_wait(page, "How is soup made?")
+    page.get_by_role("button", name="New conversation", exact=True).first.click()
+    ask_and_wait(page, "Which way to Rome?")
+    page.get_by_role("button", name="Rename “Which way to Rome?”").click()
+    name = page.get_by_role("dialog").get_by_label("Name")
+    expect(name).to_have_value("Which way to Rome?")
+    name.fill("  The way   ")
+    page.keyboard.press("Enter")
+    listed = page.locator(".conversation")
+    expect(listed).to_have_text(["The way", "How is soup made?"])
+    expect(listed.first).to_be_focused()
+    expect(page).to_have_title(re.compile("^The way . engine-core$"))
+
+    search = page.get_by_role("searchbox", name="Search conversations")
+    for words, found in {
+        "über rome": ["The way"],
+        "stir": ["How is soup made?"],
+        "way soup": [],
+        "the WAY": ["The way"],
+    }.items():
+        search.fill(words)
+        expect(listed).to_have_text(found)
+        expect(page.locator("#no-match")).to_be_visible(visible=not found)
+    search.press("Escape")
+    expect(listed).to_have_count(2)
+    page.reload()
+    expect(listed).to_have_text(["The way", "How is soup made?"])
+    page.get_by_role("button", name="Rename “The way”").click()
+    name.fill("")
+    page.keyboard.press("Enter")
+    expect(listed.first).to_have_text("Which way to Rome?")
+
+
+def test_what_was_exported_can_be_imported(server, open_page, answer_type, tmp_path):
+    page = open_page(server.url)
+    server.replies.extend(answer_type(content=[text], reasoning=["Hm."]) for text in "ABC")
+    show_settings(page, system="Be brief.", min_p="0.5")
+    ask_and_wait(page, "First")
+    page.get_by_role("button", name="Regenerate this answer").click()
+    expect(page.locator(".versions")).to_have_text("2/2")
+    page.get_by_role("button", name="New conversation", exact=True).first.click()
+    ask_and_wait(page, "Second")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export all as JSON").click()
+    file = tmp_path / "all.json"
+    download.value.save_as(file)
+
+    other = open_page(server.url)  # another browser
+    for shown in (None, "These conversations are all here already."):
+        with other.expect_file_chooser() as chooser:
+            other.get_by_role("button", name="Import from JSON").click()
+        chooser.value.set_files(file)
+        if shown:
+            expect(other.locator("#alert")).to_have_text(shown)
+        expect(other.locator(".conversation")).to_have_text(["Second", "First"])
+    other.locator(".conversation").filter(has_text="First").click()
+    expect(other.locator(".prose")).to_have_text("B")
+    expect(other.locator(".versions")).to_have_text("2/2")
+    show_settings(other)
+    expect(other.get_by_label("Min-p")).to_have_value("0.5")
+    other.reload()
+    expect(other.locator(".prose")).to_have_text("B")
+
+    # Another state of a conversation that is there stands beside it.
+    exported = json.loads(file.read_text("utf-8"))
+    exported["conversations"][0] |= {"updated": "2031-01-01T00:00:00Z", "title": "Changed"}
+    file.write_text(json.dumps(exported), "utf-8")
+    other.locator("#import-file").set_input_files(file)
+    expect(other.locator(".conversation")).to_have_text(["Changed", "Second", "First"])
+
+
+def bad_files() -> dict[str, object]:
+    """Files that are no exports, by what is said of each."""
+
+    def export(*messages: object, **more: object) -> dict[str, object]:
+        date = "2026-01-01T00:00:00Z"
+        conversation = {"id": "a", "created": date, "updated": date, "messages": list(messages)}
+        return {
+            "format": "engine-core-conversations",
+            "version": 1,
+            "conversations": [conversation | more],
+        }
+
+    question = {"role": "user", "content": "Q"}
+    answer = {"role": "assistant", "content": "A"}
+    return {
+        "It is not JSON.": "{cut off",
+        'its "format" is not "engine-core-conversations"': [1],
+        "Its version is 2; this page reads version 1.": export() | {"version": 2},
+        "It has no list of conversations.": export() | {"conversations": {}},
+        "Conversation 1 is not an object.": export() | {"conversations": ["x"]},
+        'Conversation 1: "messages" is "x"; it must be a list.': export(messages="x"),
+        'Conversation 1: "id" is "../x"; it must be an id.': export(id="../x"),
+        'Conversation 1 has an unknown field "colour".': export(colour=1),
+        'Conversation 1 has an unknown setting "tools".': export(settings={"tools": ""}),
+        'the setting "top_p" is "much", no number': export(settings={"top_p": "much"}),
+        'Conversation 1, message 1 lacks "content".': export({"role": "user"}),
+        '"role" is "robot"; it must be "user" or': export(question | {"role": "robot"}),
+        'message 2 is of the role "user", not "assistant".': export(question, question),
+        '"content" is {"x":1}; it must be text.': export(question | {"content": {"x": 1}}),
+        '"usage" is {"prompt_tokens":"<b>"}; it must be an object with': export(
+            question, answer | {"usage": {"prompt_tokens": "<b>"}}
+        ),
+        'message 2, versions, message 1 is of the role "user"': export(
+            question, answer | {"versions": [question], "at": 0}
+        ),
+        '"at" is 3, and there are not as many versions.': export(question, answer | {"at": 3}),
+    }
+
+
+def test_a_file_that_is_no_export_is_refused(server, page, tmp_path):
+    ask_and_wait(page, "Mine")
+    file = tmp_path / "bad.json"
+    before = page.evaluate("JSON.stringify(localStorage)")
+    for said, content in bad_files().items():
+        file.write_text(content if isinstance(content, str) else json.dumps(content), "utf-8")
+        page.locator("#import-file").set_input_files(file)
+        expect(page.locator("#alert")).to_contain_text(said)
+        expect(page.locator("#alert")).to_contain_text("bad.json was not imported.")
+    expect(page.locator(".conversation")).to_have_text(["Mine"])
+    assert page.evaluate("JSON.stringify(localStorage)") == before
 
 
 def luminance(colour: str) -> float:
@@ -934,7 +1154,8 @@ def test_it_can_be_used_by_keyboard_and_screen_reader(server, page, answer_type)
     show_settings(page)
     expect(page.get_by_label("System prompt")).to_be_focused()
     assert page.evaluate(UNNAMED_JS) == []
-    for label in ("Message", "Temperature", "Top-p", "Top-k", "Max tokens", "Seed"):
+    fields = ["Message", "Temperature", "Top-p", "Top-k", "Min-p", "Max tokens", "Seed"]
+    for label in (*fields, "Presence penalty", "Frequency penalty", "Repetition penalty"):
         expect(page.get_by_label(label, exact=True)).to_be_visible()
     settings = page.get_by_role("button", name="Settings", exact=True)
     expect(settings).to_have_attribute("aria-expanded", "true")
@@ -958,8 +1179,10 @@ def test_it_fits_a_phone(server, open_page, answer_type):
     wide = (
         "word" * 200 + "\n\n```\n" + "code " * 100 + "\n```\n\n|" + "cell|" * 40 + "\n|" + "-|" * 40
     )
+    wide += "\n\n\\[" + "x_{1} + " * 40 + "1\\]\n\nin \\(\\sqrt{" + "y + " * 40 + "1}\\)"
     server.replies.append(answer_type(content=[wide]))
     ask_and_wait(page, "x" * 300)
+    expect(page.locator(".formula.done")).to_have_count(2)
     overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.evaluate(overflow) == 0
     scroller = "(n => n.scrollWidth - n.clientWidth)(document.querySelector('#scroller'))"
@@ -1078,6 +1301,18 @@ def test_with_the_real_server(smollm2_server, open_page):
     ):
         assert time.monotonic() < deadline, metrics.decode()
         time.sleep(0.1)
+
+    # Its template can be left at the end of what there is, and the model goes on from there.
+    answer = "JSON.parse(localStorage.getItem('engine-core.conversation.' + "
+    answer += "localStorage.getItem('engine-core.current'))).messages[1]"
+    begun = page.evaluate(answer)["content"]
+    page.fill("[name=max_tokens]", "4")
+    page.get_by_role("button", name="Continue this answer").click()
+    expect(page.locator(".note")).to_have_text("Cut off at the most tokens allowed.")
+    continued = page.evaluate(answer)
+    assert continued["content"].startswith(begun)
+    assert continued["content"] != begun
+    assert continued["usage"]["completion_tokens"] == 4
 
 
 def test_nothing_inline_and_small_enough():

@@ -1,12 +1,13 @@
 /** The page: conversations on the left, the open one in the middle, its settings on the right. */
 
 import { ApiError, listModels, streamChat } from "./api.js";
-import { announce, byId, copyWithButton, el, fitHeight, icon } from "./dom.js";
+import { announce, byId, copyWithButton, el, fitHeight, iconButton } from "./dom.js";
 import { AnswerView, editor, userMessage } from "./message.js";
 import * as store from "./store.js";
 
 const SAVE_EVERY_MS = 1000;
 const AT_END_PX = 64;
+const LARGEST_IMPORT = 20_000_000;
 
 const prompt = byId("prompt");
 const scroller = byId("scroller");
@@ -49,15 +50,18 @@ function save(conversation) {
 }
 
 function renderList() {
+  const words = byId("search").value.trim();
   const shown = [...conversations.values()]
     .filter((conversation) => conversation === open || !store.isEmpty(conversation))
+    .filter((conversation) => !words || store.hasWords(conversation, words))
     .sort((a, b) => (a.updated < b.updated ? 1 : -1));
+  byId("no-match").hidden = shown.length > 0;
   byId("conversations").replaceChildren(
     ...shown.map((conversation) => {
       const title = store.titleOf(conversation);
       return el(
         "li",
-        { class: runs.has(conversation.id) ? "running" : null },
+        { class: runs.has(conversation.id) ? "running" : null, "data-id": conversation.id },
         el(
           "button",
           {
@@ -71,19 +75,20 @@ function renderList() {
         store.isEmpty(conversation)
           ? null
           : el(
-              "button",
-              {
-                type: "button",
-                class: "icon-button delete",
-                "aria-label": `Delete “${title}”`,
-                title: "Delete",
-                onclick: () => askToDelete(conversation),
-              },
-              icon("trash"),
+              "span",
+              { class: "row-actions" },
+              rowButton("edit", "Rename", title, () => askForName(conversation)),
+              rowButton("trash", "Delete", title, () => askToDelete(conversation)),
             ),
       );
     }),
   );
+}
+
+function rowButton(name, verb, title, onclick) {
+  const button = iconButton(name, `${verb} “${title}”`, onclick);
+  button.title = verb;
+  return button;
 }
 
 function show(conversation) {
@@ -101,6 +106,22 @@ function show(conversation) {
 
 function startConversation() {
   show(store.isEmpty(open) ? open : store.newConversation(open.settings));
+}
+
+function askForName(conversation) {
+  const field = byId("rename-name");
+  field.value = store.titleOf(conversation);
+  byId("rename-form").onsubmit = (event) => {
+    event.preventDefault();
+    byId("rename-dialog").close();
+    conversation.title = field.value.trim().replace(/\s+/g, " ");
+    save(conversation);
+    renderList();
+    showTitle();
+    document.querySelector(`[data-id="${conversation.id}"] button`)?.focus();
+  };
+  byId("rename-dialog").showModal();
+  field.select();
 }
 
 function askToDelete(conversation) {
@@ -136,11 +157,53 @@ function download(name, value) {
 
 function exportConversations(chosen, name) {
   download(`${name}.json`, {
-    format: "engine-core-conversations",
+    format: store.FORMAT,
     version: 1,
     exported: new Date().toISOString(),
     conversations: chosen,
   });
+}
+
+/** Adds the conversations of exported files; one that cannot be read or stored adds none. */
+async function importFiles(files) {
+  const added = [];
+  closeSidebar();
+  try {
+    const found = [];
+    for (const file of files) {
+      try {
+        if (file.size > LARGEST_IMPORT) throw new Error("It is larger than any browser stores.");
+        found.push(...store.readExport(await file.text()));
+      } catch (error) {
+        throw new Error(`${file.name} was not imported. ${error.message}`);
+      }
+    }
+    for (const conversation of found) {
+      const here = conversations.get(conversation.id);
+      if (here?.updated === conversation.updated) continue;
+      // Another state of a conversation that is here stands beside it.
+      if (here) conversation.id = store.newId();
+      added.push(conversation);
+      try {
+        store.saveConversation(conversation);
+      } catch {
+        throw new Error("The browser has no room left for these conversations. None was imported.");
+      }
+      conversations.set(conversation.id, conversation);
+    }
+    if (!added.length) throw new Error("These conversations are all here already.");
+  } catch (error) {
+    for (const { id } of added) {
+      conversations.delete(id);
+      store.deleteConversation(id);
+    }
+    setAlert(open, error.message);
+    return;
+  }
+  setAlert(open, "");
+  byId("search").value = "";
+  show(added[0]);
+  announce(`${added.length} conversation${added.length > 1 ? "s" : ""} imported.`);
 }
 
 const day = () => new Date().toISOString().slice(0, 10);
@@ -153,28 +216,23 @@ function render() {
   if (run) run.view = null;
   byId("messages").replaceChildren(
     ...open.messages.map((message, index) => {
-      if (message.role === "user") {
-        if (edit && edit.id === message.id && !run) {
-          const made = editor(message, edit, {
-            following: last - index,
-            onSend: (text) => sendEdited(open, index, text),
-            onCancel: () => {
-              edits.delete(open.id);
-              render();
-              prompt.focus();
-            },
-          });
-          area = made.area;
-          return made.form;
-        }
-        return userMessage(message, {
-          onEdit: () => startEditing(message),
+      if (edit?.id === message.id && !run) {
+        const made = editor(message, edit, {
+          ...(message.role === "user" ? questionEditor(index) : answerEditor(message, index)),
+          onCancel: () => stopEditing(open),
         });
+        area = made.area;
+        return made.form;
       }
-      const view = new AnswerView(message, {
-        onRegenerate: index === last && index > 0 ? () => regenerate(open) : null,
-        onRender: followEnd,
-      });
+      const onEdit = () => startEditing(message);
+      if (message.role === "user") return userMessage(message, { onEdit });
+      const can = {
+        edit: onEdit,
+        showVersion: (at) => showVersion(open, index, at),
+        regenerate: index === last && index > 0 ? () => regenerate(open) : null,
+        goOn: index === last && index > 0 ? () => continueAnswer(open, message.content) : null,
+      };
+      const view = new AnswerView(message, can, followEnd);
       if (run?.answer === message) run.view = view;
       return view.element;
     }),
@@ -182,13 +240,34 @@ function render() {
   byId("welcome").hidden = open.messages.length > 0;
   byId("export").disabled = !open.messages.length;
   showControls();
-  document.title = open.messages.length ? `${store.titleOf(open)} – engine-core` : "engine-core";
+  showTitle();
   showAlert();
   if (area) {
     fitHeight(area);
     area.focus();
   }
   followEnd();
+}
+
+function showTitle() {
+  document.title = open.messages.length ? `${store.titleOf(open)} – engine-core` : "engine-core";
+}
+
+function questionEditor(index) {
+  const following = open.messages.length - 1 - index;
+  return {
+    label: "Edit your message",
+    hint: following > 1 ? `Sending removes the ${following} messages after this one.` : "",
+    choices: [["Send", (text) => sendEdited(open, index, text)]],
+  };
+}
+
+function answerEditor(answer, index) {
+  const choices = [["Save", (text) => saveAnswer(open, answer, text)]];
+  const isLast = index === open.messages.length - 1;
+  if (isLast && index > 0) choices.push(["Continue", (text) => continueAnswer(open, text)]);
+  const hint = isLast ? "The model can go on where your text ends (Ctrl Enter)." : "";
+  return { label: "Edit the answer", hint, isLong: true, choices };
 }
 
 /** What depends on whether an answer is being made. */
@@ -207,6 +286,35 @@ function startEditing(message) {
   edits.set(open.id, { id: message.id, text: message.content });
   atEnd = false;
   render();
+}
+
+function stopEditing(conversation) {
+  edits.delete(conversation.id);
+  render();
+  prompt.focus();
+}
+
+function saveAnswer(conversation, answer, text) {
+  if (text !== answer.content) {
+    Object.assign(answer, { content: text, edited: true, status: "done" });
+    for (const name of ["error", "finish_reason", "timing", "usage"]) delete answer[name];
+    save(conversation);
+  }
+  stopEditing(conversation);
+}
+
+function showVersion(conversation, index, at) {
+  if (runs.has(conversation.id)) return;
+  const isLater = at > conversation.messages[index].at;
+  conversation.messages = store.withVersion(conversation.messages, index, at);
+  edits.delete(conversation.id);
+  save(conversation);
+  atEnd = false;
+  render();
+  const steps = [...byId("messages").children[index].querySelectorAll(".versions button")];
+  if (isLater) steps.reverse();
+  steps.find((button) => !button.disabled).focus();
+  announce(`Version ${at + 1} of ${conversation.messages[index].versions.length + 1}.`);
 }
 
 function followEnd() {
@@ -248,9 +356,32 @@ function sendEdited(conversation, index, text) {
 function regenerate(conversation) {
   if (runs.has(conversation.id) || !settingsAreValid()) return;
   edits.delete(conversation.id);
+  const versions = store.versionsOf(conversation.messages.at(-1));
   generate(conversation, conversation.messages.slice(0, -1), {
+    begun: { versions, at: versions.length },
     restore: () => {},
     retry: () => regenerate(conversation),
+  });
+  if (conversation === open) prompt.focus();
+}
+
+/** Has the model go on after a text, which takes the place of the last answer. */
+function continueAnswer(conversation, text) {
+  if (runs.has(conversation.id) || !settingsAreValid()) return;
+  edits.delete(conversation.id);
+  const original = conversation.messages.at(-1);
+  const begun = { content: text, reasoning: original.reasoning ?? "" };
+  if (text !== original.content || original.edited) begun.edited = true;
+  // Text that is cut or changed stays as a version of its own.
+  const versions = store.versionsOf(original);
+  if (!text.startsWith(original.content)) Object.assign(begun, { versions, at: versions.length });
+  else if (original.versions) Object.assign(begun, { versions: original.versions, at: original.at });
+  generate(conversation, conversation.messages.slice(0, -1), {
+    begun,
+    restore: () => {
+      if (text !== original.content) edits.set(conversation.id, { id: original.id, text });
+    },
+    retry: () => continueAnswer(conversation, text),
   });
   if (conversation === open) prompt.focus();
 }
@@ -262,10 +393,15 @@ function setDraft(conversation, text) {
   fitHeight(prompt);
 }
 
-function requestBody(conversation, messages) {
+function requestBody(conversation, messages, beginning) {
   const { system, ...sampling } = conversation.settings;
   const body = { model: selectedModel() };
   body.messages = messages.map(({ role, content }) => ({ role, content }));
+  if (beginning) {
+    body.messages.push({ role: "assistant", content: beginning });
+    body.continue_final_message = true;
+    body.add_generation_prompt = false;
+  }
   if (system?.trim()) body.messages.unshift({ role: "system", content: system });
   for (const [name, value] of Object.entries(sampling)) {
     if (value !== "" && value != null) body[name] = Number(value);
@@ -274,11 +410,12 @@ function requestBody(conversation, messages) {
 }
 
 /**
- * Asks for an answer to the messages and makes them and it the conversation's. If not a word of it
+ * Asks for an answer to the messages and makes them and it the conversation's. `begun` is what it
+ * has before: a beginning that the model is to go on with, other versions. If not a word of it
  * comes, the conversation is put back as it was, and so (by `restore`) is what was typed; `retry`
  * sends the same again once a key is given.
  */
-async function generate(conversation, messages, { restore, retry }) {
+async function generate(conversation, messages, { begun = {}, restore, retry }) {
   const before = { messages: conversation.messages, updated: conversation.updated };
   const answer = {
     id: store.newId(),
@@ -287,7 +424,9 @@ async function generate(conversation, messages, { restore, retry }) {
     reasoning: "",
     status: "streaming",
     timing: { first: null, last: null, total: null },
+    ...begun,
   };
+  const { content, reasoning } = answer;
   const run = { answer, view: null, controller: new AbortController() };
   runs.set(conversation.id, run);
   conversation.messages = [...messages, answer];
@@ -304,7 +443,7 @@ async function generate(conversation, messages, { restore, retry }) {
   let failure = null;
   try {
     if (!models.length) await loadModels();
-    await receive(conversation, run, requestBody(conversation, messages));
+    await receive(conversation, run, requestBody(conversation, messages, content));
     if (answer.status === "streaming") {
       throw new ApiError("The connection closed before the answer was complete.");
     }
@@ -315,7 +454,7 @@ async function generate(conversation, messages, { restore, retry }) {
   runs.delete(conversation.id);
   if (!conversations.has(conversation.id)) return;
   const stopped = run.controller.signal.aborted;
-  const nothingCame = !answer.content && !answer.reasoning;
+  const nothingCame = answer.content === content && answer.reasoning === reasoning;
   if (failure && nothingCame) {
     Object.assign(conversation, before);
     restore();
@@ -539,6 +678,20 @@ byId("export-all").addEventListener("click", () =>
     `conversations-${day()}`,
   ),
 );
+byId("import").addEventListener("click", () => byId("import-file").click());
+byId("import-file").addEventListener("change", async (event) => {
+  await importFiles([...event.target.files]);
+  event.target.value = ""; // so that the same file can be chosen again
+});
+byId("search").addEventListener("input", () => renderList());
+byId("search").addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || !event.target.value) return;
+  event.stopPropagation();
+  event.preventDefault();
+  event.target.value = "";
+  renderList();
+});
+byId("rename-cancel").addEventListener("click", () => byId("rename-dialog").close());
 byId("delete-cancel").addEventListener("click", () => byId("delete-dialog").close());
 byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
 byId("forget-key").addEventListener("click", () => {

@@ -6,8 +6,8 @@ import { MarkdownStream, renderMarkdown } from "./markdown.js";
 const seconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
 
 /** Length, speed and waiting time of an answer, as far as they are known. */
-export function statistics({ usage, timing }) {
-  const parts = [];
+export function statistics({ usage, timing, edited }) {
+  const parts = edited ? ["edited"] : [];
   if (usage) parts.push(`${usage.completion_tokens} tokens`);
   if (usage && timing?.last > timing?.first && usage.completion_tokens > 1) {
     const rate = (usage.completion_tokens - 1) / ((timing.last - timing.first) / 1000);
@@ -39,19 +39,26 @@ export function userMessage(message, { onEdit }) {
   );
 }
 
-/** The form in which a sent message is changed. `edit.text` follows what is typed. */
-export function editor(message, edit, { following, onSend, onCancel }) {
-  const area = el("textarea", { rows: "1", "aria-label": "Edit your message" });
+/**
+ * The form in which a message is changed. `edit.text` follows what is typed. `choices` are the names
+ * of its buttons and what they do with the text; the last one is also Enter, or in a message of
+ * several lines (`isLong`) Ctrl and Enter.
+ */
+export function editor(message, edit, { label, hint, isLong = false, choices, onCancel }) {
+  const area = el("textarea", { rows: "1", "aria-label": label });
   area.value = edit.text;
-  const submit = () => {
-    if (area.value.trim()) onSend(area.value);
+  const use = (choice) => {
+    if (area.value.trim()) choice(area.value);
   };
+  const [name, send] = choices.at(-1);
+  const submit = () => use(send);
   area.addEventListener("input", () => {
     edit.text = area.value;
     fitHeight(area);
   });
   area.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    const isSent = isLong ? event.ctrlKey || event.metaKey : !event.shiftKey;
+    if (event.key === "Enter" && isSent && !event.isComposing) {
       event.preventDefault();
       submit();
     } else if (event.key === "Escape") {
@@ -59,7 +66,6 @@ export function editor(message, edit, { following, onSend, onCancel }) {
       onCancel();
     }
   });
-  const lost = following > 1 ? `Sending removes the ${following} messages after this one.` : "";
   const form = el(
     "form",
     { class: "message editor", "data-id": message.id },
@@ -67,9 +73,12 @@ export function editor(message, edit, { following, onSend, onCancel }) {
     el(
       "div",
       { class: "buttons" },
-      el("span", { class: "hint" }, lost),
+      el("span", { class: "hint" }, hint),
       el("button", { type: "button", class: "plain", onclick: onCancel }, "Cancel"),
-      el("button", { type: "submit", class: "primary" }, "Send"),
+      ...choices.slice(0, -1).map(([other, choice]) =>
+        el("button", { type: "button", class: "plain", onclick: () => use(choice) }, other),
+      ),
+      el("button", { type: "submit", class: "primary" }, name),
     ),
   );
   form.addEventListener("submit", (event) => {
@@ -89,12 +98,15 @@ export class AnswerView {
   #note;
   #stats;
   #actions;
-  #onRegenerate;
+  #can;
 
-  /** `onRegenerate` is null where an answer cannot be made anew; `onRender` hears of new text. */
-  constructor(message, { onRegenerate = null, onRender = () => {} } = {}) {
+  /**
+   * `can` is what can be done with the answer: `edit`, `showVersion`, and where it is the last one
+   * `regenerate` and `goOn`. `onRender` hears of new text.
+   */
+  constructor(message, can, onRender) {
     this.#message = message;
-    this.#onRegenerate = onRegenerate;
+    this.#can = can;
     this.#reasoning = el("div", { class: "reasoning-text" }, message.reasoning ?? "");
     this.#details = el(
       "details",
@@ -157,9 +169,31 @@ export class AnswerView {
         copyWithButton(event.currentTarget, message.content),
       ),
     );
-    if (this.#onRegenerate) {
-      this.#actions.append(iconButton("again", "Regenerate this answer", this.#onRegenerate));
+    this.#actions.append(iconButton("edit", "Edit this answer", this.#can.edit));
+    const isCutOff = message.status !== "done" || message.finish_reason === "length";
+    if (this.#can.goOn && isCutOff && message.content.trim()) {
+      this.#actions.append(iconButton("continue", "Continue this answer", this.#can.goOn));
     }
+    if (this.#can.regenerate) {
+      this.#actions.append(iconButton("again", "Regenerate this answer", this.#can.regenerate));
+    }
+    if (message.versions?.length) this.#actions.append(this.#versions());
+  }
+
+  #versions() {
+    const { at, versions } = this.#message;
+    const step = (name, label, to) => {
+      const button = iconButton(name, label, () => this.#can.showVersion(to));
+      button.disabled = to < 0 || to > versions.length;
+      return button;
+    };
+    return el(
+      "span",
+      { class: "versions", role: "group", "aria-label": "Versions of this answer" },
+      step("previous", "Previous version", at - 1),
+      el("span", {}, `${at + 1}/${versions.length + 1}`),
+      step("next", "Next version", at + 1),
+    );
   }
 }
 
