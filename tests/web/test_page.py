@@ -282,14 +282,14 @@ def test_versions_of_an_answer_are_kept(server, page, answer_type):
     expect(versions).to_have_text("1/3")
     expect(page.locator(".prose")).to_have_text(["One", "Then"])
 
-
-def test_an_answer_that_is_not_begun_leaves_its_earlier_version(server, page, answer_type):
-    server.replies.extend([answer_type(content=["First"]), answer_type(hold_after=0)])
-    ask_and_wait(page, "Go")
-    page.get_by_role("button", name="Regenerate this answer").click()
-    server.wait_for_requests(2)
+    # The page is closed before anything of another version comes.
+    server.replies.append(answer_type(hold_after=0))
+    later.click()
+    regenerate.click()
+    server.wait_for_requests(5)
     page.reload()
-    expect(page.locator(".prose")).to_have_text("First")
+    expect(page.locator(".prose")).to_have_text("Three")
+    expect(versions).to_have_text("3/3")
     expect(page.locator("#prompt")).to_have_value("")
 
 
@@ -750,10 +750,9 @@ def test_markdown_in_pieces_is_the_same_as_whole(page):
         "*_" * 10_000 + "deep",
         "```" * 999 + "deep",
         "|" * 5_000 + "\n" + "|-" * 5_000 + "\ndeep",
-        "\\(" * 3_000 + "\\[\n" * 3_000 + "*_$$" * 1_000 + "deep",
-        "\\(" + "{" * 1_900 + "deep\\)",
+        "\\(" + "{" * 900 + "\\)" + "\\(" * 3_000 + "\\[\n" * 3_000 + "*_$$" * 1_000 + "deep",
     ],
-    ids=["quotes", "brackets", "lists", "emphasis", "fences", "table", "signs", "braces"],
+    ids=["quotes", "brackets", "lists", "emphasis", "fences", "table", "formulas"],
 )
 def test_malformed_markdown_neither_breaks_nor_blocks_the_page(server, page, answer_type, document):
     pieces = [document[at : at + 1000] for at in range(0, len(document), 1000)]
