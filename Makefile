@@ -28,9 +28,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_RETRIES ?= 5
 export PIP_DEFAULT_TIMEOUT ?= 60
 
-.PHONY: help demo models test check lint types imports fast unit browser soak test-gpu bench-gpu bench-cpu bench-kernels clean
+.PHONY: help demo models test check lint types imports fast unit browser soak test-clients test-gpu bench-gpu bench-cpu bench-kernels clean
 help: ## Show the targets.
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
 demo: $(VENV)/.runtime $(SMOLLM2) ## Chat with a small model on this machine's CPU or GPU.
 	@$(BIN)/engine-core generate $(SMOLLM2) --chat --max-tokens 200 "$(PROMPT)"
@@ -77,6 +77,9 @@ soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, the
 	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_SCHEMA_EXAMPLES=2000 $(BIN)/pytest tests/server/test_schema.py
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m hypothesis
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/fuzz
+
+test-clients: $(VENV)/.test $(SMOLLM2) ## Drive a server with the clients that people use; ARGS names some of them.
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/clients/run.py --cache $(CACHE)/clients --smollm2 $(SMOLLM2) $(ARGS)
 
 test-gpu: $(VENV)/.test models ## Run the tests that need a CUDA GPU.
 	$(BIN)/pytest -m gpu $(ARGS)
