@@ -18,7 +18,7 @@ def check_model_and_config(model: Any, config: Any) -> tuple[str, EngineConfig]:
     name = os.fspath(model) if isinstance(model, os.PathLike) else model
     if not isinstance(name, str):
         raise ConfigError(
-            "a model is the path of a checkpoint folder or a GGUF file, or a hub id, as text; "
+            "model must be the path of a checkpoint folder or a GGUF file, or a hub id, as text; "
             f"got {shown(model)}"
         )
     if config is None:

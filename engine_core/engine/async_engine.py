@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar, cast
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.engine import process
 from engine_core.engine.arguments import check_model_and_config
-from engine_core.engine.frontend import Frontend, Prompt, State, choose_tokenizer
+from engine_core.engine.frontend import Frontend, HasFrontend, Prompt, State, choose_tokenizer
 from engine_core.engine.process import Decoder, Failure, Found, Ready
 from engine_core.engine.shared_count import SharedCount
 from engine_core.engine.trace import EngineTrace, FrontendTrace, OutputRecord, RequestRecord
@@ -66,17 +66,17 @@ class RequestStream:
                 for completion in output.outputs:
                     print(completion.index, completion.text)
 
-    Each output holds what is new: completions of which something came, with only the text, tokens
-    and log-probabilities that came since the output before; ``cumulative_logprob`` is the sum over
-    all tokens so far, and ``prompt_logprobs`` come once. Outputs that are not read in time become
-    one. The last has ``finished`` set.
+    Each output holds what is new: the completions that changed, with only the text, tokens and
+    log-probabilities since the output before; ``cumulative_logprob`` is the sum over all tokens so
+    far, and ``prompt_logprobs`` come once. Outputs that are not read in time are merged into one.
+    The last has ``finished`` set.
 
     Leaving before that, by :meth:`abort`, :meth:`aclose`, the end of the ``async with``,
     cancellation or dropping the stream, ends the request: its cache blocks are free within a step.
 
     Attributes:
         request_id: the id given, or one made by the engine.
-        prompt_token_ids: the prompt.
+        prompt_token_ids: the prompt's tokens.
     """
 
     def __init__(self, engine: AsyncEngine, state: State) -> None:
@@ -100,7 +100,7 @@ class RequestStream:
 
         Raises:
             StopAsyncIteration: the request has ended.
-            RequestTimeoutError: its time is over.
+            RequestTimeoutError: the request's timeout has passed.
             EngineDeadError: the engine process has ended.
         """
         self.wrote()
@@ -108,7 +108,9 @@ class RequestStream:
             if self._ended:
                 raise StopAsyncIteration
             if self._waiter is not None:
-                raise RuntimeError(f"request {self.request_id!r} is read by two tasks at once")
+                raise RuntimeError(
+                    f"request {self.request_id!r} is read by two tasks at once; read it in one"
+                )
             self._waiter = self._engine._loop.create_future()
             try:
                 await self._waiter
@@ -122,8 +124,8 @@ class RequestStream:
     def listen(self, listener: Callable[[], None] | None) -> None:
         """Have ``listener`` called, in the event loop, whenever something can be taken.
 
-        It is called once at first, stands for a reader until None takes its place, and must not
-        raise. It is how many streams are served without waking a task for each token.
+        It is called once right away, takes the place of a reader until this is called with None,
+        and must not raise. So many streams can be served without waking a task for each token.
         """
         self._listener = listener
         if listener is not None:
@@ -138,7 +140,7 @@ class RequestStream:
         """The pending output, or None if there is none yet.
 
         Raises:
-            RequestTimeoutError: its time is over.
+            RequestTimeoutError: the request's timeout has passed.
             EngineDeadError: the engine process has ended.
         """
         if self._changed:
@@ -152,9 +154,9 @@ class RequestStream:
         return None
 
     def take_text(self) -> tuple[str, int] | None:
-        """The pending text and how many tokens it is of, if the pending output is nothing else.
+        """The pending text and its number of tokens; None if :meth:`take` has more to give.
 
-        That is so for most tokens of a request with one completion, and spares making an output.
+        For most tokens of a request with one completion this spares making an output.
         """
         completions = self._state.completions
         if not self._changed or len(completions) > 1 or self._engine.trace is not None:
@@ -164,7 +166,7 @@ class RequestStream:
         return taken
 
     def wrote(self) -> None:
-        """Take note that what was taken is written; asking for more says so too."""
+        """Take note that the output taken last was written. Asking for the next notes it too."""
         if self._written is not None:
             self._written.written = time.monotonic()
             self._written = None
@@ -176,7 +178,7 @@ class RequestStream:
         await self.aclose()
 
     async def abort(self) -> None:
-        """End the request; an output with the reason "abort" follows if it had not ended."""
+        """End the request; unless it had ended, an output with the reason "abort" follows."""
         self._engine._leave(self)
 
     async def aclose(self) -> None:
@@ -213,12 +215,12 @@ class RequestStream:
                 self._waiter.set_result(None)
 
 
-class AsyncEngine:
+class AsyncEngine(HasFrontend):
     """Runs one model in another process, for the event loop in which it was started.
 
     This process tokenises and detokenises; the other one schedules and computes. Neither waits for
     the other: a long step does not hold up the event loop, and a busy event loop does not hold up
-    the next step. What is logged there is logged here.
+    the next step. What the other process logs is logged in this one.
 
     Attributes:
         config: the engine's settings.
@@ -228,7 +230,7 @@ class AsyncEngine:
         max_model_len: tokens of a sequence, prompt and output together.
         eos_token_ids: the tokens that end a sequence.
         startup: seconds that each phase of loading took in the engine process.
-        pid: the engine process.
+        pid: the id of the engine process.
         dead: why the engine process ended; None while it lives, and after :meth:`close`.
         trace: this process's part of a trace; None before :meth:`start_trace`.
     """
@@ -310,23 +312,23 @@ class AsyncEngine:
             config: the engine's settings.
             max_queued_requests: sequences that may wait for a place in the batch; any number if
                 None.
-            step_timeout: seconds that the engine process may be silent while it has work. After
-                that it is killed, having written to stderr what its threads were doing, and every
-                request ends with :class:`EngineDeadError`; None for no such limit. A step takes
-                seconds at most on a GPU, but minutes for a long prompt of a large model on a CPU.
+            step_timeout: seconds that the engine process may be silent while it has work; None for
+                no limit. After that it writes its threads' stacks to stderr and is killed, and
+                every request ends with :class:`EngineDeadError`. A step takes seconds at most on a
+                GPU, but minutes for a long prompt of a large model on a CPU.
             max_step_time: seconds that a step should take at most while texts are being generated,
                 which bounds the gap between two of their tokens: prompts that come meanwhile are
-                computed in pieces. It may be 1.4 times as long while prompts for more than 2.5
-                steps wait. None for 0.03 on a GPU and 0.25 on a CPU.
+                computed in pieces. While prompts for more than 2.5 steps wait it may take 1.4
+                times as long on a GPU, 4 times on a CPU. None for 0.03 on a GPU, 0.25 on a CPU.
             warm_up: whether to capture all likely steps as CUDA graphs first, so that no request
                 waits for a capture, and to time some steps; otherwise the engine captures while it
                 is idle.
-            listener: a Unix socket where other processes may :meth:`connect`, which is closed here;
-                None for no others.
+            listener: a listening Unix socket to which other processes :meth:`connect`; it is given
+                to the engine process, and closed in this one. None for no other processes.
 
         Raises:
             ConfigError: an argument is of another type, or out of range.
-            EngineError: the model cannot run; which part of the tree says why.
+            EngineError: the model cannot run; the subclass says why.
             EngineDeadError: the process ended before it was ready.
         """
         model, config = check_model_and_config(model, config)
@@ -334,14 +336,14 @@ class AsyncEngine:
             _is_number(max_queued_requests) and max_queued_requests >= 0
         ):
             raise ConfigError(
-                f"max_queued_requests is a number of sequences or None, got {max_queued_requests!r}"
+                "max_queued_requests must be a number of sequences, 0 or more, or None for no "
+                f"limit; got {max_queued_requests!r}"
             )
-        if step_timeout is not None and not (_is_number(step_timeout) and step_timeout > 0):
-            raise ConfigError(f"step_timeout is a number of seconds or None, got {step_timeout!r}")
-        if max_step_time is not None and not (_is_number(max_step_time) and max_step_time > 0):
-            raise ConfigError(
-                f"max_step_time is a number of seconds or None, got {max_step_time!r}"
-            )
+        for name, given in (("step_timeout", step_timeout), ("max_step_time", max_step_time)):
+            if given is not None and not (_is_number(given) and given > 0):
+                raise ConfigError(
+                    f"{name} must be a positive number of seconds or None; got {given!r}"
+                )
         link = await _Link.open(model, config, max_step_time, warm_up, listener)
         return await cls._greeted(link, config, max_queued_requests, step_timeout)
 
@@ -355,16 +357,16 @@ class AsyncEngine:
         on_the_way: SharedCount,
         max_queued_requests: int | None = None,
     ) -> Self:
-        """Share the engine process that another one has started, and wait until it is ready.
+        """Share the engine process that another process has started; wait until it is ready.
 
-        It lives as long as that other process wants. Its hanging is for that one to notice.
+        The process that started it also ends it, and notices if it hangs.
 
         Args:
             path: of the ``listener`` that :meth:`start` was given.
-            config: the engine's settings, as there.
-            name: this process's among those that share the engine; no two may be called alike.
+            config: the engine's settings, as given to :meth:`start`.
+            name: of this process, different from those of all others that share the engine.
             on_the_way: counts the sequences that the engine process has not taken in yet.
-            max_queued_requests: as of :meth:`start`; it holds for all of them together.
+            max_queued_requests: as for :meth:`start`, but for all these processes together.
 
         Raises:
             EngineDeadError: the engine process ended before it was ready.
@@ -415,22 +417,6 @@ class AsyncEngine:
         plan: CachePlan = pickle.loads(self._cache_plan)
         return plan
 
-    def default_sampling_params(self, **given: Any) -> SamplingParams:
-        """Fields ``given``, over what ``generation_config.json`` recommends, over our defaults.
-
-        Raises:
-            ConfigError: a field given is unknown or out of range, or fields contradict each other.
-        """
-        return self.frontend.default_sampling_params(**given)
-
-    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text, None if it was given as token ids, and its token ids.
-
-        Raises:
-            RequestError: it is no prompt, or its token ids are outside the vocabulary.
-        """
-        return self.frontend.tokenize(prompt)[:2]
-
     async def add_request(
         self,
         prompt: Prompt,
@@ -448,14 +434,14 @@ class AsyncEngine:
             request_id: a name of the caller's choice.
             priority: lower runs first; requests of equal priority run in the order of their
                 arrival.
-            timeout: seconds from now after which it is ended.
+            timeout: seconds from now after which it is ended; None for no limit.
 
         Returns:
-            What comes of it.
+            The stream of its outputs.
 
         Raises:
             RequestError: it cannot be served; nothing of it is kept.
-            QueueFullError: too many wait already.
+            QueueFullError: too many sequences wait already.
             EngineDeadError: the engine process has ended, or is to end.
         """
         (stream,) = await self.add_requests(
@@ -485,33 +471,39 @@ class AsyncEngine:
             sampling_params: for all of them; the checkpoint's defaults if None.
             request_ids: names of the caller's choice, one per prompt.
             priority: see :meth:`add_request`.
-            timeout: seconds from their arrival after which they are ended.
-            arrival_time: when that was, in seconds of ``time.monotonic``; now if None.
+            timeout: seconds from their arrival after which they are ended; None for no limit.
+            arrival_time: when they arrived, in seconds of ``time.monotonic``; now if None.
             cache_salts: values that enter the keys of all their cache blocks; requests share
                 blocks only with requests of equal salts.
 
         Returns:
-            What comes of each.
+            The stream of each request's outputs, in the order of the prompts.
 
         Raises:
-            RequestError: one cannot be served, or all together never can.
-            QueueFullError: too many wait already.
+            RequestError: one cannot be served, or they are too many even for an idle engine.
+            QueueFullError: too many sequences wait already.
             EngineDeadError: the engine process has ended, or is to end.
         """
         self._check_alive()
         if timeout is not None and not (_is_number(timeout) and timeout >= 0):
-            raise RequestError(f"a timeout is a number of seconds, got {timeout!r}")
+            raise RequestError(
+                f"timeout must be a number of seconds, 0 or more, or None; got {timeout!r}"
+            )
         if arrival_time is not None and not _is_number(arrival_time):
-            raise RequestError(f"arrival_time is a number of seconds, got {arrival_time!r}")
+            raise RequestError(
+                f"arrival_time must be seconds of time.monotonic or None; got {arrival_time!r}"
+            )
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         for what, items in (("prompts", prompts), ("request_ids", request_ids or ())):
             if not isinstance(items, abc.Sequence) or isinstance(items, str | bytes):
-                raise RequestError(f"{what} must be a list with one for each, got {items!r}")
+                raise RequestError(f"{what} must be a list, one per request; got {items!r}")
         names: abc.Sequence[str | None] = (
             [None] * len(prompts) if request_ids is None else request_ids
         )
         if len(names) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts need as many request ids, got {len(names)}")
+            raise RequestError(
+                f"request_ids has {len(names)} entries for {len(prompts)} prompts; give one each"
+            )
         frontend = self.frontend
         params = frontend.resolve(sampling_params)
         if params.guided is not None:
@@ -576,7 +568,7 @@ class AsyncEngine:
         self._link.send(("trace",))
 
     async def take_trace(self) -> EngineTrace | None:
-        """The engine process's part of the trace so far; None if there is none, or it has died."""
+        """The engine process's part of the trace; None without a trace, or if it has died."""
         if self.dead is not None or self.trace is None:
             return None
         if self._engine_trace is None:
@@ -589,13 +581,13 @@ class AsyncEngine:
         return await asyncio.shield(self._buried)
 
     async def drain(self, timeout: float | None) -> None:
-        """Take no more requests, and wait until those that there are have ended.
+        """Take no more requests, and wait until those under way have ended.
 
         Args:
-            timeout: seconds after which what is left is aborted; None for no such limit.
+            timeout: seconds after which the rest is aborted; None for no limit.
         """
         self._closing = True
-        # Who waits for a grammar's trial would be refused after it.
+        # A request that waits for its grammar's trial would be refused after it anyway.
         await asyncio.to_thread(self.frontend.grammars.close)
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
@@ -604,7 +596,7 @@ class AsyncEngine:
                 self._abort(state)
 
     async def close(self) -> None:
-        """Abort what there is and end the engine process; it may be called twice."""
+        """Abort all requests and end the engine process; it may be called again."""
         self._closing = True
         for state in list(self.frontend.states.values()):
             self._abort(state)
@@ -643,8 +635,8 @@ class AsyncEngine:
             free = max_num_seqs - stats.running
         if waiting + n > self._max_queued + free:
             raise QueueFullError(
-                f"{max(0, waiting - free)} sequences wait already and {self._max_queued} may; the "
-                f"{n} of this request can be served later"
+                f"{max(0, waiting - free)} sequences wait already, and max_queued_requests lets "
+                f"{self._max_queued} wait: no place for {n} more; send the request again later"
             )
 
     def _queue(
@@ -785,7 +777,7 @@ class _Link(asyncio.Protocol):
 
     def __init__(self, child: BaseProcess | None, end: socket.socket) -> None:
         self._child = child
-        # Kept to read what the process said last, if sending finds out first that it is gone.
+        # For what the process said last, in case sending is first to find that it is gone.
         self._end = end
         self._decoder = Decoder()
         self._transport: asyncio.Transport | None = None
@@ -852,7 +844,7 @@ class _Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See :class:`asyncio.Protocol`."""
-        # uvloop's is none by inheritance.
+        # uvloop's transport does not derive from asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -896,7 +888,7 @@ class _Link(asyncio.Protocol):
 
         Raises:
             EngineError: what the process raised instead.
-            EngineDeadError: it ended.
+            EngineDeadError: the process ended.
         """
         message = await self._inbox.get()
         if isinstance(message, EngineDeadError):
@@ -924,7 +916,7 @@ class _Link(asyncio.Protocol):
         """Kill a hung process once it has written its stacks to stderr."""
         if self._child is None or self._lost.is_set() or self._failure is not None:
             return
-        self._failure = Failure(why, "what its threads did is on stderr")
+        self._failure = Failure(why, "the stacks of its threads are on stderr")
         assert self._child.pid is not None, "the process was started"
         os.kill(self._child.pid, signal.SIGUSR1)
         asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._kill)
@@ -962,7 +954,7 @@ class _Link(asyncio.Protocol):
 
 
 def _death(pid: int | None, code: int | None, failure: Failure | None) -> EngineDeadError:
-    """Why the engine process is gone; ``pid`` is None if only another process can know how."""
+    """Why the engine process is gone; ``pid`` is None in a process that did not start it."""
     if failure is not None:
         error = EngineDeadError(failure.message)
         error.__cause__ = RemoteTracebackError(failure.trace)

@@ -51,7 +51,7 @@ class _Beam:
 
 @dataclass(slots=True)
 class _Search:
-    """One prompt's search. ``limit`` is how many tokens a sequence may have."""
+    """One prompt's search. ``limit`` is how many tokens a sequence may generate."""
 
     prompt: list[int]
     params: BeamSearchParams
@@ -62,11 +62,11 @@ class _Search:
 
     @property
     def num_candidates(self) -> int:
-        """Best continuations of a beam that a step may need: some may end, as many must go on."""
+        """Best continuations to ask for per beam: if some of them end, enough others go on."""
         return (1 + max(1, len(self.eos_token_ids))) * self.params.beam_width
 
     def advance(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Replace the live beams by their best continuations, given those of each."""
+        """Replace the live beams by the best of ``entries``, the continuations of each beam."""
         width = self.params.beam_width
         candidates = [
             _Beam((*beam.token_ids, token), beam.logprob + value.logprob)

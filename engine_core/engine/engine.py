@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.core import EngineCore
-from engine_core.engine.frontend import Frontend, Prompt, choose_tokenizer
+from engine_core.engine.frontend import Frontend, HasFrontend, Prompt, choose_tokenizer
 from engine_core.engine.interrupts import held_interrupt
 from engine_core.engine.startup import load, open_engine
 from engine_core.engine.step_stats import StepStats
@@ -20,7 +19,7 @@ from engine_core.steps import RequestOutput
 from engine_core.text import Tokenizer
 
 
-class Engine:
+class Engine(HasFrontend):
     """Runs one model. ``add_request`` takes work, ``step`` advances all of it.
 
     It is not thread-safe: one thread owns it.
@@ -76,14 +75,6 @@ class Engine:
     @step_stats.setter
     def step_stats(self, stats: StepStats) -> None:
         self.core.step_stats = stats
-
-    def default_sampling_params(self, **given: Any) -> SamplingParams:
-        """Fields ``given``, over what ``generation_config.json`` recommends, over our defaults.
-
-        Raises:
-            ConfigError: a field given is unknown or out of range, or fields contradict each other.
-        """
-        return self.frontend.default_sampling_params(**given)
 
     @property
     def has_unfinished(self) -> bool:
@@ -178,7 +169,7 @@ class Engine:
         return outputs
 
     def warmup(self) -> None:
-        """Capture now the likely ones of what is captured as a CUDA graph when it is first needed.
+        """Capture now the CUDA graphs of likely steps, not when such a step is first needed.
 
         Without it a request may wait for that, a fraction of a second each time, or seconds where
         kernels are to be compiled. Captured at the start is what a greedy request with a prompt of
@@ -201,14 +192,6 @@ class Engine:
             with held_interrupt():
                 more = self.core.capture_next()
 
-    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text, None if it was given as token ids, and its token ids.
-
-        Raises:
-            RequestError: it is no prompt, or its token ids are outside the vocabulary.
-        """
-        return self.frontend.tokenize(prompt)[:2]
-
     def trace_layers(self) -> AbstractContextManager[LayerTrace]:
         """Record what each layer gives in the first prefill and the first decode step.
 
@@ -219,7 +202,7 @@ class Engine:
             for step in trace.steps:
                 print(step.phase, step.first_non_finite)
 
-        Steps with forward hooks, which are there only in those two, run without CUDA graphs.
+        Only those two steps have forward hooks, and so run without CUDA graphs.
 
         Raises:
             OptionError: ``tensor_parallel_size`` is above 1.

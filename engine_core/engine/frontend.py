@@ -42,13 +42,7 @@ from engine_core.steps import (
     TokenLogprobs,
     TokenUpdate,
 )
-from engine_core.text import (
-    TextStream,
-    Tokenizer,
-    TokenNames,
-    check_variables,
-    load_tokenizer,
-)
+from engine_core.text import TextStream, Tokenizer, TokenNames, check_variables, load_tokenizer
 
 
 class TextPrompt(TypedDict):
@@ -100,15 +94,15 @@ class TokenizedPrompt(NamedTuple):
 
 @dataclass(slots=True)
 class Completion:
-    """One of a request's ``n`` sequences: what has come of it and was not taken yet.
+    """One of a request's ``n`` sequences, and its output that was not taken yet.
 
     Attributes:
         sequence_id: its id in the core.
         number: what the core's updates call it.
         stream: detokenises; None without a tokenizer.
         include_stop: whether the stop string that ended the text stays in it.
-        token_ids: the tokens.
-        text: the text, in pieces.
+        token_ids: its tokens.
+        text: its text, in pieces.
         logprobs: one mapping per token, or None if not asked for.
         cumulative_logprob: sum over all tokens, or None.
         finish_reason: None while it goes on.
@@ -135,7 +129,7 @@ class Completion:
     changed: bool = False
 
     def output(self, index: int) -> CompletionOutput:
-        """All output so far, which stays."""
+        """All output so far, which is kept."""
         if len(self.text) > 1:
             self.text = ["".join(self.text)]
         logprobs = None if self.logprobs is None else list(self.logprobs)
@@ -189,11 +183,11 @@ class State:
         prompt: its text, or None.
         prompt_token_ids: its tokens.
         arrival_time: ``time.monotonic`` seconds.
-        streaming: whether each new token is worth an output.
+        streaming: whether there is an output for new tokens, not only at the end.
         completions: its ``n`` sequences.
         unfinished: how many of them go on.
         prompt_logprobs: None at index 0, then one mapping per prompt token; None if not there.
-        has_prompt_logprobs: whether they came, taken since or not; each completion brings them.
+        has_prompt_logprobs: whether they have come: each completion brings them, one is enough.
         first_token_time: as ``arrival_time``, or None.
         num_cached_tokens: prompt tokens taken from the prefix cache.
     """
@@ -235,9 +229,7 @@ class State:
         self.unfinished = 0
 
     def _request_output(
-        self,
-        outputs: list[CompletionOutput],
-        prompt_logprobs: list[TokenLogprobs | None] | None,
+        self, outputs: list[CompletionOutput], prompt_logprobs: list[TokenLogprobs | None] | None
     ) -> RequestOutput:
         finished = self.unfinished == 0
         return RequestOutput(
@@ -318,7 +310,7 @@ class Frontend:
         return self._recommendation.sampling_params()
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
-        """Fields ``given``, over what ``generation_config.json`` recommends, over our defaults.
+        """Fields ``given``, else those of ``generation_config.json``, else our defaults.
 
         Raises:
             ConfigError: a field given is unknown or out of range, or fields contradict each other.
@@ -353,7 +345,8 @@ class Frontend:
         if isinstance(given, str):
             if self._tokenizer is None:
                 raise RequestError(
-                    "this engine has no tokenizer, so prompts must be token ids; got text"
+                    "prompts must be token ids, got text: this engine has no tokenizer "
+                    "(skip_tokenizer_init)"
                 )
             token_ids = self._tokenizer.encode(given)
             return TokenizedPrompt(given, token_ids, packed_token_ids(token_ids))
@@ -430,15 +423,18 @@ class Frontend:
     ) -> list[int]:
         """The prompt that the chat template makes of one conversation, as token ids.
 
-        ``check_text`` is called with its text before that is tokenised. As a template writes
-        special tokens itself, only ``add_special_tokens`` adds those of the tokenizer.
+        ``check_text`` is called with the prompt's text before it is tokenised. A template writes
+        special tokens itself; the tokenizer adds its own only with ``add_special_tokens``.
 
         Raises:
             RequestError: the messages do not fit the template, or there is none.
         """
         tokenizer = self._tokenizer
         if tokenizer is None:
-            raise RequestError("this engine has no tokenizer, so it cannot chat")
+            raise RequestError(
+                "this engine has no tokenizer (skip_tokenizer_init), so it cannot chat; complete a "
+                "prompt of token ids"
+            )
         variables = {} if template_kwargs is None else template_kwargs
         check_variables(variables)
         if chat_template is None and not tokenizer.chat_templates:
@@ -458,10 +454,10 @@ class Frontend:
     def resolve(self, sampling_params: SamplingParams | None) -> SamplingParams:
         """Sampling parameters that fit the model; the checkpoint's defaults if None.
 
-        Their grammar is for ``grammars`` to check.
+        Their grammar is not checked here, but by ``grammars``.
 
         Raises:
-            RequestError: they do not, or are of another type.
+            RequestError: they do not fit, or are of another type.
         """
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
@@ -470,11 +466,7 @@ class Frontend:
                 "sampling_params must be a SamplingParams, or None for the checkpoint's defaults; "
                 f"got {sampling_params!r}"
             )
-        params = resolve_sampling(
-            sampling_params,
-            self._model_config.vocab_size,
-            self._tokenizer,
-        )
+        params = resolve_sampling(sampling_params, self._model_config.vocab_size, self._tokenizer)
         if params.logits_processors and self._config.tensor_parallel_size > 1:
             raise RequestError(
                 "logits_processors are functions of this process, and with tensor_parallel_size "
@@ -494,16 +486,16 @@ class Frontend:
         arrival_time: float | None = None,
         cache_salts: tuple[Hashable, ...] = (),
     ) -> tuple[State, list[NewSequence]]:
-        """Make what the core is to be given for a request. It is not kept before :meth:`keep`.
+        """Make a request's state and the sequences for the core. :meth:`keep` keeps the state.
 
         Args:
             prompt: as :meth:`tokenize` returned it.
             params: as :meth:`resolve` returned them.
             request_id: a name of the caller's choice.
-            streaming: whether each new token is worth an output.
+            streaming: whether there is an output for new tokens, not only at the end.
             priority: lower runs first.
-            unique_ids: whether the core's ids are never used again, for a core that may still speak
-                of a request that is forgotten here.
+            unique_ids: whether sequences get ids that are never used again, for a core that may
+                still send updates of a request that was dropped here.
             arrival_time: ``time.monotonic`` seconds; now if None.
             cache_salts: see :class:`ProcessedPrompt`; they come after the input processor's.
 
@@ -512,7 +504,7 @@ class Frontend:
         """
         priority = _priority(priority)
         if not isinstance(request_id, str | None):
-            raise RequestError(f"a request id is a string, got {request_id!r}")
+            raise RequestError(f"request_id must be a string or None, got {request_id!r}")
         serial = next(self._serials)
         if request_id is None:
             request_id = f"request-{serial}"
@@ -573,7 +565,7 @@ class Frontend:
             self._owners[completion.number] = (state, completion)
 
     def drop(self, request_id: str) -> State | None:
-        """Forget a request; None if there is none. What still comes for it is ignored."""
+        """Forget a request; None if there is none. Updates that still come are ignored."""
         state = self._states.pop(request_id, None)
         if state is not None:
             for completion in state.completions:
@@ -697,11 +689,33 @@ class Frontend:
         return _hashed(f"{self._config.seed}:{self._name}{self._drawn_seeds}")
 
 
+class HasFrontend:
+    """Methods of an engine that its frontend alone answers."""
+
+    frontend: Frontend
+
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """Fields ``given``, else those of ``generation_config.json``, else our defaults.
+
+        Raises:
+            ConfigError: a field given is unknown or out of range, or fields contradict each other.
+        """
+        return self.frontend.default_sampling_params(**given)
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, None if it was given as token ids, and its token ids.
+
+        Raises:
+            RequestError: it is no prompt, or its token ids are outside the vocabulary.
+        """
+        return self.frontend.tokenize(prompt)[:2]
+
+
 def _priority(value: Any) -> int:
     if not isinstance(value, bool):
         with contextlib.suppress(TypeError):
             return operator.index(value)
-    raise RequestError(f"a priority is an integer, got {value!r}")
+    raise RequestError(f"priority must be an integer, got {value!r}")
 
 
 def _seed_of(seed: int, index: int) -> int:
@@ -718,15 +732,15 @@ def _hashed(text: str) -> int:
 
 
 def check_token_ids(token_ids: Sequence[Any], vocab_size: int, name: str) -> array[int]:
-    """Refuse a list with anything in it but ids of the vocabulary; they are returned packed.
+    """The token ids, packed; refuses a list with anything in it but ids of the vocabulary.
 
     Args:
         token_ids: the list.
         vocab_size: columns of the logits.
-        name: of the parameter that the list is.
+        name: of the list, for the error.
 
     Raises:
-        RequestError: names the first that is not, and its place.
+        RequestError: an item is no such id; names the first one and its position.
     """
     # Looked at as a whole first: a prompt of a million tokens is checked in a few milliseconds.
     if list(map(type, token_ids)).count(int) == len(token_ids):
@@ -753,12 +767,12 @@ def choose_tokenizer(
 
     Args:
         config: the engine's settings.
-        folder: gives the folder of the model's own.
-        model_config: says how a bare SentencePiece file is used, if it is known.
+        folder: returns the folder of the model's own tokenizer.
+        model_config: says how a bare SentencePiece file is used; None if it is not known.
 
     Raises:
         TokenizerError: it cannot be read.
-        CheckpointNotFoundError: ``config.tokenizer`` is not there.
+        CheckpointNotFoundError: there is nothing at ``config.tokenizer``.
     """
     if config.skip_tokenizer_init:
         return None

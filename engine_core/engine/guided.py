@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 from engine_core.configs import GuidedParams
 from engine_core.errors import EngineDeadError, RequestError
+from engine_core.runtime.guided import NOT_INSTALLED
 from engine_core.text import Tokenizer, token_bytes
 from engine_core.workers import Limits, WorkerError, WorkerPool
 
@@ -21,15 +22,11 @@ _ROOM = "engine_core.runtime.grammar_trial"
 _MEMORY_BYTES = 128 * 2**20
 # An engine's threads have at least 2 MiB: what passes here does not overflow there.
 _STACK_BYTES = 2**20
-# Grammars that are tried at once, and that may wait for it.
+# Grammars that are tried at once, and that may wait for their trial.
 _AT_ONCE = 2
 _QUEUED = 64
 # Verdicts kept for requests to come.
 _KEPT = 1024
-_MISSING = (
-    "guided decoding needs llguidance, which is not installed: "
-    "pip install 'engine-core-llm[guided]'"
-)
 
 
 class GrammarTrials:
@@ -59,7 +56,7 @@ class GrammarTrials:
         Does nothing where there can be no guided requests.
         """
         if self._tokenizer is not None and find_spec("llguidance") is not None:
-            with contextlib.suppress(WorkerError):  # closed meanwhile, or said by the first request
+            with contextlib.suppress(WorkerError):  # closed, or the first request will report it
                 self._open().start()
 
     def check(self, params: GuidedParams) -> None:
@@ -78,10 +75,10 @@ class GrammarTrials:
 
     async def check_async(self, params: GuidedParams) -> None:
         """Try a grammar as :meth:`check` does, without holding up the event loop."""
-        # A large one takes a while to be told from others.
+        # Hashing a large grammar takes a while.
         verdict = await asyncio.to_thread(self._verdict, params)
         try:
-            # Others may wait for the same one.
+            # Shielded, as others may wait for the same verdict.
             await asyncio.shield(asyncio.wrap_future(verdict))
         except WorkerError as error:
             raise self._refusal(params, error) from None
@@ -91,7 +88,7 @@ class GrammarTrials:
             raise self._refusal(params, error) from None
 
     def close(self) -> None:
-        """End every trial; there are no more after it."""
+        """End every trial, and refuse new ones."""
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
@@ -117,9 +114,11 @@ class GrammarTrials:
     def _verdict(self, params: GuidedParams) -> Future[None]:
         """The trial of a grammar, begun now if there was none."""
         if self._tokenizer is None:
-            raise RequestError("guided decoding needs a tokenizer, and this engine has none")
+            raise RequestError(
+                "guided decoding needs a tokenizer, and this engine has none (skip_tokenizer_init)"
+            )
         if find_spec("llguidance") is None:
-            raise RequestError(_MISSING)
+            raise RequestError(NOT_INSTALLED)
         param = f"guided.{params.kind}"
         try:
             content = pickle.dumps(params)
@@ -139,7 +138,7 @@ class GrammarTrials:
         return verdict
 
     def _forget(self, key: bytes, verdict: Future[None]) -> None:
-        """Keep no verdict that the next trial may not repeat, such as one out of time."""
+        """Drop a verdict that another trial may not repeat, such as one for lack of time."""
         if not verdict.cancelled():
             error = verdict.exception()
             if error is None or isinstance(error, RequestError) or _is_repeatable(error):

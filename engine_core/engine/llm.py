@@ -45,10 +45,7 @@ class LLM:
     """
 
     def __init__(
-        self,
-        model: str | os.PathLike[str],
-        config: EngineConfig | None = None,
-        **overrides: Any,
+        self, model: str | os.PathLike[str], config: EngineConfig | None = None, **overrides: Any
     ) -> None:
         """Load ``model``.
 
@@ -70,7 +67,7 @@ class LLM:
         self._inboxes: dict[str, deque[RequestOutput]] = {}
         self._finished: set[str] = set()  # of those, the requests that a step has ended
         self._lock = threading.RLock()
-        # Held by the one that takes the lock next: who steps in a loop cannot keep others out.
+        # Held by the thread that takes the lock next, so that no loop of steps keeps others out.
         self._turn = threading.Lock()
         self._inside: int | None = None  # the thread that uses the engine
         self._dropped: deque[str] = deque()  # requests whose streams are gone
@@ -87,10 +84,10 @@ class LLM:
             self.engine.close()
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
-        """Fields ``given``, over what the checkpoint recommends, over our defaults.
+        """Sampling parameters: fields ``given``, else the checkpoint's, else our defaults.
 
-        The checkpoint's ``min_new_tokens`` are cut to the ``max_tokens`` given, which ``replace``
-        of what this returned would not do.
+        The checkpoint's ``min_new_tokens`` are cut to the ``max_tokens`` given, which
+        ``SamplingParams.replace`` would not do.
 
         Raises:
             ConfigError: a field given is unknown or out of range, or fields contradict each other.
@@ -98,11 +95,10 @@ class LLM:
         return self.engine.default_sampling_params(**given)
 
     def warmup(self) -> None:
-        """Capture now the likely ones of what is captured as a CUDA graph when it is first needed.
+        """Capture now the CUDA graphs of likely steps, so that no later call waits for them.
 
         These are decode steps, greedy or random, prompts that come alone, and steps full of
-        prompts, which no later call then waits for. Other steps are still captured when they are
-        needed; see :meth:`Engine.warmup`.
+        prompts. Other steps are still captured when they are needed; see :meth:`Engine.warmup`.
 
         Raises:
             EngineDeadError: the model failed, or was closed.
@@ -325,7 +321,7 @@ class LLM:
         """Keep other threads out of the engine, and this one if it is in there.
 
         Raises:
-            RequestError: a step called what called this.
+            RequestError: this thread is in a step, whose processor or hook called it.
         """
         if self._inside == threading.get_ident():
             raise RequestError(CALLED_FROM_STEP)

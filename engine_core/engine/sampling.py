@@ -31,7 +31,8 @@ def resolve_sampling(
     bad_words = _tokenized(params.bad_words, tokenizer)
     if params.stop and tokenizer is None:
         raise RequestError(
-            "stop strings need a tokenizer, and this engine has none; use stop_token_ids",
+            "stop strings need a tokenizer, and this engine has none (skip_tokenizer_init); use "
+            "stop_token_ids",
             param="stop",
         )
     named: dict[str, Iterable[int]] = {
@@ -67,13 +68,16 @@ def _tokenized(
             continue
         if tokenizer is None:
             raise RequestError(
-                "bad_words as text need a tokenizer, and this engine has none; give token ids",
+                "bad_words as text need a tokenizer, and this engine has none "
+                "(skip_tokenizer_init); give token ids",
                 param="bad_words",
             )
         bare = word.lstrip(" ")
         for text in (bare, f" {bare}") if bare else (word,):
             tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
             if not tokens:
-                raise RequestError(f"the bad word {word!r} has no tokens", param="bad_words")
+                raise RequestError(
+                    f"the bad word {word!r} has no tokens; leave it out", param="bad_words"
+                )
             sequences[tokens] = None
     return tuple(sequences)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 
 class SharedCount:
-    """A sum of numbers of which each process writes its own.
+    """A sum of numbers, of which each process writes one.
 
     Nobody waits for anybody: a number is written at once, and the sum may lack what others write
     meanwhile.
 
     Args:
-        numbers: one of 64 bits for each process, in memory that all of them map; this process alone
-            if not given.
-        place: the one that is this process's. It begins at 0, whatever a process before it left.
+        numbers: 64 bits for each process, in memory that all of them map; None for one process.
+        place: index of this process's number, which is set to 0, whatever was left there.
     """
 
     def __init__(self, numbers: memoryview | None = None, place: int = 0) -> None:

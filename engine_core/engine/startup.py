@@ -80,7 +80,7 @@ class Loaded:
 _SHOWN = 60
 # Steps submitted before the first result is read. A CPU computes a step while it is submitted.
 _DEPTH = {"cpu": 0, "cuda": 2}
-# Most replays of a plan before the host looks; a request that ended is found out only then.
+# Most replays of a plan before the host reads their results and notices that a request has ended.
 _MAX_REPEAT = {"cpu": 1, "cuda": 8}
 
 
@@ -88,7 +88,7 @@ def open_engine(model: str, config: EngineConfig) -> Opened:
     """Find and check a model; no memory is taken for it.
 
     Raises:
-        EngineError: the model cannot run; which part of the tree says why.
+        EngineError: the model cannot run; the subclass says why.
     """
     phases = Phases()
     with phases.timed("plugins"):
@@ -119,7 +119,7 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
     ``tokenizer`` is the model's if this process has it.
 
     Raises:
-        EngineError: the model cannot run; which part of the tree says why.
+        EngineError: the model cannot run; the subclass says why.
     """
     source, config, phases = opened.source, opened.config, opened.phases
     if source.device.type == "cpu" and not compiled.available():
@@ -192,7 +192,7 @@ def unread_message(generation_config: dict[str, Any]) -> str | None:
     if has_long_bad_words(generation_config):
         words = shown(generation_config["bad_words_ids"], _SHOWN)
         messages.append(
-            f"{GENERATION_CONFIG} asks for bad_words_ids {words}: one of several tokens is kept "
+            f"{GENERATION_CONFIG} asks for bad_words_ids {words}: a word of several tokens is kept "
             "out of the output, but not where it begins in the prompt"
         )
     return "; ".join(messages) or None

@@ -31,7 +31,7 @@ class StepStats:
 
     Attributes:
         schedule_seconds: choosing what to run.
-        submit_seconds: giving it to the device; a CPU in this process computes it right here.
+        submit_seconds: giving it to the device; on a CPU in this process also computing it.
         wait_seconds: for the device, or for other processes.
         apply_seconds: taking the results in, decoding their text, making outputs.
         prefill: steps in which no row decodes.
@@ -62,7 +62,7 @@ class StepStats:
         self._last = 0.0
 
     def begin(self) -> float:
-        """A step begins. This and the others return the time, of ``time.monotonic``."""
+        """A step begins. This and the methods below return the time of ``time.monotonic``."""
         self._last = time.monotonic()
         return self._last
 

@@ -1,4 +1,4 @@
-"""Histograms and counts of an engine's steps, made where they happen and sent as they are."""
+"""Histograms and counts of an engine's steps, made in its process and sent to servers as bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_left
 from itertools import accumulate
 
-# Seconds, as vLLM's time to first token has them up to 160.
+# Upper bounds of buckets, in seconds: those of vLLM's time to first token up to 160.
 _REQUEST: tuple[float, ...] = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
 _REQUEST += (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 # Decode steps take a millisecond, and steps full of prompts seconds.
@@ -15,7 +15,7 @@ _STEP += (0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _BOUNDS = {"queue": _REQUEST, "prefill": _REQUEST}
 _BOUNDS |= {f"step_{kind}": _STEP for kind in ("decode", "prefill", "mixed")}
 _WAYS = ("graph", "recorded", "eager")
-# Each histogram has its sum, the counts of its buckets, and that of what is above all of them.
+# A histogram is its sum, the counts of its buckets, and the count of values above all buckets.
 _ENDS = list(accumulate(len(bounds) + 2 for bounds in _BOUNDS.values()))
 _PLACES = dict(zip(_BOUNDS, [0, *_ENDS], strict=False))
 _SIZE = _ENDS[-1] + len(_WAYS)
@@ -39,7 +39,7 @@ class Timings:
         return self._numbers.tobytes()
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        """Count a value of a histogram, so many times."""
+        """Count ``value`` in a histogram, ``times`` times."""
         place = _PLACES[name]
         self._numbers[place] += value * times
         self._numbers[place + 1 + bisect_left(_BOUNDS[name], value)] += times

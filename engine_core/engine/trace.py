@@ -25,7 +25,7 @@ from engine_core.steps import PlanRow, RequestOutput, StepPlan, TokenUpdate
 if TYPE_CHECKING:
     from engine_core.runtime.runner import PendingStep
 
-# Records kept of each kind; the oldest go first. So many steps are minutes of small ones.
+# Records kept of each kind; the oldest are dropped first. 200,000 small steps take minutes.
 _MOST_STEPS = 200_000
 _MOST_OUTPUTS = 1_000_000
 
@@ -115,7 +115,7 @@ class EngineTrace:
         steps: those whose results are in, in their order.
         ended: the sequences that ended.
         open: those that have not, by id.
-        commands: when messages with commands were read and followed, and how many these were.
+        commands: begin and end of the time in which commands were taken in, and their number.
         dropped: steps that were dropped.
     """
 
@@ -174,12 +174,7 @@ class EngineTrace:
                 record.admitted = (times[1], plan.step_id)
 
     def done(
-        self,
-        plan: StepPlan,
-        times: tuple[float, float, float],
-        generated: int,
-        *,
-        early: bool,
+        self, plan: StepPlan, times: tuple[float, float, float], generated: int, *, early: bool
     ) -> None:
         """Take note of a step whose result was taken in.
 
@@ -306,7 +301,7 @@ class FrontendTrace:
         self.updates.append(UpdatesRecord(plan_id, sequences, tokens, received, now))
 
     def taken(self, output: RequestOutput, plan_id: int) -> OutputRecord:
-        """Take note of an output that its reader takes; the reader's end of it is to be set."""
+        """Take note of an output that its reader takes; the caller sets ``written`` later."""
         tokens = sum(len(completion.token_ids) for completion in output.outputs)
         record = OutputRecord(output.request_id, plan_id, tokens, time.monotonic())
         self.outputs.append(record)
@@ -315,9 +310,9 @@ class FrontendTrace:
 
 
 def _spare_collections(records: int) -> None:
-    """Keep so many records from the garbage collector, whose pauses would be in the trace.
+    """Hide the records, every 10,000 of them, from the garbage collector.
 
-    With a million of them a collection takes a third of a second.
+    With a million its pauses, which the trace would show, take a third of a second.
     """
     if records % 10_000 == 0:
         own_process.freeze()
@@ -348,7 +343,7 @@ def write_trace(
         path: the file.
         engine: the step loop's part; None if its process has died.
         frontends: those of the processes that take requests.
-        seconds: how much of the end is wanted; all of it if None.
+        seconds: how many of the last seconds are wanted; None for all.
 
     Raises:
         OSError: it cannot be written.
@@ -371,6 +366,17 @@ def write_trace(
 
 _ENGINE, _REQUESTS, _FRONTEND = 1, 2, 3
 _HOST, _DEVICE = 1, 2
+# Fields of a step's record that its event on the device's track shows.
+_SHOWN: tuple[str, ...] = (
+    "way",
+    "repeat",
+    "decode_rows",
+    "padded_tokens",
+    "generated",
+    "prompts",
+    "admitted",
+)
+_SHOWN += ("in_flight", "running", "waiting", "early")
 
 
 class _Writer:
@@ -426,28 +432,9 @@ class _Writer:
         for name, begin, end in host:
             yield _slice(name, _ENGINE, _HOST, begin, end, number)
         begin = max(record.planned, device_free)
-        yield _slice(
-            record.kind,
-            _ENGINE,
-            _DEVICE,
-            begin,
-            record.done,
-            number
-            | {
-                "way": record.way,
-                "repeat": record.repeat,
-                "decode_rows": record.decode_rows,
-                "prompt_tokens": sum(count for _, _, count in record.prompts),
-                "padded_tokens": record.padded_tokens,
-                "generated": record.generated,
-                "prompts": record.prompts,
-                "admitted": record.admitted,
-                "in_flight": record.in_flight,
-                "running": record.running,
-                "waiting": record.waiting,
-                "early": record.early,
-            },
-        )
+        args: dict[str, Any] = {name: getattr(record, name) for name in _SHOWN}
+        args["prompt_tokens"] = sum(count for _, _, count in record.prompts)
+        yield _slice(record.kind, _ENGINE, _DEVICE, begin, record.done, number | args)
         load = {"running": record.running, "waiting": record.waiting}
         yield _counter("sequences", record.planned, load)
         yield _counter("steps in flight", record.submitted, {"steps": record.in_flight})
@@ -464,11 +451,7 @@ class _Writer:
             if record.applied < self._start:
                 continue
             times = (record.received, record.applied)
-            args = {
-                "step": record.plan_id,
-                "sequences": record.sequences,
-                "tokens": record.tokens,
-            }
+            args = {"step": record.plan_id, "sequences": record.sequences, "tokens": record.tokens}
             yield _slice("updates", pid, _HOST, *times, args)
             if record.sequences:
                 yield _arrow("f", "step", record.plan_id, pid, _HOST, *times)
@@ -481,7 +464,7 @@ class _Writer:
                 yield _arrow("s", "queue", sequence_id, pid, _HOST, *times)
 
     def _requests(self) -> Iterator[dict[str, Any]]:
-        """One track a request; sequences of a request with several have one each."""
+        """One track per request, or per sequence of a request with several."""
         requests = {r.request_id: r for each in self._frontends for r in each.requests}
         owners = {child: r for r in requests.values() for child in r.sequence_ids}
         outputs: dict[str, list[OutputRecord]] = {}

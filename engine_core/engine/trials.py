@@ -1,4 +1,4 @@
-"""Steps of nobody, which show what steps take before there is a request."""
+"""Steps of no request, which show how long steps take before the first request comes."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from engine_core.runtime.executor import Executor
 from engine_core.scheduler import Scheduler
 from engine_core.steps import Admission, PlanRow, StepPlan
 
-# Tokens of prompts beside a row that decodes. A third of them is enough for a line; each is run
-# three times, as the median of three says more than one.
+# Tokens of a prompt beside a row that decodes. A third of these sizes is enough to fit a line; each
+# is run three times, since the median of three is more reliable than one time.
 _SIZES = (16, 64, 128, 256, 512, 1024, 1536)
 _ROUNDS = 3
-# Rows that decode at most, to know what a row adds.
+# Rows that decode at most, to learn how much time a row adds.
 _ROWS = 8
-# Positions of the rows that decode: those of their prompts, and one a step.
+# Of a row that decodes: tokens of its prompt, and positions in all, one more per step.
 _PROMPT, _POSITIONS = 2, 64
 
 
 def run_trials(executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds: float) -> None:
-    """Tell ``pacing`` what decode steps take, and prompts of several sizes beside them.
+    """Tell ``pacing`` how long decode steps take, alone and beside prompts of several sizes.
 
-    Steps of each kind come before that, so that what they load, compile or record is there when
-    the first request is. It ends before the step that would take it beyond ``seconds``: on a slow
+    Steps of each kind are run untimed before, so that what they load, compile or record is there
+    for the first request. It ends before the step that would take it beyond ``seconds``: on a slow
     machine after the first decode steps. Up to nine rows of the persistent batch are used, and
     blocks that are given back.
 
     Args:
         executor: idle.
         scheduler: without sequences; only its blocks are used.
-        pacing: told of each step.
-        seconds: what may be taken for steps that are timed.
+        pacing: told of each timed step.
+        seconds: that timed steps may take together.
     """
     config, pool = scheduler.config, scheduler.pool
     longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
@@ -76,9 +76,9 @@ def run_trials(executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds
         admitted: list[Admission] = []
         prompts = tuple(planned(row, 0, _PROMPT, admitted) for row in range(many))
         executor.submit(StepPlan(0, prompts, tuple(admitted))).result()
-        # What runs for the first time is loaded, or compiled: the first of each kind is not told.
-        # On a CPU a number of rows is recorded the second time, and compared the third; where steps
-        # are long, recordings matter little.
+        # What runs for the first time is loaded, or compiled: pacing is not told of it. On a CPU
+        # a step is recorded the second time that its number of rows comes, and compared the third;
+        # where steps are long, recordings matter little.
         for decoding in (1, many):
             run(decoding, 0, told=False)
             if run(decoding, 0, told=False) < seconds / 8:

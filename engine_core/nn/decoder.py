@@ -142,9 +142,10 @@ class RotaryCausalLM(CausalLM, ABC):
     ) -> Tensor:
         """``[1, T]`` to hidden states ``[1, T, H]``."""
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        rotaries = [*self.rotary_embs]
-        angles = {rotary: rotary(position_ids, rope_lengths) for rotary in dict.fromkeys(rotaries)}
-        cos_sins = [angles[rotary] for rotary in rotaries]
+        angles = {
+            each: each(position_ids, rope_lengths) for each in dict.fromkeys(self.rotary_embs)
+        }
+        cos_sins = [angles[each] for each in self.rotary_embs]
         out: Tensor = self.model(x, cos_sins, past_key_values, attn_metadata)
         return out
 

@@ -16,7 +16,7 @@ IntArray = npt.NDArray[np.int64]
 class BlockTables:
     """One cache group's block tables: the blocks of each row of the persistent batch.
 
-    The host's copy is written when a plan is submitted. On a GPU only changes follow, in one
+    The host's copy is written when a plan is submitted. The GPU's gets the changes alone, in one
     transfer, when a step needs them. On a CPU both are the same memory.
 
     Attributes:
@@ -70,7 +70,7 @@ class BlockTables:
             self._changed += [(row * width + begin, 1) for row, begin in places]
 
     def unwritten(self, row: int, blocks: tuple[int, ...], start: int) -> tuple[int, ...]:
-        """Those of ``blocks``, about to be appended, that hold nothing from before ``start``."""
+        """Those of ``blocks``, not appended yet, that hold no position before ``start``."""
         return blocks[max(0, -(-start // self.block_size) - self._counts[row]) :]
 
     def flush(self) -> None:

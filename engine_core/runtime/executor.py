@@ -63,7 +63,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
 
         if config.device not in ("auto", "cuda"):
             raise OptionError(
-                f"tensor_parallel_size {config.tensor_parallel_size} takes a GPU a rank, and "
+                f"tensor_parallel_size {config.tensor_parallel_size} takes one GPU per rank, but "
                 f"device is {config.device!r}; set device='cuda', and CUDA_VISIBLE_DEVICES to "
                 "choose GPUs"
             )
@@ -71,13 +71,12 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
         count = torch.cuda.device_count()
         if count < config.tensor_parallel_size:
             raise OptionError(
-                f"tensor_parallel_size is {config.tensor_parallel_size}, but there are {count} GPUs"
+                f"tensor_parallel_size is {config.tensor_parallel_size}, but torch sees {count} "
+                f"GPUs; set it to at most {count}"
             )
     # Otherwise each rank would refuse by itself, after all of them were started.
     context = BuildContext(
-        tp_size=config.tensor_parallel_size,
-        dtype=source.dtype,
-        deterministic=config.deterministic,
+        tp_size=config.tensor_parallel_size, dtype=source.dtype, deterministic=config.deterministic
     )
     build_on_meta(source.model_class, source.model_config, context, source.scheme)
     return ProcessExecutor(source, config)
@@ -99,7 +98,7 @@ class ProcessExecutor:
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._answers: list[deque[Any]] = [deque() for _ in range(size)]
-        # For each rank that has not compiled a grammar yet, by a number of its own.
+        # By a grammar's number, its future once for each rank that has not compiled it yet.
         self._preparing: dict[int, list[Future[None]]] = {}
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -129,7 +128,7 @@ class ProcessExecutor:
     ) -> None:
         """Make the cache and the persistent batch on every rank.
 
-        ``grammar_compiler`` is called by each at its first guided request, and is picklable.
+        ``grammar_compiler`` is picklable; each rank calls it at its first guided request.
         """
         self._ask_all("start", plan, scheduler_config, eos_token_ids, grammar_compiler)
 
@@ -141,7 +140,7 @@ class ProcessExecutor:
         return future
 
     def poll(self) -> None:
-        """Take in what the ranks have said, such as that a grammar is compiled."""
+        """Take in the ranks' messages, such as that a grammar is compiled."""
         self._read()
 
     def submit(self, plan: StepPlan) -> PendingStep:
@@ -199,7 +198,7 @@ class ProcessExecutor:
 
         Raises:
             EngineError: what a rank raised.
-            EngineDeadError: a rank died or failed in a way that is not the user's.
+            EngineDeadError: a rank died, or failed for no fault of the user's.
         """
         while not self._answers[rank]:
             self._receive()
@@ -281,8 +280,8 @@ def _worker_main(
         failure = (time.monotonic(), told, trace, refusal)
         with contextlib.suppress(OSError):  # the parent is gone
             connection.send(("failed", failure))
-    # A thread of the process group may still hold tensors of the last collective. If it lets go
-    # of them while the interpreter is taken down, the C++ runtime aborts; so it is not taken down.
+    # A thread of the process group may still hold tensors of the last collective. If it frees
+    # them while the interpreter is shut down, the C++ runtime aborts; so it is not shut down.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or None
             stream.flush()

@@ -20,7 +20,7 @@ _WALK_SECONDS = 0.2
 
 def open_compiler(tokens: Sequence[bytes], vocab_size: int) -> GrammarCompiler:
     """The compiler of a vocabulary that writes forced text in the longest tokens."""
-    # None are given: the compiler then takes the longest that fit.
+    # Without ids of a text the compiler takes the longest tokens that fit.
     return GrammarCompiler(tokens, lambda text: [], vocab_size)
 
 

@@ -36,15 +36,19 @@ _PLACES_TRIED = 200
 _PLACES_SECONDS = 1.0
 # llguidance 1.9 rounds larger numbers, and overflows its stack on some.
 _LARGEST = 2**53
-# llguidance has a state per remainder: with 10**5 of them a grammar takes seconds to compile.
+# llguidance has a state per remainder of a multipleOf: 10**5 of them take seconds to compile.
 _MOST_STEPS = 10**4
-_TOO_COMPLEX = "what the text must be is too complex to be followed"
+_TOO_COMPLEX = "the grammar is too complex to follow"
 # What llguidance calls the parts that have limits.
 _LIMITS = ("parser error", "lexer error", "Parser Error: Current row", "Parser Error: Too many")
 _WITHOUT_END = RowError(
     ErrorCode.GRAMMAR_WITHOUT_END,
     "the guided text is complete, but the model has no end-of-sequence token; name one in "
     "stop_token_ids",
+)
+NOT_INSTALLED = (
+    "guided decoding needs llguidance, which is not installed: "
+    "pip install 'engine-core-llm[guided]'"
 )
 # Keys under which a schema keeps its definitions.
 _DEFINITIONS = ("$schema", "$defs", "definitions")
@@ -79,7 +83,7 @@ class Guide:
         ends: the tokens that end the sequence.
 
     Attributes:
-        error: what went wrong, or None; nothing is allowed or forbidden then.
+        error: what went wrong, or None; after an error all tokens are allowed.
         ended: whether one of ``ends`` was chosen.
     """
 
@@ -88,7 +92,7 @@ class Guide:
         self.ends = frozenset(ends)
         self.error: RowError | None = None
         self.ended = False
-        # Whether a mask took too long that it had a part in.
+        # Whether its mask was among masks that took too long together.
         self.suspect = False
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -133,10 +137,7 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError as error:
-            raise RequestError(
-                "guided decoding needs llguidance, which is not installed: "
-                "pip install 'engine-core-llm[guided]'"
-            ) from error
+            raise RequestError(NOT_INSTALLED) from error
         self._library = llguidance
         table = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]
         self.vocab_size = vocab_size
@@ -239,7 +240,7 @@ class GrammarCompiler:
         return masks
 
     def compile(self, params: GuidedParams) -> _Compiled:
-        """The grammar at the beginning of a text; its matcher is not to be advanced itself.
+        """The grammar at the beginning of a text; copy its matcher to advance it.
 
         It is kept as long as ``params`` are, and so found at once while a request with them lives.
 
@@ -349,7 +350,7 @@ class GuideBuilder:
         return future
 
     def close(self) -> None:
-        """End the threads once they have done what they are at."""
+        """End the threads once they have compiled what was asked for."""
         for _ in range(self._threads):
             self._asked.put(None)
 
@@ -363,7 +364,7 @@ class GuideBuilder:
                 future.set_result(None)
             except BaseException as error:
                 future.set_exception(error)
-            # What waits for more keeps no request alive.
+            # A thread that waits for more must not keep a request alive.
             del asked, params, future
 
 
@@ -428,7 +429,7 @@ def _check_numbers(schema: Mapping[str, Any]) -> None:
 
 
 def _steps(number: float) -> int:
-    """A number's digits without the point, as an integer: the remainders there are."""
+    """A number's digits without the point, as an integer: as many remainders are possible."""
     _, digits, exponent = Decimal(str(abs(number))).normalize().as_tuple()
     assert isinstance(exponent, int), "JSON has no NaN and no infinity"
     steps: int = int("".join(map(str, digits))) * 10 ** max(exponent, 0)
@@ -438,12 +439,12 @@ def _steps(number: float) -> int:
 def _innermost_error(
     root: Any, error: str, error_of: Callable[[Any], str | None]
 ) -> tuple[str, str]:
-    """Where in a schema the part is that fails by itself, as ``.a.b[0]``, and how.
+    """The path, as ``.a.b[0]``, of the innermost part of a schema that fails by itself, and why.
 
     Args:
-        root: fails.
-        error: how.
-        error_of: why a schema fails, or None if it does not.
+        root: a schema that fails.
+        error: the reason why it fails.
+        error_of: returns the reason why a schema fails, or None if it does not.
     """
     definitions = {}
     if isinstance(root, Mapping):

@@ -26,7 +26,7 @@ class KVCache:
     """
 
     def __init__(self, plan: CachePlan, device: torch.device) -> None:
-        """Take the memory. On a CPU it is taken page by page, as it is written."""
+        """Take the memory. On a CPU the system provides it page by page, as it is written."""
         config = plan.cache_config
         num_blocks = config.num_blocks
         sizes = [-(-num_blocks * size // _PLANE_ALIGNMENT) for size in plan.planes]
@@ -55,11 +55,11 @@ class KVCache:
 
     @property
     def zeroed_groups(self) -> tuple[int, ...]:
-        """The groups with tensors that a new block holds zeros in."""
+        """The groups with tensors that must be zeros in a new block."""
         return tuple(index for index, tensors in enumerate(self._zeroed) if tensors)
 
     def clear(self, group_id: int, blocks: Sequence[int]) -> None:
-        """Fill those tensors of a group with zeros in new blocks, in stream order."""
+        """Fill these tensors of a group with zeros in new blocks, in stream order."""
         tensors = self._zeroed[group_id]
         if not blocks:
             return

@@ -45,8 +45,8 @@ def build_on_meta(
 
     Raises:
         ConfigError: its class cannot be built from this config.
-        OptionError: it cannot be split over so many ranks, nothing of it quantised, or it cannot be
-            deterministic.
+        OptionError: it cannot be split over so many ranks, has no layer that ``scheme`` quantises,
+            or cannot be deterministic.
     """
     try:
         with silent(), building(context), torch.device("meta"):
@@ -63,9 +63,8 @@ def build_on_meta(
             f"{model_class.__name__} of this size cannot be split over {context.tp_size} ranks: "
             f"{error}"
         ) from error
-    except (
-        Exception
-    ) as error:  # A family's code may raise anything here; the config is its only input.
+    except Exception as error:
+        # A family's code may raise anything here; the config is its only input.
         packages = {package_of(each) for each in model_class.__mro__ if is_own(each)}
         raise ConfigError(
             f"{model_class.__name__} cannot be built from this config: "
@@ -85,7 +84,7 @@ def _check_deterministic(model: nn.Module) -> None:
             raise OptionError(
                 f"deterministic: {name} of {type(model).__name__} is a torch.nn."
                 f"{type(module).__name__}, whose result for a token depends on the number of tokens"
-                "; leave it out, or build the layer with engine_core.nn"
+                "; leave deterministic out, or build the layer with engine_core.nn"
             )
 
 
@@ -185,7 +184,7 @@ def _opened(
 ) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
     """The tensors of ``source``, from where they are read fastest."""
     # One of several ranks copies its part out of the mapped files. If each read all of them, the
-    # machine would copy so many times the weights, and with eight ranks take longer than so.
+    # machine would copy the weights once per rank, which takes longer with eight ranks.
     if device.type == "cuda" and tp_size == 1 and isinstance(source, Checkpoint):
         files = source.safetensors_files()
         largest = max((header.nbytes for header in source.headers.values()), default=0)

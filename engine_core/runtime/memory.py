@@ -24,15 +24,15 @@ _HIDDEN_STATES = 2
 
 # Inside a block every tensor begins at a multiple of so many bytes, as vector loads and TMA ask.
 ALIGNMENT = 16
-# Bytes of a block that padding may take of what any kind of layer keeps, if it can be helped.
+# Padding's share of the bytes that any kind of layer keeps, at most, where that can be had.
 _PADDING = 0.1
-# A kind of layer that keeps little of a token has blocks of at most so many times more tokens.
+# A kind of layer that keeps fewer bytes per token has blocks of at most so many times the tokens.
 _MOST_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The cache that a budget buys.
+    """The cache that fits into a budget.
 
     All groups draw from one pool, so that a block has the same bytes in each of them. A block lies
     in one or more planes, each of which holds its part of all blocks, one after the other.
@@ -212,24 +212,24 @@ def check_memory(
     cache = plan.bytes_per_block * plan.cache_config.num_blocks
     if cache > total:
         raise OptionError(
-            f"kv_cache_memory is for a KV cache of {cache} bytes, but there are {total}: set it "
-            "lower"
+            f"kv_cache_memory makes a KV cache of {cache} bytes, but the memory has {total}: set "
+            "kv_cache_memory lower"
         )
     groups = plan.cache_config.groups
     blocks = sum(-(-plan.max_model_len // group.block_size) for group in groups)
     row = blocks * _TABLE_ITEMSIZE + vocab_size * _ROW_BYTES_PER_TOKEN + _ROW_BYTES
     if max_num_seqs * row > total - cache:
         raise OptionError(
-            f"max_num_seqs is {max_num_seqs}, and the batch takes up to {row} bytes a sequence, "
+            f"max_num_seqs is {max_num_seqs}, and the batch takes up to {row} bytes per sequence, "
             f"{max_num_seqs * row} in all, but the KV cache leaves {total - cache} of the {total} "
-            f"bytes that there are: set it to at most {(total - cache) // row}"
+            f"bytes of memory: set max_num_seqs to at most {(total - cache) // row}"
         )
     numbers = (_STEP_NUMBERS + len(groups)) * _STEP_ITEMSIZE
     token = numbers + _HIDDEN_STATES * hidden_bytes
     if max_num_batched_tokens * token > total - cache:
         raise OptionError(
             f"max_num_batched_tokens is {max_num_batched_tokens}, and a step takes at least "
-            f"{token} bytes a token, {max_num_batched_tokens * token} in all, but the KV cache "
-            f"leaves {total - cache} of the {total} bytes that there are: set it to at most "
-            f"{(total - cache) // token}"
+            f"{token} bytes per token, {max_num_batched_tokens * token} in all, but the KV cache "
+            f"leaves {total - cache} of the {total} bytes of memory: set max_num_batched_tokens to "
+            f"at most {(total - cache) // token}"
         )

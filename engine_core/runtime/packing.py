@@ -1,4 +1,4 @@
-"""Packing of weights once they are loaded, and what they weigh then."""
+"""Packing of weights once they are loaded, and the bytes that they then take."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Packer:
     def watch(
         self, account: LoadAccount, weights: Iterator[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Pass tensors on; before each, pack the layers that are whole by now."""
+        """Pass tensors on, and pack each layer once the last of its tensors was taken."""
         for item in weights:
             yield item
             ready = [

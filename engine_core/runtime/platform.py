@@ -20,7 +20,7 @@ _CPU_CACHE_SHARE = 0.4
 _CPU_CACHE_MOST = 4 * 2**30
 # Left for activations, the sampler's float32 logits and the allocator's rounding.
 _GPU_CACHE_SHARE = 0.88
-# Bytes; the most that a kernel reads at once are 16, and memory is read by lines of 128.
+# Bytes. A kernel reads at most 16 at once, and memory is read in lines of 128.
 _ALIGNMENT = 128
 _CGROUP = Path("/sys/fs/cgroup")
 

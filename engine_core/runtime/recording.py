@@ -29,8 +29,8 @@ _MOST_ROWS = 16
 # What the tensors of all recordings may take. A model of billions of weights reaches it with few
 # rows, and has little use for recordings: its kernels take hundreds of times as long as its Python.
 _MOST_BYTES = 128 * 2**20
-# Operations that others are made of, whose results have a shape, or begin at a place, that hangs on
-# numbers. In inference mode they come whole, without the tags of their parts.
+# Composite operations whose result has a shape or an offset that depends on a tensor's values. In
+# inference mode the dispatcher does not take them apart, so that their parts' tags are not seen.
 _SHAPED_BY_NUMBERS = frozenset(
     {
         "aten::combinations",
@@ -107,7 +107,7 @@ class _Recorder(TorchDispatchMode):
             self.calls.append(lambda: func(*args, **kwargs))
             return out
         if not outs:
-            raise NotRecordableError(f"it asks for what is no tensor: {func}")
+            raise NotRecordableError(f"its result is no tensor: {func}")
         if func._opname in _EMPTY:
             self.kept += outs
             return out
@@ -147,8 +147,8 @@ class _Recording:
     """One step's calls, and what they read and write.
 
     Attributes:
-        batch: with the numbers that each step's are written into.
-        calls: what computes ``outputs`` of them.
+        batch: its numbers are overwritten with those of each step that is repeated.
+        calls: compute ``outputs`` from them.
         outputs: the logits.
         kept: everything whose address a call holds.
         proven: whether its result has matched the model's once.
@@ -162,7 +162,7 @@ class _Recording:
 
 
 class RecordedSteps:
-    """Recordings of a model's decode steps, for each number of rows one.
+    """Recordings of a model's decode steps, one for each number of rows.
 
     A recording is made when a number of rows comes for the second time. Its first result is
     compared with the model's own. A model whose Python depends on the step's values does not agree,
@@ -211,7 +211,7 @@ class RecordedSteps:
         return recording.outputs
 
     def forget(self) -> None:
-        """Drop all recordings, as families keep more for each row or token than when recorded."""
+        """Drop all recordings: the family's state of a row or token has got a new part."""
         self._recordings.clear()
         self._nbytes = 0
 

@@ -69,7 +69,7 @@ class PendingStep:
         finish: waits for its result.
         num_tokens: tokens of one run, padding included.
         way: how it was run; the last time, if it was repeated.
-        is_done: tells without waiting; None if that is unknown.
+        is_done: tells, without waiting, whether the device has finished; None if nothing can.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ModelRunner:
                 CPU, recorded steps.
             capture_at_start: capture now what the first greedy request with a short prompt needs;
                 False if what a row keeps is not known before the first request.
-            grammar_compiler: makes what guided requests need, at the first of them.
+            grammar_compiler: makes the compiler of grammars, at the first guided request.
             vocab_size: that of the logits; None if it is not known.
         """
         self.model = model
@@ -153,7 +153,7 @@ class ModelRunner:
         self._swap_space = SwapSpace(self._cache.planes, num_slots) if num_slots > 0 else None
         self._rows: dict[int, _Row] = {}
         self._media: dict[int, Tensor] = {}  # embeddings of items by slot
-        # Of each row; -1 for None.
+        # The choice of each row's sequence; -1 for None.
         self._choices = np.full(rows, -1, dtype=np.int64)
         # One row more than there are sequences: a graph's padding is computed in it.
         self._sampler = Sampler(rows + 1, device, grammar_compiler)
@@ -195,8 +195,8 @@ class ModelRunner:
         """Capture one more step that is likely to be needed; a step may be in flight meanwhile.
 
         Returns:
-            False if there is none left, or too little memory, if one could not be captured, while
-            forward hooks are registered, and before it is known what a row keeps.
+            False if no step is left, memory is short, a capture failed, forward hooks are
+            registered, or it is not known yet what a row keeps.
         """
         if not self._state_known or self._forward.watched:
             return False
@@ -265,7 +265,7 @@ class ModelRunner:
     ) -> Iterator[StepOutputs]:
         """Run the step as often as planned; each repeat goes on from the tokens of the last one.
 
-        ``steps`` are asked before the model runs it.
+        ``steps`` are tried first; what they do not take is run eagerly.
         """
         fit = None
         # Where there is no memory for a decode step's graph, there is none for another one.
@@ -598,7 +598,7 @@ def _choice(params: SamplingParams) -> Choice | None:
 def _launch_bound_tokens(model: nn.Module, num_layers: int) -> int:
     """Tokens of a step that the device computes while the host launches its kernels one by one.
 
-    Seen on an H200 host: about 1 ms a layer for the launches, and 600 TFLOP/s for the products.
+    On an H200 host: about 1 ms per layer for the launches, and 600 TFLOP/s for the products.
     """
     num_params = sum(param.numel() for param in dict.fromkeys(model.parameters()))
     return int(1e-3 * num_layers * 600e12 / (2 * num_params))

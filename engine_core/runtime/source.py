@@ -75,7 +75,7 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
     """Find ``model``, check its files and find the class that runs it.
 
     Raises:
-        EngineError: it cannot run; which part of the tree says why.
+        EngineError: it cannot run; the subclass says why.
     """
     check_revision(model, config)
     device = platform.resolve_device(config)
@@ -124,7 +124,7 @@ def check_revision(model: str, config: EngineConfig) -> None:
     if config.revision is not None and all(is_local(name) for name in named.values() if name):
         raise OptionError(
             f"revision {config.revision!r} is for a hub id, but the {' and the '.join(local)} "
-            f"{'is' if len(local) == 1 else 'are'} on this machine: leave it out"
+            f"{'is' if len(local) == 1 else 'are'} on this machine: leave revision out"
         )
 
 
@@ -168,14 +168,14 @@ def check_deterministic(
     None.
 
     Raises:
-        OptionError: it is asked for, and the device is no GPU that it is known to hold on.
+        OptionError: it is asked for, and ``device`` is no GPU on which it is known to hold.
     """
     if not config.deterministic:
         return
     if device.type != "cuda":
         raise OptionError(
             f"deterministic is for GPUs: on {device} torch multiplies few rows and many in "
-            "different ways; leave it out, or set device='cuda'"
+            "different ways; leave deterministic out, or set device='cuda'"
         )
     named = capability is not None
     capability = capability or torch.cuda.get_device_capability(device)
@@ -184,15 +184,12 @@ def check_deterministic(
         raise OptionError(
             "deterministic relies on how matrix units add up, which is known of compute capability "
             f"9.0 and expected of 8.x; {'that GPU' if named else device} has "
-            f"{'.'.join(map(str, capability))}: leave it out"
+            f"{'.'.join(map(str, capability))}: leave deterministic out"
         )
 
 
 def find_scheme(
-    hf_config: HFConfig,
-    option: QuantizationScheme | None,
-    registry: Registry,
-    device: torch.device,
+    hf_config: HFConfig, option: QuantizationScheme | None, registry: Registry, device: torch.device
 ) -> QuantizationScheme | None:
     """The scheme of a checkpoint that a tool quantised, else the one that the option asks for.
 
@@ -219,7 +216,7 @@ def find_scheme(
     if option is not None and option.name != name:
         raise OptionError(
             f"quantization {option.name!r} is asked for, but the checkpoint's weights are "
-            f"quantised by {name!r} ({key} says {method!r}); leave it out"
+            f"quantised by {name!r} ({key} says {method!r}); leave quantization out"
         )
     scheme = registry.quantization_scheme(name, settings)
     scheme.check_device(device)
@@ -259,13 +256,8 @@ def _check_layers(hf_config: HFConfig, checkpoint: Checkpoint) -> None:
 def _check_sizes(model_config: ModelConfig, checkpoint: Checkpoint) -> None:
     headers = checkpoint.headers
     largest = max((size for header in headers.values() for size in header.shape), default=0)
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ):
+    names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    for name in names:
         value = getattr(model_config, name)
         if value > _MOST_SPLIT * largest:
             raise CorruptCheckpointError(

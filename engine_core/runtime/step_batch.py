@@ -23,7 +23,8 @@ _ALIGNMENT = 16
 def chunk_size(tokens: int) -> int:
     """The size that a captured step has for so many tokens of prompts.
 
-    At least ``tokens``: a multiple of 64, and from 512 on of what is at most a quarter of it.
+    At least ``tokens``, and a multiple of 64; above 512 tokens a multiple of a power of two that is
+    an eighth to a quarter of ``tokens``.
     """
     grain = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
     return -(-tokens // grain) * grain
@@ -46,7 +47,7 @@ class Choice(IntEnum):
 
 
 class GraphKey(NamedTuple):
-    """The shape of a step, and what is captured for it. A named tuple, whose hash is C's.
+    """The shape of a step, and what is captured for it. A named tuple, for its hash is made in C.
 
     Attributes:
         tokens: of all rows, padding included.
@@ -159,7 +160,7 @@ class RowState(Mapping[str, Tensor]):
 
 @dataclass(slots=True)
 class StepState:
-    """Device state from step to step, by row of the persistent batch.
+    """State that stays on the device from step to step, by row of the persistent batch.
 
     The last row is that of padding.
 

@@ -26,20 +26,20 @@ def count_swap_blocks(swap_space: int, plan: CachePlan, num_ranks: int) -> int:
         num_ranks: processes of this machine that take as much.
 
     Raises:
-        CacheMemoryError: it holds not one block, or the machine has less memory.
+        CacheMemoryError: not one block fits, or the machine has less memory.
     """
     if swap_space == 0:
         return 0
     if swap_space < plan.bytes_per_block:
         raise CacheMemoryError(
             f"swap_space is {swap_space} bytes, but one block of the KV cache takes "
-            f"{plan.bytes_per_block}: raise it, or leave it at 0"
+            f"{plan.bytes_per_block}: raise swap_space, or set it to 0"
         )
     total = total_memory(torch.device("cpu"))
     if swap_space * num_ranks > total:
         raise CacheMemoryError(
             f"swap_space is {swap_space} bytes for each of {num_ranks} ranks, but the machine has "
-            f"{total}: lower it"
+            f"{total} bytes: lower swap_space"
         )
     return swap_space // plan.bytes_per_block
 
@@ -107,8 +107,8 @@ class SwapSpace:
         error = runtime.cudaHostRegister(host.data_ptr(), size, 0)
         if int(error) != 0:
             raise CacheMemoryError(
-                f"{size} bytes of host memory for swap_space cannot be locked ({error}): lower it, "
-                "or raise the limit of locked memory (ulimit -l)"
+                f"{size} bytes of host memory for swap_space cannot be locked ({error}): lower "
+                "swap_space, or raise the limit of locked memory (ulimit -l)"
             )
         weakref.finalize(self, _unlock, host, self._device)
 

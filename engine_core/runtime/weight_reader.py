@@ -151,7 +151,7 @@ class _Reader:
         self._pool.shutdown(cancel_futures=True)
         for lane in self._lanes:
             lane.close()
-        # Else pinned memory would be kept for others who want as much. torch 2.11 has to keep it.
+        # Else torch would keep the pinned memory for later allocations, as torch 2.11 must.
         if self._device.type == "cuda" and hasattr(torch.accelerator, "empty_host_cache"):
             torch.accelerator.empty_host_cache()
 

@@ -18,12 +18,7 @@ from engine_core.nn.attention import cache_specs
 from engine_core.runtime import platform
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
-from engine_core.runtime.loader import (
-    build_on_meta,
-    check_weights,
-    dummy_weights,
-    load_weights,
-)
+from engine_core.runtime.loader import build_on_meta, check_weights, dummy_weights, load_weights
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.phases import Phases
@@ -49,7 +44,7 @@ class WorkerReport:
 
 
 class Worker:
-    """One rank of a model; where there is no other, the executor."""
+    """One rank of a model; the executor itself if there is no other rank."""
 
     def __init__(self, source: ModelSource, config: EngineConfig, context: BuildContext) -> None:
         """``context`` says which rank it is; its dtype is taken from ``source``."""
@@ -135,7 +130,7 @@ class Worker:
         return self.runner.guides.prepare(params)
 
     def poll(self) -> None:
-        """Do nothing: what is prepared here says so by itself."""
+        """Do nothing: futures of this process complete by themselves."""
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run a step; see :meth:`ModelRunner.submit`."""

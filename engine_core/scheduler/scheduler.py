@@ -48,7 +48,7 @@ _new = tuple.__new__
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """Row and blocks of a sequence that left the batch, held until no step in flight names it."""
+    """Row and blocks of a sequence that left the batch, kept until no step in flight names it."""
 
     row: int
     block_tables: list[list[int]]
@@ -62,7 +62,7 @@ class _Draft:
         whole_budget: tokens of prompts that may be computed.
         budget: how many of these are left.
         prompts: sequences not planned yet that want some of the budget; 0 if they need not share.
-        repeat: upper bound from what has been planned so far.
+        repeat: how often the sequences planned so far let the plan be run, at most.
         singles: sequences that compute one token.
         chunks: sequences that compute more, and how many.
         new_blocks: by sequence id, the blocks appended to each group's table.
@@ -71,7 +71,7 @@ class _Draft:
         media: items that are touched: the sequence, which of its items, the slot of its embeddings,
             and whether they are computed now.
         swap_in: pairs of a block and the slot that is copied to it.
-        short_of_blocks: some sequence waits for blocks that will be released; no sequence of a
+        short_of_blocks: whether a sequence waits for blocks that will be released; none of a
             higher rank number may take any.
     """
 
@@ -115,24 +115,25 @@ def check_sequence(sequence: Sequence, config: SchedulerConfig) -> None:
     """
     name = f"request {sequence.sequence_id!r}"
     if type(sequence.priority) is not int:
-        raise RequestError(f"{name}: priority is a whole number, got {sequence.priority!r}")
+        raise RequestError(f"{name}: priority must be an integer, got {sequence.priority!r}")
     if sequence.prompt_len == 0:
         raise RequestError(f"{name}: the prompt is empty; give at least one token")
     if sequence.max_model_len > config.max_model_len:
         raise RequestError(
-            f"{name} is made for {sequence.max_model_len} tokens, the engine for "
-            f"{config.max_model_len}; give its max_model_len"
+            f"{name}: its max_model_len is {sequence.max_model_len}, above the engine's "
+            f"{config.max_model_len}; give the engine's"
         )
     if sequence.prompt_len >= sequence.max_model_len:
         raise RequestError(
             f"{name}: a prompt of {sequence.prompt_len} tokens leaves no room for output in "
-            f"max_model_len {sequence.max_model_len}; shorten it"
+            f"max_model_len {sequence.max_model_len}; shorten the prompt"
         )
     room = sequence.max_model_len - sequence.prompt_len
     if sequence.sampling.min_tokens > room:
         raise RequestError(
-            f"{name}: min_tokens {sequence.sampling.min_tokens} cannot be kept, a prompt of "
-            f"{sequence.prompt_len} tokens leaves {room} in max_model_len {sequence.max_model_len}",
+            f"{name}: min_tokens {sequence.sampling.min_tokens} cannot be kept: the prompt of "
+            f"{sequence.prompt_len} tokens leaves {room} in max_model_len "
+            f"{sequence.max_model_len}; lower min_tokens or shorten the prompt",
             param="min_tokens",
         )
     before = 0
@@ -181,9 +182,9 @@ class Scheduler:
     sequences together: the first waiting sequence is admitted or no other is, and when blocks run
     out the running sequence of the highest rank is preempted. A waiting sequence preempts running
     ones of a less important priority, the least important first, if it needs their row or blocks
-    and they are enough for it. That is not an option: a user of priorities wants the urgent one to
-    run now, not when a background job happens to end. Unimportant sequences starve while more
-    important ones keep coming; with one priority for all none does.
+    and they are enough for it. No option turns that off: who uses priorities wants the urgent
+    sequence to run now, not when a background job happens to end. Unimportant sequences starve
+    while more important ones keep coming; with one priority for all none does.
 
     So the first unfinished sequence in rank always goes on. If it runs, it gets tokens and blocks
     before all others, who are preempted one by one until it has enough: alone it fits, or it
@@ -194,7 +195,7 @@ class Scheduler:
 
     A preempted sequence is computed again later, from its first token that is not in the prefix
     cache, or its blocks are copied to host memory and back if ``config.num_swap_blocks`` has room
-    for them. It keeps its tokens either way, and takes in what is in flight of it.
+    for them. Either way it keeps its tokens, and gets those that its steps in flight bring.
 
     Lifetime: the row and the blocks of a sequence that finished or was preempted may still be
     written by steps in flight. They are given back after the last submitted step that names the
@@ -210,22 +211,23 @@ class Scheduler:
     Attributes:
         groups: the cache groups.
         pool: their blocks.
-        repeat_limit: how often a plan may be replayed now; its user may lower it from
+        repeat_limit: how often a plan may be run now; the scheduler's user may lower it from
             ``config.max_repeat`` and raise it again.
         prompt_budget: tells how many tokens of prompts a step in which rows decode computes at
             most, from the number of these rows, the tokens of prompts that wait to be computed
             (counted up to three full steps) and the most that is in the cache of one of these
-            prompts. Its user may change it between steps. None for the most that the config allows
-            in every step, which makes the plans of equal runs equal. Where it holds, a prompt that
-            takes several steps leaves half of what there is to those behind it, so that a short
-            one need not wait for the end of a long one.
-        prefix_cache_queries: tokens of sequences that got their first row, looked up in the cache.
+            prompts. The scheduler's user may change it between steps. None for the most that the
+            config allows in every step, which makes the plans of equal runs equal. Where there is a
+            budget, a prompt that takes several steps leaves half of it to those behind it, so that
+            a short one need not wait for the end of a long one.
+        prefix_cache_queries: tokens looked up in the prefix cache when sequences got their first
+            row.
         prefix_cache_hits: how many of them were found there.
         num_preemptions: how often a running sequence lost its row and blocks.
         num_swaps: how many of these preemptions copied the blocks to host memory.
-        lockstep_from: running sequences from which on those that go on decoding are planned, and
-            their tokens taken in, as columns of numbers. For fewer, numpy's calls take longer than
-            a loop.
+        lockstep_from: number of running sequences from which on those that keep decoding are
+            planned, and their tokens taken in, as columns of numbers. For fewer, numpy's calls take
+            longer than a loop.
     """
 
     lockstep_from = 96
@@ -267,7 +269,7 @@ class Scheduler:
         self._completed_step = -1
         self._next_order = 0
         # The waiting sequence that found too few blocks or no row; not tried again before some come
-        # back. Whether what has been preempted for it is on its way.
+        # back. And whether rows and blocks of sequences preempted for it are still to come back.
         self._blocked: Sequence | None = None
         self._blocked_is_next = False
         # Slots of host memory, and the copies to them that the next plan makes.
@@ -362,9 +364,9 @@ class Scheduler:
         """Take in the results of the oldest step in flight.
 
         Returns:
-            one update for each row with new tokens, in plan order, but sequences in lockstep that
-            go on are columns, before those of which more is to be said. What came for sequences
-            that have ended meanwhile is discarded; what came for preempted ones is accepted.
+            one update for each row with new tokens, in plan order, except that of the rows in
+            lockstep those that just go on come first, as columns. Results of sequences that have
+            ended meanwhile are discarded; those of preempted ones are accepted.
         """
         assert self._in_flight, f"result of step {result.step_id}, but no step is in flight"
         plan, sequences = self._in_flight.popleft()
@@ -481,7 +483,7 @@ class Scheduler:
         if sequence.order >= 0:
             raise RequestError(f"{name} was added before; make a new Sequence")
         check_sequence(sequence, config)
-        # A planned cache has them for every length; the last token is never computed.
+        # The engine's cache is planned for every length; the last token is never computed.
         blocks = self.cache.max_blocks(sequence.limit - 1, config.max_num_batched_tokens)
         if blocks > self.cache.num_blocks - 1:
             raise RequestError(
@@ -652,7 +654,7 @@ class Scheduler:
             sequence: a waiting one.
             start: the first position that it would compute.
             end: the position after its first chunk.
-            cached: keys of the prefix that is in the prefix cache.
+            cached: how many of its block keys are in the prefix cache.
         """
         wanted = self._wanted(sequence, start, end, cached, len(self._running))
         return bool(self._free_rows) and wanted <= self.pool.num_free
@@ -682,7 +684,8 @@ class Scheduler:
     def _preempt_for(self, sequence: Sequence, start: int, end: int, cached: int) -> bool:
         """Preempt sequences of less important priority, if that makes room for a waiting one.
 
-        The arguments are those of :meth:`_has_room`. What is on its way back already is counted.
+        The arguments are those of :meth:`_has_room`. Rows and blocks that are on their way back
+        already are counted.
 
         Returns:
             whether there is room now, or when the steps in flight are done. If not, nobody is
@@ -780,7 +783,7 @@ class Scheduler:
             sample = start + 1 == len(sequence.token_ids) + sequence.num_pending
             blocks = new_blocks.get(sequence.sequence_id, none)
             assert sequence.row is not None, f"{sequence} is planned without a row"
-            # Past the constructor of the named tuple, which is a function of Python's.
+            # Not by the named tuple's constructor, which is a Python function.
             own = (sequence.sequence_id, sequence.row, start, 1, blocks, sample)
             rows.append(_new(PlanRow, own))
             sequence.num_scheduled = start + repeat
@@ -843,7 +846,7 @@ class Scheduler:
         return tuple(uses)
 
     def _feed_lockstep(self, draft: _Draft) -> None:
-        """Give members the blocks that they need, or have them planned as others are."""
+        """Give members the blocks that they need; without enough, plan them as others are."""
         lockstep = self._lockstep
         rows = lockstep.order
         rows = rows[lockstep.scheduled[rows] >= lockstep.bound[rows]]
@@ -1038,7 +1041,7 @@ class Scheduler:
         spans = sequence.prompt.atomic_spans
         count = cut_before_span(min(num_tokens, start + budget), spans) - start
         if count == 0 and draft.budget == draft.whole_budget:
-            # A span is larger than what prompts have beside decodes. It goes without other prompts.
+            # The span is larger than the budget beside decodes. No other prompt comes with it.
             budget = self.config.max_num_batched_tokens
             count = cut_before_span(min(num_tokens, start + budget), spans) - start
         return self._with_media(sequence, start, count) if sequence.prompt.media else count
@@ -1136,7 +1139,7 @@ class Scheduler:
         for group, table in zip(self.groups, sequence.block_tables, strict=True):
             per_block = group.block_size // self._key_size
             for index in range(sequence.num_registered // per_block, num_keys // per_block):
-                # What came back from host memory begins with the blocks still needed.
+                # Swapped-in tables begin with null blocks in place of those no longer needed.
                 if table[index] != NULL_BLOCK:
                     group.prefix.register(table[index], keys, index)
         sequence.num_registered = num_keys
@@ -1170,8 +1173,9 @@ class Scheduler:
     def _save(self, sequence: Sequence) -> None:
         """Have a sequence's blocks copied to host memory, if there is room, and release them.
 
-        Steps in flight still write up to ``num_scheduled``; the copy comes after them, and they
-        are accepted, so all that is kept. Blocks that only those steps see stay in the table.
+        Steps in flight still write up to ``num_scheduled``. The copy comes after them, and their
+        results are accepted, so that everything up to there is kept. Blocks that only those steps
+        see stay in the table.
         """
         end = sequence.num_scheduled
         ranges = [
@@ -1194,8 +1198,8 @@ class Scheduler:
     def _swap_in(self, sequence: Sequence, draft: _Draft, cached: int) -> None:
         """Have the blocks after the ``cached`` keys copied back, and free the slots.
 
-        No copy of this plan goes to these slots, which would come before: as long as the sequence
-        waited, nobody of a higher rank was admitted, so that there is nobody to preempt now.
+        A plan copies out before it copies in, but this one copies nothing to these slots: while
+        the sequence waited nobody of a higher rank was admitted, so that nobody is preempted now.
         """
         for group, table, slots in zip(
             self.groups, sequence.block_tables, sequence.swap_slots, strict=True
@@ -1257,7 +1261,7 @@ class Scheduler:
     def _release(self, holding: _Holding) -> None:
         heappush(self._free_rows, holding.row)
         for table in holding.block_tables:
-            # The end first: a prefix is of use without what follows it, not the other way round.
+            # The end first, to be evicted first: it is of no use without the blocks before it.
             self.pool.release(reversed(table))
         self._blocked = None
 

@@ -25,16 +25,16 @@ class SequenceStatus(Enum):
 class Sequence:
     """One sequence: its tokens, and how far the scheduler and the runner are with it.
 
-    The user of the scheduler makes it and reads it; after ``Scheduler.add`` only the scheduler
-    writes it, and while it decodes among many others not at each step: what is read after its end,
-    or after ``Scheduler.check``, is true. Positions are linear, from 0 at the first prompt token.
+    The user of the scheduler makes it and reads it. After ``Scheduler.add`` only the scheduler
+    writes it, and not at each step while it decodes among many others: it is sure to be up to date
+    after its end and after ``Scheduler.check``. Positions count from 0 at the first prompt token.
 
     Args:
         sequence_id: unique among the unfinished sequences.
         prompt: tokens and what the family's input processor says about them.
         sampling: stop conditions and limits; the engine handles ``n``.
         eos_token_ids: tokens that end the sequence unless ``sampling.ignore_eos``.
-        arrival_time: host clock, in seconds; the order of arrival is that of ``Scheduler.add``.
+        arrival_time: in seconds; the order of arrival is that of ``Scheduler.add``, not of this.
         max_model_len: tokens of the sequence, prompt and output together.
         priority: lower runs first; sequences of equal priority run in order of arrival.
         number: by which its frontend knows it.
@@ -53,7 +53,8 @@ class Sequence:
             sequence.
         error: what went wrong if the reason is "error".
         num_computed: positions whose keys and values completed steps have written.
-        num_scheduled: positions that submitted steps write; what lies between is in flight.
+        num_scheduled: positions that submitted steps write; those after ``num_computed`` are in
+            flight.
         num_pending: samples of submitted steps that have not come back.
         num_cached_tokens: prompt tokens taken from the prefix cache at the first admission.
         num_preemptions: how often its row and blocks were taken away.
@@ -152,9 +153,9 @@ class Sequence:
 
         # Whether the scheduler's Lockstep keeps its counts and newest tokens.
         self.in_lockstep = False
-        # The scheduler's own: one block table and count of blocks given back a group, the tokens
-        # that the blocks hold, the tokens known at admission, the keys of full blocks and how many
-        # are registered, the slots of host memory of each group's last blocks while it is
+        # The scheduler's own: a block table per group, a count of blocks given back per window, the
+        # tokens that the blocks hold, the tokens known at admission, the keys of full blocks and
+        # how many are registered, the slots of host memory of each group's last blocks while it is
         # swapped, and the prompt's logprobs until they are complete.
         self.order = -1
         self.rank = (priority, -1)

@@ -453,7 +453,7 @@ def test_a_full_queue_refuses_and_takes_again_when_there_is_room(
         # Eight rows and two places, all at once: nothing of it has come back when the last is sent.
         streams = [await slow_engine.add_request(PROMPTS[3].input_ids, LONG) for _ in range(10)]
         for n in (1, 3):
-            with pytest.raises(QueueFullError, match="2 may"):
+            with pytest.raises(QueueFullError, match=f"lets 2 wait: no place for {n} more"):
                 await slow_engine.add_request(PROMPTS[3].input_ids, LONG.replace(n=n))
         await until(lambda: slow_engine.stats().waiting == 2)
         with pytest.raises(QueueFullError, match="2 sequences wait already"):
@@ -494,10 +494,10 @@ def test_several_prompts_are_queued_together_or_not_at_all(
             await slow_engine.add_requests([good, bad], GREEDY)
         with pytest.raises(RequestError, match="two requests are called 'one'"):
             await slow_engine.add_requests([good, good], GREEDY, request_ids=["one", "one"])
-        with pytest.raises(RequestError, match="2 prompts need as many request ids, got 1"):
+        with pytest.raises(RequestError, match="request_ids has 1 entries for 2 prompts"):
             await slow_engine.add_requests([good, good], GREEDY, request_ids=["one"])
         streams = await slow_engine.add_requests([good] * 9, LONG)
-        with pytest.raises(QueueFullError, match="the 2 of this request can be served later"):
+        with pytest.raises(QueueFullError, match="lets 2 wait: no place for 2 more; send the"):
             await slow_engine.add_requests([good] * 2, GREEDY)
         for stream in streams:
             await stream.abort()
@@ -536,16 +536,25 @@ REFUSED = {
 
 
 MISUSED = {
-    "priority": ({"priority": "high"}, "a priority is an integer, got 'high'"),
-    "timeout": ({"timeout": float("nan")}, "a timeout is a number of seconds, got nan"),
-    "timeout as text": ({"timeout": "1"}, "a timeout is a number of seconds, got '1'"),
-    "request id": ({"request_id": 7}, "a request id is a string, got 7"),
+    "priority": ({"priority": "high"}, "priority must be an integer, got 'high'"),
+    "timeout": (
+        {"timeout": float("nan")},
+        "timeout must be a number of seconds, 0 or more, or None; got nan",
+    ),
+    "timeout as text": (
+        {"timeout": "1"},
+        "timeout must be a number of seconds, 0 or more, or None; got '1'",
+    ),
+    "request id": ({"request_id": 7}, "request_id must be a string or None, got 7"),
 }
 MISUSED_LISTS = {
-    "prompts": ({"prompts": "ab"}, "prompts must be a list with one for each, got 'ab'"),
-    "no prompts": ({"prompts": 5}, "prompts must be a list with one for each, got 5"),
-    "request ids": ({"request_ids": "a"}, "request_ids must be a list with one for each, got 'a'"),
-    "arrival time": ({"arrival_time": "now"}, "arrival_time is a number of seconds, got 'now'"),
+    "prompts": ({"prompts": "ab"}, "prompts must be a list, one per request; got 'ab'"),
+    "no prompts": ({"prompts": 5}, "prompts must be a list, one per request; got 5"),
+    "request ids": ({"request_ids": "a"}, "request_ids must be a list, one per request; got 'a'"),
+    "arrival time": (
+        {"arrival_time": "now"},
+        "arrival_time must be seconds of time.monotonic or None; got 'now'",
+    ),
 }
 
 
@@ -570,9 +579,9 @@ def test_lists_that_are_none_are_refused(
     [
         ({"model": 5}, "got 5"),
         ({"config": {}}, "config must be an EngineConfig, got {}"),
-        ({"max_queued_requests": "x"}, "max_queued_requests is a number .*, got 'x'"),
-        ({"step_timeout": "x"}, "step_timeout is a number .*, got 'x'"),
-        ({"max_step_time": 0}, "max_step_time is a number .*, got 0"),
+        ({"max_queued_requests": "x"}, "max_queued_requests must be a number .*; got 'x'"),
+        ({"step_timeout": "x"}, "step_timeout must be a positive number .*; got 'x'"),
+        ({"max_step_time": 0}, "max_step_time must be a positive number .*; got 0"),
     ],
 )
 def test_what_no_engine_can_be_made_of_is_refused(

@@ -270,15 +270,15 @@ NO_PARAMETERS: dict[str, tuple[Callable[[LLM], Any], str]] = {
     "beams sampling": (lambda llm: llm.beam_search([1], GREEDY), "a BeamSearchParams, got Sampl"),
     "priority fraction": (
         lambda llm: llm.generate([1], GREEDY, priority=1.5),
-        "prompt 0: a priority is an integer, got 1.5",
+        "prompt 0: priority must be an integer, got 1.5",
     ),
     "priority text": (
         lambda llm: llm.generate([[1]], GREEDY, priority="1"),
-        "prompt 0: a priority is an integer, got '1'",
+        "prompt 0: priority must be an integer, got '1'",
     ),
     "priority element": (
         lambda llm: llm.generate([[1], [2]], GREEDY, priority=[0, True]),
-        "prompt 1: a priority is an integer, got True",
+        "prompt 1: priority must be an integer, got True",
     ),
     "priority length": (
         lambda llm: llm.generate([[1], [2]], GREEDY, priority=[0]),
@@ -665,10 +665,10 @@ def test_a_length_is_cut_to_what_the_cache_holds_if_none_was_asked_for(
 
 @pytest.mark.parametrize("number", [10**12, 10**20])
 def test_more_sequences_than_the_machine_has_memory_for_are_refused(number: int) -> None:
-    wanted = rf"max_num_seqs is {number}, .* bytes a sequence, .* set it to at most [1-9]\d*$"
+    wanted = rf"is {number}, .* bytes per sequence, .* set max_num_seqs to at most [1-9]\d*$"
     with pytest.raises(OptionError, match=wanted):
         LLM(MODEL, skip_tokenizer_init=True, max_num_seqs=number)
-    with pytest.raises(OptionError, match=r"kv_cache_memory is for .* set it lower$"):
+    with pytest.raises(OptionError, match=r"kv_cache_memory makes .* set kv_cache_memory lower$"):
         LLM(MODEL, skip_tokenizer_init=True, max_num_seqs=number, kv_cache_memory=10**16)
 
 
@@ -677,8 +677,10 @@ def test_steps_that_the_machine_has_no_memory_for_are_refused(number: int) -> No
     # Four integers of 8 bytes, and twice the hidden state.
     hidden = json.loads((GOLDEN / "llama-gqa" / "config.json").read_text())["hidden_size"]
     least = 4 * 8 + 2 * hidden * 4
-    wanted = rf"max_num_batched_tokens is {number}, .* at least {least} bytes a token"
-    with pytest.raises(OptionError, match=rf"{wanted}, .* set it to at most [1-9]\d*$"):
+    wanted = rf"max_num_batched_tokens is {number}, .* at least {least} bytes per token"
+    with pytest.raises(
+        OptionError, match=rf"{wanted}, .* set max_num_batched_tokens to at most [1-9]\d*$"
+    ):
         LLM(MODEL, skip_tokenizer_init=True, dtype="float32", max_num_batched_tokens=number)
 
 

@@ -488,7 +488,7 @@ def test_keys_that_are_not_read_are_named_once(
     for name, value in unread.items():
         assert f"{name} {value!r}" in said
         assert f"{name} {value!r}" in problem.message
-    assert "bad_words_ids [[3, 4]]: one of several tokens is kept out of the output" in said
+    assert "bad_words_ids [[3, 4]]: a word of several tokens is kept out of the output" in said
     assert "max_length" not in said
 
 

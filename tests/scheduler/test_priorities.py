@@ -194,7 +194,7 @@ def test_important_prompts_come_before_less_important_ones_of_a_running_batch() 
 @pytest.mark.parametrize("priority", [1.5, "high", None, True], ids=repr)
 def test_a_priority_is_a_whole_number(priority: Any) -> None:
     sched = scheduler()
-    with pytest.raises(RequestError, match="'a': priority is a whole number, got"):
+    with pytest.raises(RequestError, match="'a': priority must be an integer, got"):
         add(sched, "a", priority=priority)
     assert not sched.has_unfinished()
 

@@ -572,7 +572,7 @@ def test_blocks_out_of_the_window_are_given_back() -> None:
         (request(tokens=[]), "prompt is empty"),
         (request(tokens=range(64)), "64 tokens leaves no room for output in max_model_len 64"),
         (request(tokens=range(9), max_model_len=9), "no room for output in max_model_len 9"),
-        (request(max_model_len=65), "made for 65 tokens, the engine for 64"),
+        (request(max_model_len=65), "max_model_len is 65, above the engine's 64"),
         (request(tokens=range(20), max_tokens=30), "need 13 blocks of 4, the cache has 12"),
         (request(tokens=range(20), max_tokens=None), "need 16 blocks of 4"),
         (request(tokens=range(20), spans=((1, 18),)), "17 tokens from 1 to 18 must be computed"),

@@ -116,15 +116,15 @@ class Sampler:
         self._max_rows = max_rows
         self._device = device
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        # The same on its way to the host: the step's tokens, and the row's place among them. Not
-        # what a captured step leaves in last_tokens, which is its own best token.
+        # Of hosted rows: the tokens of the step that sampled last, on their way to the host, and
+        # the place among them. A captured step leaves its own best token in last_tokens.
         self._chosen: dict[int, tuple[_HostTokens, int]] = {}
         self.guides = None if grammar_compiler is None else GuideBuilder(grammar_compiler)
         # Parameters by row; rows that are plainly greedy have zeros.
         self._numbers = torch.zeros(max_rows, len(NUMBERS), dtype=torch.float64, device=device)
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._set_rows: set[int] = set()
-        # Those of rows that were admitted since the device was told.
+        # Numbers and seeds of rows that were admitted since the last flush.
         self._unwritten: dict[int, tuple[list[float], int]] = {}
         self._adjustments: Adjustments | None = None
         self._adjusted_rows: set[int] = set()
@@ -134,8 +134,8 @@ class Sampler:
     def state(self) -> SamplingState:
         """How the rows choose, as it is kept on the device; see :meth:`flush`.
 
-        The tensors stay the same ones, but for ``adjustments``: that is another object once
-        another of its tensors was made.
+        The tensors stay the same ones, but for ``adjustments``, which is replaced when one of its
+        tensors is made or grows.
         """
         return SamplingState(self._numbers, self._seeds, self._adjustments)
 
@@ -182,7 +182,7 @@ class Sampler:
             self._set_adjustments(row, self._requests[row])
 
     def flush(self) -> None:
-        """Write the numbers of the rows that were admitted to the device, all in one transfer.
+        """Write newly admitted rows' parameters to the device, all in one transfer.
 
         :meth:`sample` begins with it; a captured step does not.
         """
@@ -204,7 +204,7 @@ class Sampler:
     def _set_adjustments(self, row: int, request: _Request) -> None:
         """Write to the device which changes of the row's logits are made there.
 
-        Those of a hosted request are changed by the host, between whose changes the others lie.
+        Of a hosted request :meth:`_adjust` makes them all, to keep their order with the host's own.
         """
         adjustments = self._adjustments
         if adjustments is None:
@@ -244,7 +244,7 @@ class Sampler:
         return self.guides.compiler
 
     def _guide(self, request: _Request) -> Guide:
-        """The guide of a request where its output has come to."""
+        """A request's guide, advanced by its output so far."""
         assert request.params.guided is not None, "asked for a guided request"
         guide = self._compiler.guide(request.params.guided, request.stop_ids)
         guide.advance(request.output)
@@ -256,7 +256,7 @@ class Sampler:
         """Choose a token for each of some rows, and remember it.
 
         Args:
-            logits: ``[S, V]`` as the model gave them, which they stay.
+            logits: ``[S, V]`` as the model gave them; not modified.
             rows: S different rows of the persistent batch, all admitted.
             positions: linear positions that the chosen tokens will have. A row's positions follow
                 one another without a gap.
@@ -472,7 +472,7 @@ class _Processor:
         self._takes_prompt = takes_prompt(function)
 
     def apply(self, prompt: Sequence[int], output: list[int], logits: Tensor) -> str | None:
-        """Change ``logits [V]`` in place; the error if the function failed."""
+        """Change ``logits [V]`` in place; the message of the error if the function failed."""
         tokens = ([*prompt], [*output]) if self._takes_prompt else ([*output],)
         shape = logits.shape
         try:
