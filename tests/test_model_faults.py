@@ -273,6 +273,7 @@ PROCESSED: dict[str, tuple[Any, str]] = {
         "not integers [k, ",
     ),
     "salts": (lambda given: replace(given, cache_salts="salt"), "cache_salts 'salt', no tuple"),
+    "pictures": (lambda given: replace(given, media=[1]), "media [1], no tuple of MediaItem"),
     "spans": (lambda given: replace(given, atomic_spans=(1, 2)), "atomic_spans (1, 2), not pairs"),
 }
 
@@ -299,6 +300,21 @@ def test_a_processor_that_gives_the_wrong_thing_fails_its_request_alone(
             assert message in str(caught.value)
         (output,) = llm.generate(prompt.input_ids, greedy_params(name))
         check_output(output, prompt)
+
+
+def test_a_processor_of_pictures_is_named_with_its_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[Any] = [lambda: {}["petals"], lambda: None]
+    kind = BidirectionalContextProcessor
+    monkeypatch.setattr(kind, "media_kinds", ("image",), raising=False)
+    monkeypatch.setattr(kind, "process_media", lambda *_: results.pop()(), raising=False)
+    prompt = {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": [np.zeros((2, 2, 3))]}}
+    with golden_llm("chatglm1-tiny") as llm:
+        with pytest.raises(ModelError, match=r"Processor\.process_media \(.*\) returned None, not"):
+            llm.generate(prompt, SHORT)
+        with pytest.raises(
+            ModelError, match=r"Processor\.process_media failed: KeyError: 'petals'"
+        ):
+            llm.generate(prompt, SHORT)
 
 
 PROCESSOR = """

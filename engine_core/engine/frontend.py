@@ -403,9 +403,9 @@ class Frontend:
         processor = self._input_processor
         if not items or not isinstance(processor, MediaProcessor):
             return tokenized
-        vocab_size = self._model_config.vocab_size
-        shown = items, options
-        processed = process_prompt(processor, tokenized.token_ids, vocab_size, shown)
+        vocab_size, token_ids = self._model_config.vocab_size, tokenized.token_ids
+        asked = (vocab_size, token_ids, items, options)
+        processed = process_prompt(processor, "process_media", *asked)
         packed = packed_token_ids(processed.token_ids)
         return TokenizedPrompt(tokenized.text, list(processed.token_ids), packed, processed)
 
@@ -548,7 +548,8 @@ class Frontend:
         processed = prompt.processed
         if processed is None:
             vocab_size = self._model_config.vocab_size
-            processed = process_prompt(self._input_processor, prompt.token_ids, vocab_size)
+            asked = (vocab_size, prompt.token_ids)
+            processed = process_prompt(self._input_processor, "process", *asked)
         if not processed.row_state:
             return processed
         fitted = {

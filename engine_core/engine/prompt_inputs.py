@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,38 +12,37 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_core.errors import EngineError, ModelError, RequestError
-from engine_core.inputs import InputProcessor, ProcessedPrompt, packed_token_ids
+from engine_core.inputs import InputProcessor, MediaItem, ProcessedPrompt, packed_token_ids
 from engine_core.plugin_code import defined_at, failed_at, package_of, silent
 
 
 def process_prompt(
-    processor: InputProcessor,
-    token_ids: Sequence[int],
-    vocab_size: int,
-    media: tuple[Mapping[str, Sequence[Any]], Mapping[str, Any]] | None = None,
+    processor: InputProcessor, method: str, vocab_size: int, *arguments: Any
 ) -> ProcessedPrompt:
-    """The prompt as ``processor`` returns it; its row state is not looked into.
-
-    ``media`` are what it shows, and options, for a :class:`MediaProcessor`.
+    """The prompt as a method of ``processor`` returns it; its row state is not looked into.
 
     Raises:
         RequestError: it refuses the prompt.
         ModelError: it fails, or returns something else.
     """
-    kind = type(processor)
-    method = "process" if media is None else "process_media"
+    process = getattr(processor, method)
+    name = f"{type(processor).__name__}.{method}"
+
+    def wrong(what: str) -> ModelError:
+        return ModelError(f"{name} ({defined_at(process)}) returned {what}")
+
     try:
         with silent():
-            given: Any = getattr(processor, method)(token_ids, *(media or ()))
+            given: Any = process(*arguments)
     except EngineError:
         raise
     except Exception as error:
         raise ModelError(
-            f"{kind.__name__}.{method} failed: {type(error).__name__}: {error}"
-            f"{failed_at(error, package_of(kind))}"
+            f"{name} failed: {type(error).__name__}: {error}"
+            f"{failed_at(error, package_of(type(processor)))}"
         ) from error
     if not isinstance(given, ProcessedPrompt):
-        raise _wrong(processor, f"{reprlib.repr(given)}, not a ProcessedPrompt")
+        raise wrong(f"{reprlib.repr(given)}, not a ProcessedPrompt")
     try:
         packed = packed_token_ids(given.token_ids)
         # As unsigned numbers negative ones are the largest.
@@ -52,12 +51,12 @@ def process_prompt(
         fits = False
     if not fits:
         shown = reprlib.repr(given.token_ids)
-        raise _wrong(processor, f"token_ids {shown}, not ids of the vocabulary of {vocab_size}")
-    for name in ("row_state", "token_state"):
-        value = getattr(given, name)
+        raise wrong(f"token_ids {shown}, not ids of the vocabulary of {vocab_size}")
+    for field in ("row_state", "token_state"):
+        value = getattr(given, field)
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise _wrong(processor, f"{name} {reprlib.repr(value)}, no mapping of names")
-    for name, value in given.token_state.items():
+            raise wrong(f"{field} {reprlib.repr(value)}, no mapping of names")
+    for key, value in given.token_state.items():
         try:
             numbers = np.atleast_2d(np.asarray(value))
             fits = numbers.dtype.kind in "biu" and numbers.ndim == 2
@@ -65,26 +64,20 @@ def process_prompt(
             fits = False
         if not fits or numbers.shape[1] != len(packed):
             shape = f"integers [k, {len(packed)}]"
-            raise _wrong(processor, f"token_state {name!r} {reprlib.repr(value)}, not {shape}")
+            raise wrong(f"token_state {key!r} {reprlib.repr(value)}, not {shape}")
     if not isinstance(given.cache_salts, tuple):
-        raise _wrong(processor, f"cache_salts {reprlib.repr(given.cache_salts)}, no tuple")
+        raise wrong(f"cache_salts {reprlib.repr(given.cache_salts)}, no tuple")
     try:
         spans = [(int(start), int(end)) for start, end in given.atomic_spans]
     except (TypeError, ValueError):
         spans = [(1, 0)]
     if any(not 0 <= start < end <= len(packed) for start, end in spans):
-        raise _wrong(
-            processor,
+        raise wrong(
             f"atomic_spans {reprlib.repr(given.atomic_spans)}, not pairs within the prompt",
         )
+    if not isinstance(given.media, tuple) or not all(isinstance(i, MediaItem) for i in given.media):
+        raise wrong(f"media {reprlib.repr(given.media)}, no tuple of MediaItem")
     return replace(given, token_ids=packed)
-
-
-def _wrong(processor: InputProcessor, what: str) -> ModelError:
-    """The error of a processor that returned ``what``."""
-    kind = type(processor)
-    where = defined_at(kind.process)
-    return ModelError(f"{kind.__name__}.process ({where}) returned {what}")
 
 
 def fitted_state(name: str, value: Any, known: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
