@@ -14,6 +14,7 @@ from engine_core.configs import SamplingParams
 from engine_core.errors import ConfigError, ErrorCode, RequestError
 from engine_core.inputs import ProcessedPrompt
 from engine_core.scheduler import Scheduler, Sequence, SequenceStatus
+from engine_core.scheduler.lockstep import Lockstep
 from engine_core.steps import (
     Logprob,
     PlanRows,
@@ -801,3 +802,40 @@ def test_what_a_row_in_lockstep_generated_is_found_once_it_has_left(end: str) ->
     sched.add(again)
     answer(sched, planned(sched))
     assert again.num_cached_tokens == 12
+
+
+def test_a_row_in_lockstep_gives_back_what_its_window_has_passed() -> None:
+    """At the same lengths as one that is not."""
+    used: list[list[int]] = []
+    for lockstep_from in (1, 100):
+        sched = scheduler(windows=(8,), enable_prefix_caching=False)
+        sched.lockstep_from = lockstep_from
+        sched.add(request(max_tokens=50))
+        used.append([])
+        while (plan := sched.schedule()) is not None:
+            sched.update(StepResult(plan.step_id, (RowResult("a", (7,)),)))
+            used[-1].append(sched.pool.num_used)
+    assert used[0] == used[1]
+    assert max(used[0]) == 3
+
+
+def test_rows_in_lockstep_are_looked_at_once_in_many_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    synced = []
+    sync = Lockstep.sync
+
+    def counted(self: Lockstep, rows: Any) -> None:
+        synced.append(len(rows))
+        sync(self, rows)
+
+    monkeypatch.setattr(Lockstep, "sync", counted)
+    sched = scheduler(num_blocks=200, max_model_len=300)
+    sched.lockstep_from = 1
+    one = request(max_tokens=290, max_model_len=300)
+    sched.add(one)
+    while (plan := sched.schedule()) is not None:
+        sched.update(StepResult(plan.step_id, (RowResult("a", (7,)),)))
+    assert one.output_token_ids == [7] * 290
+    # Once for 64 tokens, for what is left before that, and at its end.
+    assert 290 // 64 <= sum(synced) <= 290 // 64 + 2
