@@ -55,7 +55,7 @@ def install(client: str, cache: Path) -> Path:
     return folder
 
 
-def run_tests(client: str, folder: Path, environment: dict[str, str], more: list[str]) -> int:
+def run_tests(client: str, folder: Path, environment: dict[str, str]) -> int:
     """Run a client's tests; return the exit code."""
     print(f"\n== {client}", flush=True)
     if client == JAVASCRIPT:
@@ -65,7 +65,7 @@ def run_tests(client: str, folder: Path, environment: dict[str, str], more: list
         command = ["node", "--test", str(test)]
     else:
         command = [str(folder / "bin" / "python"), "-m", "pytest", "-c", str(HERE / "pytest.ini")]
-        command += [str(HERE / f"test_{client}.py"), *more]
+        command += [str(HERE / f"test_{client}.py")]
     return subprocess.run(command, env=environment, cwd=folder, check=False).returncode
 
 
@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=", ".join(known()))
     parser.add_argument("--cache", type=Path, required=True, help="folder of the environments")
     parser.add_argument("--smollm2", type=Path, required=True, help="SmolLM2 as a .gguf file")
-    arguments, more = parser.parse_known_args()
+    arguments = parser.parse_args()
     unknown = set(arguments.clients) - set(known())
     if unknown:
         parser.error(f"no client {', '.join(unknown)}; there are {', '.join(known())}")
@@ -106,7 +106,7 @@ def main() -> int:
             failed = [
                 client
                 for client, folder in folders.items()
-                if run_tests(client, folder, environment, more)
+                if run_tests(client, folder, environment)
             ]
     print(f"\nfailed: {', '.join(failed)}" if failed else "\nall clients pass", flush=True)
     return 1 if failed else 0
