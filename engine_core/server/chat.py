@@ -287,6 +287,8 @@ class Chat:
         if self._body.parallel_tool_calls is False:
             first = tuple(call for call in parsed.tool_calls if call.index == 0)
             parsed = replace(parsed, tool_calls=first)
+        if self._body.include_reasoning is False:
+            parsed = replace(parsed, reasoning="")
         for call in parsed.tool_calls:
             if call.name is not None:
                 self._last_call[index] = []

@@ -105,6 +105,12 @@ def _only_false(value: Any) -> Any:
     return value
 
 
+def _only_true(value: Any) -> Any:
+    if value is not True:
+        raise ValueError("only true is supported")
+    return value
+
+
 # The bounds stand before the validator, or the schema would not have them.
 _Integral = BeforeValidator(_integral)
 Count = Annotated[int, Field(ge=1, le=_MAX_INT), _Integral]
@@ -112,6 +118,7 @@ Number = Annotated[int, Field(ge=0, le=_MAX_INT), _Integral]
 Top = Annotated[int, Field(ge=0, le=20), _Integral]
 TokenId = Number
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_only_false)]
+OnlyTrue = Annotated[Literal[True], BeforeValidator(_only_true)]
 Text = Annotated[str, Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]
@@ -219,6 +226,9 @@ class StructuredOutputs(Body):
     grammar: Text | None = None
     """As guided_grammar."""
     structural_tag: None = None
+    whitespace_pattern: None = None
+    disable_any_whitespace: OnlyFalse | None = None
+    disable_additional_properties: OnlyFalse | None = None
 
 
 def _sampled(name: str) -> Any:
@@ -324,6 +334,30 @@ class GenerationBody(CommonBody, Labels):
     use_beam_search: OnlyFalse | None = None
     store: bool | None = None
     """No effect: nothing is stored."""
+    early_stopping: OnlyFalse | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    """For beams only, of which there are none."""
+    truncation_side: Literal["left"] | None = None
+    """The end of a prompt that is cut is kept."""
+    spaces_between_special_tokens: OnlyTrue | None = None
+    """No effect: a tokenizer decides how its special tokens are written."""
+    stream_interval: Count | None = None
+    """No effect: what has come is sent at once."""
+    guided_decoding_backend: str | None = None
+    """No effect: there is one."""
+    session_id: str | None = None
+    """A label; no effect."""
+    logprob_token_ids: None = None
+    thinking_token_budget: None = None
+    repetition_detection: None = None
+    guided_whitespace_pattern: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    mm_processor_kwargs: None = None
+    media_io_kwargs: None = None
+    vllm_xargs: None = None
+    request_id: None = None
+    """See the header X-Request-Id."""
 
 
 class TextPart(OpenBody):
@@ -507,10 +541,16 @@ class ChatBody(GenerationBody, Conversation):
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls; so if not set. Only the first is reported if
     not."""
+    include_reasoning: bool | None = None
+    """Whether the answer has the reasoning that a parser found; so if not set."""
     modalities: Annotated[list[Literal["text"]], Items(1, 1)] | None = None
     audio: None = None
     prediction: None = None
     web_search_options: None = None
+    documents: None = None
+    """See chat_template_kwargs."""
+    chat_template: None = None
+    """It is code, which the server's owner chooses."""
     functions: None = None
     function_call: None = None
 
@@ -548,6 +588,7 @@ class CompletionBody(GenerationBody):
     """Report each token's log-probability and so many of the most probable ones."""
     best_of: Annotated[int, Field(ge=1, le=1), _Integral] | None = None
     """Completions are not generated to be thrown away."""
+    prompt_embeds: None = None
     suffix: None = None
     """Filling in before a suffix is not supported."""
 

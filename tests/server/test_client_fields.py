@@ -70,6 +70,15 @@ LABELS: dict[str, Any] = {
     "service_tier": "flex",
     "prompt_cache_key": "b",
     "prompt_cache_retention": "24h",
+    "session_id": "c",
+    "stream_interval": 4,
+    "guided_decoding_backend": "auto",
+    # What vLLM's own client classes send if nothing is asked for.
+    "spaces_between_special_tokens": True,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "truncation_side": "left",
+    **dict.fromkeys(("kv_transfer_params", "vllm_xargs", "request_id", "logprob_token_ids")),
 }
 
 
@@ -80,6 +89,35 @@ def test_bookkeeping_changes_nothing(client: openai.OpenAI, plain: str) -> None:
     text = client.completions.create(**GREEDY, prompt="What is").choices[0].text
     labelled = client.completions.create(**GREEDY, prompt="What is", extra_body=LABELS)
     assert labelled.choices[0].text == text
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"spaces_between_special_tokens": False},
+        {"length_penalty": 1.5},
+        {"early_stopping": True},
+        {"truncation_side": "right"},
+        {"logprob_token_ids": [1]},
+        {"thinking_token_budget": 5},
+        {"repetition_detection": {"max_pattern_size": 3, "min_count": 2}},
+        {"kv_transfer_params": {"do_remote_decode": True}},
+        {"vllm_xargs": {"a": 1}},
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+    ],
+    ids=str,
+)
+def test_what_would_change_the_answer_is_refused(server: ServerProcess, more: Any) -> None:
+    (field,) = more
+    for path, body in (
+        ("completions", {"prompt": "a"}),
+        ("chat/completions", {"messages": HELLO}),
+    ):
+        response = httpx.post(f"{server.url}/v1/{path}", json={**body, **more}, timeout=60)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert (error["code"], error["param"].split(".")[0]) == ("invalid_value", field)
 
 
 def test_messages_may_have_further_fields(post: Any, tokenizer: Tokenizer) -> None:
@@ -141,6 +179,7 @@ def test_the_model_need_not_be_named(post: Any) -> None:
     [
         ({"choice": ["left"]}, "left"),
         ({"regex": "[a]{3}"}, "aaa"),
+        ({"regex": "b", "disable_any_whitespace": False, "whitespace_pattern": None}, "b"),
         ({"json": {"const": "x"}}, '"x"'),
         ({"grammar": 'start: "so"'}, "so"),
         ({"json_object": False}, None),
@@ -340,6 +379,7 @@ def test_https_answers_whole_and_in_a_stream(secure: httpx.Client) -> None:
     [
         ({}, ",,,"),
         ({"reasoning_effort": "high"}, "high,True,True,"),
+        ({"reasoning_effort": "max"}, "max,True,True,"),
         ({"reasoning_effort": "none", "verbosity": "low"}, "none,False,False,low"),
         (
             {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}},

@@ -220,7 +220,7 @@ CHAT: dict[str, Any] = {
             "^response_format.json_schema.schema: this field is required$",
         ),
         ({"seed": -2}, "seed: Input should be greater than or equal to -1, got -2"),
-        ({"chat_template": "{{ x }}"}, "chat_template: unknown field"),
+        ({"chat_template": "{{ x }}"}, "chat_template: not supported here"),
     ],
 )
 def test_a_chat_is_refused_with_a_reason(

@@ -73,6 +73,21 @@ def test_a_stream(client: openai.OpenAI) -> None:
     assert [json.loads(text)["city"] for text in arguments.values()] == ["Rome", "Oslo"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_left_out_if_not_wanted(client: openai.OpenAI, stream: bool) -> None:
+    options: dict[str, Any] = {**ASKED, "extra_body": {"include_reasoning": False}}
+    if stream:
+        chunks = client.chat.completions.create(**options, stream=True)
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        extras = [delta.model_extra for delta in deltas]
+        content = "".join(delta.content or "" for delta in deltas)
+    else:
+        (choice,) = client.chat.completions.create(**options).choices
+        extras, content = [choice.message.model_extra], choice.message.content or ""
+    assert not any(extras)
+    assert content.startswith("Let me look.")
+
+
 def test_only_the_first_call_is_reported_if_one_is_wanted(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {**ASKED, "tools": [TOOL], "temperature": 0}
     options["parallel_tool_calls"] = False
