@@ -1,0 +1,1 @@
+"""Qwen2-VL for engine-core: text, images and videos."""

@@ -1,0 +1,60 @@
+"""A tiny model of this family, for the conformance kit. Imports no torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from engine_core.testing import ConformanceCase
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def reference(config: Mapping[str, Any]) -> nn.Module:
+    """transformers' class, which is none of its causal models."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    theirs: Any = Qwen2VLForConditionalGeneration
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    model: nn.Module = theirs._from_config(Qwen2VLConfig(**values), attn_implementation="eager")
+    return model
+
+
+# Text alone: neither these nor the answers to them have the tokens of pictures, 3 and 4.
+_draw = random.Random(0)
+_PROMPTS = [[_draw.randrange(2, 160) for _ in range(length)] for length in (1, 6, 21, 45)]
+
+CASES = [
+    ConformanceCase(
+        name="qwen2-vl",
+        architecture="Qwen2VLForConditionalGeneration",
+        config={
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "model_type": "qwen2_vl",
+            "vocab_size": 160,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+            "tie_word_embeddings": False,
+            "image_token_id": 3,
+            "video_token_id": 4,
+            "vision_config": {
+                "depth": 1,
+                "embed_dim": 32,
+                "hidden_size": 64,
+                "num_heads": 2,
+                "patch_size": 4,
+            },
+        },
+        reference=reference,
+        prompts=_PROMPTS,
+    ),
+]

@@ -1,0 +1,278 @@
+"""Images and videos of a prompt, and the three positions of its tokens. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_core.errors import RequestError
+from engine_core.inputs import MediaItem, ProcessedPrompt, media_digest, packed_token_ids
+from engine_core_qwen2_vl.pixels import Patcher, Patches
+
+if TYPE_CHECKING:
+    from engine_core.configs import ModelConfig
+
+# What transformers' processor calls the patches and the grid of each kind.
+_FEATURES = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+_OPTIONS = ("min_pixels", "max_pixels")
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """An item and its placeholders in the prompt: one, or ``count``, from ``start`` on."""
+
+    start: int
+    given: int
+    count: int
+    kind: str
+    digest: bytes
+    patches: Patches
+
+
+class Qwen2VLProcessor:
+    """Puts images and videos in the place of their tokens.
+
+    The model's token state is ``mrope_positions`` ``[3, prompt length]``: positions in time, height
+    and width. A token of text has three equal ones, which go on after the largest before it. The
+    row state ``mrope_delta`` is what a later token's position is ahead of its index.
+    """
+
+    media_kinds: ClassVar[tuple[str, ...]] = ("image", "video")
+
+    @classmethod
+    def condition(cls, model_config: ModelConfig) -> bool:
+        """Whether the model is of this family."""
+        return model_config.architecture == "Qwen2VLForConditionalGeneration"
+
+    def __init__(self, model_config: ModelConfig) -> None:
+        config = model_config.hf_config
+        self._tokens = {"image": config.image_token_id, "video": config.video_token_id}
+        self._settings: Mapping[str, Mapping[str, Any]] = config.preprocessor
+        self._patchers = {
+            kind: Patcher.from_config(config.vision_config, settings)
+            for kind, settings in self._settings.items()
+        }
+        self._merge: int = config.vision_config["spatial_merge_size"]
+
+    def process(self, token_ids: Sequence[int]) -> ProcessedPrompt:
+        """A prompt of text.
+
+        Raises:
+            RequestError: it has a placeholder of an image or a video.
+        """
+        return self.process_media(token_ids, {}, {})
+
+    def process_media(
+        self,
+        token_ids: Sequence[int],
+        media: Mapping[str, Sequence[Any]],
+        options: Mapping[str, Any],
+    ) -> ProcessedPrompt:
+        """The prompt with its images and videos, and as many placeholders as they have embeddings.
+
+        Args:
+            token_ids: has for each item one placeholder, or as many as the item has embeddings.
+            media: by "image" and "video", in the order of their placeholders. An image is a PIL
+                image, a uint8 array ``[H, W, 3]``, or the features that transformers' processor
+                makes of one: ``pixel_values`` and ``image_grid_thw``. A video is a list of images,
+                an array ``[F, H, W, 3]``, or ``pixel_values_videos`` and ``video_grid_thw``; none
+                of its frames is left out.
+            options: ``min_pixels`` and ``max_pixels`` of an image or a frame, after resizing.
+
+        Raises:
+            RequestError: placeholders and items do not agree, or an item or option is none.
+        """
+        unknown = [kind for kind in media if kind not in self.media_kinds and len(media[kind])]
+        if unknown:
+            raise RequestError(
+                f"this model takes media of the kinds {' and '.join(self.media_kinds)}, not "
+                f"{', '.join(unknown)}",
+                param="multi_modal_data",
+            )
+        sizes = _checked_options(options)
+        ids: NDArray[np.int64] = np.frombuffer(packed_token_ids(token_ids), np.int64)
+        sites: list[_Site] = []
+        for kind in self.media_kinds:
+            items = [
+                self._item(kind, item, sizes, f"{kind} {index}")
+                for index, item in enumerate(media.get(kind, ()))
+            ]
+            sites += self._sites(kind, ids, items)
+        sites.sort(key=lambda site: site.start)
+        repeats = np.ones(len(ids), np.int64)
+        found, grown = [], 0
+        for site in sites:
+            start = site.start + grown
+            if site.given < site.count:
+                repeats[site.start] = site.count
+                grown += site.count - 1
+            features = {
+                "pixel_values": site.patches.values,
+                "grid_thw": np.array(site.patches.grid, np.int64),
+            }
+            span = (start, start + site.count)
+            found.append(MediaItem(site.kind, site.digest, span, features))
+        if grown:
+            ids = np.repeat(ids, repeats)
+        positions, delta = self._positions(
+            len(ids),
+            [(item.span, site.patches.grid) for item, site in zip(found, sites, strict=True)],
+        )
+        return ProcessedPrompt(
+            token_ids=array("q", ids.tobytes()),
+            row_state={"mrope_delta": delta},
+            token_state={"mrope_positions": positions},
+            media=tuple(found),
+        )
+
+    def _sites(
+        self, kind: str, ids: NDArray[np.int64], items: Sequence[tuple[bytes, Patches]]
+    ) -> list[_Site]:
+        """Each item with its placeholders."""
+        token = self._tokens[kind]
+        places = np.flatnonzero(ids == token)
+        if not len(places) and not items:
+            return []
+        counts = [math.prod(patches.grid) // self._merge**2 for _, patches in items]
+        given = [1] * len(items) if len(places) == len(items) else counts
+        starts = np.cumsum([0, *given])
+        whole = starts[-1] == len(places) and all(
+            places[end - 1] - places[start] == end - 1 - start for start, end in pairwise(starts)
+        )
+        if not whole:
+            runs = int(np.count_nonzero(np.diff(places) > 1)) + bool(len(places))
+            sizes = f" with {', '.join(map(str, counts))} embeddings" if counts else ""
+            raise RequestError(
+                f"the prompt has {kind} placeholders (token {token}) in {runs} places, "
+                f"{len(places)} in all, for a number of {kind}s of {len(items)}{sizes}; it needs "
+                f"one placeholder for each {kind}, or one for each of its embeddings",
+                param="multi_modal_data",
+            )
+        return [
+            _Site(int(places[start]), number, count, kind, *item)
+            for start, number, count, item in zip(starts[:-1], given, counts, items, strict=True)
+        ]
+
+    def _positions(
+        self, length: int, grids: Sequence[tuple[tuple[int, int], tuple[int, int, int]]]
+    ) -> tuple[NDArray[np.int64], int]:
+        """``[3, length]``, and how far the position after them is ahead of ``length``."""
+        positions = np.empty((3, length), np.int64)
+        index = position = 0
+        for (start, end), (frames, high, wide) in grids:
+            positions[:, index:start] = np.arange(position, position + start - index)
+            position += start - index
+            shape = (frames, high // self._merge, wide // self._merge)
+            positions[:, start:end] = position + np.indices(shape).reshape(3, -1)
+            # As the model was trained. Later transformers goes on after height and width alone,
+            # which is another place for a video with more frames than that.
+            position += max(shape)
+            index = end
+        positions[:, index:] = np.arange(position, position + length - index)
+        return positions, position - index
+
+    def _item(
+        self, kind: str, item: Any, sizes: dict[str, int], name: str
+    ) -> tuple[bytes, Patches]:
+        """The digest and the patches of an item as the caller gave it."""
+        try:
+            if isinstance(item, Mapping):
+                if sizes:
+                    raise RequestError(
+                        f"{' and '.join(sizes)} have no effect on features that are made already"
+                    )
+                patches = self._given_patches(kind, item)
+                return media_digest(kind, patches.values, *patches.grid), patches
+            frames = [_pixels(item)] if kind == "image" else _frames(item)
+            limits = {key: self._settings[kind][key] for key in _OPTIONS} | sizes
+            if limits["min_pixels"] > limits["max_pixels"]:
+                raise RequestError(
+                    f"min_pixels ({limits['min_pixels']}) is more than max_pixels "
+                    f"({limits['max_pixels']})"
+                )
+            patches = self._patchers[kind].patches(frames, **limits)
+            return media_digest(kind, *frames, *patches.grid), patches
+        except RequestError as error:
+            raise RequestError(f"{name}: {error}", param="multi_modal_data") from None
+
+    def _given_patches(self, kind: str, features: Mapping[str, Any]) -> Patches:
+        names = _FEATURES[kind]
+        if set(features) != set(names):
+            raise RequestError(
+                f"features of this kind are {' and '.join(names)}, got {', '.join(features)}"
+            )
+        try:
+            values = np.ascontiguousarray(features[names[0]], dtype=np.float32)
+            grid = np.asarray(features[names[1]], dtype=np.int64)
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"{names[0]} and {names[1]} must be arrays: {error}") from None
+        if grid.shape not in ((3,), (1, 3)) or grid.min() <= 0:
+            raise RequestError(
+                f"{names[1]} must be three positive numbers, [3] or [1, 3], got {grid.tolist()}"
+            )
+        frames, high, wide = map(int, grid.reshape(3))
+        wanted = (frames * high * wide, self._patchers[kind].width)
+        if high % self._merge or wide % self._merge or values.shape != wanted:
+            raise RequestError(
+                f"{names[0]} of {list(values.shape)} is not that of {names[1]} "
+                f"{[frames, high, wide]}: it must be {list(wanted)}, and height and width "
+                f"multiples of {self._merge}"
+            )
+        if not np.isfinite(values).all():
+            raise RequestError(f"{names[0]} has values that are not finite")
+        return Patches(values, (frames, high, wide))
+
+
+def _checked_options(options: Mapping[str, Any]) -> dict[str, int]:
+    for key, value in options.items():
+        if key not in _OPTIONS:
+            raise RequestError(
+                f"mm_processor_kwargs: {key!r} is not one of {', '.join(_OPTIONS)}",
+                param="mm_processor_kwargs",
+            )
+        if type(value) is not int or value <= 0:
+            raise RequestError(
+                f"mm_processor_kwargs: {key} must be a positive integer, got {value!r}",
+                param="mm_processor_kwargs",
+            )
+    return dict(options)
+
+
+def _pixels(image: Any) -> NDArray[np.uint8]:
+    """A PIL image or an array as ``[H, W, 3]`` uint8."""
+    if hasattr(image, "convert"):
+        image = image.convert("RGB")
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
+        raise RequestError(
+            "an image must be a PIL image or an array [height, width, 3] of uint8, got "
+            f"{type(image).__name__} of {pixels.dtype} {list(pixels.shape)}"
+        )
+    return pixels
+
+
+def _frames(video: Any) -> list[NDArray[np.uint8]]:
+    """A list of images or an array ``[F, H, W, 3]`` as frames of one size."""
+    if not isinstance(video, list | tuple) and np.ndim(video) != 4:
+        raise RequestError(
+            "a video must be a list of images or an array [frames, height, width, 3] of uint8, got "
+            f"{type(video).__name__}"
+        )
+    frames = [_pixels(frame) for frame in video]
+    if len({frame.shape for frame in frames}) != 1:
+        sizes = sorted({f"{frame.shape[1]} x {frame.shape[0]}" for frame in frames})
+        raise RequestError(
+            f"a video needs one or more frames of one size, got {len(frames)} of the sizes "
+            f"{', '.join(sizes) or 'none'}"
+        )
+    return frames

@@ -1,0 +1,123 @@
+"""From pictures to patches, as transformers' image processor of this family makes them.
+
+That one is not used: to import it takes seconds and brings torch, and it knows no videos without
+torchvision. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_core.errors import RequestError
+
+_MOST_ELONGATED = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """A picture or video cut to pieces.
+
+    Attributes:
+        values: ``[N, channels * temporal_patch_size * patch_size**2]`` float32. Patches that are
+            merged to one embedding stand together.
+        grid: patches in time, height and width, whose product is N.
+    """
+
+    values: NDArray[np.float32]
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Patcher:
+    """Resizes, normalises and cuts.
+
+    Attributes:
+        patch_size: height and width of a patch in pixels.
+        temporal_patch_size: its frames.
+        merge_size: height and width, in patches, of what becomes one embedding.
+        mean: of each channel, from 0 to 1.
+        std: of each channel.
+    """
+
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    mean: NDArray[np.float32]
+    std: NDArray[np.float32]
+
+    @classmethod
+    def from_config(cls, vision: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Patcher:
+        """The patcher of a config as the builder leaves it."""
+        return cls(
+            vision["patch_size"],
+            vision["temporal_patch_size"],
+            vision["spatial_merge_size"],
+            np.array(preprocessor["image_mean"], np.float32),
+            np.array(preprocessor["image_std"], np.float32),
+        )
+
+    @property
+    def width(self) -> int:
+        """Numbers of a patch."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    def size(self, height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+        """The height and width that a picture is resized to: whole embeddings, about its shape.
+
+        Raises:
+            RequestError: one side is more than 200 times the other.
+        """
+        if max(height, width) > _MOST_ELONGATED * min(height, width):
+            raise RequestError(
+                f"a picture of {width} x {height} pixels is too long: one side may be "
+                f"{_MOST_ELONGATED} times the other at most"
+            )
+        factor = self.patch_size * self.merge_size
+        high, wide = round(height / factor) * factor, round(width / factor) * factor
+        if high * wide > max_pixels:
+            scale = math.sqrt(height * width / max_pixels)
+            high = max(factor, math.floor(height / scale / factor) * factor)
+            wide = max(factor, math.floor(width / scale / factor) * factor)
+        elif high * wide < min_pixels:
+            scale = math.sqrt(min_pixels / (height * width))
+            high = math.ceil(height * scale / factor) * factor
+            wide = math.ceil(width * scale / factor) * factor
+        return high, wide
+
+    def patches(
+        self, frames: Sequence[NDArray[np.uint8]], min_pixels: int, max_pixels: int
+    ) -> Patches:
+        """``frames`` ``[H, W, 3]`` of one size, one for a picture, as patches.
+
+        The last frame is repeated until they fill the last patches.
+        """
+        high, wide = self.size(frames[0].shape[0], frames[0].shape[1], min_pixels, max_pixels)
+        resized = [_resize(frame, high, wide) for frame in frames]
+        resized += resized[-1:] * (-len(resized) % self.temporal_patch_size)
+        pixels = np.stack(resized).astype(np.float32) * np.float32(1 / 255)
+        pixels = (pixels - self.mean) / self.std
+        patch, merge = self.patch_size, self.merge_size
+        grid = (len(resized) // self.temporal_patch_size, high // patch, wide // patch)
+        cut = pixels.reshape(
+            grid[0], self.temporal_patch_size,
+            grid[1] // merge, merge, patch,
+            grid[2] // merge, merge, patch,
+            3,
+        )  # fmt: skip
+        cut = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+        return Patches(cut.reshape(math.prod(grid), self.width), grid)
+
+
+def _resize(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    if frame.shape[:2] == (height, width):
+        return frame
+    from PIL import Image
+
+    image = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(image)
