@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine_core.errors import RequestError
 from engine_core.inputs import MediaItem, ProcessedPrompt, media_digest, packed_token_ids
-from engine_core_qwen2_vl.pixels import Patcher, Patches
+from engine_core_qwen2_vl.pixels import Patcher, Patches, to_frames, to_pixels
 
 if TYPE_CHECKING:
     from engine_core.configs import ModelConfig
@@ -193,7 +193,7 @@ class Qwen2VLProcessor:
                     )
                 patches = self._given_patches(kind, item)
                 return media_digest(kind, patches.values, *patches.grid), patches
-            frames = [_pixels(item)] if kind == "image" else _frames(item)
+            frames = [to_pixels(item)] if kind == "image" else to_frames(item)
             limits = {key: self._settings[kind][key] for key in _OPTIONS} | sizes
             if limits["min_pixels"] > limits["max_pixels"]:
                 raise RequestError(
@@ -246,33 +246,3 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, int]:
                 param="mm_processor_kwargs",
             )
     return dict(options)
-
-
-def _pixels(image: Any) -> NDArray[np.uint8]:
-    """A PIL image or an array as ``[H, W, 3]`` uint8."""
-    if hasattr(image, "convert"):
-        image = image.convert("RGB")
-    pixels = np.asarray(image)
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
-        raise RequestError(
-            "an image must be a PIL image or an array [height, width, 3] of uint8, got "
-            f"{type(image).__name__} of {pixels.dtype} {list(pixels.shape)}"
-        )
-    return pixels
-
-
-def _frames(video: Any) -> list[NDArray[np.uint8]]:
-    """A list of images or an array ``[F, H, W, 3]`` as frames of one size."""
-    if not isinstance(video, list | tuple) and np.ndim(video) != 4:
-        raise RequestError(
-            "a video must be a list of images or an array [frames, height, width, 3] of uint8, got "
-            f"{type(video).__name__}"
-        )
-    frames = [_pixels(frame) for frame in video]
-    if len({frame.shape for frame in frames}) != 1:
-        sizes = sorted({f"{frame.shape[1]} x {frame.shape[0]}" for frame in frames})
-        raise RequestError(
-            f"a video needs one or more frames of one size, got {len(frames)} of the sizes "
-            f"{', '.join(sizes) or 'none'}"
-        )
-    return frames

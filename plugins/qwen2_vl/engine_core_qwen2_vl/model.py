@@ -202,10 +202,6 @@ class Qwen2VLForConditionalGeneration(RotaryCausalLM):
             lambda: RMSNorm(config.hidden_size, config.rms_norm_eps),
         )
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding of tokens."""
-        return self.model.embed_tokens
-
     def embed_media(self, kind: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """The embeddings ``[n, H]`` of each of some images or videos, which are computed together.
 

@@ -121,3 +121,54 @@ def _resize(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uin
 
     image = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
     return np.asarray(image)
+
+
+def to_pixels(image: Any) -> NDArray[np.uint8]:
+    """A PIL image or an array as ``[H, W, 3]`` uint8.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if hasattr(image, "convert"):
+        try:
+            image = _opaque(image)
+        except (OSError, SyntaxError) as error:  # PIL reads a file when its pixels are wanted.
+            raise RequestError(f"an image cannot be read: {error}") from None
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
+        raise RequestError(
+            "an image must be a PIL image or an array [height, width, 3] of uint8, got "
+            f"{type(image).__name__} of {pixels.dtype} {list(pixels.shape)}"
+        )
+    return pixels
+
+
+def to_frames(video: Any) -> list[NDArray[np.uint8]]:
+    """A list of images or an array ``[F, H, W, 3]`` as frames of one size.
+
+    Raises:
+        RequestError: it is neither, or has no frames.
+    """
+    if not isinstance(video, list | tuple) and np.ndim(video) != 4:
+        raise RequestError(
+            "a video must be a list of images or an array [frames, height, width, 3] of uint8, got "
+            f"{type(video).__name__}"
+        )
+    frames = [to_pixels(frame) for frame in video]
+    if len({frame.shape for frame in frames}) != 1:
+        sizes = sorted({f"{frame.shape[1]} x {frame.shape[0]}" for frame in frames})
+        raise RequestError(
+            f"a video needs one or more frames of one size, got {len(frames)} of the sizes "
+            f"{', '.join(sizes) or 'none'}"
+        )
+    return frames
+
+
+def _opaque(image: Any) -> Any:
+    """A PIL image in RGB; through what is transparent shows white, as with transformers."""
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        from PIL import Image
+
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
