@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from engine_core.errors import RequestError
 from engine_core.inputs import MediaItem, ProcessedPrompt, media_digest, packed_token_ids
-from engine_core_qwen2_vl.pixels import Patcher, Patches, to_frames, to_pixels
 
+# numpy and what needs it are imported where they are used: every command imports this module.
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from engine_core.configs import ModelConfig
+    from engine_core_qwen2_vl.pixels import Patches
 
 # What transformers' processor calls the patches and the grid of each kind.
 _FEATURES = {
@@ -55,6 +56,8 @@ class Qwen2VLProcessor:
         return model_config.architecture == "Qwen2VLForConditionalGeneration"
 
     def __init__(self, model_config: ModelConfig) -> None:
+        from engine_core_qwen2_vl.pixels import Patcher
+
         config = model_config.hf_config
         self._tokens = {"image": config.image_token_id, "video": config.video_token_id}
         self._settings: Mapping[str, Mapping[str, Any]] = config.preprocessor
@@ -92,6 +95,8 @@ class Qwen2VLProcessor:
         Raises:
             RequestError: placeholders and items do not agree, or an item or option is none.
         """
+        import numpy as np
+
         unknown = [kind for kind in media if kind not in self.media_kinds and len(media[kind])]
         if unknown:
             raise RequestError(
@@ -139,6 +144,8 @@ class Qwen2VLProcessor:
         self, kind: str, ids: NDArray[np.int64], items: Sequence[tuple[bytes, Patches]]
     ) -> list[_Site]:
         """Each item with its placeholders."""
+        import numpy as np
+
         token = self._tokens[kind]
         places = np.flatnonzero(ids == token)
         if not len(places) and not items:
@@ -167,6 +174,8 @@ class Qwen2VLProcessor:
         self, length: int, grids: Sequence[tuple[tuple[int, int], tuple[int, int, int]]]
     ) -> tuple[NDArray[np.int64], int]:
         """``[3, length]``, and how far the position after them is ahead of ``length``."""
+        import numpy as np
+
         positions = np.empty((3, length), np.int64)
         index = position = 0
         for (start, end), (frames, high, wide) in grids:
@@ -185,6 +194,8 @@ class Qwen2VLProcessor:
         self, kind: str, item: Any, sizes: dict[str, int], name: str
     ) -> tuple[bytes, Patches]:
         """The digest and the patches of an item as the caller gave it."""
+        from engine_core_qwen2_vl.pixels import to_frames, to_pixels
+
         try:
             if isinstance(item, Mapping):
                 if sizes:
@@ -206,6 +217,10 @@ class Qwen2VLProcessor:
             raise RequestError(f"{name}: {error}", param="multi_modal_data") from None
 
     def _given_patches(self, kind: str, features: Mapping[str, Any]) -> Patches:
+        import numpy as np
+
+        from engine_core_qwen2_vl.pixels import Patches
+
         names = _FEATURES[kind]
         if set(features) != set(names):
             raise RequestError(
