@@ -21,6 +21,7 @@ def write_reciting_model(
     """
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     template += "{% if messages[-1].role != 'tool' %}<start>{% endif %}"
+    template += "{% if enable_thinking is false %}<think></think>{% endif %}"
     return write_scripted_model(folder, {"<start>": pieces, **(replies or {})}, template)
 
 

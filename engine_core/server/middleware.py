@@ -56,6 +56,8 @@ class RequestMiddleware:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = context.request_id
+                if context.of_anthropic:
+                    headers["Request-Id"] = context.request_id  # where its client looks
                 headers["X-Content-Type-Options"] = "nosniff"
             await send(message)
 

@@ -371,11 +371,9 @@ class _Response(Form):
         return made
 
     def _ended(self, status: str, answer: PartAnswer) -> dict[str, Any]:
-        last = len(answer.parts) - 1
-        output = [
-            self._item(part, _status(answer) if part.index == last else "completed")
-            for part in answer.parts
-        ]
+        last = "completed" if status == "completed" else "incomplete"
+        output = [self._item(part, "completed") for part in answer.parts[:-1]]
+        output += [self._item(part, last) for part in answer.parts[-1:]]
         usage = {
             "input_tokens": answer.input_tokens,
             "input_tokens_details": {

@@ -50,6 +50,8 @@ def before_call(context: HookContext, case: Case, kwargs: dict[str, Any]) -> Non
         body["timeout"] = max(60, body["timeout"])
     if "messages" in body and not body.get("max_tokens") and "/chat/" in case.path:
         body["max_tokens"] = body.get("max_completion_tokens") or 8
+    if "input" in body and not body.get("max_output_tokens"):
+        body["max_output_tokens"] = 8
 
 
 @schemathesis.check

@@ -400,6 +400,34 @@ def test_effort_is_a_switch_of_the_template(
     assert answer["prompt_token_ids"] == tokens
 
 
+def test_other_services_hand_thoughts_and_switches_on(secure: httpx.Client) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "so", "reasoning": "why"}, *HELLO]
+    chat = {"messages": messages, "reasoning_effort": "high", "verbosity": "low"}
+    expected = secure.post("/tokenize", json=chat).json()["count"]
+    thoughts: Any = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "why"}]}]
+    response = {
+        "input": [*HELLO, *thoughts, {"role": "assistant", "content": "so"}, *HELLO],
+        "reasoning": {"effort": "high"},
+        "text": {"verbosity": "low"},
+        "max_output_tokens": 1,
+    }
+    usage = secure.post("/v1/responses", json=response).json()["usage"]
+    assert usage["input_tokens"] == expected
+    blocks = [{"type": "thinking", "thinking": "why", "signature": ""}]
+    message = {
+        "messages": [
+            *HELLO,
+            {"role": "assistant", "content": [*blocks, {"type": "text", "text": "so"}]},
+            *HELLO,
+        ],
+        "thinking": {"type": "enabled", "budget_tokens": 5},
+        "output_config": {"effort": "high"},
+        "chat_template_kwargs": {"verbosity": "low"},
+    }
+    counted = secure.post("/v1/messages/count_tokens", json=message).json()
+    assert counted == {"input_tokens": expected}
+
+
 def test_a_template_that_trims_what_is_continued(secure: httpx.Client) -> None:
     messages = [*HELLO, {"role": "assistant", "content": " so  "}]
     chat = {"messages": messages, "continue_final_message": True}

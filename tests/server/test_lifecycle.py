@@ -96,14 +96,33 @@ def test_a_second_signal_ends_it_at_once(tiny_model: Path) -> None:
 
 def test_a_deadline_and_the_death_of_the_engine(tiny_model: Path) -> None:
     options = [*OPTIONS, "--request-timeout", "4"]
-    with ServerProcess(tiny_model, *options) as server, ThreadPoolExecutor(2) as pool:
+    with ServerProcess(tiny_model, *options) as server, ThreadPoolExecutor(4) as pool:
         server.wait_ready()
         many = {**BODY, "n": 3}
         whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=many, timeout=60)
+        endless = {"stream": True, "logit_bias": {"2": -100}}
+        asked: dict[str, Any] = {
+            "messages": [{"role": "user", "content": "long"}],
+            "max_tokens": 900,
+        }
+        others = [
+            pool.submit(httpx.post, f"{server.url}/v1/{path}", json=body | endless, timeout=60)
+            for path, body in (("messages", asked), ("responses", {"input": "long"}))
+        ]
         events = _stream(server)
         assert events[-1] == "[DONE]"
         assert events[-2]["error"]["code"] == "timeout"
         assert len(events) > 4
+        message, response = (other.result().text.split("\n\n") for other in others)
+        assert len(min(message, response)) > 4
+        name, data = message[-2].split("\n")
+        assert name == "event: error"
+        assert json.loads(data.removeprefix("data: "))["error"]["type"] == "timeout_error"
+        name, data = response[-2].split("\n")
+        assert name == "event: response.failed"
+        failed = json.loads(data.removeprefix("data: "))["response"]
+        assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+        assert failed["output"][0]["status"] == "incomplete"
         answer = whole.result()
         assert answer.status_code == 408
         assert answer.json()["error"]["type"] == "timeout_error"

@@ -124,6 +124,11 @@ def test_only_the_first_call_if_one_is_wanted(claude: anthropic.Anthropic) -> No
     assert message.stop_reason == "tool_use"
 
 
+def test_thinking_is_turned_off(claude: anthropic.Anthropic) -> None:
+    message = claude.messages.create(**TASK, thinking={"type": "disabled"})
+    assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
+
+
 @pytest.mark.parametrize(
     ("limit", "reason", "sequence"),
     [
@@ -305,6 +310,7 @@ def test_what_is_wrong_is_named(server: ServerProcess, wrong: Any, said: str) ->
 def test_errors_have_anthropics_types(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as unknown:
         client.messages.create(**{**ASKED, "model": "other"})
+    assert unknown.value.request_id
     assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
     long: list[Any] = [{"role": "user", "content": "word " * 2000}]
     with pytest.raises(anthropic.BadRequestError, match="the longest taken here"):

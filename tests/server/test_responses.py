@@ -116,6 +116,15 @@ def test_a_stream_has_its_events_in_order(agent: ServerProcess) -> None:
     ]
 
 
+def test_reasoning_is_turned_off(codex: openai.OpenAI) -> None:
+    response = codex.responses.create(**TASK, input=[QUESTION], reasoning={"effort": "none"})
+    assert [item.type for item in response.output] == ["message", *["function_call"] * 2]
+    assert response.reasoning is not None
+    assert response.reasoning.effort == "none"
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == 0
+
+
 def test_a_response_is_its_keys_alone(agent: ServerProcess, codex: openai.OpenAI) -> None:
     made = codex.responses.create(**TASK, input=[QUESTION], metadata={"run": "7"})
     assert codex.responses.retrieve(made.id) == made
