@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -17,7 +17,7 @@ from engine_core.registry import build_registry
 from engine_core.server.context import RequestContext
 from engine_core.server.errors import as_api_error
 from engine_core.server.middleware import ApiKeyMiddleware, RequestMiddleware
-from engine_core.server.openapi import OPERATIONS, build_document
+from engine_core.server.openapi import OPERATIONS, Endpoint, build_document
 from engine_core.server.pages import page_routes
 from engine_core.server.service import Service
 from engine_core.server.settings import ServerSettings
@@ -59,11 +59,14 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service = service
+    endpoints: dict[str, dict[str, Endpoint]] = {}
     for operation in OPERATIONS:
+        endpoints.setdefault(operation.path, {})[operation.method] = operation.endpoint
+    for path, by_method in endpoints.items():
         app.add_api_route(
-            operation.path,
-            operation.endpoint,
-            methods=[operation.method],
+            path,
+            _endpoint(by_method),
+            methods=list(by_method),
             include_in_schema=False,
             response_model=None,
         )
@@ -86,6 +89,15 @@ def create_app(
         )
     app.add_middleware(RequestMiddleware, service=service)
     return app
+
+
+def _endpoint(by_method: Mapping[str, Endpoint]) -> Endpoint:
+    """One for all methods of a path, so that a refusal of others names all of them."""
+
+    async def answer(request: Request) -> Response:
+        return await by_method[request.method](request)
+
+    return answer
 
 
 async def _answer(request: Request, error: Any) -> Response:
