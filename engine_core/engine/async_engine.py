@@ -562,9 +562,9 @@ class AsyncEngine(HasFrontend):
         """Load of the engine after its last step, and counts since its start."""
         return self._stats
 
-    def start_trace(self) -> None:
-        """Record every step and request from now on, in both processes."""
-        self.trace = FrontendTrace()
+    def start_trace(self, name: str = "server") -> None:
+        """Record every step and request from now on, in both processes; ``name`` is of this one."""
+        self.trace = FrontendTrace(name)
         self._link.send(("trace",))
 
     async def take_trace(self) -> EngineTrace | None:

@@ -547,7 +547,7 @@ def _run(links: _Links, core: EngineCore) -> None:
                 for sequence_id in arguments[0]:
                     core.abort(sequence_id)
             elif name == "trace":
-                core.trace = EngineTrace()
+                core.trace = core.trace or EngineTrace()  # each frontend asks for it
             elif name == "take_trace":
                 links.answer(core.trace)
             else:

@@ -19,7 +19,7 @@ from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine.async_engine import AsyncEngine
 from engine_core.engine.shared_count import SharedCount
-from engine_core.engine.trace import check_trace_file, write_trace
+from engine_core.engine.trace import FrontendTrace, check_trace_file, write_trace
 from engine_core.errors import ConfigError, EngineDeadError, ErrorCode, RequestError
 from engine_core.parsers import find_parser_names
 from engine_core.registry import Registry, build_registry
@@ -250,6 +250,8 @@ async def serve(
     *,
     on_drain: Callable[[int, ServerSettings], None] = log_draining,
     early: bool = True,
+    name: str = "server",
+    keep_trace: Callable[[AsyncEngine], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
     """Answer requests until ``stop`` is set and those in flight have ended.
 
@@ -263,6 +265,8 @@ async def serve(
         on_ready: called when requests are taken.
         on_drain: called when no more are taken, with how many there are.
         early: whether those who connect before the engine is there are refused, and do not wait.
+        name: of this process in a trace.
+        keep_trace: called in the end with the engine if there is a trace; writes its file if None.
 
     Raises:
         EngineError: the model cannot run, or the engine died; all requests have got the cause.
@@ -284,7 +288,7 @@ async def serve(
         if engine is None:
             return
         if settings.trace is not None:
-            engine.start_trace()
+            engine.start_trace(name)
         begin.set()
         on_ready(engine)
         dead = asyncio.ensure_future(engine.wait_dead())
@@ -304,15 +308,19 @@ async def serve(
         else:
             serving.cancel()
         if engine is not None:
-            if settings.trace is not None:
-                await _write_trace(engine, settings.trace, settings.trace_seconds)
+            if keep_trace is not None:
+                await keep_trace(engine)
+            elif settings.trace is not None:
+                frontends = [] if engine.trace is None else [engine.trace]
+                await keep_whole_trace(engine, frontends, settings.trace, settings.trace_seconds)
             await engine.close()
 
 
-async def _write_trace(engine: AsyncEngine, path: Path, seconds: float) -> None:
-    """Write the trace that ``engine`` has, as far as its process lives."""
+async def keep_whole_trace(
+    engine: AsyncEngine, frontends: Sequence[FrontendTrace], path: Path, seconds: float
+) -> None:
+    """Write the trace of ``engine``, as far as its process lives, and of those that answered."""
     steps = await engine.take_trace()
-    frontends = [] if engine.trace is None else [engine.trace]
     try:
         await asyncio.to_thread(write_trace, path, steps, frontends, seconds=seconds)
     except OSError as error:

@@ -15,6 +15,7 @@ import logging
 import mmap
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -36,6 +37,7 @@ from engine_core.registry import build_registry
 from engine_core.server.connections import allow_connections
 from engine_core.server.logs import configure_logging
 from engine_core.server.run import (
+    keep_whole_trace,
     listen,
     log_address,
     log_death,
@@ -66,11 +68,6 @@ def check_server_count(settings: ServerSettings) -> None:
         ConfigError: they may not; says why.
     """
     wanted = settings.api_server_count
-    if wanted > 1 and settings.trace is not None:
-        raise ConfigError(
-            f"api_server_count is {wanted}, and a trace is of one process that answers requests; "
-            "leave one of them out"
-        )
     if wanted > 1 and not sys.platform.startswith("linux"):
         raise ConfigError(
             f"api_server_count is {wanted}, and on {sys.platform} one process alone can listen; "
@@ -87,6 +84,7 @@ class _Place:
         first: whether no process had its place before.
         name: of this process; one that takes its place is called otherwise.
         path: of the engine process's socket.
+        traces: folder for the part of a trace that this process has recorded.
         counts: a file of numbers, two for each worker.
         num_workers: how many there are.
         model: as given to the command.
@@ -100,6 +98,7 @@ class _Place:
     first: bool
     name: str
     path: Path
+    traces: Path
     counts: Path
     num_workers: int
     model: str
@@ -147,6 +146,8 @@ class _Supervisor:
         self._counts = folder / "counts"
         self._counts.write_bytes(bytes(2 * 8 * count))
         self._gate = folder / "engine"
+        self._traces = folder / "traces"
+        self._traces.mkdir()
         self._drain = asyncio.Event()
         self._listeners: list[socket.socket] = []
         self._ready = [asyncio.Event() for _ in range(count)]
@@ -187,6 +188,8 @@ class _Supervisor:
             if not starting.done():
                 return
             engine = starting.result()
+            if self._settings.trace is not None:
+                engine.start_trace()
             dead = asyncio.ensure_future(engine.wait_dead())
             ready = asyncio.gather(*(event.wait() for event in self._ready))
             await first_of(ready, dead, stopped)
@@ -211,6 +214,14 @@ class _Supervisor:
                     await starting
             await asyncio.gather(*workers, return_exceptions=True)
             if engine is not None:
+                if self._settings.trace is not None:
+                    files = sorted(self._traces.iterdir())
+                    await keep_whole_trace(
+                        engine,
+                        [pickle.loads(file.read_bytes()) for file in files],
+                        self._settings.trace,
+                        self._settings.trace_seconds,
+                    )
                 await engine.close()
 
     async def _keep(self, index: int) -> None:
@@ -246,6 +257,7 @@ class _Supervisor:
             turn == 0,
             f"{index}.{turn}.",
             self._gate,
+            self._traces,
             self._counts,
             self._count,
             self._model,
@@ -314,6 +326,12 @@ def work(place: _Place, control: socket.socket, listener: socket.socket) -> None
     def ready(_: AsyncEngine) -> None:
         control.send(_READY)
 
+    async def keep_trace(engine: AsyncEngine) -> None:
+        # Renamed when it is whole: a process that dies meanwhile leaves no half of it.
+        part = place.traces.with_name(f"{place.name}part")
+        await asyncio.to_thread(part.write_bytes, pickle.dumps(engine.trace))
+        part.rename(place.traces / place.name)
+
     async def run() -> None:
         stop = asyncio.Event()
 
@@ -341,6 +359,8 @@ def work(place: _Place, control: socket.socket, listener: socket.socket) -> None
             ready,
             on_drain=lambda *_: None,
             early=place.first,
+            name=f"server {index}",
+            keep_trace=None if settings.trace is None else keep_trace,
         )
         listening.cancel()
 

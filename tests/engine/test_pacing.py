@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from itertools import product
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_examples import examples
 
 from engine_core.configs import CacheConfig, CacheGroup, KVCacheSpec, SchedulerConfig
 from engine_core.engine.pacing import Pacing
@@ -307,3 +313,60 @@ def test_offline_every_step_has_the_same_budget() -> None:
         clock.run(pacing, decode(1))
         clock.run(pacing, prefill(400, decoding=True))
     assert sched.prompt_budget is None
+
+
+SECONDS = st.one_of(
+    st.sampled_from([0.0, 1e-12, 1e-6, 0.03, 60.0, 1e9]), st.floats(0.0, 1.0, allow_nan=False)
+)
+LENGTHS = st.sampled_from([2, 63, 64, 65, 500, 513, 8191, 8192])
+
+
+@st.composite
+def taken(draw: st.DrawFn) -> tuple[StepPlan, float, float, bool]:
+    """A step of any rows, after any pause, of any duration, and whether its end was seen."""
+    decoding, chunks = draw(st.integers(0, 1024)), draw(st.lists(LENGTHS, max_size=2))
+    rows = [PlanRow("a", 0, 5, 1, ((),), True)] * (decoding or not chunks)
+    rows += [
+        PlanRow("b", 1, draw(st.sampled_from([0, 4096, 10**6])), min(count, 4096), ((),), True)
+        for count in chunks
+    ]
+    repeat = 1 if chunks else draw(st.sampled_from([1, 2, 8]))
+    return StepPlan(0, rows, repeat=repeat), draw(SECONDS), draw(SECONDS), draw(st.booleans())
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.lists(taken(), min_size=1, max_size=30),
+    st.integers(0, 3),
+    st.sampled_from([1e-9, 0.03, 0.25, 1e6]),
+    st.sampled_from([1, 2048]),
+)
+def test_whatever_steps_took_every_choice_can_be_followed(
+    steps: list[tuple[StepPlan, float, float, bool]], depth: int, limit: float, filling: int
+) -> None:
+    """Prompts always get on and never beyond what a step may hold, and no wait is for ever."""
+    sched = scheduler()
+    clock = Clock(0.0)
+    pacing = Pacing(
+        sched, depth, max_step_time=limit, first_budget=64, filling_tokens=filling, clock=clock
+    )
+    largest = 0.0
+    for plan, pause, seconds, early in steps:
+        clock.now += pause
+        submitted = clock.now
+        pacing.submitted(min(seconds, pause))
+        pacing.waiting(plan, early=early)
+        clock.now += seconds
+        pacing.finished(plan, submitted, early=early)
+        largest = max(largest, seconds)
+        assert 1 <= sched.repeat_limit <= 8
+        for rows, cached in product((1, 96, 1024), (0, 10**6)):
+            for tokens in (1, 10**6):
+                assert sched.prompt_budget is not None
+                assert 64 <= sched.prompt_budget(rows, tokens, cached) <= 8192
+            usual, backlog = budgets(sched, rows, cached)
+            assert usual <= backlog
+        assert not math.isnan(pacing.spare(plan, clock.now))
+        # A decode step as those seen is not waited for longer than the longest took.
+        if plan.kind == "decode" and not early:
+            assert pacing.spare(plan, clock.now) <= plan.repeat * largest
