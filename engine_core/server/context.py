@@ -70,7 +70,7 @@ class RequestContext:
         return context
 
     def own_name(self, place: str) -> str:
-        """What the client calls a place in the body of the chat that its request became."""
+        """The client's name of a place in the body of the chat that its request became."""
         for pattern, name in self.field_names:
             made, count = re.subn(rf"^(?:{pattern})(?=\.|$)", name, place)
             if count:

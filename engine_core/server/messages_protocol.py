@@ -40,7 +40,7 @@ class TextBlock(_Cached):
 
 
 class ThinkingBlock(OpenBody):
-    """What the model thought."""
+    """Thoughts of the model."""
 
     type: Literal["thinking"]
     thinking: str
@@ -181,7 +181,7 @@ class JsonFormat(Body):
 
 
 class OutputConfig(Body):
-    """What the answer is like."""
+    """Form of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     """Given to the chat template as reasoning_effort."""
@@ -268,7 +268,7 @@ class TextBlockAnswer(Answer):
 
 
 class ThinkingBlockAnswer(Answer):
-    """What the model thought; nothing is signed."""
+    """Thoughts of the model; nothing is signed."""
 
     type: Literal["thinking"]
     thinking: str

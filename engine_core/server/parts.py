@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(slots=True)
 class PartAnswer:
-    """What there is of an answer.
+    """An answer as far as it has come.
 
     Attributes:
         parts: those that have begun; all but the last have ended.

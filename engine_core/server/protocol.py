@@ -272,7 +272,7 @@ class CommonBody(Body):
 
 
 class Labels(Body):
-    """What OpenAI's clients send for its books."""
+    """Fields that OpenAI's clients send for its books."""
 
     user: str | None = None
     """A label; no effect."""

@@ -68,7 +68,7 @@ class ReasoningText(OpenBody):
 
 
 class ReasoningItem(OpenBody):
-    """What the model thought; ``encrypted_content`` has no effect."""
+    """Thoughts of the model; ``encrypted_content`` has no effect."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[ReasoningText], Items(0, MAX_PARTS)] | None = None
@@ -109,7 +109,7 @@ class JsonSchemaTextFormat(Body):
 
 
 class TextConfig(Body):
-    """What the text is like."""
+    """Form of the text."""
 
     format: (
         Annotated[
@@ -227,7 +227,7 @@ class OutputText(Answer):
 
 
 class OutputReasoningText(Answer):
-    """What the model thought."""
+    """Thoughts of the model."""
 
     type: Literal["reasoning_text"]
     text: str
@@ -278,7 +278,7 @@ class InputTokensDetails(Answer):
 
 
 class OutputTokensDetails(Answer):
-    """What the output's tokens are."""
+    """Kinds of the output's tokens."""
 
     reasoning_tokens: int = Field(ge=0)
 

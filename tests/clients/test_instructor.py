@@ -14,7 +14,7 @@ ASK: Any = [{"role": "user", "content": "What is the sky like?"}]
 
 
 class Sky(pydantic.BaseModel):
-    """What the sky is like."""
+    """Colour and state of the sky."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     sky: Literal["clear", "grey"]

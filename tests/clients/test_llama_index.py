@@ -15,7 +15,7 @@ from scripted import AGAIN, FIRST, LONGEST, TOLD
 
 
 class Sky(pydantic.BaseModel):
-    """What the sky is like."""
+    """Colour and state of the sky."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     sky: Literal["clear", "grey"]

@@ -17,7 +17,7 @@ PROVIDERS = pytest.mark.parametrize("provider", [OpenAIProvider, VLLMProvider])
 
 
 class Sky(pydantic.BaseModel):
-    """What the sky is like."""
+    """Colour and state of the sky."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     sky: Literal["clear", "grey"]

@@ -87,7 +87,7 @@ def seen(output: RequestOutput) -> tuple[Any, ...]:
 def run(
     model: Path, given: list[tuple[list[int], Any, int]], **options: Any
 ) -> tuple[list[tuple[Any, ...]], int, int]:
-    """What each request gives, the preemptions, and the plans with columns."""
+    """Each request's output, the preemptions, and the plans with columns."""
     engine = Engine(str(model), EngineConfig(max_model_len=256, **options))
     plans = 0
     submit = engine.core.executor.submit

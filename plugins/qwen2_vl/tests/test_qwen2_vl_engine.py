@@ -139,7 +139,7 @@ def transformers_model() -> Any:
 
 @torch.inference_mode()
 def transformers_answer(ids: list[int], **inputs: Any) -> list[int]:
-    """What transformers' model says to a prompt; it gives no heed to eos."""
+    """The answer of transformers' model to a prompt; it gives no heed to eos."""
     kinds = torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in ids]], dtype=torch.int32)
     out = transformers_model().generate(
         input_ids=torch.tensor([ids]),
