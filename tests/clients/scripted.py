@@ -1,4 +1,4 @@
-"""Words of the scripted model, and when it says them: known to the servers' process and to the tests.
+"""Words of the scripted model, and when it says them: known to the server and to the tests.
 
 Nothing but strings, as the clients' environments have no engine.
 """
