@@ -212,6 +212,7 @@ def test_server_traces_its_last_seconds(tmp_path: Path) -> None:
         assert [trace.slice_at(event) for event in points] == ["queue", "plan"]
 
 
+@pytest.mark.slow
 def test_several_processes_share_a_trace(tmp_path: Path) -> None:
     """One engine, and each process with what it answered; one that was killed is not there."""
     model, file = write_tiny_model(tmp_path / "model"), tmp_path / "trace.json"
@@ -227,25 +228,25 @@ def test_several_processes_share_a_trace(tmp_path: Path) -> None:
                 answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
                 assert answer.text.endswith("data: [DONE]\n\n"), answer.text
 
-        ask(12)  # by either of them, as the system has it
+        ask(6)  # by either of them, as the system has it
         children = {child.pid: child for child in psutil.Process(server.process.pid).children()}
         workers = [child for pid, child in children.items() if pid != server.engine_pid]
         victim = next(w for w in workers if "spawn_main" in " ".join(w.cmdline()))
         victim.kill()
         server.wait_for_log("another process takes its place")
-        ask(12)
+        ask(6)
         server.terminate(signal.SIGTERM)
         assert server.wait() == 0, server.log
     trace = Trace(file)
     names = [e["args"]["name"] for e in trace.events if e["name"] == "process_name"]
     assert names[0] == "engine"
     assert sorted(names[2:]) == ["server 0", "server 1"]
-    assert sum(step["args"]["generated"] for step in trace.steps.values()) == 24 * 6
+    assert sum(step["args"]["generated"] for step in trace.steps.values()) == 12 * 6
     updates = [e for e in trace.events if (e["ph"], e["name"]) == ("X", "updates")]
     seen = sum(event["args"]["tokens"] for event in updates)
     outputs = [e for track in trace.tracks.values() for e in track if e["name"] == "tokens"]
     assert sum(output["args"]["tokens"] for output in outputs) == seen
-    assert 12 * 6 <= seen <= 24 * 6
+    assert 6 * 6 <= seen <= 12 * 6
 
 
 def test_a_server_whose_engine_died_writes_its_own_part(tmp_path: Path) -> None:
