@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_RETRIES ?= 5
 export PIP_DEFAULT_TIMEOUT ?= 60
 
-.PHONY: help demo models test check lint types imports fast unit browser soak test-clients test-gpu bench-gpu bench-cpu bench-kernels clean
+.PHONY: help demo models test check lint types imports fast unit browser soak soak-chats test-clients test-gpu bench-gpu bench-cpu bench-kernels clean
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
@@ -80,6 +80,9 @@ soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, the
 
 test-clients: $(VENV)/.test $(SMOLLM2) ## Drive a server with the clients that people use; ARGS names some of them.
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/clients/run.py --cache $(CACHE)/clients --smollm2 $(SMOLLM2) $(ARGS)
+
+soak-chats: $(VENV)/.test $(SMOLLM2) ## An hour of short chats: the server's processes may not grow after ten minutes.
+	OMP_NUM_THREADS=1 ENGINE_CORE_SOAK_SECONDS=$${ENGINE_CORE_SOAK_SECONDS:-3600} $(BIN)/pytest -s tests/soak/test_chat_soak.py
 
 test-gpu: $(VENV)/.test models ## Run the tests that need a CUDA GPU.
 	$(BIN)/pytest -m gpu $(ARGS)

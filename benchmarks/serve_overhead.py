@@ -1,6 +1,7 @@
 """The cost of the HTTP service: the same requests offline and through a server, side by side.
 
     python benchmarks/serve_overhead.py [--rounds 3] [--model .cache/models/SmolLM2-...gguf]
+    python benchmarks/serve_overhead.py --crowd 900 [--rounds 5]
 
 Two figures, each the median of rounds in which both sides take turns on this machine:
 
@@ -9,12 +10,17 @@ Two figures, each the median of rounds in which both sides take turns on this ma
   is kept as full by a loop that adds a request whenever one ends.
 - output tokens a second of 32 requests at once on SmolLM2-135M in bfloat16.
 
+With ``--crowd``, instead, 100 streams on the model of almost no weight, in turns alone and beside
+so many connections of a process of its own: of ten, eight wait after an answer, one sends its
+headers a byte at a time, and one its body.
+
 The load generator (benchmarks/serve.py) runs on the same cores as the server.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -49,6 +55,66 @@ THROUGHPUT: Load = {
     "output": (96, 96),
     "tokens": (100, 1000),
 }
+
+
+BESIDE_A_CROWD: Load = {**FIRST_TOKEN, "requests": 400, "concurrency": 100}
+_HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+# What each of ten connections sends at once, and what again and again.
+MEMBERS = (
+    *[(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"")] * 8,
+    (_HEADERS, b"a"),
+    (_HEADERS + b"Content-Length: 9999\r\n\r\n{", b" "),
+)
+
+
+async def be_a_crowd(host: str, port: int, count: int) -> None:
+    """Keep ``count`` connections open; say so once they are."""
+    opened = asyncio.Semaphore(0)
+
+    async def member(first: bytes, again: bytes) -> None:
+        told = False
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection(host, port)
+                writer.write(first)
+                if not told:
+                    opened.release()
+                told = True
+                answers = asyncio.ensure_future(reader.read())
+                while not answers.done():
+                    writer.write(again)
+                    await asyncio.wait([answers], timeout=1)
+                answers.result()
+                writer.close()
+            except OSError:
+                await asyncio.sleep(0.5)
+
+    async with asyncio.TaskGroup() as group:
+        for index in range(count):
+            group.create_task(member(*MEMBERS[index % len(MEMBERS)]))
+        for _ in range(count):
+            await opened.acquire()
+        print(flush=True)
+
+
+def beside_a_crowd(served: Served, count: int, rounds: int) -> None:
+    """Print what streams get alone, and beside a crowd."""
+    address = served.url.removeprefix("http://").replace(":", " ").split()
+    command = [sys.executable, __file__, "--be-a-crowd", *address, str(count)]
+    turns: list[list[dict[str, float]]] = [[], []]
+    for turn in range(rounds + 1):
+        alone = served.run(BESIDE_A_CROWD)
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as crowd:
+            assert crowd.stdout is not None
+            crowd.stdout.readline()
+            beside = served.run(BESIDE_A_CROWD)
+            crowd.kill()
+        if turn:
+            for side, figures in zip(turns, (alone, beside), strict=True):
+                side.append(figures)
+    for name in ("tokens_s", "ttft_ms"):
+        first, second = (statistics.median(run[name] for run in side) for side in turns)
+        print(f"{name}: alone {first:.1f}, beside {count} {second:.1f} ({second / first:.0%})")
 
 
 class Offline:
@@ -150,8 +216,14 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", type=Path, default=SMOLLM2)
+    parser.add_argument("--crowd", type=int, default=0, help="connections beside 100 streams")
     parser.add_argument("--serve-offline", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--be-a-crowd", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.be_a_crowd:
+        host, port, count = options.be_a_crowd
+        asyncio.run(be_a_crowd(host, int(port), int(count)))
+        return
     if options.serve_offline:
         model, given = options.serve_offline
         serve_offline(model, json.loads(given))
@@ -165,6 +237,11 @@ def main() -> None:
         tiny = write_tiny_model(Path(folder) / "tiny")
         settings = {"enable_prefix_caching": False, "kv_cache_memory": "64MiB"}
         flags = ["--no-enable-prefix-caching", "--kv-cache-memory", "64MiB"]
+        if options.crowd:
+            theirs = Served(str(tiny), flags)
+            beside_a_crowd(theirs, options.crowd, options.rounds)
+            theirs.close()
+            return
         ours, theirs = Offline(tiny, settings), Served(str(tiny), flags)
         alone, through = compare(ours, theirs, FIRST_TOKEN, options.rounds)
         ours.close()
