@@ -1,0 +1,125 @@
+"""Pictures over HTTP: the openai client, data URLs, and what is refused beside it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from serving import ServerProcess
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from engine_core import LLM, EngineConfig, SamplingParams
+
+GOLDEN = Path(__file__).parents[3] / "tests" / "golden" / "qwen2vl-tiny"
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+PIXELS = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+ASKED = {"model": "m", "temperature": 0, "max_tokens": 8}
+ASKED |= {"ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The golden checkpoint with a tokenizer of a token a character, and of the special ones."""
+    folder = tmp_path_factory.mktemp("qwen2vl") / "m"
+    folder.mkdir()
+    config = json.loads((GOLDEN / "config.json").read_text())
+    shutil.copy(GOLDEN / "config.json", folder)
+    shutil.copy(GOLDEN / "model.safetensors", folder)
+    special = {"<|vision_start|>": 301, "<|vision_end|>": 302, "<|image_pad|>": 304}
+    names = {number: name for name, number in special.items()}
+    vocabulary = {names.get(n, chr(0x4E00 + n)): n for n in range(config["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(0x4E00)))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    tokenizer.add_tokens([AddedToken(chr(0x4E00 + n), normalized=False) for n in range(301)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(model, "--kv-cache-memory", "16MiB", "--max-model-len", "256") as server:
+        yield server
+
+
+def data_url(pixels: Any = PIXELS) -> str:
+    out = BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def message(*urls: str) -> list[dict[str, Any]]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    text = {"type": "text", "text": "".join(chr(0x4E00 + n) for n in (5, 80, 7))}
+    return [{"role": "user", "content": [*parts, text]}]
+
+
+def test_a_picture_over_http_is_what_it_is_offline(server: ServerProcess, model: Path) -> None:
+    config = EngineConfig(kv_cache_memory=2**24, max_model_len=256)
+    with LLM(str(model), config) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        parts = [{"type": "image", "image": PIXELS}, {"type": "image", "image": 255 - PIXELS}]
+        text = message()[0]["content"]
+        (offline,) = llm.chat([{"role": "user", "content": [*parts, *text]}], params)
+        (other,) = llm.chat([{"role": "user", "content": [*parts[::-1], *text]}], params)
+    assert offline.outputs[0].token_ids != other.outputs[0].token_ids
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none") as client:
+        answer = client.chat.completions.create(
+            model="m",
+            messages=message(data_url(), data_url(255 - PIXELS)),  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=8,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+    choice = answer.choices[0].model_dump()
+    assert choice["token_ids"] == offline.outputs[0].token_ids
+    # Two pictures, each with its two marks, and three tokens of text.
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(offline.prompt_token_ids) > 7
+    assert offline.prompt_token_ids.count(304) == answer.usage.prompt_tokens - 7
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (message("https://example.org/a.png"), "addresses and files are not fetched"),
+        (message("file:///etc/passwd"), "addresses and files are not fetched"),
+        (message("data:image/png;base64,aGVsbG8="), "no picture in one of PNG"),
+        (message(data_url() + "===="), "base64"),
+        ([{"role": "user", "content": "<|image_pad|>"}], "number of images of 0"),
+    ],
+)
+def test_what_is_no_picture_is_refused_and_others_are_served(
+    server: ServerProcess, messages: list[dict[str, Any]], said: str
+) -> None:
+    url = server.url + "/v1/chat/completions"
+    refused = httpx.post(url, json={**ASKED, "messages": messages}, timeout=60)
+    assert refused.status_code == 400, refused.text
+    assert said in refused.json()["error"]["message"]
+    fine = httpx.post(url, json={**ASKED, "messages": message(data_url())}, timeout=60)
+    assert fine.status_code == 200, fine.text
+
+
+def test_tokens_of_pictures_are_not_counted_beforehand(server: ServerProcess) -> None:
+    body = {"model": "m", "messages": message(data_url())}
+    refused = httpx.post(server.url + "/tokenize", json=body, timeout=60)
+    assert refused.status_code == 400
+    assert "usage of an answer" in refused.json()["error"]["message"]
