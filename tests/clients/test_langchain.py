@@ -33,6 +33,13 @@ def chat(scripted: str) -> ChatOpenAI:
 
 
 @pytest.fixture(scope="module")
+def responses(scripted: str) -> ChatOpenAI:
+    """The same by way of ``/v1/responses``."""
+    options: Any = {"max_retries": 0, "use_responses_api": True}
+    return ChatOpenAI(model="scripted", base_url=scripted, api_key="none", **options)
+
+
+@pytest.fixture(scope="module")
 def real(smollm2: str) -> ChatOpenAI:
     return ChatOpenAI(model="smollm2", base_url=smollm2, api_key="none", max_retries=0)
 
@@ -40,21 +47,35 @@ def real(smollm2: str) -> ChatOpenAI:
 def test_several_turns(chat: ChatOpenAI) -> None:
     ask = [SystemMessage("Be brief."), HumanMessage("What is it?")]
     answer = chat.invoke(ask)
-    assert answer.content == FIRST
+    assert answer.text == FIRST
     assert answer.usage_metadata["output_tokens"] == 8
-    assert chat.invoke([*ask, answer, HumanMessage("And?")]).content == AGAIN
+    assert chat.invoke([*ask, answer, HumanMessage("And?")]).text == AGAIN
     parts = HumanMessage([{"type": "text", "text": "And?"}])
-    assert chat.invoke([*ask, answer, parts]).content == AGAIN
+    assert chat.invoke([*ask, answer, parts]).text == AGAIN
 
 
 def test_a_stream_goes_back(chat: ChatOpenAI) -> None:
     whole = AIMessageChunk("")
     for chunk in chat.stream("What is it?", stream_usage=True):
         whole += chunk
-    assert whole.content == FIRST
+    assert whole.text == FIRST
     assert whole.usage_metadata["output_tokens"] == 8
     ask = HumanMessage("What is it?")
-    assert chat.invoke([ask, whole, HumanMessage("And?")]).content == AGAIN
+    assert chat.invoke([ask, whole, HumanMessage("And?")]).text == AGAIN
+
+
+def test_responses(responses: ChatOpenAI) -> None:
+    ask, more = HumanMessage("What is it?"), HumanMessage("And?")
+    whole = AIMessageChunk("")
+    for chunk in responses.stream([ask]):
+        whole += chunk
+    for answer in (responses.invoke([ask]), whole):
+        assert answer.text == FIRST
+        assert responses.invoke([ask, answer, more]).text == AGAIN
+    able = responses.bind_tools([get_weather])
+    answer = able.invoke([ask])
+    (call,) = answer.tool_calls
+    assert able.invoke([ask, answer, get_weather.invoke(call)]).text == TOLD
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -71,7 +92,7 @@ def test_a_tool_is_called_and_its_result_read(chat: ChatOpenAI, stream: bool) ->
     assert (call["name"], call["args"]) == ("get_weather", {"city": "Rome"})
     result = get_weather.invoke(call)
     assert isinstance(result, ToolMessage)
-    assert able.invoke([ask, answer, result]).content == TOLD
+    assert able.invoke([ask, answer, result]).text == TOLD
 
 
 @pytest.mark.parametrize("strict", [None, True])
@@ -106,7 +127,7 @@ def test_further_parameters(smollm2: str) -> None:
 
 
 def test_it_runs_in_an_event_loop(chat: ChatOpenAI) -> None:
-    assert [m.content for m in asyncio.run(chat.abatch(["a", "b"]))] == [FIRST, FIRST]
+    assert [m.text for m in asyncio.run(chat.abatch(["a", "b"]))] == [FIRST, FIRST]
 
 
 def test_a_completion(smollm2: str) -> None:

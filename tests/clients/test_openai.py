@@ -118,6 +118,26 @@ def test_completions_and_models(real: openai.OpenAI) -> None:
     assert real.models.retrieve("smollm2").id == "smollm2"
 
 
+def test_responses(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="scripted", input="What is it?")
+    assert answer.output_text == FIRST
+    turns: Any = [ASK, *answer.output, {"role": "user", "content": "And?"}]
+    assert client.responses.create(model="scripted", input=turns).output_text == AGAIN
+    tool: Any = {"type": "function", "strict": False, **TOOL["function"]}
+    options: Any = {"model": "scripted", "tools": [tool]}
+    with client.responses.stream(input="What is it?", **options) as events:
+        for _ in events:
+            pass
+        called = events.get_final_response()
+    (call,) = [item for item in called.output if item.type == "function_call"]
+    assert json.loads(call.arguments) == {"city": "Rome"}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    told = client.responses.create(input=[ASK, *called.output, result], **options)
+    assert told.output_text == TOLD
+    sky = client.responses.parse(model="scripted", input="As JSON?", text_format=Sky)
+    assert sky.output_parsed == Sky(sky="clear", wet=False)
+
+
 def test_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="scripted") as missing:
         client.chat.completions.create(model="other", messages=[ASK])
