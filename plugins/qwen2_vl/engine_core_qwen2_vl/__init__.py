@@ -1,1 +1,1 @@
-"""Qwen2-VL for engine-core: text, images and videos."""
+"""Qwen2-VL and Qwen2.5-VL for engine-core: text, images and videos."""

@@ -1,4 +1,4 @@
-"""Reads configs of Qwen2-VL checkpoints. Imports no torch."""
+"""Reads configs of Qwen2-VL and Qwen2.5-VL checkpoints. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,11 +36,22 @@ _TEXT = {
 _VISION = {
     "depth": 32,
     "embed_dim": 1280,
-    "mlp_ratio": 4.0,
+    "mlp_ratio": 4,
     "num_heads": 16,
     "patch_size": 14,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
+}
+_VISION_25 = {
+    "depth": 32,
+    "embed_dim": 3584,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "tokens_per_second": 4,
+    "window_size": 112,
 }
 _PIXELS = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -66,6 +77,8 @@ class Qwen2VLConfigBuilder:
     """
 
     architecture: ClassVar[str] = "Qwen2VLForConditionalGeneration"
+    vision: ClassVar[dict[str, Any]] = _VISION
+    vision_act: ClassVar[str] = "quick_gelu"
 
     @classmethod
     def condition(cls, hf_config: HFConfig) -> bool:
@@ -112,10 +125,77 @@ class Qwen2VLConfigBuilder:
                 raise ConfigError(
                     f"config.json: {key} must be a token of the {config.vocab_size}, got {token!r}"
                 )
-        vision = _vision_config(_object(stated, "vision_config"), config.hidden_size)
+        vision = cls.vision_config(_object(stated, "vision_config"), config.hidden_size)
         values["vision_config"] = vision
         values["preprocessor"] = _preprocessors(model_path, vision)
         return config.replace(hf_config=HFConfig(values))
+
+    @classmethod
+    def vision_config(cls, stated: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+        """The tower's keys: its own width is ``embed_dim``, the text model's ``hidden_size``.
+
+        Raises:
+            ConfigError: one is senseless.
+        """
+        values = {**cls.vision, "hidden_size": hidden_size, **_stated(stated)}
+        values["in_channels"] = values.get("in_chans", values.get("in_channels", 3))
+        try:
+            check_kinds(values, {**cls.vision, "hidden_size": 1, "in_channels": 1})
+        except ConfigError as error:
+            message = str(error).replace("config.json:", "config.json: vision_config:")
+            raise ConfigError(message) from None
+        values["rope_theta"] = _object(values, "rope_parameters").get("rope_theta", 10000.0)
+        for key, wanted in (
+            ("hidden_act", cls.vision_act),
+            ("hidden_size", hidden_size),
+            ("in_channels", 3),
+        ):
+            if values.setdefault(key, wanted) != wanted:
+                raise ConfigError(
+                    f"config.json: vision_config: {key} {values[key]!r} is not supported, only "
+                    f"{wanted!r}"
+                )
+        if values["embed_dim"] % (4 * values["num_heads"]):
+            raise ConfigError(
+                f"config.json: vision_config: its width ({values['embed_dim']}) is not divisible "
+                f"by 4 x num_heads ({values['num_heads']}), as positions in two dimensions need"
+            )
+        return values
+
+
+class Qwen25VLConfigBuilder(Qwen2VLConfigBuilder):
+    """Reads the configs of Qwen2.5-VL, which have other names for the tower's widths."""
+
+    architecture: ClassVar[str] = "Qwen2_5_VLForConditionalGeneration"
+    vision: ClassVar[dict[str, Any]] = _VISION_25
+    vision_act: ClassVar[str] = "silu"
+
+    @classmethod
+    def vision_config(cls, stated: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+        """As Qwen2-VL's, with the windows.
+
+        Raises:
+            ConfigError: one is senseless.
+        """
+        renamed = {
+            **{key: value for key, value in stated.items() if key != "hidden_size"},
+            "embed_dim": stated.get("hidden_size"),
+            "hidden_size": stated.get("out_hidden_size"),
+        }
+        values = super().vision_config(renamed, hidden_size)
+        layers = values.setdefault("fullatt_block_indexes", [7, 15, 23, 31])
+        if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+            raise ConfigError(
+                "config.json: vision_config: fullatt_block_indexes must be a list of layers, got "
+                f"{layers!r}"
+            )
+        side = values["patch_size"] * values["spatial_merge_size"]
+        if values["window_size"] < side:
+            raise ConfigError(
+                f"config.json: vision_config: window_size ({values['window_size']}) is less than "
+                f"the {side} pixels of an embedding"
+            )
+        return values
 
 
 def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,37 +234,6 @@ def _check_sections(scaling: Mapping[str, Any], head_dim: int) -> None:
         raise ConfigError(
             f"config.json: mrope_section {sections} must add up to half of the head size {head_dim}"
         )
-
-
-def _vision_config(stated: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
-    values = {**_VISION, "hidden_size": hidden_size, **_stated(stated)}
-    values["in_channels"] = values.get("in_chans", values.get("in_channels", 3))
-    if type(values["mlp_ratio"]) is int:
-        values["mlp_ratio"] = float(values["mlp_ratio"])
-    try:
-        check_kinds(values, {**_VISION, "hidden_size": 1, "in_channels": 1})
-    except ConfigError as error:
-        raise ConfigError(
-            str(error).replace("config.json:", "config.json: vision_config:")
-        ) from None
-    rope = _object(values, "rope_parameters")
-    values["rope_theta"] = rope.get("rope_theta", 10000.0)
-    for key, wanted in (
-        ("hidden_act", "quick_gelu"),
-        ("hidden_size", hidden_size),
-        ("in_channels", 3),
-    ):
-        if values.setdefault(key, wanted) != wanted:
-            raise ConfigError(
-                f"config.json: vision_config: {key} {values[key]!r} is not supported, only "
-                f"{wanted!r}"
-            )
-    if values["embed_dim"] % (4 * values["num_heads"]):
-        raise ConfigError(
-            f"config.json: vision_config: embed_dim ({values['embed_dim']}) is not divisible by 4 "
-            f"x num_heads ({values['num_heads']}), which positions in two dimensions need"
-        )
-    return values
 
 
 def _preprocessors(folder: Path | None, vision: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -25,12 +25,16 @@ _FEATURES = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-_OPTIONS = ("min_pixels", "max_pixels")
+_LIMITS = ("min_pixels", "max_pixels")
+_FPS = 2.0  # transformers' processor takes this where nobody says another number.
 
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """An item and its placeholders in the prompt: one, or ``count``, from ``start`` on."""
+    """An item and its placeholders in the prompt: one, or ``count``, from ``start`` on.
+
+    ``interval`` is how far its patches are from each other in time, in positions.
+    """
 
     start: int
     given: int
@@ -38,6 +42,7 @@ class _Site:
     kind: str
     digest: bytes
     patches: Patches
+    interval: float
 
 
 class Qwen2VLProcessor:
@@ -53,7 +58,10 @@ class Qwen2VLProcessor:
     @classmethod
     def condition(cls, model_config: ModelConfig) -> bool:
         """Whether the model is of this family."""
-        return model_config.architecture == "Qwen2VLForConditionalGeneration"
+        return model_config.architecture in (
+            "Qwen2VLForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
+        )
 
     def __init__(self, model_config: ModelConfig) -> None:
         from engine_core_qwen2_vl.pixels import Patcher
@@ -66,6 +74,8 @@ class Qwen2VLProcessor:
             for kind, settings in self._settings.items()
         }
         self._merge: int = config.vision_config["spatial_merge_size"]
+        # Of Qwen2.5-VL; for Qwen2-VL time goes on by one with each pair of frames.
+        self._per_second: float | None = config.vision_config.get("tokens_per_second")
 
     def process(self, token_ids: Sequence[int]) -> ProcessedPrompt:
         """A prompt of text.
@@ -90,7 +100,8 @@ class Qwen2VLProcessor:
                 makes of one: ``pixel_values`` and ``image_grid_thw``. A video is a list of images,
                 an array ``[F, H, W, 3]``, or ``pixel_values_videos`` and ``video_grid_thw``; none
                 of its frames is left out.
-            options: ``min_pixels`` and ``max_pixels`` of an image or a frame, after resizing.
+            options: ``min_pixels`` and ``max_pixels`` of an image or a frame, after resizing; and
+                for Qwen2.5-VL ``fps``, the frames of the videos in a second, 2 if it is not said.
 
         Raises:
             RequestError: placeholders and items do not agree, or an item or option is none.
@@ -104,12 +115,12 @@ class Qwen2VLProcessor:
                 f"{', '.join(unknown)}",
                 param="multi_modal_data",
             )
-        sizes = _checked_options(options)
+        checked = self._checked(options)
         ids: NDArray[np.int64] = np.frombuffer(packed_token_ids(token_ids), np.int64)
         sites: list[_Site] = []
         for kind in self.media_kinds:
             items = [
-                self._item(kind, item, sizes, f"{kind} {index}")
+                self._item(kind, item, checked, f"{kind} {index}")
                 for index, item in enumerate(media.get(kind, ()))
             ]
             sites += self._sites(kind, ids, items)
@@ -131,7 +142,10 @@ class Qwen2VLProcessor:
             ids = np.repeat(ids, repeats)
         positions, delta = self._positions(
             len(ids),
-            [(item.span, site.patches.grid) for item, site in zip(found, sites, strict=True)],
+            [
+                (item.span, site.patches.grid, site.interval)
+                for item, site in zip(found, sites, strict=True)
+            ],
         )
         return ProcessedPrompt(
             token_ids=array("q", ids.tobytes()),
@@ -141,7 +155,7 @@ class Qwen2VLProcessor:
         )
 
     def _sites(
-        self, kind: str, ids: NDArray[np.int64], items: Sequence[tuple[bytes, Patches]]
+        self, kind: str, ids: NDArray[np.int64], items: Sequence[tuple[bytes, Patches, float]]
     ) -> list[_Site]:
         """Each item with its placeholders."""
         import numpy as np
@@ -150,7 +164,7 @@ class Qwen2VLProcessor:
         places = np.flatnonzero(ids == token)
         if not len(places) and not items:
             return []
-        counts = [math.prod(patches.grid) // self._merge**2 for _, patches in items]
+        counts = [math.prod(patches.grid) // self._merge**2 for _, patches, _ in items]
         given = [1] * len(items) if len(places) == len(items) else counts
         starts = np.cumsum([0, *given])
         whole = starts[-1] == len(places) and all(
@@ -171,50 +185,89 @@ class Qwen2VLProcessor:
         ]
 
     def _positions(
-        self, length: int, grids: Sequence[tuple[tuple[int, int], tuple[int, int, int]]]
+        self, length: int, grids: Sequence[tuple[tuple[int, int], tuple[int, int, int], float]]
     ) -> tuple[NDArray[np.int64], int]:
         """``[3, length]``, and how far the position after them is ahead of ``length``."""
         import numpy as np
 
         positions = np.empty((3, length), np.int64)
         index = position = 0
-        for (start, end), (frames, high, wide) in grids:
+        for (start, end), (frames, high, wide), interval in grids:
             positions[:, index:start] = np.arange(position, position + start - index)
             position += start - index
             shape = (frames, high // self._merge, wide // self._merge)
-            positions[:, start:end] = position + np.indices(shape).reshape(3, -1)
+            axes = np.indices(shape).reshape(3, -1)
+            axes[0] = (axes[0] * interval).astype(np.int64)
+            positions[:, start:end] = position + axes
             # As the model was trained. Later transformers goes on after height and width alone,
             # which is another place for a video with more frames than that.
-            position += max(shape)
+            position += int(axes.max()) + 1
             index = end
         positions[:, index:] = np.arange(position, position + length - index)
         return positions, position - index
 
     def _item(
-        self, kind: str, item: Any, sizes: dict[str, int], name: str
-    ) -> tuple[bytes, Patches]:
-        """The digest and the patches of an item as the caller gave it."""
+        self, kind: str, item: Any, options: dict[str, Any], name: str
+    ) -> tuple[bytes, Patches, float]:
+        """The digest, the patches and the interval of an item as the caller gave it."""
         from engine_core_qwen2_vl.pixels import to_frames, to_pixels
 
+        interval = 1.0
+        timed = kind == "video" and self._per_second is not None
         try:
             if isinstance(item, Mapping):
-                if sizes:
+                if options:
                     raise RequestError(
-                        f"{' and '.join(sizes)} have no effect on features that are made already"
+                        f"{' and '.join(options)} have no effect on features that are made already"
                     )
+                if timed:
+                    item = dict(item)
+                    interval = self._interval(item.pop("second_per_grid_ts", 1.0))
                 patches = self._given_patches(kind, item)
-                return media_digest(kind, patches.values, *patches.grid), patches
+                return (
+                    media_digest(kind, patches.values, *patches.grid, interval),
+                    patches,
+                    interval,
+                )
             frames = [to_pixels(item)] if kind == "image" else to_frames(item)
-            limits = {key: self._settings[kind][key] for key in _OPTIONS} | sizes
+            limits = {key: options.get(key, self._settings[kind][key]) for key in _LIMITS}
             if limits["min_pixels"] > limits["max_pixels"]:
                 raise RequestError(
                     f"min_pixels ({limits['min_pixels']}) is more than max_pixels "
                     f"({limits['max_pixels']})"
                 )
             patches = self._patchers[kind].patches(frames, **limits)
-            return media_digest(kind, *frames, *patches.grid), patches
+            if timed:
+                seconds = self._patchers[kind].temporal_patch_size / options.get("fps", _FPS)
+                interval = self._interval(seconds)
+            return media_digest(kind, *frames, *patches.grid, interval), patches, interval
         except RequestError as error:
             raise RequestError(f"{name}: {error}", param="multi_modal_data") from None
+
+    def _interval(self, seconds: Any) -> float:
+        """How many positions are between two pairs of frames."""
+        import numpy as np
+
+        given = np.asarray(seconds)
+        if given.size != 1 or given.dtype.kind not in "iuf" or not 0 < given.item() < math.inf:
+            raise RequestError(f"second_per_grid_ts must be a positive number, got {seconds!r}")
+        assert self._per_second is not None, "only videos of a model that counts seconds have one"
+        return float(given.item() * self._per_second)
+
+    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options, which are known and make sense."""
+        known = _LIMITS if self._per_second is None else (*_LIMITS, "fps")
+        for key, value in options.items():
+            kinds = (int, float) if key == "fps" else (int,)
+            if key not in known:
+                wrong = f"{key!r} is not one of {', '.join(known)}"
+            elif type(value) not in kinds or not 0 < value < math.inf:
+                number = "number" if key == "fps" else "integer"
+                wrong = f"{key} must be a positive {number}, got {value!r}"
+            else:
+                continue
+            raise RequestError(f"mm_processor_kwargs: {wrong}", param="mm_processor_kwargs")
+        return dict(options)
 
     def _given_patches(self, kind: str, features: Mapping[str, Any]) -> Patches:
         import numpy as np
@@ -246,18 +299,3 @@ class Qwen2VLProcessor:
         if not np.isfinite(values).all():
             raise RequestError(f"{names[0]} has values that are not finite")
         return Patches(values, (frames, high, wide))
-
-
-def _checked_options(options: Mapping[str, Any]) -> dict[str, int]:
-    for key, value in options.items():
-        if key not in _OPTIONS:
-            raise RequestError(
-                f"mm_processor_kwargs: {key!r} is not one of {', '.join(_OPTIONS)}",
-                param="mm_processor_kwargs",
-            )
-        if type(value) is not int or value <= 0:
-            raise RequestError(
-                f"mm_processor_kwargs: {key} must be a positive integer, got {value!r}",
-                param="mm_processor_kwargs",
-            )
-    return dict(options)

@@ -1,8 +1,9 @@
-"""Qwen2-VL (Wang et al., 2024), as transformers computes it."""
+"""Qwen2-VL (Wang et al., 2024) and Qwen2.5-VL (Bai et al., 2025), as transformers computes them."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,9 +31,15 @@ from engine_core.step_context import StepContext, StepContextManager
 Grid = tuple[int, int, int]
 """Patches of an item in time, height and width."""
 
+Segments = Sequence[tuple[int, int]]
+"""Patches that see each other: how many such groups of equal size follow, and that size."""
+
+
+Norm = type[LayerNorm] | type[RMSNorm]
+
 
 class VisionAttention(nn.Module):
-    """Attention over the patches of one frame, in both directions."""
+    """Attention between the patches of a frame, or of a window in it, in both directions."""
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
@@ -41,16 +48,16 @@ class VisionAttention(nn.Module):
         self.proj = build_replicated_linear(hidden_size, hidden_size, bias=True)
         self.rotate = ApplyRotaryEmb()
 
-    def forward(self, x: Tensor, cos_sin: CosSin, grids: Sequence[Grid]) -> Tensor:
-        """``[N, E]`` to ``[N, E]``; items one after the other, each frame sees only itself."""
+    def forward(self, x: Tensor, cos_sin: CosSin, segments: Segments) -> Tensor:
+        """``[N, E]`` to ``[N, E]``."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
         q, k = self.rotate(q, k, *cos_sin)
-        lengths = [math.prod(grid) for grid in grids]
+        lengths = [count * size for count, size in segments]
         out = [
-            # Item by item: what an item's embeddings are must not depend on those beside it.
-            _attend(*(part.unflatten(0, (frames, -1)) for part in parts))
-            for (frames, *_), *parts in zip(
-                grids, q.split(lengths), k.split(lengths), v.split(lengths), strict=True
+            # No items together: an item's embeddings must not depend on those beside it.
+            _attend(*(part.unflatten(0, segment) for part in parts))
+            for segment, *parts in zip(
+                segments, q.split(lengths), k.split(lengths), v.split(lengths), strict=True
             )
         ]
         attended: Tensor = self.proj(torch.cat(out))
@@ -58,7 +65,7 @@ class VisionAttention(nn.Module):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``[frames, patches, heads, D]`` each, to ``[frames * patches, heads * D]``."""
+    """``[count, size, heads, D]`` each, to ``[count * size, heads * D]``."""
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
@@ -81,17 +88,16 @@ class VisionMLP(nn.Module):
 class VisionBlock(nn.Module):
     """A pre-norm layer of the tower."""
 
-    def __init__(self, vision: HFConfig) -> None:
+    def __init__(self, vision: HFConfig, norm: Norm, mlp: nn.Module) -> None:
         super().__init__()
-        width = vision.embed_dim
-        self.norm1 = LayerNorm(width, 1e-6)
-        self.attn = VisionAttention(width, vision.num_heads)
-        self.norm2 = LayerNorm(width, 1e-6)
-        self.mlp = VisionMLP(width, int(width * vision.mlp_ratio))
+        self.norm1 = norm(vision.embed_dim, 1e-6)
+        self.attn = VisionAttention(vision.embed_dim, vision.num_heads)
+        self.norm2 = norm(vision.embed_dim, 1e-6)
+        self.mlp = mlp
 
-    def forward(self, x: Tensor, cos_sin: CosSin, grids: Sequence[Grid]) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, segments: Segments) -> Tensor:
         """``[N, E]`` to ``[N, E]``."""
-        x = x + self.attn(self.norm1(x), cos_sin, grids)
+        x = x + self.attn(self.norm1(x), cos_sin, segments)
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 
@@ -112,11 +118,11 @@ class PatchEmbed(nn.Module):
 class PatchMerger(nn.Module):
     """Neighbouring patches, which stand together, to one embedding of the text model."""
 
-    def __init__(self, vision: HFConfig) -> None:
+    def __init__(self, vision: HFConfig, norm: Norm) -> None:
         super().__init__()
         self.merged = vision.spatial_merge_size**2
         width = vision.embed_dim * self.merged
-        self.ln_q = LayerNorm(vision.embed_dim, 1e-6)
+        self.ln_q = norm(vision.embed_dim, 1e-6)
         self.mlp = nn.Sequential(
             build_replicated_linear(width, width, bias=True),
             nn.GELU(),
@@ -130,36 +136,43 @@ class PatchMerger(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """The vision transformer; every rank has the whole of it.
+    """The vision transformer; every rank has the whole of it, but for what is said to be split.
 
     Parameters are named as in checkpoints.
     """
 
     inv_freq: Tensor
+    norm: Norm = LayerNorm
 
     def __init__(self, vision: HFConfig) -> None:
         super().__init__()
         patch_width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self.merge_size = vision.spatial_merge_size
         self.patch_embed = PatchEmbed(patch_width, vision.embed_dim)
-        self.blocks = nn.ModuleList([VisionBlock(vision) for _ in range(vision.depth)])
-        self.merger = PatchMerger(vision)
+        self.blocks = nn.ModuleList(
+            [VisionBlock(vision, self.norm, self.build_mlp(vision)) for _ in range(vision.depth)]
+        )
+        self.merger = PatchMerger(vision, self.norm)
         # A quarter of a head's dimensions turns, in pairs, with the height, a quarter with the
         # width.
         quarter = vision.embed_dim // vision.num_heads // 4
         exponents = torch.arange(quarter, dtype=torch.float32, device="cpu") / quarter
         self.register_buffer("inv_freq", vision.rope_theta**-exponents, persistent=False)
 
+    def build_mlp(self, vision: HFConfig) -> nn.Module:
+        """The feed-forward part of a layer."""
+        return VisionMLP(vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio))
+
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Patches ``[N, patch]`` of all items to their embeddings ``[N / merged, H]``."""
         x = self.patch_embed(patches)
-        cos_sin = self._angles(grids)
+        cos_sin = self.angles(grids)
         for block in self.blocks:
-            x = block(x, cos_sin, grids)
+            x = block(x, cos_sin, _frames(grids))
         out: Tensor = self.merger(x)
         return out
 
-    def _angles(self, grids: Sequence[Grid]) -> CosSin:
+    def angles(self, grids: Sequence[Grid]) -> CosSin:
         """Cosines and sines ``[N, D / 2]`` of each patch's place in its frame."""
         places = torch.cat([self._places(grid) for grid in grids]).to(self.inv_freq.device)
         angles = (places.float().unsqueeze(-1) * self.inv_freq).flatten(1)
@@ -175,8 +188,72 @@ class VisionTower(nn.Module):
         return blocks.reshape(-1, 2).repeat(frames, 1)
 
 
+def _frames(grids: Sequence[Grid]) -> Segments:
+    return [(frames, high * wide) for frames, high, wide in grids]
+
+
+class WindowedVisionTower(VisionTower):
+    """The tower of Qwen2.5-VL: in most layers a patch sees only those of its window.
+
+    The patches are put in the order of their windows at first, and the embeddings back at last.
+    """
+
+    norm = RMSNorm
+
+    def __init__(self, vision: HFConfig) -> None:
+        super().__init__(vision)
+        self.window = vision.window_size // vision.patch_size // self.merge_size
+        self.full_layers = frozenset(vision.fullatt_block_indexes)
+
+    def build_mlp(self, vision: HFConfig) -> nn.Module:
+        """The feed-forward part of a layer, split over the ranks."""
+        return GatedMLP(vision.embed_dim, vision.intermediate_size, "silu", bias=True)
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """As :meth:`VisionTower.forward`."""
+        indices, windows = self._windows(grids)
+        order = indices.to(patches.device)
+        x = self._ordered(self.patch_embed(patches), order)
+        cos, sin = (self._ordered(part, order) for part in self.angles(grids))
+        for number, block in enumerate(self.blocks):
+            full = number in self.full_layers
+            x = block(x, (cos, sin), _frames(grids) if full else windows)
+        merged: Tensor = self.merger(x)
+        out = torch.empty_like(merged)
+        out[order] = merged
+        return out
+
+    def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
+        ordered: Tensor = x.unflatten(0, (-1, self.merge_size**2))[order].flatten(0, 1)
+        return ordered
+
+    def _windows(self, grids: Sequence[Grid]) -> tuple[Tensor, Segments]:
+        """The places of embeddings in the order of their windows, and the windows in patches."""
+        order: list[Tensor] = []
+        segments: list[tuple[int, int]] = []
+        first = 0
+        for frames, high, wide in grids:
+            shape = high // self.merge_size, wide // self.merge_size
+            places = torch.arange(math.prod(shape), device="cpu").view(shape)
+            windows = [
+                window.flatten()
+                for rows in places.split(self.window)
+                for window in rows.split(self.window, dim=1)
+            ]
+            # Those at the edges are smaller; windows of one size are attended to at once.
+            windows.sort(key=len)
+            sizes = Counter(len(window) * self.merge_size**2 for window in windows)
+            for _ in range(frames):
+                order += [first + window for window in windows]
+                segments += [(count, size) for size, count in sizes.items()]
+                first += places.numel()
+        return torch.cat(order), segments
+
+
 class Qwen2VLForConditionalGeneration(RotaryCausalLM):
     """Qwen2 with three positions a token, and a tower that makes embeddings of pictures."""
+
+    tower: type[VisionTower] = VisionTower
 
     def __init__(
         self,
@@ -186,7 +263,7 @@ class Qwen2VLForConditionalGeneration(RotaryCausalLM):
         device: torch.device | None = None,
     ) -> None:
         super().__init__(config, ctx_mgr, dtype, device)
-        self.visual = VisionTower(HFConfig(config.vision_config))
+        self.visual = self.tower(HFConfig(config.vision_config))
 
     def build_layer(self, config: HFConfig, index: int) -> DecoderLayer:
         """A layer of Qwen2: biases on q, k and v, none on the output projection."""
@@ -255,3 +332,9 @@ class Qwen2VLForConditionalGeneration(RotaryCausalLM):
                 "model.visual.", "visual."
             ),
         )
+
+
+class Qwen25VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
+    """Qwen2.5-VL: another tower, and videos whose positions in time are their seconds."""
+
+    tower = WindowedVisionTower

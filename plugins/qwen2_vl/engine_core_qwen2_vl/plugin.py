@@ -1,7 +1,7 @@
 """The hooks of this package. Imports no torch."""
 
 from engine_core import hookimpl
-from engine_core_qwen2_vl.config import Qwen2VLConfigBuilder
+from engine_core_qwen2_vl.config import Qwen2VLConfigBuilder, Qwen25VLConfigBuilder
 from engine_core_qwen2_vl.inputs import Qwen2VLProcessor
 
 requires_api = "0.1"
@@ -14,13 +14,16 @@ def module_map() -> dict[str, str]:
         "Qwen2VLForConditionalGeneration": (
             "engine_core_qwen2_vl.model.Qwen2VLForConditionalGeneration"
         ),
+        "Qwen2_5_VLForConditionalGeneration": (
+            "engine_core_qwen2_vl.model.Qwen25VLForConditionalGeneration"
+        ),
     }
 
 
 @hookimpl
 def config_builders() -> list[type]:
-    """Read the configs of Qwen2-VL."""
-    return [Qwen2VLConfigBuilder]
+    """Read the configs of Qwen2-VL and Qwen2.5-VL."""
+    return [Qwen2VLConfigBuilder, Qwen25VLConfigBuilder]
 
 
 @hookimpl
