@@ -113,8 +113,10 @@ def beside_a_crowd(served: Served, count: int, rounds: int) -> None:
             for side, figures in zip(turns, (alone, beside), strict=True):
                 side.append(figures)
     for name in ("tokens_s", "ttft_ms"):
-        first, second = (statistics.median(run[name] for run in side) for side in turns)
-        print(f"{name}: alone {first:.1f}, beside {count} {second:.1f} ({second / first:.0%})")
+        first, second = ([run[name] for run in side] for side in turns)
+        ratio = statistics.median(second) / statistics.median(first)
+        each = "; ".join(f"{x:.0f} and {y:.0f}" for x, y in zip(first, second, strict=True))
+        print(f"{name}, alone and beside {count}: {each}; medians {ratio:.0%}")
 
 
 class Offline:
