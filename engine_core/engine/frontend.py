@@ -401,6 +401,11 @@ class Frontend:
         for kind in items:
             self._check_takes(kind, "multi_modal_data")
         processor = self._input_processor
+        if not items and options:
+            raise RequestError(
+                "mm_processor_kwargs are for multi_modal_data, and there are none; leave them out",
+                param="mm_processor_kwargs",
+            )
         if not items or not isinstance(processor, MediaProcessor):
             return tokenized
         vocab_size, token_ids = self._model_config.vocab_size, tokenized.token_ids

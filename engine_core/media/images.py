@@ -34,7 +34,12 @@ def decode_image(_: None, data: bytes, max_pixels: int) -> tuple[int, int, bytes
             )
         if getattr(image, "n_frames", 1) > 1:
             raise RequestError(f"the picture is animated ({image.format}); send one frame of it")
-        upright = ImageOps.exif_transpose(image).convert("RGB")
+        upright = ImageOps.exif_transpose(image)
+        if upright.has_transparency_data:
+            # On white, as transformers' processors see it.
+            white = Image.new("RGBA", upright.size, "white")
+            upright = Image.alpha_composite(white, upright.convert("RGBA"))
+        upright = upright.convert("RGB")
     except UnidentifiedImageError:
         raise RequestError(f"the data is no picture in one of {', '.join(_FORMATS)}") from None
     except RequestError:

@@ -383,7 +383,9 @@ class ImagePart(OpenBody):
 
 
 def _part_kind(value: Any) -> str:
-    return "image" if isinstance(value, dict) and value.get("type") == "image_url" else "text"
+    # Asked of a body, and of its part when that is written out again.
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "image" if kind == "image_url" else "text"
 
 
 Content = str | Annotated[list[TextPart], Items(1, MAX_PARTS)]

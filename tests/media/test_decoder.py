@@ -59,6 +59,14 @@ def test_pictures_come_back_as_they_were(decoder: MediaDecoder) -> None:
     assert np.array_equal(grey, np.asarray(image.convert("L").convert("RGB")))
 
 
+def test_what_is_transparent_is_white(decoder: MediaDecoder) -> None:
+    pixels = np.dstack([PIXELS, np.full((5, 7), 255, np.uint8)])
+    pixels[1:3, :, 3] = 0
+    got = decoder.image(data_url(encoded(Image.fromarray(pixels))), "p")
+    assert (got[1:3] == 255).all()
+    assert np.array_equal(got[3:], PIXELS[3:])
+
+
 def test_a_photograph_stands_upright(decoder: MediaDecoder) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
