@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[ServerProcess]:
     with ServerProcess(model, "--kv-cache-memory", "16MiB", "--max-model-len", "256") as server:
-        yield server
+        yield server.wait_ready()
 
 
 def data_url(pixels: Any = PIXELS) -> str:
