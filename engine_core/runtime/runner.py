@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.configs import SamplingParams, SchedulerConfig
+from engine_core.errors import ModelError
 from engine_core.kernels import choose_greedy, compiled
 from engine_core.nn.attention import cached_layers
 from engine_core.runtime.block_tables import BlockTables, IntArray
@@ -294,7 +295,7 @@ class ModelRunner:
         """Compute the embeddings of the items that are new in a plan, all of a kind at once.
 
         Raises:
-            ValueError: the model gives another number of embeddings than an item has positions.
+            ModelError: the model gives another number of embeddings than an item has positions.
         """
         new: dict[str, dict[int, MediaItem]] = {}
         for use in plan.media:
@@ -312,9 +313,10 @@ class ModelRunner:
             given = self._forward.embed_media(kind, features)
             for (slot, item), embeddings in zip(items.items(), given, strict=True):
                 if len(embeddings) != item.num_embeddings:
-                    raise ValueError(
-                        f"embed_media({kind!r}) gave {len(embeddings)} embeddings of an item that "
-                        f"the input processor gave {item.num_embeddings} positions"
+                    raise ModelError(
+                        f"{type(self.model).__name__}.embed_media gave {len(embeddings)} "
+                        f"embeddings of {kind} for which the input processor left "
+                        f"{item.num_embeddings} positions"
                     )
                 self._media[slot] = embeddings
 

@@ -23,6 +23,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from engine_core import LLM, RequestOutput, SamplingParams
+from engine_core.errors import EngineDeadError
 
 NAME = "qwen2vl-tiny"
 IMAGE, VIDEO = 304, 305
@@ -194,3 +195,15 @@ def test_a_video_and_a_picture() -> None:
     expected = transformers_answer(ids, **video, **image)
     with golden_llm(NAME, max_num_batched_tokens=8, max_num_seqs=4) as llm:
         assert answer(llm, ids, {"image": image, "video": video}) == expected
+
+
+def test_a_tower_that_gives_too_few_embeddings_is_named() -> None:
+    def shorten(model: Any) -> None:
+        whole = model.embed_media
+        model.embed_media = lambda kind, items: [each[1:] for each in whole(kind, items)]
+
+    said = r"Qwen2VLForConditionalGeneration\.embed_media gave 11 embeddings of image .* 12 pos"
+    with golden_llm(NAME) as llm:
+        llm.apply_model(shorten)
+        with pytest.raises(EngineDeadError, match=said):
+            llm.generate(every_prompt(), greedy_params(NAME, with_prompt=True))
