@@ -600,8 +600,7 @@ class AsyncEngine(HasFrontend):
         self._closing = True
         for state in list(self.frontend.states.values()):
             self._abort(state)
-        await asyncio.to_thread(self.frontend.grammars.close)
-        await asyncio.to_thread(self.frontend.pictures.close)
+        await asyncio.to_thread(self.frontend.close)
         await self._link.close(kill=False)
 
     def _check_alive(self) -> None:

@@ -214,8 +214,7 @@ class Engine(HasFrontend):
         """Drop the model and its cache; the engine cannot be used after."""
         self.core.check_outside()
         self.frontend.clear()
-        self.frontend.grammars.close()
-        self.frontend.pictures.close()
+        self.frontend.close()
         self.core.close()
 
 

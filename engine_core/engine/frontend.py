@@ -578,6 +578,11 @@ class Frontend:
                 self._owners.pop(completion.number, None)
         return state
 
+    def close(self) -> None:
+        """End the processes that try grammars and decode pictures."""
+        self.grammars.close()
+        self.pictures.close()
+
     def clear(self) -> None:
         """Forget every request."""
         self._states.clear()

@@ -161,7 +161,7 @@ def test_a_hook_that_calls_the_llm_ends_the_engine_with_the_cause() -> None:
         llm.apply_model(
             lambda model: model.register_forward_hook(lambda *_: llm.apply_model(id) and None)
         )
-        with pytest.raises(EngineDeadError, match="must not call the LLM"):
+        with pytest.raises(EngineDeadError, match="forward hooks have to leave the LLM"):
             llm.generate(PROMPT.input_ids, PARAMS)
 
 
