@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import threading
+from concurrent.futures import CancelledError
 from importlib.util import find_spec
 
 import numpy as np
@@ -56,10 +57,11 @@ class MediaDecoder:
             done = self._open().submit(f"{_ROOM}:decode_image", data, self._max_pixels).result()
         except RequestError as error:
             raise RequestError(f"{param}: {error}", param=param) from None
-        except WorkerError as error:
+        except (WorkerError, CancelledError) as error:
             if self._closed:
                 raise EngineDeadError("the engine is being shut down") from None
-            raise RequestError(f"{param}: the picture was not decoded: {error}", param) from None
+            message = f"{param}: the picture was not decoded: {error}"
+            raise RequestError(message, param=param) from None
         height, width, pixels = done
         return np.frombuffer(pixels, dtype=np.uint8).reshape(height, width, 3)
 

@@ -6,6 +6,7 @@ import base64
 import struct
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from typing import Any
 
@@ -102,6 +103,26 @@ def test_animations_are_refused(decoder: MediaDecoder) -> None:
     content = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
     with pytest.raises(RequestError, match=r"animated \(GIF\); send one frame"):
         decoder.image(data_url(content, "image/gif"), "p")
+
+
+def test_a_picture_that_waits_when_the_decoder_closes_is_told_so() -> None:
+    made = MediaDecoder()
+    url = data_url(encoded(Image.fromarray(PIXELS)))
+    made.image(url, "p")
+    with ThreadPoolExecutor(12) as threads:
+        waiting = [threads.submit(made.image, url, "p") for _ in range(12)]
+        made.close()
+        errors = [each.exception() for each in waiting]
+    assert all(error is None or isinstance(error, EngineDeadError) for error in errors)
+
+
+def test_a_decoder_that_dies_is_named_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_core.media.decoder._SECONDS", 1e-3)
+    made = MediaDecoder()
+    with pytest.raises(RequestError, match=r"^here: the picture was not decoded: ") as caught:
+        made.image(data_url(encoded(Image.fromarray(PIXELS))), "here")
+    assert caught.value.param == "here"
+    made.close()
 
 
 def test_a_closed_decoder_says_so() -> None:
