@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -45,9 +45,12 @@ from engine_core.server.protocol import CHAT_BODY, ChatBody, Message, TextPart, 
 from engine_core.server.service import Service
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
     from engine_core.steps import CompletionOutput, RequestOutput
     from engine_core.text import Tokenizer
 
+_Body = TypeVar("_Body")
 _CHUNK = "chat.completion.chunk"
 # Characters of the prompt's end in which a template may open the reasoning.
 _PROMPT_END = 32
@@ -116,6 +119,33 @@ async def create_chat_completion(request: Request) -> Response:
     else:
         chat, params, prompt = await service.run_text(context.body_size, work)
     return await chat.answer(request, prompt, params)
+
+
+async def answer_in_form(
+    request: Request,
+    model: TypeAdapter[_Body],
+    field_names: Sequence[tuple[str, str]],
+    translated: Callable[
+        [Service, RequestContext, _Body], tuple[Chat, SamplingParams, list[int], Form]
+    ],
+) -> Response:
+    """Answer the request of a service that writes chats in a form of its own.
+
+    Args:
+        request: whose body is a ``model``.
+        model: the service's.
+        field_names: see :class:`RequestContext`.
+        translated: makes a chat of the body, with its parameters, its prompt and its form.
+    """
+    service = Service.of(request)
+    context = RequestContext.of(request)
+    service.check_room()
+    body = await read_body(request, model, service.settings.max_body_size)
+    context.field_names = field_names
+    chat, params, prompt, form = await service.run_text(
+        context.body_size, partial(translated, service, context, body)
+    )
+    return await chat.answer(request, prompt, params, form)
 
 
 def understood(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -16,7 +15,7 @@ from fastapi.responses import Response
 
 from engine_core.configs import SamplingParams
 from engine_core.server.body import read_body, validated
-from engine_core.server.chat import Chat, understood
+from engine_core.server.chat import Chat, answer_in_form, understood
 from engine_core.server.context import RequestContext
 from engine_core.server.encoding import encode, named_event
 from engine_core.server.errors import ApiError, conflict
@@ -56,15 +55,7 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 async def create_message(request: Request) -> Response:
     """Answer a conversation, in Anthropic's form."""
-    service = Service.of(request)
-    context = RequestContext.of(request)
-    service.check_room()
-    body = await read_body(request, MESSAGES_BODY, service.settings.max_body_size)
-    context.field_names = _FIELD_NAMES
-    chat, params, prompt, form = await service.run_text(
-        context.body_size, partial(_understood, service, context, body)
-    )
-    return await chat.answer(request, prompt, params, form)
+    return await answer_in_form(request, MESSAGES_BODY, _FIELD_NAMES, _understood)
 
 
 async def count_tokens(request: Request) -> Response:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import uuid
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import orjson
@@ -16,8 +15,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from engine_core.configs import SamplingParams
-from engine_core.server.body import now, read_body, validated
-from engine_core.server.chat import Chat
+from engine_core.server.body import now, validated
+from engine_core.server.chat import Chat, answer_in_form
 from engine_core.server.context import RequestContext
 from engine_core.server.encoding import encode, named_event
 from engine_core.server.errors import ApiError
@@ -54,15 +53,7 @@ _ECHOED = (
 
 async def create_response(request: Request) -> Response:
     """Answer a conversation, in items."""
-    service = Service.of(request)
-    context = RequestContext.of(request)
-    service.check_room()
-    body = await read_body(request, RESPONSES_BODY, service.settings.max_body_size)
-    context.field_names = _FIELD_NAMES
-    chat, params, prompt, form = await service.run_text(
-        context.body_size, partial(_understood, service, context, body)
-    )
-    return await chat.answer(request, prompt, params, form)
+    return await answer_in_form(request, RESPONSES_BODY, _FIELD_NAMES, _understood)
 
 
 async def retrieve_response(request: Request) -> Response:
