@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -107,10 +108,11 @@ def test_animations_are_refused(decoder: MediaDecoder) -> None:
 
 def test_a_picture_that_waits_when_the_decoder_closes_is_told_so() -> None:
     made = MediaDecoder()
-    url = data_url(encoded(Image.fromarray(PIXELS)))
-    made.image(url, "p")
+    made.image(data_url(encoded(Image.fromarray(PIXELS))), "p")
+    large = data_url(encoded(Image.new("RGB", (4000, 4000))))
     with ThreadPoolExecutor(12) as threads:
-        waiting = [threads.submit(made.image, url, "p") for _ in range(12)]
+        waiting = [threads.submit(made.image, large, "p") for _ in range(12)]
+        time.sleep(0.1)  # two are decoded, and the others wait
         made.close()
         errors = [each.exception() for each in waiting]
     assert all(error is None or isinstance(error, EngineDeadError) for error in errors)
