@@ -39,9 +39,9 @@ class StepTimes:
     each token of a prompt. On a CPU a row costs much, and rows come and go within seconds, so no
     step is taken for one with other rows. A step is as long as the captured one that holds it, so
     tokens are counted in those sizes. Far into a long prompt attention takes most of a step:
-    something for each pair of a token and one that it attends to. As few tokens as leave a device
-    half empty take as long as those that fill it, since one part of it goes through all that a
-    token attends to.
+    something for each pair of a token and one that it attends to. A token more than fills a device
+    takes as long as if it were filled once more, since one part of it goes through all that a token
+    attends to.
     """
 
     def __init__(self, max_tokens: int, filling_tokens: int = 1) -> None:
@@ -49,7 +49,7 @@ class StepTimes:
 
         Args:
             max_tokens: of the prompts of a step, at most.
-            filling_tokens: tokens of a prompt whose attention keeps the whole device busy.
+            filling_tokens: tokens of a prompt whose attention fills the whole device once.
         """
         self._sizes = chunk_sizes(max_tokens)
         self._filling_tokens = filling_tokens
@@ -151,7 +151,8 @@ class StepTimes:
 
     def _pairs(self, tokens: int, cached: int) -> float:
         """Pairs that take as long as attention of a prompt's tokens behind ``cached`` ones."""
-        return max(tokens, self._filling_tokens) * (cached + tokens / 2)
+        filled = -(-tokens // self._filling_tokens) * self._filling_tokens
+        return filled * (cached + tokens / 2)
 
     def _kind(self, plan: StepPlan) -> tuple[int, int, int, float]:
         """The rows that decode, the size of the prompts, their tokens, and pairs of attention."""

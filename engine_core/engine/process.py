@@ -437,7 +437,7 @@ def main(
 
 
 def _filling_tokens(source: ModelSource, config: EngineConfig) -> int:
-    """Tokens of a prompt whose attention keeps the device busy: a tile of 128 pairs of a token and
+    """Tokens of a prompt whose attention fills the device once: a tile of 128 pairs of a token and
     a head for each multiprocessor of a GPU.
     """
     if source.device.type != "cuda":

@@ -451,8 +451,6 @@ _DECODE_ROWS = (0, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _PREFILL_ROWS = (1, 8, 32)
 # Those that steps are captured for before they come, whatever prompts are beside them.
 _DECODE_ROWS_BESIDE = (32, 64, 128, 256, 512, 1024)
-# From so long sequences on a prompt has steps of its own, if it has so many tokens in one.
-_LONG, _LEAST_FAR_CHUNK = 16384, 256
 
 
 def _full_steps(max_num_batched_tokens: int, max_chunk: int, max_rows: int) -> Iterator[GraphKey]:
@@ -467,19 +465,15 @@ def _full_steps(max_num_batched_tokens: int, max_chunk: int, max_rows: int) -> I
                 yield GraphKey(decode + tokens, decode, prefill)
 
 
-def _steps_beside(sizes: Sequence[int], max_rows: int, max_model_len: int) -> Iterator[GraphKey]:
+def _steps_beside(sizes: Sequence[int], max_rows: int) -> Iterator[GraphKey]:
     """Steps of prompts of any of these sizes beside rows that decode: few, which hold all others.
 
     More prompts than there are cost programs that end at once, so these have room for several, and
-    the longer ones for many. Attention deals its work out by rows, though, so that with those that
-    there are not it is uneven. Far into a long prompt it takes most of a step, so where such
-    prompts may come, one of them has steps of its own.
+    the longer ones for many.
     """
     for fewer, decode in pairwise((0, *_DECODE_ROWS_BESIDE)):
         if fewer < max_rows - 1:
             for tokens in sizes:
-                if max_model_len > _LONG and tokens >= _LEAST_FAR_CHUNK:
-                    yield GraphKey(decode + tokens, decode, 1)
                 likely = min(max(8, tokens // 64), max_rows - 1, _PREFILL_ROWS[-1])
                 prefill = next(size for size in _PREFILL_ROWS if size >= likely)
                 yield GraphKey(decode + tokens, decode, prefill)
@@ -513,7 +507,7 @@ class GraphSteps(_Graphs):
             # Their padding is next to nothing where prompts are cut to these sizes, as a server
             # cuts them, so they may be longer; and a host that launches kernels for as long as the
             # device runs them can do nothing else.
-            beside = _steps_beside(sizes, state.steps.max_rows, state.steps.max_model_len)
+            beside = _steps_beside(sizes, state.steps.max_rows)
             expected += [key for key in beside if key.tokens <= 2 * max_tokens]
         # The largest of the others first: what comes after reuses its memory.
         super().__init__(state, at_start=expected[:1], later=sorted(expected[1:], reverse=True))

@@ -208,13 +208,13 @@ def test_rows_that_need_the_whole_step_leave_twice_that_to_prompts_when_many_wai
 
 
 class LongContexts(Clock):
-    """Attention adds a nanosecond a pair, and for less than 512 tokens as much as for 512."""
+    """Attention adds a nanosecond a pair, and is as long as for a multiple of 512 tokens."""
 
     def run_far(self, pacing: Pacing, tokens: int, cached: int) -> float:
         """A step far into a prompt; returns its seconds."""
         rows = (PlanRow("a", 0, 5, 1, ((),), True), PlanRow("b", 1, cached, tokens, ((1,),), True))
         submitted = self.now
-        attention = 1e-9 * max(tokens, 512) * (cached + tokens / 2)
+        attention = 1e-9 * -(-tokens // 512) * 512 * (cached + tokens / 2)
         self.now += self.decode_seconds + self.token_seconds * tokens + attention
         pacing.finished(StepPlan(0, rows), submitted, early=False)
         return self.now - submitted
@@ -237,8 +237,8 @@ def test_far_into_a_long_prompt_a_step_has_tokens_for_what_attention_leaves() ->
     # 64 tokens take 57 ms at the end, and 512, which take 66, are eight times as many.
     assert budgets(sched, cached=100_000) == (512, 512)
     assert 0.064 < longest < 0.068
-    # 25 ms are for 20 us a token and attention: 12.8 and 10.2 ms, and 7.7 more a further 384.
-    assert budgets(sched, cached=20_000) == (512, 896)
+    # 512 tokens take 25.6 ms, 640 as much attention as 1,024 and 38.6, 768 take 41.2.
+    assert budgets(sched, cached=20_000) == (512, 768)
     # 1,792 tokens that attend to each other alone need 1.6 ms for that.
     assert budgets(sched) == (1024, 1536)
     plan = StepPlan(0, (PlanRow("a", 0, 5, 1, ((),), True), PlanRow("b", 1, 60_000, 512, (), True)))

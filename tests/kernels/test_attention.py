@@ -375,6 +375,25 @@ def test_hopper_kernel_takes_the_engines_caches_and_is_captured() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1, 70), (1, 0), (300, 1000), (77, 0), (0, 0)],
+        [(300, 1000), (20, 20), *[(0, 0)] * 28, (500, 0)],
+        [(2, 0), (33, 40), (2, 0), (65, 65), (2, 0)],
+        [*[(2, 40)] * 150, *[(0, 0)] * 120, (3, 0)],
+        [(50, 0), (0, 0)],
+    ],
+    ids=["decode", "few", "between", "many", "only"],
+)
+def test_hopper_kernel_leaves_zeros_for_rows_of_padding(rows: list[tuple[int, int]]) -> None:
+    options = {"dtype": torch.bfloat16, "device": "cuda", "own_caches": True}
+    paged = make_paged(rows, heads=8, kv_heads=2, head_dim=128, block_size=64, **options)
+    assert error(attend(paged, 0.1), attend_by_reference(paged, 0.1)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("num_rows", [2, 30, 150])
 def test_a_captured_step_finds_out_anew_how_long_its_rows_are(num_rows: int) -> None:
@@ -417,6 +436,8 @@ def test_a_captured_step_finds_out_anew_how_long_its_rows_are(num_rows: int) -> 
 
     paged.kv_lens.fill_(1)
     stream = torch.cuda.Stream()
+    # What is stored again must have been read before.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         layers({})
     torch.cuda.synchronize()

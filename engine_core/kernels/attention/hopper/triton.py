@@ -4,6 +4,8 @@ One warp brings tiles to shared memory with the tensor memory accelerator, and t
 multiply: while the matrix units work for one, the other computes its softmax, and each has the
 product with the next keys in flight beside the product with the last values (FlashAttention-3,
 Shah et al. 2024). Programs stay on their multiprocessor and take tiles in turn, the heaviest first.
+Rows of padding, which stand last, have no part in that: one prompt in a captured step with room for
+many must not have its tiles on a few multiprocessors.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ _PANEL = gl.constexpr(64)
 
 
 class _Plan(NamedTuple):
-    """The rows that a launch attends: their lengths, and how programs take them in ``turns``."""
+    """The rows that a launch attends: their lengths, and how programs take them in ``turns``.
+
+    Queries from ``pad_begin`` to ``pad_end`` are those of the rows of padding after them.
+    """
 
     query_start_ptr: Any
     kv_lens_ptr: Any
@@ -43,6 +48,8 @@ class _Plan(NamedTuple):
     num_rows: Any
     query_tiles: Any
     turns: Any
+    pad_begin: Any
+    pad_end: Any
 
 
 class _Buffers(NamedTuple):
@@ -58,6 +65,38 @@ class _Buffers(NamedTuple):
     v_full: Any
     v_empty: Any
     end_full: Any
+
+
+# Rows whose lengths are looked at together.
+_LENGTHS = gl.constexpr(128)
+
+
+@gluon.jit
+def _make_plan(
+    query_start_ptr, kv_lens_ptr, first_row, num_rows, HEAD_TILES: gl.constexpr,
+    TOKENS: gl.constexpr,
+):  # fmt: skip
+    """The plan for the rows up to the last that has tokens in the cache."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    rows = 0
+    longest = 0
+    for start in range(0, num_rows, _LENGTHS):
+        row = start + gl.arange(0, _LENGTHS, LAYOUT)
+        mask = row < num_rows
+        begin = gl.load(query_start_ptr + first_row + row, mask=mask, other=0)
+        end = gl.load(query_start_ptr + first_row + row + 1, mask=mask, other=0)
+        real = gl.load(kv_lens_ptr + first_row + row, mask=mask, other=0) > 0
+        rows = gl.maximum(rows, gl.max(gl.where(real, row + 1, 0), axis=0))
+        longest = gl.maximum(longest, gl.max(gl.where(real, end - begin, 0), axis=0))
+    query_tiles = (longest + 2 * TOKENS - 1) // (2 * TOKENS)
+    items = query_tiles * rows * HEAD_TILES
+    turns = (items + gl.num_programs(0) - 1) // gl.num_programs(0)
+    pad_begin = gl.load(query_start_ptr + first_row + rows)
+    pad_end = gl.load(query_start_ptr + first_row + num_rows)
+    return _Plan(
+        query_start_ptr, kv_lens_ptr, first_row, gl.maximum(rows, 1), query_tiles, turns, pad_begin,
+        pad_end,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -362,20 +401,28 @@ def _attend(
                 OUT,
             )  # fmt: skip
         elif first_query >= 0:
-            # Queries of a row of padding, if any.
+            # A row without tokens in the cache, among others.
             y = gl.zeros([_ROWS, D], buffers.q.dtype, OUT)
             _store(
                 out_ptr, y, query_begin, first_query + GROUP * TOKENS, num_queries, head_tile,
                 NUM_HEADS, PACKED, D, OUT,
             )  # fmt: skip
+    zeros = gl.zeros([_ROWS, D], buffers.q.dtype, OUT)
+    rows = gl.arange(0, _ROWS, gl.SliceLayout(1, OUT))
+    dims = gl.arange(0, D, gl.SliceLayout(0, OUT))
+    first = plan.pad_begin.to(gl.int64) * NUM_HEADS
+    count = (plan.pad_end - plan.pad_begin) * NUM_HEADS
+    start = (gl.program_id(0) * 2 + GROUP) * _ROWS
+    for begin in range(start, count, gl.num_programs(0) * 2 * _ROWS):
+        place = begin + rows
+        pointers = out_ptr + (first + place)[:, None] * D + dims[None, :]
+        gl.store(pointers, zeros, mask=(place < count)[:, None])
 
 
 @gluon.jit(
     do_not_specialize=[
         "first_row",
         "num_rows",
-        "query_tiles",
-        "turns",
         "table_stride",
         "k_head_stride",
         "v_head_stride",
@@ -393,8 +440,6 @@ def _hopper_prefill_kernel(
     table_stride,
     first_row,
     num_rows,
-    query_tiles,
-    turns,
     k_head_stride,
     v_head_stride,
     NUM_HEADS: gl.constexpr,
@@ -411,7 +456,6 @@ def _hopper_prefill_kernel(
     element: gl.constexpr = k_desc.dtype
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     single: gl.constexpr = mbarrier.MBarrierLayout()
-    plan = _Plan(query_start_ptr, kv_lens_ptr, first_row, num_rows, query_tiles, turns)
     buffers = _Buffers(
         gl.allocate_shared_memory(element, [4, _ROWS, D], panels),
         gl.allocate_shared_memory(element, [STAGES, _KEYS, D], panels),
@@ -434,6 +478,9 @@ def _hopper_prefill_kernel(
         mbarrier.init(buffers.v_empty.index(stage), count=2)
     mbarrier.init(buffers.end_full.index(0), count=1)
     fence_async_shared()
+    wait(PDL)
+    TOKENS: gl.constexpr = _ROWS // PACKED
+    plan = _make_plan(query_start_ptr, kv_lens_ptr, first_row, num_rows, HEAD_TILES, TOKENS)
     # Registers of a thread: 2 * 128 * 232 + 128 * 40 fit a multiprocessor's 65536.
     gl.warp_specialize(
         [
@@ -514,8 +561,7 @@ def prefill(call: Call, scale: float, num_programs: int, pdl: bool) -> None:
     head_tiles = num_heads // packed
     query_tiles = triton.cdiv(call.max_query_len, 2 * tokens)
     items = query_tiles * num_rows * head_tiles
-    programs = min(num_programs, items)
-    _hopper_prefill_kernel[(programs,)](
+    _hopper_prefill_kernel[(min(num_programs, items),)](
         call.out,
         q_desc,
         k_desc,
@@ -527,8 +573,6 @@ def prefill(call: Call, scale: float, num_programs: int, pdl: bool) -> None:
         call.block_tables.stride(0),
         call.num_decode_rows,
         num_rows,
-        query_tiles,
-        triton.cdiv(items, programs),
         call.k_cache.stride(2),
         call.v_cache.stride(2),
         NUM_HEADS=num_heads,
