@@ -19,6 +19,7 @@ from engine_core.nn.embedding import VocabularySplit
 from engine_core.plugin_code import described
 from engine_core.runtime.block_tables import IntArray
 from engine_core.runtime.platform import to_device
+from engine_core.runtime.sampler.sampler import apply_bitmask
 from engine_core.runtime.step_batch import (
     Choice,
     GraphKey,
@@ -320,14 +321,26 @@ class DecodeGraphs(_Graphs):
         self._adjustments: Adjustments | None = None
 
     def _compile_others(self) -> None:
-        # Those of adjusted choice, which is made by the logits until it is captured.
-        logits = self._graphs[self._keys[Choice.GREEDY][0]].logits
-        assert logits is not None, "greedy steps keep their logits"
+        # Those of adjusted choice, which is made by the logits until it is captured, and those of
+        # choices in which the host has a part, which are made by logits in float32.
+        captured = self._graphs[self._keys[Choice.GREEDY][0]].logits
+        assert captured is not None, "greedy steps keep their logits"
+        logits = captured[:1]
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(2, *shape, dtype=dtype, device=self._device)
 
         vocab = logits.shape[-1]
+        every = torch.full((1, -(-vocab // 8)), 255, dtype=torch.uint8, device=self._device)
+        of_host = apply_bitmask(logits.to(torch.float32, copy=True), every)
+        row, last_tokens, seeds = (zeros(dtype=torch.int64) for _ in range(3))
+
+        def choose(logits: Tensor, adjustments: Adjustments | None) -> None:
+            numbers = zeros(len(NUMBERS), dtype=torch.float64)
+            state = SamplingState(numbers, seeds, adjustments)
+            sample_tokens(logits, row[:1], row[:1] - 1, last_tokens, state)
+
+        choose(of_host, None)
         for biased, penalised in product((False, True), repeat=2):
             adjustments = Adjustments(
                 kinds=zeros(dtype=torch.int32),
@@ -337,10 +350,8 @@ class DecodeGraphs(_Graphs):
                 prompt_mask=zeros(vocab, dtype=torch.bool) if penalised else None,
                 output_counts=zeros(vocab, dtype=torch.int32) if penalised else None,
             )
-            numbers = zeros(len(NUMBERS), dtype=torch.float64)
-            row, last_tokens, seeds = (zeros(dtype=torch.int64) for _ in range(3))
-            state = SamplingState(numbers, seeds, adjustments)
-            sample_tokens(logits[:1], row[:1], row[:1] - 1, last_tokens, state)
+            choose(logits, adjustments)
+            choose(of_host, adjustments)
 
     def offer(self, count: int, choice: Choice | None) -> Choice | None:
         """The choice that a step of ``count`` rows makes by itself; None to choose by its logits.

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -194,6 +196,36 @@ def test_steps_that_sample_nothing_are_not_run_ahead_of() -> None:
         torch.cuda._sleep(2_000_000_000)
         (output,) = llm.generate([prompt], random)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+CHOOSING = """
+import triton
+from golden_fixtures import golden_llm, golden_prompts
+from engine_core import SamplingParams
+
+compiled = []
+prompt = golden_prompts("llama-gqa")[0].input_ids
+base = SamplingParams(max_tokens=6, ignore_eos=True)
+ways = [{}, {"temperature": 0.0}, {"presence_penalty": 1.0}, {"logit_bias": {5: 4.0}}]
+ways += [{"presence_penalty": 1.0, "logit_bias": {5: 4.0}}]
+ways += [{"min_tokens": 3, "stop_token_ids": (9,)}]
+params = [base.replace(**way, **more) for more in ({}, {"bad_words": ((5, 6),)}) for way in ways]
+with golden_llm("llama-gqa", device="cuda", dtype="bfloat16", max_num_seqs=20) as llm:
+    llm.warmup()
+    triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
+    for way in reversed(params):
+        llm.generate([prompt], way)
+    llm.generate([prompt] * len(params), params)
+print(compiled)
+"""
+
+
+def test_after_a_warmup_no_way_of_choosing_tokens_compiles_a_kernel() -> None:
+    """In a process of its own, which no other test has brought kernels to."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHOOSING], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_stopping_late_loses_and_adds_nothing() -> None:
