@@ -98,6 +98,13 @@ def _integral(value: Any) -> Any:
     return value
 
 
+def _integrals(value: Any) -> Any:
+    """As :func:`_integral`, at the cost of one pass where all are integers, as they nearly are."""
+    if isinstance(value, list) and float in set(map(type, value)):
+        return [_integral(each) for each in value]
+    return value
+
+
 def _only_false(value: Any) -> Any:
     """0 equals False, but is not a boolean."""
     if value is not False:
@@ -116,7 +123,9 @@ _Integral = BeforeValidator(_integral)
 Count = Annotated[int, Field(ge=1, le=_MAX_INT), _Integral]
 Number = Annotated[int, Field(ge=0, le=_MAX_INT), _Integral]
 Top = Annotated[int, Field(ge=0, le=20), _Integral]
-TokenId = Number
+# A prompt has thousands, which a function in Python for each would take milliseconds for.
+_TokenIds = list[Annotated[int, Field(ge=0, le=_MAX_INT)]]
+_Integrals = BeforeValidator(_integrals)
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_only_false)]
 OnlyTrue = Annotated[Literal[True], BeforeValidator(_only_true)]
 Text = Annotated[str, Field(min_length=1)]
@@ -295,13 +304,13 @@ class GenerationBody(CommonBody, Labels):
     """Tokens to generate at most; 0 only to echo a prompt."""
     min_tokens: Number | None = _sampled("min_tokens")
     stop: StopString | Annotated[list[StopString], Items(0, MAX_STOP)] | None = _sampled("stop")
-    stop_token_ids: Annotated[list[TokenId], Items(0, MAX_STOP_TOKEN_IDS)] | None = _sampled(
-        "stop_token_ids"
+    stop_token_ids: Annotated[_TokenIds, Items(0, MAX_STOP_TOKEN_IDS), _Integrals] | None = (
+        _sampled("stop_token_ids")
     )
     include_stop_str_in_output: bool | None = _sampled("include_stop_str_in_output")
     ignore_eos: bool | None = _sampled("ignore_eos")
-    allowed_token_ids: Annotated[list[TokenId], Items(1, MAX_ALLOWED_TOKEN_IDS)] | None = _sampled(
-        "allowed_token_ids"
+    allowed_token_ids: Annotated[_TokenIds, Items(1, MAX_ALLOWED_TOKEN_IDS), _Integrals] | None = (
+        _sampled("allowed_token_ids")
     )
     bad_words: Annotated[list[BadWord], Items(0, MAX_BAD_WORDS)] | None = _sampled("bad_words")
     skip_special_tokens: bool | None = _sampled("skip_special_tokens")
@@ -557,7 +566,7 @@ class ChatBody(GenerationBody, Conversation):
     function_call: None = None
 
 
-TokenPrompt = Annotated[list[TokenId], Items(1, MAX_TOKEN_IDS)]
+TokenPrompt = Annotated[_TokenIds, Items(1, MAX_TOKEN_IDS), _Integrals]
 
 
 def _prompt_kind(value: Any) -> str | None:
@@ -617,7 +626,7 @@ class DetokenizeBody(Body):
     """The body of ``POST /detokenize``."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Items(0, MAX_TOKEN_IDS)]
+    tokens: Annotated[_TokenIds, Items(0, MAX_TOKEN_IDS), _Integrals]
 
 
 def _kind(value: Any) -> str:
