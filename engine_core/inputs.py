@@ -117,6 +117,11 @@ class InputProcessor(Protocol):
 class MediaProcessor(InputProcessor, Protocol):
     """An input processor of a family whose prompts may show pictures, videos or sounds.
 
+    It is made in several processes: :meth:`process_media` runs in one that is made for a prompt,
+    of a copy of what ``__init__`` left. If it has an attribute ``reuses_items``, and this is true,
+    then an item of ``media`` may also be a :class:`MediaItem` that it made of an earlier prompt,
+    with the same options: the span is another, the digest and the features stay.
+
     Attributes:
         media_kinds: those that it takes.
     """

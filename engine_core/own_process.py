@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 
 # Parameters of mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -21,9 +22,15 @@ _claimed = False
 
 
 def claim() -> None:
-    """Declare that this process is the engine's alone, before torch has multiplied anything."""
+    """Declare that this process is the engine's alone, before torch has multiplied anything.
+
+    It may have as many open files as the system allows: pictures in shared memory are one each.
+    """
     global _claimed
     _claimed = True
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # "unlimited", which not every system takes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for name, count in _PRODUCTS_KEPT.items():
         os.environ.setdefault(name, count)
 

@@ -81,6 +81,9 @@ class EngineConfig(FrozenConfig):
     encoder_cache_tokens: Annotated[int, Field(ge=0), _Number] = 16384
     """Embeddings of pictures, videos and sounds that are kept on the device; also the most that one
     of them may have."""
+    mm_processor_cache_gb: Annotated[float, Field(ge=0, allow_inf_nan=False), _Number] = 4.0
+    """Host memory in GiB, in each process that takes requests, for pictures, videos and sounds that
+    are ready for the model: the same content is not processed again. 0 for none."""
     enable_prefix_caching: bool = True
     """Share the cached blocks of equal prompt beginnings."""
     eager: bool = False

@@ -15,7 +15,7 @@ import time
 import traceback
 import weakref
 from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -52,8 +52,6 @@ _STOP_SECONDS = 5.0
 _LOOKS = 4
 # Seconds that a hung process has to write its stacks.
 _LAST_WORDS_SECONDS = 5.0
-# Texts longer than this are tokenised in a thread, so that the event loop goes on meanwhile.
-_LONG_TEXT = 4096
 
 
 class RequestStream:
@@ -513,13 +511,9 @@ class AsyncEngine(HasFrontend):
                 "logits_processors are functions of this process, and tokens are chosen in "
                 "another; use LLM or Engine"
             )
-        # What may take long goes to a thread, so that the event loop goes on meanwhile.
-        tokenized = []
-        for prompt in prompts:
-            if _takes_long(prompt):
-                tokenized.append(await asyncio.to_thread(frontend.tokenize, prompt))
-            else:
-                tokenized.append(frontend.tokenize(prompt))
+        # Pictures are worth no work for a request that would be refused after it.
+        self._check_queue(params.n * len(prompts))
+        tokenized = [await frontend.tokenize_async(prompt, cache_salts) for prompt in prompts]
         tokenized_time = time.monotonic()
         # From here on nobody else runs until all of them are queued.
         self._check_alive()
@@ -587,8 +581,8 @@ class AsyncEngine(HasFrontend):
             timeout: seconds after which the rest is aborted; None for no limit.
         """
         self._closing = True
-        # A request that waits for its grammar's trial would be refused after it anyway.
-        await asyncio.to_thread(self.frontend.grammars.close)
+        # A request that waits for its grammar or picture would be refused after it anyway.
+        await asyncio.to_thread(self.frontend.close_workers)
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
@@ -987,15 +981,6 @@ def _open_text(
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _takes_long(prompt: Any) -> bool:
-    """Whether a prompt is long text, or shows something."""
-    if isinstance(prompt, Mapping):
-        if prompt.get("multi_modal_data"):
-            return True
-        prompt = prompt.get("prompt")
-    return isinstance(prompt, str) and len(prompt) > _LONG_TEXT
 
 
 __all__ = ["AsyncEngine", "RequestStream"]

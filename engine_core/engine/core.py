@@ -135,6 +135,9 @@ class EngineCore:
         """
         self.check_alive()
         self._added += 1
+        for item in new.prompt.media:
+            if (lost := getattr(item.features, "lost", None)) is not None:
+                raise RequestError(f"{new.sequence_id}: its {item.kind} is not there: {lost}")
         sequence = Sequence(
             new.sequence_id,
             new.prompt,

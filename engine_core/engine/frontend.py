@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import itertools
@@ -10,6 +11,7 @@ import struct
 import time
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,16 +24,11 @@ from engine_core.checkpoint import resolve_model
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.configs.generation import Recommendation, read_recommendation
 from engine_core.engine.guided import GrammarTrials
+from engine_core.engine.media import MediaIntake
 from engine_core.engine.prompt_inputs import fitted_state, process_prompt
 from engine_core.engine.sampling import resolve_sampling
 from engine_core.errors import CheckpointNotFoundError, RequestError, shown
-from engine_core.inputs import (
-    InputProcessor,
-    MediaProcessor,
-    ProcessedPrompt,
-    packed_token_ids,
-)
-from engine_core.media import MediaDecoder
+from engine_core.inputs import InputProcessor, MediaItem, ProcessedPrompt, packed_token_ids
 from engine_core.media.parts import MediaPart
 from engine_core.steps import (
     CompletionOutput,
@@ -43,6 +40,7 @@ from engine_core.steps import (
     TokenUpdate,
 )
 from engine_core.text import TextStream, Tokenizer, TokenNames, check_variables, load_tokenizer
+from engine_core.workers import WorkerPool
 
 
 class TextPrompt(TypedDict):
@@ -74,6 +72,8 @@ class MediaPrompt(TypedDict, total=False):
 Prompt = str | list[int] | TextPrompt | TokensPrompt | MediaPrompt
 Message = Mapping[str, Any]
 _MEDIA_KEYS = frozenset({"multi_modal_data", "mm_processor_kwargs"})
+# Texts longer than this are tokenised in a thread, so that an event loop goes on meanwhile.
+_LONG_TEXT = 4096
 
 
 class TokenizedPrompt(NamedTuple):
@@ -190,6 +190,7 @@ class State:
         has_prompt_logprobs: whether they have come: each completion brings them, one is enough.
         first_token_time: as ``arrival_time``, or None.
         num_cached_tokens: prompt tokens taken from the prefix cache.
+        media: what the prompt shows, until the core, maybe another process, surely has it.
     """
 
     request_id: str
@@ -203,6 +204,7 @@ class State:
     has_prompt_logprobs: bool = False
     first_token_time: float | None = None
     num_cached_tokens: int = 0
+    media: tuple[MediaItem, ...] = ()
 
     def output(self) -> RequestOutput:
         """The whole request so far."""
@@ -283,10 +285,11 @@ class Frontend:
         self._generation_config = generation_config
         self._finish = finish
         self._name = name
+        self._pool = WorkerPool()
         self.grammars = GrammarTrials(
-            tokenizer, model_config.vocab_size, config.guided_compile_timeout
+            tokenizer, model_config.vocab_size, config.guided_compile_timeout, self._pool
         )
-        self.pictures = MediaDecoder()
+        self.media = MediaIntake(input_processor, model_config, config, self._pool)
         # Row state of the first request, by name.
         self._row_state: dict[str, npt.NDArray[Any]] = {}
         self._states: dict[str, State] = {}
@@ -319,17 +322,69 @@ class Frontend:
             return self._default_sampling_params
         return self._recommendation.sampling_params(**given)
 
-    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+    def tokenize(self, prompt: Prompt, cache_salts: tuple[Hashable, ...] = ()) -> TokenizedPrompt:
         """A prompt as text or token ids, or a dictionary with either and with what it shows.
+
+        Only requests of equal ``cache_salts`` share what was made of pictures.
 
         Raises:
             RequestError: it is no prompt, its token ids are outside the vocabulary, or the model
                 cannot take what it shows.
+            QueueFullError: too many prompts wait for what they show to be processed.
+            EngineDeadError: the engine is being shut down.
         """
+        tokenized, shown = self._begin(prompt, cache_salts, here=True)
+        return tokenized if shown is None else _with_media(tokenized, shown.result().pop())
+
+    async def tokenize_async(
+        self, prompt: Prompt, cache_salts: tuple[Hashable, ...] = ()
+    ) -> TokenizedPrompt:
+        """The same without holding up the event loop."""
+        if not _takes_long(prompt):
+            return self.tokenize(prompt, cache_salts)
+        tokenized, shown = await asyncio.to_thread(self._begin, prompt, cache_salts, here=False)
+        if shown is None:
+            return tokenized
+        return _with_media(tokenized, (await asyncio.wrap_future(shown)).pop())
+
+    def _begin(
+        self, prompt: Prompt, cache_salts: tuple[Hashable, ...], *, here: bool
+    ) -> tuple[TokenizedPrompt, Future[list[ProcessedPrompt]] | None]:
+        """A prompt's tokens as given, and what becomes of it if it shows something."""
+        if not isinstance(prompt, Mapping) or not _MEDIA_KEYS & set(prompt):
+            return self._tokenize(prompt), None
+        plain: Any = {key: value for key, value in prompt.items() if key not in _MEDIA_KEYS}
+        tokenized = self._tokenize(plain)
+        media: Any = prompt.get("multi_modal_data") or {}
+        options: Any = prompt.get("mm_processor_kwargs") or {}
+        for key, value in (("multi_modal_data", media), ("mm_processor_kwargs", options)):
+            if not isinstance(value, Mapping):
+                raise RequestError(f"{key} is a dictionary, got {type(value).__name__}", param=key)
+        items = {kind: one if isinstance(one, list) else [one] for kind, one in media.items()}
+        shown = {
+            kind: [
+                item if isinstance(item, MediaPart) else MediaPart(kind, item, f"{kind} {index}")
+                for index, item in enumerate(each)
+            ]
+            for kind, each in items.items()
+            if each
+        }
+        for kind in shown:
+            self.media.check_takes(kind, "multi_modal_data")
+        if options and not shown:
+            raise RequestError(
+                "mm_processor_kwargs are for multi_modal_data, and there are none; leave them out",
+                param="mm_processor_kwargs",
+            )
+        if not shown:
+            return tokenized, None
+        begun = self.media.begin(tokenized.token_ids, shown, options, cache_salts, here=here)
+        return tokenized, begun
+
+    def _tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """A prompt that shows nothing."""
         given: Any = prompt
         if isinstance(prompt, Mapping):
-            if _MEDIA_KEYS & set(prompt):
-                return self._with_media(prompt)
             keys = set(prompt)
             if keys not in ({"prompt"}, {"prompt_token_ids"}):
                 raise RequestError(
@@ -357,62 +412,17 @@ class Frontend:
         packed = check_token_ids(given, self._model_config.vocab_size, "prompt")
         return TokenizedPrompt(None, list(given), packed)
 
-    def decoded(self, parts: Sequence[MediaPart]) -> dict[str, list[Any]]:
-        """The pictures of a conversation by kind, data URLs decoded; waits for them.
+    def shown(self, parts: Sequence[MediaPart]) -> dict[str, list[MediaPart]]:
+        """The pictures of a conversation by kind, as ``multi_modal_data`` has them.
 
         Raises:
-            RequestError: the model takes none, or one cannot be decoded.
+            RequestError: the model takes none.
         """
-        media: dict[str, list[Any]] = {}
+        media: dict[str, list[MediaPart]] = {}
         for part in parts:
-            self._check_takes(part.kind, part.param)
-            value = part.value
-            if isinstance(value, str):
-                value = self.pictures.image(value, part.param)
-            media.setdefault(part.kind, []).append(value)
+            self.media.check_takes(part.kind, part.param)
+            media.setdefault(part.kind, []).append(part)
         return media
-
-    def _check_takes(self, kind: str, param: str) -> None:
-        """Refuse what the model cannot see or hear."""
-        processor = self._input_processor
-        kinds = processor.media_kinds if isinstance(processor, MediaProcessor) else ()
-        if kind not in kinds:
-            takes = f"takes {', '.join(kinds)} and text" if kinds else "takes text alone"
-            raise RequestError(
-                f"{param} has {kind!r}, and {self._model_config.architecture} {takes}", param=param
-            )
-
-    def _with_media(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
-        """A prompt that shows something, processed.
-
-        Raises:
-            RequestError: the model cannot take it.
-        """
-        given = {key: value for key, value in prompt.items() if key not in _MEDIA_KEYS}
-        plain: Any = given
-        tokenized = self.tokenize(plain)
-        media = prompt.get("multi_modal_data") or {}
-        options = prompt.get("mm_processor_kwargs") or {}
-        for key, value in (("multi_modal_data", media), ("mm_processor_kwargs", options)):
-            if not isinstance(value, Mapping):
-                raise RequestError(f"{key} is a dictionary, got {type(value).__name__}", param=key)
-        items = {kind: one if isinstance(one, list) else [one] for kind, one in media.items()}
-        items = {kind: each for kind, each in items.items() if each}
-        for kind in items:
-            self._check_takes(kind, "multi_modal_data")
-        processor = self._input_processor
-        if not items and options:
-            raise RequestError(
-                "mm_processor_kwargs are for multi_modal_data, and there are none; leave them out",
-                param="mm_processor_kwargs",
-            )
-        if not items or not isinstance(processor, MediaProcessor):
-            return tokenized
-        vocab_size, token_ids = self._model_config.vocab_size, tokenized.token_ids
-        asked = (vocab_size, token_ids, items, options)
-        processed = process_prompt(processor, "process_media", *asked)
-        packed = packed_token_ids(processed.token_ids)
-        return TokenizedPrompt(tokenized.text, list(processed.token_ids), packed, processed)
 
     def render_chat(
         self,
@@ -522,6 +532,7 @@ class Frontend:
         state = State(
             request_id, prompt.text, prompt.token_ids, arrived, streaming, unfinished=params.n
         )
+        state.media = processed.media
         seed = self._draw_seed() if params.seed is None else params.seed
         base = f"{request_id}@{self._name}{serial}" if unique_ids else request_id
         sequences = []
@@ -574,14 +585,24 @@ class Frontend:
         """Forget a request; None if there is none. Updates that still come are ignored."""
         state = self._states.pop(request_id, None)
         if state is not None:
+            state.media = ()
             for completion in state.completions:
                 self._owners.pop(completion.number, None)
         return state
 
+    def start_workers(self) -> None:
+        """Import what workers need now, and not while the first request for them waits."""
+        self.grammars.start()
+        self.media.start()
+
+    def close_workers(self) -> None:
+        """End the processes that try grammars and process pictures, and refuse what needs them."""
+        self._pool.close()
+
     def close(self) -> None:
-        """End the processes that try grammars and decode pictures."""
-        self.grammars.close()
-        self.pictures.close()
+        """End these processes, and forget the items of earlier prompts."""
+        self.close_workers()
+        self.media.cache.clear()
 
     def clear(self) -> None:
         """Forget every request."""
@@ -636,6 +657,7 @@ class Frontend:
         del self._owners[completion.number]
         state.unfinished -= 1
         if state.unfinished == 0:
+            state.media = ()
             del self._states[state.request_id]
 
     def _take(self, state: State, completion: Completion, update: TokenUpdate, now: float) -> None:
@@ -655,6 +677,7 @@ class Frontend:
             state.prompt_logprobs = [None, *map(self._decoded, update.prompt_logprobs)]
         if state.first_token_time is None and new:
             state.first_token_time = now
+            state.media = ()
         if completion.logprobs is not None and update.logprobs is not None:
             for token, entry in zip(new, update.logprobs, strict=True):
                 completion.logprobs.append(self._decoded(entry))
@@ -720,6 +743,20 @@ class HasFrontend:
             RequestError: it is no prompt, or its token ids are outside the vocabulary.
         """
         return self.frontend.tokenize(prompt)[:2]
+
+
+def _with_media(tokenized: TokenizedPrompt, made: ProcessedPrompt) -> TokenizedPrompt:
+    packed = packed_token_ids(made.token_ids)
+    return TokenizedPrompt(tokenized.text, list(made.token_ids), packed, made)
+
+
+def _takes_long(prompt: Any) -> bool:
+    """Whether a prompt is long text, or shows something."""
+    if isinstance(prompt, Mapping):
+        if prompt.get("multi_modal_data"):
+            return True
+        prompt = prompt.get("prompt")
+    return isinstance(prompt, str) and len(prompt) > _LONG_TEXT
 
 
 def _priority(value: Any) -> int:

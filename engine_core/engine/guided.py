@@ -8,8 +8,9 @@ import hashlib
 import pickle
 import threading
 from collections import OrderedDict
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from importlib.util import find_spec
+from typing import Any
 
 from engine_core.configs import GuidedParams
 from engine_core.errors import EngineDeadError, RequestError
@@ -22,9 +23,6 @@ _ROOM = "engine_core.runtime.grammar_trial"
 _MEMORY_BYTES = 128 * 2**20
 # An engine's threads have at least 2 MiB: what passes here does not overflow there.
 _STACK_BYTES = 2**20
-# Grammars that are tried at once, and that may wait for their trial.
-_AT_ONCE = 2
-_QUEUED = 64
 # Verdicts kept for requests to come.
 _KEPT = 1024
 
@@ -39,16 +37,22 @@ class GrammarTrials:
         tokenizer: whose vocabulary is guided; None if the engine has none.
         vocab_size: columns of the logits.
         timeout: seconds that a trial may take.
+        pool: whose workers try.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, timeout: float) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, timeout: float, pool: WorkerPool
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._timeout = timeout
-        self._pool: WorkerPool | None = None
+        self._workers = pool.setup(
+            f"{_ROOM}:open_compiler",
+            self._vocabulary,
+            Limits(timeout, _MEMORY_BYTES, _STACK_BYTES),
+            what="the grammar's compiler",
+        )
         self._verdicts: OrderedDict[bytes, Future[None]] = OrderedDict()
         self._lock = threading.Lock()
-        self._closed = False
 
     def start(self) -> None:
         """Read the vocabulary now, and not while the first guided request waits.
@@ -56,8 +60,9 @@ class GrammarTrials:
         Does nothing where there can be no guided requests.
         """
         if self._tokenizer is not None and find_spec("llguidance") is not None:
-            with contextlib.suppress(WorkerError):  # closed, or the first request will report it
-                self._open().start()
+            # Else it is closed, or the first request will report it.
+            with contextlib.suppress(WorkerError, EngineDeadError):
+                self._workers.start()
 
     def check(self, params: GuidedParams) -> None:
         """Try a grammar, or wait for its verdict.
@@ -70,8 +75,8 @@ class GrammarTrials:
         """
         try:
             self._verdict(params).result()
-        except (WorkerError, CancelledError) as error:
-            raise self._refusal(params, error) from None
+        except WorkerError as error:
+            raise _refusal(params, error) from None
 
     async def check_async(self, params: GuidedParams) -> None:
         """Try a grammar as :meth:`check` does, without holding up the event loop."""
@@ -81,35 +86,11 @@ class GrammarTrials:
             # Shielded, as others may wait for the same verdict.
             await asyncio.shield(asyncio.wrap_future(verdict))
         except WorkerError as error:
-            raise self._refusal(params, error) from None
-        except asyncio.CancelledError as error:
-            if not verdict.cancelled():
-                raise
-            raise self._refusal(params, error) from None
+            raise _refusal(params, error) from None
 
-    def close(self) -> None:
-        """End every trial, and refuse new ones."""
-        with self._lock:
-            self._closed = True
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
-
-    def _open(self) -> WorkerPool:
-        with self._lock:
-            if self._closed:
-                raise EngineDeadError("the engine is being shut down and takes no more requests")
-            if self._pool is None:
-                assert self._tokenizer is not None, "checked before"
-                self._pool = WorkerPool(
-                    f"{_ROOM}:open_compiler",
-                    (token_bytes(self._tokenizer), self._vocab_size),
-                    Limits(self._timeout, _MEMORY_BYTES, _STACK_BYTES),
-                    max_workers=_AT_ONCE,
-                    max_queued=_QUEUED,
-                    what="the grammar's compiler",
-                )
-            return self._pool
+    def _vocabulary(self) -> tuple[Any, ...]:
+        assert self._tokenizer is not None, "checked before"
+        return token_bytes(self._tokenizer), self._vocab_size
 
     def _verdict(self, params: GuidedParams) -> Future[None]:
         """The trial of a grammar, begun now if there was none."""
@@ -125,13 +106,12 @@ class GrammarTrials:
         except RecursionError:
             raise RequestError(f"{param}: it is nested too deeply", param=param) from None
         key = hashlib.blake2b(content, digest_size=16).digest()
-        pool = self._open()
         with self._lock:
             verdict = self._verdicts.get(key)
             if verdict is not None:
                 self._verdicts.move_to_end(key)
                 return verdict
-            verdict = self._verdicts[key] = pool.submit(f"{_ROOM}:try_grammar", params)
+            verdict = self._verdicts[key] = self._workers.submit(f"{_ROOM}:try_grammar", params)
             if len(self._verdicts) > _KEPT:
                 self._verdicts.popitem(last=False)
         verdict.add_done_callback(lambda done: self._forget(key, done))
@@ -147,12 +127,11 @@ class GrammarTrials:
             if self._verdicts.get(key) is verdict:
                 del self._verdicts[key]
 
-    def _refusal(self, params: GuidedParams, error: BaseException) -> Exception:
-        if self._closed:
-            return EngineDeadError("the engine is being shut down and takes no more requests")
-        param = f"guided.{params.kind}"
-        message = f"{param}: it cannot be compiled: {error}; make it smaller"
-        return RequestError(message, param=param)
+
+def _refusal(params: GuidedParams, error: WorkerError) -> RequestError:
+    param = f"guided.{params.kind}"
+    message = f"{param}: it cannot be compiled: {error}; make it smaller"
+    return RequestError(message, param=param)
 
 
 def _is_repeatable(error: BaseException) -> bool:

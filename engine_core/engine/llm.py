@@ -288,7 +288,7 @@ class LLM:
                 cannot take a picture.
         """
         messages, parts = split_media(messages)
-        media = self.engine.frontend.decoded(parts)
+        media = self.engine.frontend.shown(parts)
         token_ids = self.engine.frontend.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,

@@ -540,18 +540,9 @@ def _run(links: _Links, core: EngineCore) -> None:
             wait = None
             continue
         heard = heard or bool(commands)
-        for name, *arguments in commands:
-            if name == "add":
-                _add(core, arguments[0], refused)
-            elif name == "abort":
-                for sequence_id in arguments[0]:
-                    core.abort(sequence_id)
-            elif name == "trace":
-                core.trace = core.trace or EngineTrace()  # each frontend asks for it
-            elif name == "take_trace":
-                links.answer(core.trace)
-            else:
-                core.finish(*arguments)
+        for command in commands:
+            _obey(links, core, refused, *command)
+            del command  # it would live until the next one, and pictures with it
         if commands and core.trace is not None:
             core.trace.took(len(commands), begin)
         if core.spare_seconds >= _SPARE_SECONDS:
@@ -571,6 +562,22 @@ def _run(links: _Links, core: EngineCore) -> None:
             refused, heard = [], False
         busy = 0.0 if moved else _STALLED_SECONDS
         wait = busy if core.has_unfinished else _IDLE_SECONDS
+
+
+def _obey(
+    links: _Links, core: EngineCore, refused: list[TokenUpdate], name: str, *arguments: Any
+) -> None:
+    if name == "add":
+        _add(core, arguments[0], refused)
+    elif name == "abort":
+        for sequence_id in arguments[0]:
+            core.abort(sequence_id)
+    elif name == "trace":
+        core.trace = core.trace or EngineTrace()  # each frontend asks for it
+    elif name == "take_trace":
+        links.answer(core.trace)
+    else:
+        core.finish(*arguments)
 
 
 def _capture_expected(core: EngineCore, device: torch.device) -> None:

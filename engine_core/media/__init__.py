@@ -1,7 +1,7 @@
-"""Pictures of requests: parts of messages, and their decoding in worker processes."""
+"""Pictures, videos and sounds of requests: parts of messages, their decoding, what is kept."""
 
 from engine_core.media.cache import MediaCache, MediaStats
-from engine_core.media.decoder import MediaDecoder
-from engine_core.media.parts import split_media
+from engine_core.media.parts import MediaPart, split_media
+from engine_core.media.shared import SharedArrays, shared
 
-__all__ = ["MediaCache", "MediaDecoder", "MediaStats", "split_media"]
+__all__ = ["MediaCache", "MediaPart", "MediaStats", "SharedArrays", "shared", "split_media"]

@@ -1,29 +1,46 @@
-"""The work of a process that decodes a picture. It imports Pillow, and runs under limits."""
+"""Encoded pictures as arrays. What is decoded comes from strangers: call it in a worker."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 from io import BytesIO
+from typing import Any
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+import numpy as np
+from numpy.typing import NDArray
 
 from engine_core.errors import RequestError
 
+# A picture of 50 million pixels has 150 MB as RGB; decoders take a few times that.
+MAX_PIXELS = 50_000_000
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_SCHEME = "data:"
 
 
-def open_decoder() -> None:
-    """Load what decodes the formats, once for all pictures."""
+def load_decoders() -> None:
+    """Load what decodes the formats, once for all pictures; nothing without Pillow."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return
     Image.init()
     # Sizes are checked before anything is decoded, by a limit of ours.
     Image.MAX_IMAGE_PIXELS = None
 
 
-def decode_image(_: None, data: bytes, max_pixels: int) -> tuple[int, int, bytes]:
-    """The height, width and RGB bytes of a picture.
+def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
+    """A picture ``[H, W, 3]``.
 
     Raises:
         RequestError: it is none of the formats, damaged, animated or too large.
     """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise RequestError(
+            "pictures need Pillow, which is not installed: pip install 'engine-core-llm[media]'"
+        ) from None
     try:
         image = Image.open(BytesIO(data), formats=_FORMATS)
         width, height = image.size
@@ -34,16 +51,45 @@ def decode_image(_: None, data: bytes, max_pixels: int) -> tuple[int, int, bytes
             )
         if getattr(image, "n_frames", 1) > 1:
             raise RequestError(f"the picture is animated ({image.format}); send one frame of it")
-        upright = ImageOps.exif_transpose(image)
-        if upright.has_transparency_data:
-            # On white, as transformers' processors see it.
-            white = Image.new("RGBA", upright.size, "white")
-            upright = Image.alpha_composite(white, upright.convert("RGBA"))
-        upright = upright.convert("RGB")
+        return np.asarray(_opaque(image))
     except UnidentifiedImageError:
         raise RequestError(f"the data is no picture in one of {', '.join(_FORMATS)}") from None
-    except RequestError:
+    except (RequestError, MemoryError):
         raise
     except Exception as error:  # decoders raise all kinds of errors on damaged data
         raise RequestError(f"the picture is damaged: {type(error).__name__}: {error}") from None
-    return upright.height, upright.width, upright.tobytes()
+
+
+def _opaque(image: Any) -> Any:
+    """A PIL image upright, in RGB, and on white, as transformers' processors see it."""
+    from PIL import Image, ImageOps
+
+    upright = ImageOps.exif_transpose(image)
+    if upright.has_transparency_data:
+        white = Image.new("RGBA", upright.size, "white")
+        upright = Image.alpha_composite(white, upright.convert("RGBA"))
+    return upright.convert("RGB")
+
+
+def data_of(url: str, kind: str) -> bytes:
+    """The content of a data URL of a ``kind``.
+
+    Raises:
+        RequestError: it is none.
+    """
+    head, comma, content = url.partition(",")
+    if not head.startswith(_SCHEME) or not comma:
+        scheme = head.split(":", 1)[0][:20] if ":" in head[:20] else "text"
+        raise RequestError(
+            f"what is shown is taken as data URLs (data:{kind}/TYPE;base64,...); this is "
+            f"{scheme!r}, and addresses and files are not fetched"
+        )
+    type_, *attributes = head[len(_SCHEME) :].split(";")
+    if not type_.startswith(f"{kind}/") or "base64" not in attributes:
+        raise RequestError(
+            f"the data URL is to begin with data:{kind}/TYPE;base64, and begins with {head[:60]!r}"
+        )
+    try:
+        return base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"its base64 is wrong: {error}") from None

@@ -259,7 +259,12 @@ class ModelRunner:
                 return self._collect(plan, choice, turns)
         plain = watched or plan.media
         steps = None if plain else self._graph_steps or self._recorded_steps
-        return self._collect(plan, choice, self._run(plan, choice, steps, decodes=decodes))
+        pending = self._collect(plan, choice, self._run(plan, choice, steps, decodes=decodes))
+        for row in plan.others:
+            held = self._rows[row.row]
+            if held.media and row.start + row.num_tokens >= held.prompt_len:
+                held.media = ()  # and the memory of its features, which others may share
+        return pending
 
     def _run(
         self, plan: StepPlan, choice: Choice | None, steps: Steps | None, *, decodes: bool

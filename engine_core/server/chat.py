@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,12 +111,9 @@ async def create_chat_completion(request: Request) -> Response:
     service.check_room()
     body = await read_body(request, CHAT_BODY, service.settings.max_body_size)
     check_common(body, service)
-    work = partial(understood, service, context, body)
-    # Pictures are waited for.
-    if any(isinstance(message.content, list) for message in body.messages):
-        chat, params, prompt = await asyncio.to_thread(work)
-    else:
-        chat, params, prompt = await service.run_text(context.body_size, work)
+    chat, params, prompt = await service.run_text(
+        context.body_size, partial(understood, service, context, body)
+    )
     return await chat.answer(request, prompt, params)
 
 
@@ -176,7 +172,7 @@ class Chat:
         self._body = body
         self.messages, parts = split_media(template_messages(body.messages))
         # What the prompt shows, by kind, as the engine takes it.
-        self.media = service.engine.frontend.decoded(parts)
+        self.media = service.engine.frontend.shown(parts)
         choice = body.tool_choice
         self._tool_choice = (
             choice if choice is None or isinstance(choice, str) else choice.model_dump()

@@ -355,7 +355,7 @@ async def _load(
             reasoning_parser=settings.reasoning_parser,
         )
         # The vocabulary is read now, and not while the first guided request waits.
-        await asyncio.to_thread(engine.frontend.grammars.start)
+        await asyncio.to_thread(engine.frontend.start_workers)
     except BaseException:
         await engine.close()
         raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -12,11 +11,13 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from engine_core.errors import QueueFullError
+from engine_core.errors import EngineDeadError, QueueFullError
 from engine_core.workers import template
 from engine_core.workers.template import STATUS
 
@@ -57,36 +58,22 @@ class Limits:
 class WorkerPool:
     """Runs functions in processes made for one call each, under limits.
 
-    The workers are forks of a template process, which imports and makes once what all of them
-    need. A fork takes milliseconds, shares the template's memory, and takes with it whatever a
-    call left behind. Nothing runs before the first call or :meth:`start`. It may be used from
-    several threads, and after a fork, which gets a template of its own.
+    The workers are forks of template processes, one for each :meth:`setup`, which imports and makes
+    once what its tasks need. A fork takes milliseconds, shares the template's memory, and takes
+    with it whatever a call left behind. It may be used from several threads, and after a fork,
+    which gets templates of its own.
 
     Args:
-        initializer: ``module:function``; what it returns is the first argument of every task.
-        arguments: picklable, for the initializer.
-        limits: of each task.
-        max_workers: tasks that run at once.
-        max_queued: tasks that may wait for a worker.
-        what: what the template is called in messages.
+        max_workers: tasks that run at once. One place is never taken by the tasks of the same
+            setup, so that those of others need not wait until these are done.
+        max_queued: tasks of a setup that may wait for a worker.
     """
 
-    def __init__(
-        self,
-        initializer: str,
-        arguments: tuple[Any, ...],
-        limits: Limits,
-        *,
-        max_workers: int = 2,
-        max_queued: int = 64,
-        what: str = "the worker",
-    ) -> None:
-        self._setup = (initializer, arguments, limits.memory_bytes, limits.stack_bytes)
-        self._limits = limits
-        self._what = what
+    def __init__(self, *, max_workers: int = 3, max_queued: int = 64) -> None:
         self._max_workers = max_workers
-        self._most = max_workers + max_queued
+        self._max_queued = max_queued
         self._closed = False
+        self._setups: list[Workers] = []  # the next one whose turn it is first
         self._begin()
 
     def _begin(self) -> None:
@@ -95,63 +82,162 @@ class WorkerPool:
         self._threads = ThreadPoolExecutor(
             self._max_workers, thread_name_prefix="engine-core-workers"
         )
-        self._unfinished = 0
         self._lock = threading.Lock()
+        for setup in self._setups:
+            setup._begin()
+
+    def setup(
+        self,
+        initializer: str,
+        arguments: Callable[[], tuple[Any, ...]],
+        limits: Limits,
+        *,
+        what: str = "the worker",
+    ) -> Workers:
+        """Workers that begin alike. Nothing runs before their first task or :meth:`Workers.start`.
+
+        Args:
+            initializer: ``module:function``; what it returns is the first argument of every task.
+            arguments: makes picklable ones for the initializer, when the template is started.
+            limits: of each task.
+            what: what the template is called in messages.
+        """
+        made = Workers(self, initializer, arguments, limits, what)
+        with self._lock:
+            self._setups.append(made)
+        return made
+
+    def close(self) -> None:
+        """End all workers and templates; it may be called twice."""
+        with self._lock:
+            self._closed = True
+            templates = [setup._template for setup in self._setups]
+            waiting = [task for setup in self._setups for task in setup._waiting]
+            for setup in self._setups:
+                setup._template = None
+                setup._waiting.clear()
+        for template_ in templates:
+            if template_ is not None:
+                template_.close()
+        self._threads.shutdown(wait=False)
+        for future, *_ in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(_closed())
+
+    def _submit(self, setup: Workers, task: _Task) -> None:
+        if self._owner != os.getpid():
+            self._begin()
+        with self._lock:
+            if self._closed:
+                raise _closed()
+            # Nobody waits any more for what was cancelled.
+            setup._waiting = deque(each for each in setup._waiting if not each[0].cancelled())
+            if setup.unfinished >= self._places + self._max_queued:
+                raise QueueFullError(
+                    f"{setup.unfinished} requests wait for {setup._what} already; this one can be "
+                    "served later"
+                )
+            setup._waiting.append(task)
+            self._dispatch()
+
+    @property
+    def _places(self) -> int:
+        """Tasks of one setup that may run at once."""
+        return max(1, self._max_workers - 1)
+
+    def _dispatch(self) -> None:
+        """Have threads wait for as many tasks as may run, of each setup in its turn."""
+        while sum(setup._running for setup in self._setups) < self._max_workers:
+            ready = [s for s in self._setups if s._waiting and s._running < self._places]
+            if not ready or self._closed:
+                return
+            chosen = ready[0]
+            self._setups.remove(chosen)
+            self._setups.append(chosen)
+            chosen._running += 1
+            self._threads.submit(self._run, chosen, *chosen._waiting.popleft())
+
+    def _run(
+        self, setup: Workers, future: Future[Any], function: str, arguments: tuple[Any, ...]
+    ) -> None:
+        try:
+            if future.set_running_or_notify_cancel():
+                try:
+                    answer = setup._run(function, arguments)
+                except BaseException as error:
+                    future.set_exception(_closed() if self._closed else error)
+                else:
+                    future.set_result(answer)
+        finally:
+            with self._lock:
+                setup._running -= 1
+                self._dispatch()
+
+
+_Task = tuple[Future[Any], str, tuple[Any, ...]]
+
+
+def _closed() -> EngineDeadError:
+    return EngineDeadError("the engine is being shut down and takes no more requests")
+
+
+class Workers:
+    """The workers of one setup of a pool; see :meth:`WorkerPool.setup`."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        initializer: str,
+        arguments: Callable[[], tuple[Any, ...]],
+        limits: Limits,
+        what: str,
+    ) -> None:
+        self._pool = pool
+        self._initializer = initializer
+        self._arguments = arguments
+        self._limits = limits
+        self._what = what
+        self._begin()
+
+    def _begin(self) -> None:
+        self._waiting: deque[_Task] = deque()
+        self._running = 0
         self._template: _Template | None = None
+
+    @property
+    def unfinished(self) -> int:
+        """Tasks that run or wait."""
+        return self._running + len(self._waiting)
 
     def start(self) -> None:
         """Start the template, if there is none, and wait until it can fork workers.
 
         Raises:
             Exception: what the initializer raised.
-            WorkerError: it died, or the pool is closed.
+            WorkerError: it died.
+            EngineDeadError: the pool is closed.
         """
         self._ready_template()
 
     def submit(self, function: str, *arguments: Any) -> Future[Any]:
         """Have a worker call ``module:function`` with the initializer's value and ``arguments``.
 
-        The future raises what the function raised, or :class:`WorkerError`. ``asyncio.wrap_future``
-        makes it one to await.
+        The future raises what the function raised, :class:`WorkerError`, or
+        :class:`EngineDeadError` if the pool is closed. ``asyncio.wrap_future`` makes it one to
+        await.
 
         Raises:
             QueueFullError: too many tasks wait.
-            WorkerError: the pool is closed.
+            EngineDeadError: the pool is closed.
         """
-        if self._owner != os.getpid():
-            self._begin()
-        with self._lock:
-            self._check_open()
-            if self._unfinished >= self._most:
-                raise QueueFullError(
-                    f"{self._unfinished} requests wait for {self._what} already; this one can be "
-                    "served later"
-                )
-            self._unfinished += 1
-            future = self._threads.submit(self._run, function, arguments)
-        future.add_done_callback(self._count_done)
+        future: Future[Any] = Future()
+        self._pool._submit(self, (future, function, arguments))
         return future
 
-    def close(self) -> None:
-        """End all workers and the template; it may be called twice."""
-        with self._lock:
-            self._closed = True
-            last, self._template = self._template, None
-        if last is not None:
-            last.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise WorkerError(f"{self._what} is being shut down", repeatable=False)
-
-    def _count_done(self, _: Future[Any]) -> None:
-        with self._lock:
-            self._unfinished -= 1
-
     def _ready_template(self) -> _Template:
-        with self._lock:
-            self._check_open()
+        with self._pool._lock:
+            if self._pool._closed:
+                raise _closed()
             current = self._template
             if current is None or not current.usable:
                 if current is not None:
@@ -161,37 +247,41 @@ class WorkerPool:
         try:
             current.wait_ready()
         except WorkerError:
-            with self._lock:
-                self._check_open()  # it was ended meanwhile
+            if self._pool._closed:  # it was ended meanwhile
+                raise _closed() from None
             raise
         return current
+
+    def _setup(self) -> tuple[Any, ...]:
+        limits = self._limits
+        return self._initializer, self._arguments(), limits.memory_bytes, limits.stack_bytes
 
     def _run(self, function: str, arguments: tuple[Any, ...]) -> Any:
         channel = self._ready_template().fork()
         deadline = time.monotonic() + self._limits.seconds
+        incoming = template.Incoming(channel)
         try:
             with channel:
                 channel.settimeout(self._limits.seconds)
                 # A worker that is gone has left its reason.
                 with contextlib.suppress(ConnectionError):
                     template.send(channel, (function, arguments))
-                content = bytearray()
                 while True:
                     channel.settimeout(max(deadline - time.monotonic(), 1e-3))
-                    piece = channel.recv(_MIB)
-                    if not piece:
+                    if not incoming.read():
                         break
-                    content += piece
         except TimeoutError:
             message = f"it took more than {self._limits.seconds:g} s"
             raise WorkerError(message, repeatable=False) from None
         except ConnectionError:
-            content = bytearray()
+            incoming.content.clear()
+        except OSError as error:
+            raise WorkerError(f"{self._what} failed: {error}", repeatable=False) from None
+        content = incoming.content
         code = STATUS.unpack(content[-STATUS.size :])[0] if len(content) >= STATUS.size else None
         if code != 0:
             raise self._death(code)
-        with memoryview(content) as view:
-            fine, answer = pickle.loads(view[8 : -STATUS.size])
+        fine, answer = incoming.message(-STATUS.size)
         if fine:
             return answer
         if isinstance(answer, MemoryError):
@@ -204,8 +294,7 @@ class WorkerPool:
     def _death(self, code: int | None) -> WorkerError:
         """Why a worker is gone."""
         if code is None:
-            how = "is being shut down" if self._closed else "ended with all of its work"
-            return WorkerError(f"{self._what} {how}", repeatable=False)
+            return WorkerError(f"{self._what} ended with all of its work", repeatable=False)
         if code >= 0:
             return WorkerError(f"{self._what} ended with exit code {code}")
         name = signal.Signals(-code).name
@@ -221,9 +310,9 @@ class WorkerPool:
 class _Template:
     """A template process and the socket to it."""
 
-    def __init__(self, what: str, setup: tuple[Any, ...]) -> None:
+    def __init__(self, what: str, setup: Callable[[], tuple[Any, ...]]) -> None:
         self._what = what
-        self._setup: tuple[Any, ...] | None = setup
+        self._setup: Callable[[], tuple[Any, ...]] | None = setup
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._error: Exception | None = None
@@ -258,7 +347,7 @@ class _Template:
         with self._lock:
             if self._setup is not None:
                 try:
-                    template.send(self._control, self._setup)
+                    template.send(self._control, self._setup())
                     self._error = template.receive(self._control)
                 except (EOFError, OSError):
                     code = self._process.wait(_STOP_SECONDS)

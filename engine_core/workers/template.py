@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
+import io
 import os
 import pickle
 import resource
@@ -21,10 +23,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from engine_core.workers.shared import SharedBytes
+
 STATUS = struct.Struct("<i")
 """A worker's exit code, negative for a signal: the last bytes of its channel."""
 
-_HEADER = struct.Struct("<Q")
+_HEADER = struct.Struct("<QQ")  # bytes of the content, and how many times files come before it
+_FILES = 64  # at a time; the system allows 253
+_PIECE = 1 << 20
 # Looks for a parent that is gone while a fork of it holds the other end of the socket.
 _LOOK_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -32,11 +38,76 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _NICENESS = 5
 
 
+class _Pickler(pickle.Pickler):
+    """Leaves shared memory out of the content; its open files are to be sent beside it."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.blocks: list[SharedBytes] = []
+
+    def persistent_id(self, item: Any) -> int | None:
+        if type(item) is not SharedBytes:
+            return None
+        self.blocks.append(item)
+        return len(self.blocks) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts the shared memory that came beside the content into it."""
+
+    def __init__(self, file: io.BytesIO, blocks: list[SharedBytes]) -> None:
+        super().__init__(file)
+        self._blocks = blocks
+
+    def persistent_load(self, index: Any) -> SharedBytes:
+        block: SharedBytes = self._blocks[index]
+        return block
+
+
+class Incoming:
+    """What arrives of a message, in pieces.
+
+    Args:
+        end: of the socket.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._blocks: list[SharedBytes] = []
+        self.content = bytearray()
+
+    def read(self, most: int = _PIECE) -> bool:
+        """Wait for some more; False if there is no more.
+
+        Raises:
+            OSError: this process has too many open files.
+        """
+        piece, fds, flags, _ = socket.recv_fds(self._end, most, _FILES, socket.MSG_CMSG_CLOEXEC)
+        self._blocks += map(SharedBytes, fds)
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        self.content += piece
+        return bool(piece)
+
+    def message(self, end: int | None = None) -> Any:
+        """The message that has arrived, which ends at ``end``."""
+        _, files = _HEADER.unpack_from(self.content)
+        with memoryview(self.content) as view:
+            content = io.BytesIO(view[_HEADER.size + files : end])
+        return _Unpickler(content, self._blocks).load()
+
+
 def send(end: socket.socket, message: Any) -> None:
-    """Send a message with its length before it."""
-    content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    end.sendall(_HEADER.pack(len(content)))
-    end.sendall(content)
+    """Send a message with its length before it, and the open files of its shared memory."""
+    content = io.BytesIO()
+    pickler = _Pickler(content)
+    pickler.dump(message)
+    fds = [block.fileno() for block in pickler.blocks]
+    groups = [fds[start : start + _FILES] for start in range(0, len(fds), _FILES)]
+    end.sendall(_HEADER.pack(content.tell(), len(groups)))
+    for group in groups:
+        socket.send_fds(end, [b"f"], group)
+    end.sendall(content.getbuffer())
 
 
 def receive(end: socket.socket) -> Any:
@@ -45,18 +116,18 @@ def receive(end: socket.socket) -> Any:
     Raises:
         EOFError: the other side is gone.
     """
-    (size,) = _HEADER.unpack(_read(end, _HEADER.size))
-    return pickle.loads(_read(end, size))
+    incoming = Incoming(end)
+    while len(incoming.content) < _HEADER.size:
+        _more(incoming, _HEADER.size - len(incoming.content))
+    size, files = _HEADER.unpack_from(incoming.content)
+    while (left := _HEADER.size + files + size - len(incoming.content)) > 0:
+        _more(incoming, min(left, _PIECE))
+    return incoming.message()
 
 
-def _read(end: socket.socket, size: int) -> bytearray:
-    content = bytearray()
-    while len(content) < size:
-        piece = end.recv(min(size - len(content), 1 << 20))
-        if not piece:
-            raise EOFError
-        content += piece
-    return content
+def _more(incoming: Incoming, most: int) -> None:
+    if not incoming.read(most):
+        raise EOFError
 
 
 def main(control_fd: int) -> None:

@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from engine_core.errors import QueueFullError
-from engine_core.workers import Limits, WorkerError, WorkerPool
+from engine_core.errors import EngineDeadError, QueueFullError
+from engine_core.workers import Limits, SharedBytes, WorkerError, WorkerPool, Workers
 
 MIB = 2**20
 LIMITS = Limits(seconds=30, memory_bytes=64 * MIB, stack_bytes=MIB)
 
 
-def make(limits: Limits = LIMITS, **settings: Any) -> WorkerPool:
-    return WorkerPool("worker_tasks:begin", ("state",), limits, **settings)
+def setup(pool: WorkerPool, limits: Limits = LIMITS, **settings: Any) -> Workers:
+    return pool.setup("worker_tasks:begin", lambda: ("state",), limits, **settings)
 
 
-def run(pool: WorkerPool, task: str, *arguments: Any) -> Any:
-    return pool.submit(f"worker_tasks:{task}", *arguments).result(60)
+def run(workers: Workers, task: str, *arguments: Any) -> Any:
+    return workers.submit(f"worker_tasks:{task}", *arguments).result(60)
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = make()
-    yield pool
+def workers() -> Iterator[Workers]:
+    pool = WorkerPool()
+    yield setup(pool)
     pool.close()
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def gone(pids: list[int], seconds: float = 5) -> bool:
@@ -47,8 +52,8 @@ def gone(pids: list[int], seconds: float = 5) -> bool:
     return True
 
 
-def test_each_task_has_a_process_and_the_state_as_it_was_made(pool: WorkerPool) -> None:
-    seen = [run(pool, "look", text) for text in ("a", "b", "c")]
+def test_each_task_has_a_process_and_the_state_as_it_was_made(workers: Workers) -> None:
+    seen = [run(workers, "look", text) for text in ("a", "b", "c")]
     assert [text for text, *_ in seen] == ["statea", "stateb", "statec"]
     assert [tasks for _, tasks, *_ in seen] == [1, 1, 1]
     pids = [pid for *_, pid, _ in seen]
@@ -57,53 +62,54 @@ def test_each_task_has_a_process_and_the_state_as_it_was_made(pool: WorkerPool) 
     assert gone(pids)
 
 
-def test_workers_import_little(pool: WorkerPool) -> None:
-    assert not {"torch", "pydantic", "numpy", "asyncio"} & set(run(pool, "modules"))
+def test_workers_import_little(workers: Workers) -> None:
+    assert not {"torch", "pydantic", "numpy", "asyncio"} & set(run(workers, "modules"))
 
 
-def test_large_arguments_and_results(pool: WorkerPool) -> None:
+def test_large_arguments_and_results(workers: Workers) -> None:
     data = os.urandom(10 * MIB)
-    assert run(pool, "echo", data) == data[::-1]
+    assert run(workers, "echo", data) == data[::-1]
 
 
-def test_tasks_at_once(pool: WorkerPool) -> None:
+def test_tasks_at_once(workers: Workers) -> None:
     async def all_of_them() -> list[bytes]:
-        futures = (pool.submit("worker_tasks:echo", b"%d" % i) for i in range(10, 30))
+        futures = (workers.submit("worker_tasks:echo", b"%d" % i) for i in range(10, 30))
         return await asyncio.gather(*map(asyncio.wrap_future, futures))
 
     assert asyncio.run(all_of_them()) == [str(i)[::-1].encode() for i in range(10, 30)]
 
 
-def test_an_error_is_raised_where_it_is_waited_for(pool: WorkerPool) -> None:
+def test_an_error_is_raised_where_it_is_waited_for(workers: Workers) -> None:
     with pytest.raises(KeyError, match="a culprit"):
-        run(pool, "fail", "a culprit")
+        run(workers, "fail", "a culprit")
 
 
-def test_memory_has_a_limit(pool: WorkerPool) -> None:
-    assert run(pool, "allocate", 32 * MIB) == 32 * MIB
+def test_memory_has_a_limit(workers: Workers) -> None:
+    assert run(workers, "allocate", 32 * MIB) == 32 * MIB
     with pytest.raises(WorkerError, match="more than 64 MiB of memory"):
-        run(pool, "allocate", 100 * MIB)
+        run(workers, "allocate", 100 * MIB)
 
 
-def test_the_stack_has_a_limit(pool: WorkerPool) -> None:
+def test_the_stack_has_a_limit(workers: Workers) -> None:
     with pytest.raises(WorkerError, match=r"more than 1024 KiB of stack \(the worker ended by SIG"):
-        run(pool, "recurse", 50_000)
+        run(workers, "recurse", 50_000)
 
 
 @pytest.mark.parametrize("name", ["SIGABRT", "SIGILL", "SIGKILL"])
-def test_a_death_is_told_by_name(pool: WorkerPool, name: str) -> None:
+def test_a_death_is_told_by_name(workers: Workers, name: str) -> None:
     with pytest.raises(WorkerError, match=f"the worker ended by {name}"):
-        run(pool, "die", name)
+        run(workers, "die", name)
     with pytest.raises(WorkerError, match="exit code 3"):
-        run(pool, "leave")
-    assert run(pool, "look", "!")[0] == "state!"
+        run(workers, "leave")
+    assert run(workers, "look", "!")[0] == "state!"
 
 
 def test_time_has_a_limit() -> None:
-    pool = make(Limits(0.3, 64 * MIB, MIB), what="the sleeper")
-    _, _, _, template = run(pool, "look", "")
+    pool = WorkerPool()
+    workers = setup(pool, Limits(0.3, 64 * MIB, MIB), what="the sleeper")
+    _, _, _, template = run(workers, "look", "")
     with pytest.raises(WorkerError, match=r"took more than 0.3 s") as caught:
-        run(pool, "sleep", 60)
+        run(workers, "sleep", 60)
     assert not caught.value.repeatable
     deadline = time.monotonic() + 5
     while psutil.Process(template).children():
@@ -113,55 +119,127 @@ def test_time_has_a_limit() -> None:
 
 
 def test_the_queue_has_a_limit() -> None:
-    pool = make(max_workers=1, max_queued=2)
-    futures: list[Future[Any]] = [pool.submit("worker_tasks:sleep", 60) for _ in range(3)]
+    pool = WorkerPool(max_workers=1, max_queued=2)
+    workers = setup(pool)
+    futures: list[Future[Any]] = [workers.submit("worker_tasks:sleep", 60) for _ in range(3)]
     with pytest.raises(QueueFullError, match="3 requests wait for the worker already"):
-        pool.submit("worker_tasks:sleep", 0)
+        workers.submit("worker_tasks:sleep", 0)
+    futures[1].cancel()
+    futures[1] = workers.submit("worker_tasks:sleep", 60)
     pool.close()
-    with pytest.raises(WorkerError, match="shut down"):
-        futures[0].result(10)
-    for future in futures[1:]:
-        with pytest.raises((CancelledError, WorkerError)):
+    for future in futures:
+        with pytest.raises(EngineDeadError, match="shut down"):
             future.result(10)
+    assert workers.unfinished == 0
+
+
+def test_tasks_of_one_setup_hold_up_no_others() -> None:
+    pool = WorkerPool(max_workers=2, max_queued=3)
+    busy, other = setup(pool), setup(pool)
+    other.start()
+    waiting = [busy.submit("worker_tasks:sleep", 60) for _ in range(4)]
+    assert run(other, "look", "a")[0] == "statea"
+    with pytest.raises(QueueFullError, match="4 requests wait"):
+        busy.submit("worker_tasks:sleep", 60)
+    assert run(other, "look", "b")[0] == "stateb"
+    assert sum(future.running() for future in waiting) == 1
+    pool.close()
+
+
+def test_shared_memory_travels_both_ways() -> None:
+    pool = WorkerPool()
+    workers = setup(pool)
+    blocks = [SharedBytes.of([(i, bytes([i]))], 5000 + i) for i in range(1, 150)]
+    workers.start()
+    before = open_files()
+    turned = run(workers, "turn", blocks)
+    assert open_files() == before + len(blocks)
+    for number, block in enumerate(turned, 1):
+        content = block.map()
+        assert len(content) == block.size == 5000 + number
+        assert content[-1 - number] == number
+        content[0] = 7  # this mapping's alone
+        assert block.map()[0] == 0
+        with pytest.raises(OSError, match="not permitted"):
+            os.pwrite(block.fileno(), b"a", 0)
+        with pytest.raises(OSError, match="not permitted"):
+            os.truncate(block.fileno(), 10)
+    del block, content
+    turned.clear()
+    assert open_files() == before
+    # Nobody takes what a worker gave before it died, or what was not waited for.
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        run(workers, "give_and_die", 10**7)
+    pool.close()
+    assert open_files() <= before
+
+
+LOOK = """
+import pickle, sys
+block = pickle.load(sys.stdin.buffer)
+print(block.lost or block.map()[:])
+"""
+
+
+def test_shared_memory_is_opened_again_where_its_pickle_is_read() -> None:
+    def look(pickled: bytes) -> str:
+        command = [sys.executable, "-c", LOOK]
+        done = subprocess.run(command, input=pickled, capture_output=True, check=True)
+        return done.stdout.decode().strip()
+
+    block = SharedBytes.of([(3, b"abc")], 8)
+    pickled = pickle.dumps(block)
+    assert look(pickled) == repr(bytes(3) + b"abc" + bytes(2))
+    number = block.fileno()
+    del block
+    assert "No such file" in look(pickled)
+    block = SharedBytes.of([(0, b"another")], 8)
+    assert block.fileno() == number
+    assert look(pickled) == "its sender has dropped it"
 
 
 def test_closing_ends_every_process() -> None:
-    pool = make()
-    *_, template = run(pool, "look", "")
-    running = [pool.submit("worker_tasks:sleep", 60) for _ in range(2)]
+    pool = WorkerPool()
+    workers = setup(pool)
+    *_, template = run(workers, "look", "")
+    running = [workers.submit("worker_tasks:sleep", 60) for _ in range(2)]
     deadline = time.monotonic() + 10
     while len(psutil.Process(template).children()) < 2:
         assert time.monotonic() < deadline
-    workers = [child.pid for child in psutil.Process(template).children()]
+    pids = [child.pid for child in psutil.Process(template).children()]
     pool.close()
     pool.close()
-    assert gone([template, *workers])
+    assert gone([template, *pids])
     for future in running:
-        with pytest.raises(WorkerError, match="shut down"):
+        with pytest.raises(EngineDeadError, match="shut down"):
             future.result(10)
-    with pytest.raises(WorkerError, match="shut down"):
-        pool.submit("worker_tasks:sleep", 0)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        workers.submit("worker_tasks:sleep", 0)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        workers.start()
 
 
 def test_a_template_that_was_killed_is_replaced() -> None:
-    pool = make()
-    *_, template = run(pool, "look", "")
-    lost = pool.submit("worker_tasks:sleep", 60)
-    while not (workers := psutil.Process(template).children()):
+    pool = WorkerPool()
+    workers = setup(pool)
+    *_, template = run(workers, "look", "")
+    lost = workers.submit("worker_tasks:sleep", 60)
+    while not (children := psutil.Process(template).children()):
         time.sleep(0.01)
     os.kill(template, signal.SIGKILL)
     with pytest.raises(WorkerError, match="ended with all of its work"):
         lost.result(10)
-    assert gone([worker.pid for worker in workers])
-    assert run(pool, "look", "")[3] != template
+    assert gone([child.pid for child in children])
+    assert run(workers, "look", "")[3] != template
     pool.close()
 
 
 def test_an_initializer_that_fails() -> None:
-    pool = WorkerPool("worker_tasks:begin_badly", ("state",), LIMITS)
+    pool = WorkerPool()
+    workers = pool.setup("worker_tasks:begin_badly", lambda: ("state",), LIMITS)
     for _ in range(2):
         with pytest.raises(ValueError, match="no state"):
-            run(pool, "look", "")
+            run(workers, "look", "")
     pool.close()
 
 
@@ -169,17 +247,18 @@ PROGRAM = """
 import os, signal, sys
 from engine_core.workers import Limits, WorkerPool
 
-pool = WorkerPool("worker_tasks:begin", ("state",), Limits(60, 2**26, 2**20))
-*_, worker, template = pool.submit("worker_tasks:look", "").result()
+pool = WorkerPool()
+workers = pool.setup("worker_tasks:begin", lambda: ("state",), Limits(60, 2**26, 2**20))
+*_, worker, template = workers.submit("worker_tasks:look", "").result()
 child = os.fork()
 if child == 0:
-    *_, others = pool.submit("worker_tasks:look", "").result()
+    *_, others = workers.submit("worker_tasks:look", "").result()
     assert others != template
     pool.close()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
-assert pool.submit("worker_tasks:look", "").result()[3] == template
-pool.submit("worker_tasks:sleep", 60)
+assert workers.submit("worker_tasks:look", "").result()[3] == template
+workers.submit("worker_tasks:sleep", 60)
 print(template, flush=True)
 sys.stdin.read()
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,16 +33,27 @@ _FPS = 2.0  # transformers' processor takes this where nobody says another numbe
 class _Site:
     """An item and its placeholders in the prompt: one, or ``count``, from ``start`` on.
 
-    ``interval`` is how far its patches are from each other in time, in positions.
+    ``item`` has the span that it would have in a prompt of its own.
     """
 
     start: int
     given: int
-    count: int
-    kind: str
-    digest: bytes
-    patches: Patches
-    interval: float
+    item: MediaItem
+
+    @property
+    def count(self) -> int:
+        return self.item.num_embeddings
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Its patches in time, height and width."""
+        frames, high, wide = map(int, self.item.features["grid_thw"])
+        return frames, high, wide
+
+    @property
+    def interval(self) -> float:
+        """How far its patches are from each other in time, in positions."""
+        return float(self.item.features.get("interval", 1.0))
 
 
 class Qwen2VLProcessor:
@@ -54,6 +65,7 @@ class Qwen2VLProcessor:
     """
 
     media_kinds: ClassVar[tuple[str, ...]] = ("image", "video")
+    reuses_items: ClassVar[bool] = True
 
     @classmethod
     def condition(cls, model_config: ModelConfig) -> bool:
@@ -95,11 +107,12 @@ class Qwen2VLProcessor:
 
         Args:
             token_ids: has for each item one placeholder, or as many as the item has embeddings.
-            media: by "image" and "video", in the order of their placeholders. An image is a PIL
-                image, a uint8 array ``[H, W, 3]``, or the features that transformers' processor
-                makes of one: ``pixel_values`` and ``image_grid_thw``. A video is a list of images,
-                an array ``[F, H, W, 3]``, or ``pixel_values_videos`` and ``video_grid_thw``; none
-                of its frames is left out.
+            media: by "image" and "video", in the order of their placeholders. Each may be an item
+                that was made before, with the same options. An image is else a PIL image, a uint8
+                array ``[H, W, 3]``, or the features that transformers' processor makes of one:
+                ``pixel_values`` and ``image_grid_thw``. A video is a list of images, an array
+                ``[F, H, W, 3]``, or ``pixel_values_videos`` and ``video_grid_thw``; none of its
+                frames is left out.
             options: ``min_pixels`` and ``max_pixels`` of an image or a frame, after resizing; and
                 for Qwen2.5-VL ``fps``, the frames of the videos in a second, 2 if it is not said.
 
@@ -132,18 +145,13 @@ class Qwen2VLProcessor:
             if site.given < site.count:
                 repeats[site.start] = site.count
                 grown += site.count - 1
-            features = {
-                "pixel_values": site.patches.values,
-                "grid_thw": np.array(site.patches.grid, np.int64),
-            }
-            span = (start, start + site.count)
-            found.append(MediaItem(site.kind, site.digest, span, features))
+            found.append(replace(site.item, span=(start, start + site.count)))
         if grown:
             ids = np.repeat(ids, repeats)
         positions, delta = self._positions(
             len(ids),
             [
-                (item.span, site.patches.grid, site.interval)
+                (item.span, site.grid, site.interval)
                 for item, site in zip(found, sites, strict=True)
             ],
         )
@@ -154,9 +162,7 @@ class Qwen2VLProcessor:
             media=tuple(found),
         )
 
-    def _sites(
-        self, kind: str, ids: NDArray[np.int64], items: Sequence[tuple[bytes, Patches, float]]
-    ) -> list[_Site]:
+    def _sites(self, kind: str, ids: NDArray[np.int64], items: Sequence[MediaItem]) -> list[_Site]:
         """Each item with its placeholders."""
         import numpy as np
 
@@ -164,7 +170,7 @@ class Qwen2VLProcessor:
         places = np.flatnonzero(ids == token)
         if not len(places) and not items:
             return []
-        counts = [math.prod(patches.grid) // self._merge**2 for _, patches, _ in items]
+        counts = [item.num_embeddings for item in items]
         given = [1] * len(items) if len(places) == len(items) else counts
         starts = np.cumsum([0, *given])
         whole = starts[-1] == len(places) and all(
@@ -180,8 +186,8 @@ class Qwen2VLProcessor:
                 param="multi_modal_data",
             )
         return [
-            _Site(int(places[start]), number, count, kind, *item)
-            for start, number, count, item in zip(starts[:-1], given, counts, items, strict=True)
+            _Site(int(places[start]), number, item)
+            for start, number, item in zip(starts[:-1], given, items, strict=True)
         ]
 
     def _positions(
@@ -206,12 +212,13 @@ class Qwen2VLProcessor:
         positions[:, index:] = np.arange(position, position + length - index)
         return positions, position - index
 
-    def _item(
-        self, kind: str, item: Any, options: dict[str, Any], name: str
-    ) -> tuple[bytes, Patches, float]:
-        """The digest, the patches and the interval of an item as the caller gave it."""
+    def _item(self, kind: str, item: Any, options: dict[str, Any], name: str) -> MediaItem:
+        """An item as the caller gave it, as it would be in a prompt of its own."""
+
         from engine_core_qwen2_vl.pixels import to_frames, to_pixels
 
+        if isinstance(item, MediaItem):
+            return item
         interval = 1.0
         timed = kind == "video" and self._per_second is not None
         try:
@@ -224,11 +231,8 @@ class Qwen2VLProcessor:
                     item = dict(item)
                     interval = self._interval(item.pop("second_per_grid_ts", 1.0))
                 patches = self._given_patches(kind, item)
-                return (
-                    media_digest(kind, patches.values, *patches.grid, interval),
-                    patches,
-                    interval,
-                )
+                digest = media_digest(kind, patches.values, *patches.grid, interval)
+                return self._made(kind, digest, patches, interval)
             frames = [to_pixels(item)] if kind == "image" else to_frames(item)
             limits = {key: options.get(key, self._settings[kind][key]) for key in _LIMITS}
             if limits["min_pixels"] > limits["max_pixels"]:
@@ -240,9 +244,19 @@ class Qwen2VLProcessor:
             if timed:
                 seconds = self._patchers[kind].temporal_patch_size / options.get("fps", _FPS)
                 interval = self._interval(seconds)
-            return media_digest(kind, *frames, *patches.grid, interval), patches, interval
+            digest = media_digest(kind, *frames, *patches.grid, interval)
+            return self._made(kind, digest, patches, interval)
         except RequestError as error:
             raise RequestError(f"{name}: {error}", param="multi_modal_data") from None
+
+    def _made(self, kind: str, digest: bytes, patches: Patches, interval: float) -> MediaItem:
+        import numpy as np
+
+        features: dict[str, Any] = {"pixel_values": patches.values}
+        features["grid_thw"] = np.array(patches.grid, np.int64)
+        if interval != 1.0:
+            features["interval"] = np.float64(interval)
+        return MediaItem(kind, digest, (0, math.prod(patches.grid) // self._merge**2), features)
 
     def _interval(self, seconds: Any) -> float:
         """How many positions are between two pairs of frames."""

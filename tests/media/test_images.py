@@ -1,13 +1,10 @@
-"""Pictures that strangers send: decoded in processes with limits, or refused by name."""
+"""Pictures that strangers send: decoded, or refused by name."""
 
 from __future__ import annotations
 
 import base64
 import struct
-import time
 import zlib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from typing import Any
 
@@ -15,17 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine_core.errors import EngineDeadError, RequestError
-from engine_core.media import MediaDecoder, split_media
+from engine_core.errors import RequestError
+from engine_core.media import split_media
+from engine_core.media.images import data_of, decode_image, load_decoders
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
-
-
-@pytest.fixture(scope="module")
-def decoder() -> Iterator[MediaDecoder]:
-    made = MediaDecoder(max_pixels=10_000)
-    yield made
-    made.close()
 
 
 def data_url(content: bytes, kind: str = "image/png") -> str:
@@ -52,28 +43,33 @@ def bomb(width: int, height: int) -> bytes:
     )
 
 
-def test_pictures_come_back_as_they_were(decoder: MediaDecoder) -> None:
+def decoded(url: str) -> Any:
+    load_decoders()
+    return decode_image(data_of(url, "image"), max_pixels=10_000)
+
+
+def test_pictures_come_back_as_they_were() -> None:
     image = Image.fromarray(PIXELS)
     for kind, options in (("PNG", {}), ("BMP", {}), ("WEBP", {"lossless": True})):
-        got = decoder.image(data_url(encoded(image, kind, **options)), "p")
+        got = decoded(data_url(encoded(image, kind, **options)))
         assert np.array_equal(got, PIXELS)
-    grey = decoder.image(data_url(encoded(image.convert("L"))), "p")
+    grey = decoded(data_url(encoded(image.convert("L"))))
     assert np.array_equal(grey, np.asarray(image.convert("L").convert("RGB")))
 
 
-def test_what_is_transparent_is_white(decoder: MediaDecoder) -> None:
+def test_what_is_transparent_is_white() -> None:
     pixels = np.dstack([PIXELS, np.full((5, 7), 255, np.uint8)])
     pixels[1:3, :, 3] = 0
-    got = decoder.image(data_url(encoded(Image.fromarray(pixels))), "p")
+    got = decoded(data_url(encoded(Image.fromarray(pixels))))
     assert (got[1:3] == 255).all()
     assert np.array_equal(got[3:], PIXELS[3:])
 
 
-def test_a_photograph_stands_upright(decoder: MediaDecoder) -> None:
+def test_a_photograph_stands_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
     url = data_url(encoded(Image.fromarray(PIXELS), "PNG", exif=exif))
-    assert np.array_equal(decoder.image(url, "p"), np.rot90(PIXELS, 3))
+    assert np.array_equal(decoded(url), np.rot90(PIXELS, 3))
 
 
 @pytest.mark.parametrize(
@@ -93,45 +89,16 @@ def test_a_photograph_stands_upright(decoder: MediaDecoder) -> None:
         (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"), "no picture"),
     ],
 )
-def test_what_is_no_picture_is_refused_by_name(decoder: MediaDecoder, url: str, said: str) -> None:
-    with pytest.raises(RequestError, match=f"^here: .*{said}") as caught:
-        decoder.image(url, "here")
-    assert caught.value.param == "here"
+def test_what_is_no_picture_is_refused_by_name(url: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        decoded(url)
 
 
-def test_animations_are_refused(decoder: MediaDecoder) -> None:
+def test_animations_are_refused() -> None:
     frames = [Image.fromarray(PIXELS), Image.fromarray(255 - PIXELS)]
     content = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
     with pytest.raises(RequestError, match=r"animated \(GIF\); send one frame"):
-        decoder.image(data_url(content, "image/gif"), "p")
-
-
-def test_a_picture_that_waits_when_the_decoder_closes_is_told_so() -> None:
-    made = MediaDecoder()
-    made.image(data_url(encoded(Image.fromarray(PIXELS))), "p")
-    large = data_url(encoded(Image.new("RGB", (4000, 4000))))
-    with ThreadPoolExecutor(12) as threads:
-        waiting = [threads.submit(made.image, large, "p") for _ in range(12)]
-        time.sleep(0.1)  # two are decoded, and the others wait
-        made.close()
-        errors = [each.exception() for each in waiting]
-    assert all(error is None or isinstance(error, EngineDeadError) for error in errors)
-
-
-def test_a_decoder_that_dies_is_named_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine_core.media.decoder._SECONDS", 1e-3)
-    made = MediaDecoder()
-    with pytest.raises(RequestError, match=r"^here: the picture was not decoded: ") as caught:
-        made.image(data_url(encoded(Image.fromarray(PIXELS))), "here")
-    assert caught.value.param == "here"
-    made.close()
-
-
-def test_a_closed_decoder_says_so() -> None:
-    made = MediaDecoder()
-    made.close()
-    with pytest.raises(EngineDeadError, match="being shut down"):
-        made.image(data_url(encoded(Image.fromarray(PIXELS))), "p")
+        decoded(data_url(content, "image/gif"))
 
 
 def test_parts_of_messages_are_marked_and_found() -> None:

@@ -1,0 +1,244 @@
+"""Pictures, videos and sounds of prompts: decoded and processed in worker processes."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from engine_core.configs import EngineConfig, ModelConfig
+from engine_core.engine.media_worker import Made
+from engine_core.engine.prompt_inputs import process_prompt
+from engine_core.errors import EngineError, RequestError
+from engine_core.inputs import (
+    InputProcessor,
+    MediaItem,
+    MediaProcessor,
+    ProcessedPrompt,
+    packed_token_ids,
+)
+from engine_core.media.cache import MediaCache, MediaStats, content_key
+from engine_core.media.parts import MediaPart
+from engine_core.media.shared import shared
+from engine_core.workers import Limits, WorkerError, WorkerPool
+
+_ROOM = "engine_core.engine.media_worker"
+# Of a prompt. Decoders and processors take several times what a picture has as floats.
+_SECONDS = 30.0
+_MEMORY_BYTES = 4 * 2**30
+_STACK_BYTES = 2**20
+
+
+class MediaIntake:
+    """Processes what prompts show, in workers with limits of memory and time.
+
+    A file of some kilobytes may have gigabytes of pixels, and decoders have had bugs that a file
+    exploits. Items that were processed before, for a request of the same salts, come from a cache
+    if the family's processor takes them (``reuses_items``). It may be used from several threads.
+
+    Attributes:
+        cache: items of earlier prompts.
+
+    Args:
+        processor: the family's, if it has one.
+        model_config: the model's.
+        config: the engine's settings.
+        pool: whose workers process.
+    """
+
+    def __init__(
+        self,
+        processor: InputProcessor | None,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        pool: WorkerPool,
+    ) -> None:
+        self._processor = processor if isinstance(processor, MediaProcessor) else None
+        self._model_config = model_config
+        self._several = config.tensor_parallel_size > 1
+        self._stats = MediaStats()
+        self._lock = threading.Lock()
+        size = int(config.mm_processor_cache_gb * 2**30)
+        if not getattr(processor, "reuses_items", False):
+            size = 0
+        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.cache = MediaCache(size, open_files // 4, self._stats)
+        self._workers = pool.setup(
+            f"{_ROOM}:open_processor",
+            lambda: (model_config, config.custom_module_map),
+            Limits(_SECONDS, _MEMORY_BYTES, _STACK_BYTES),
+            what="the processor of pictures, videos and sounds",
+        )
+
+    @property
+    def stats(self) -> MediaStats:
+        """Counts since the start."""
+        self._stats.waiting = self._workers.unfinished
+        return self._stats
+
+    def start(self) -> None:
+        """Import what the workers need now, and not while the first picture waits.
+
+        Does nothing for a model that sees and hears nothing.
+        """
+        if self._processor is not None:
+            # Else it is closed, or the first request will report it.
+            with contextlib.suppress(WorkerError, EngineError):
+                self._workers.start()
+
+    def check_takes(self, kind: str, param: str) -> None:
+        """Refuse what the model cannot see or hear.
+
+        Raises:
+            RequestError: it is of such a kind.
+        """
+        kinds = () if self._processor is None else self._processor.media_kinds
+        if kind not in kinds:
+            takes = f"takes {', '.join(kinds)} and text" if kinds else "takes text alone"
+            raise RequestError(
+                f"{param} has {kind!r}, and {self._model_config.architecture} {takes}", param=param
+            )
+
+    def begin(
+        self,
+        token_ids: Sequence[int],
+        media: Mapping[str, Sequence[MediaPart]],
+        options: Mapping[str, Any],
+        salts: tuple[Hashable, ...],
+        *,
+        here: bool,
+    ) -> Future[list[ProcessedPrompt]]:
+        """Begin to process a prompt.
+
+        Args:
+            token_ids: the prompt's.
+            media: what it shows, by kind.
+            options: settings of the family's processing.
+            salts: see :class:`ProcessedPrompt`; requests share items only if theirs are equal.
+            here: whether what is not encoded is processed in this process: it is its user's own.
+
+        Returns:
+            The processed prompt in a list, out of which it is to be taken: a future may live until
+            garbage is collected, and pictures must not. It raises :class:`RequestError` or
+            :class:`ModelError` if it cannot be processed.
+
+        Raises:
+            QueueFullError: too many prompts wait for it.
+            EngineDeadError: the engine is being shut down.
+        """
+        keys = {
+            kind: [content_key(salts, kind, part.value, options) for part in parts]
+            for kind, parts in media.items()
+        }
+        known = {
+            kind: [None if key is None else self.cache.get(key) for key in each]
+            for kind, each in keys.items()
+        }
+        wanted = {
+            kind: [
+                part if item is None else part._replace(value=item)
+                for part, item in zip(parts, known[kind], strict=True)
+            ]
+            for kind, parts in media.items()
+        }
+        parts = [part for each in wanted.values() for part in each]
+        self._count(items=len(parts))
+        work: Future[Made]
+        if all(isinstance(part.value, MediaItem) for part in parts) or (
+            here and not any(isinstance(part.value, str | bytes) for part in parts)
+        ):
+            work = Future()
+            try:
+                work.set_result(self._process_here(token_ids, wanted, options))
+            except Exception as error:
+                work.set_exception(error)
+        else:
+            work = self._workers.submit(
+                f"{_ROOM}:process", packed_token_ids(token_ids), wanted, options
+            )
+        return _then(work, lambda made: self._end(made, keys, known, parts))
+
+    def _process_here(
+        self, token_ids: Sequence[int], wanted: Mapping[str, Sequence[MediaPart]], options: Any
+    ) -> Made:
+        begin = time.perf_counter()
+        assert self._processor is not None, "else its kinds were refused"
+        items = {kind: [part.value for part in parts] for kind, parts in wanted.items()}
+        asked = (self._model_config.vocab_size, token_ids, items, options)
+        made = process_prompt(self._processor, "process_media", *asked)
+        if self._several:  # the ranks are other processes
+            own = [replace(item, features=shared(item.features)) for item in made.media]
+            made = replace(made, media=tuple(own))
+        return Made(made, 0.0, time.perf_counter() - begin)
+
+    def _end(
+        self,
+        work: Future[Made],
+        keys: Mapping[str, Sequence[Hashable | None]],
+        known: Mapping[str, Sequence[MediaItem | None]],
+        parts: Sequence[MediaPart],
+    ) -> ProcessedPrompt:
+        """What came of it; new items are kept."""
+        try:
+            made = work.result()
+        except EngineError as error:
+            self._count(refused=isinstance(error, RequestError))
+            raise
+        except Exception as error:
+            self._count(refused=1)
+            param = parts[0].param if len(parts) == 1 else "multi_modal_data"
+            what = "processed" if isinstance(error, WorkerError) else "handed to a worker"
+            message = f"{param}: what is shown was not {what}: {error}"
+            raise RequestError(message, param=param) from None
+        self._count(decode_seconds=made.decode_seconds, process_seconds=made.process_seconds)
+        items = list(made.prompt.media)
+        for kind, of_kind in keys.items():
+            places = sorted(
+                (index for index, item in enumerate(items) if item.kind == kind),
+                key=lambda index: items[index].span,
+            )
+            if len(places) != len(of_kind):
+                continue  # a family that makes several items of one
+            for index, key, before in zip(places, of_kind, known[kind], strict=True):
+                if before is not None:
+                    items[index] = replace(items[index], features=before.features)
+                elif key is not None:
+                    self.cache.put(key, items[index])
+        return replace(made.prompt, media=tuple(items))
+
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            for name, value in more.items():
+                setattr(self._stats, name, getattr(self._stats, name) + value)
+
+
+def _then(
+    work: Future[Made], end: Callable[[Future[Made]], ProcessedPrompt]
+) -> Future[list[ProcessedPrompt]]:
+    """The future of ``[end(work)]``; whoever cancels it cancels the work, if it has not begun."""
+    made: Future[list[ProcessedPrompt]] = Future()
+    begun = weakref.ref(work)  # so that the two are no circle
+
+    def ended(work: Future[Made]) -> None:
+        if made.set_running_or_notify_cancel():
+            try:
+                made.set_result([end(work)])
+            except BaseException as error:
+                made.set_exception(error)
+
+    def cancelled(made: Future[list[ProcessedPrompt]]) -> None:
+        if made.cancelled() and (work := begun()) is not None:
+            work.cancel()
+
+    made.add_done_callback(cancelled)
+    work.add_done_callback(ended)
+    return made
+
+
+__all__ = ["MediaIntake"]

@@ -1,0 +1,76 @@
+"""The work of a process on what one prompt shows, made for it. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from engine_core.configs import ModelConfig
+from engine_core.engine.prompt_inputs import process_prompt
+from engine_core.errors import RequestError
+from engine_core.inputs import MediaProcessor, ProcessedPrompt
+from engine_core.media.images import data_of, decode_image, load_decoders
+from engine_core.media.parts import MediaPart
+from engine_core.media.shared import shared
+from engine_core.registry import build_registry
+
+
+class Made(NamedTuple):
+    """A processed prompt, and the seconds that its two parts took."""
+
+    prompt: ProcessedPrompt
+    decode_seconds: float
+    process_seconds: float
+
+
+def open_processor(
+    model_config: ModelConfig, custom_module_map: tuple[str, ...]
+) -> tuple[MediaProcessor, int]:
+    """The family's processor, made once for all prompts, and the size of the vocabulary."""
+    load_decoders()
+    processor = build_registry(custom_module_map).input_processor(model_config)
+    assert isinstance(processor, MediaProcessor), "there is one where items are taken"
+    return processor, model_config.vocab_size
+
+
+def process(
+    opened: tuple[MediaProcessor, int],
+    token_ids: Sequence[int],
+    media: Mapping[str, Sequence[MediaPart]],
+    options: Mapping[str, Any],
+) -> Made:
+    """The processed prompt, of encoded items or of others.
+
+    Raises:
+        RequestError: an item cannot be decoded, or the family's processor refuses the prompt.
+        ModelError: the family's processor fails.
+    """
+    begin = time.perf_counter()
+    items = {kind: [_decoded(part) for part in parts] for kind, parts in media.items()}
+    decoded = time.perf_counter()
+    processor, vocab_size = opened
+    asked = (vocab_size, list(token_ids), items, options)
+    made = process_prompt(processor, "process_media", *asked)
+    own = [replace(item, features=shared(item.features)) for item in made.media]
+    end = time.perf_counter()
+    return Made(replace(made, media=tuple(own)), decoded - begin, end - decoded)
+
+
+def _decoded(part: MediaPart) -> Any:
+    """What the family's processor takes."""
+    if not isinstance(part.value, str | bytes):
+        return part.value
+    try:
+        data = part.value
+        if isinstance(data, str):
+            data = data_of(data, part.kind)
+        if part.kind != "image":
+            raise RequestError(f"encoded {part.kind}s are not decoded; give arrays")
+        return decode_image(data)
+    except RequestError as error:
+        raise RequestError(f"{part.param}: {error}", param=part.param) from None
+
+
+__all__ = ["Made", "open_processor", "process"]

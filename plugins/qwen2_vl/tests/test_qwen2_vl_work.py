@@ -1,0 +1,332 @@
+"""Where what prompts show is processed: in workers, within limits, once, and without leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import signal
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from golden_fixtures import GOLDEN, golden_prompts
+from numpy.typing import NDArray
+from PIL import Image
+
+from engine_core import LLM, AsyncEngine, EngineConfig, SamplingParams
+from engine_core.configs import HFConfig
+from engine_core.engine.media import MediaIntake
+from engine_core.errors import EngineDeadError, QueueFullError, RequestError
+from engine_core.inputs import ProcessedPrompt
+from engine_core.media import MediaPart, SharedArrays
+from engine_core.workers import WorkerPool
+from engine_core_qwen2_vl.config import Qwen2VLConfigBuilder
+from engine_core_qwen2_vl.inputs import Qwen2VLProcessor
+
+FOLDER = GOLDEN / "qwen2vl-tiny"
+IMAGE = 304
+RNG = np.random.default_rng(0)
+# 256 patches of 4.7 KB each, which are shared, and 6 of them, which are not.
+LARGE = RNG.integers(0, 256, (224, 224, 3), np.uint8)
+OTHER = 255 - LARGE
+SMALL = RNG.integers(0, 256, (28, 42, 3), np.uint8)
+
+
+class Work(MediaIntake):
+    """With a pool of its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        config = Qwen2VLConfigBuilder.build(HFConfig.from_folder(FOLDER), None)
+        self.pool = WorkerPool(max_workers=2, max_queued=settings.pop("max_queued", 64))
+        super().__init__(Qwen2VLProcessor(config), config, EngineConfig(**settings), self.pool)
+
+    def made(self, *images: Any, here: bool = False, **settings: Any) -> ProcessedPrompt:
+        made: ProcessedPrompt = self.begun(*images, here=here, **settings).result(60).pop()
+        return made
+
+    def begun(self, *images: Any, here: bool = False, salts: Any = (), **options: Any) -> Any:
+        parts = [MediaPart("image", image, f"part.{i}") for i, image in enumerate(images)]
+        ids = [5, *[IMAGE, 6] * len(images)]
+        return self.begin(ids, {"image": parts}, options, salts, here=here)
+
+
+@pytest.fixture(scope="module")
+def work() -> Iterator[Work]:
+    made = Work(mm_processor_cache_gb=0)
+    yield made
+    made.pool.close()
+
+
+def data_url(pixels: NDArray[np.uint8] = LARGE, kind: str = "png") -> str:
+    out = BytesIO()
+    Image.fromarray(pixels).save(out, kind)
+    return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+def open_files(pid: int | str = "self") -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def shared_files() -> list[str]:
+    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [name for path in links if "engine-core" in (name := str(path.readlink()))]
+
+
+def eventually(seen: Any, expected: Any) -> None:
+    deadline = time.monotonic() + 10
+    while (last := seen()) != expected:
+        assert time.monotonic() < deadline, f"{last} and not {expected}"
+        time.sleep(0.01)
+
+
+def same(one: ProcessedPrompt, other: ProcessedPrompt) -> bool:
+    def plain(made: ProcessedPrompt) -> Any:
+        items = [
+            (item.kind, item.digest, item.span, {k: v.tolist() for k, v in item.features.items()})
+            for item in made.media
+        ]
+        state = {name: value.tolist() for name, value in made.token_state.items()}
+        return list(made.token_ids), dict(made.row_state), state, items
+
+    return bool(plain(one) == plain(other))
+
+
+def test_a_worker_makes_what_this_process_would(work: Work) -> None:
+    asked: list[list[Any]] = [[data_url()], [data_url(SMALL)], [data_url(OTHER), data_url(SMALL)]]
+    pixels: list[list[Any]] = [[LARGE], [SMALL], [OTHER, SMALL]]
+    for urls, arrays in zip(asked, pixels, strict=True):
+        here = work.made(*arrays, here=True)
+        assert same(work.made(*urls), here)
+        assert same(work.made(*arrays), here)
+        assert same(work.made(*map(Image.fromarray, arrays)), here)
+    large, small = work.made(data_url(), data_url(SMALL)).media
+    assert isinstance(large.features, SharedArrays)
+    assert isinstance(small.features, dict)
+    # Looked at without a copy, and changed for nobody else.
+    values = large.features["pixel_values"]
+    values[:] = 0
+    assert large.features["pixel_values"].any()
+
+
+BOMB = struct.pack(">IIBBBBB", 10_000, 10_000, 8, 0, 0, 0, 0)
+CHUNKS = [(b"IHDR", BOMB), (b"IDAT", zlib.compress(bytes(10_001 * 10_000))), (b"IEND", b"")]
+
+
+def bomb() -> str:
+    """A hundred megapixels in a hundred kilobytes."""
+    content = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in CHUNKS
+    )
+    assert len(content) < 100_000
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        (bomb(), "10000 x 10000 pixels, and 50000000 are taken at most"),
+        (data_url()[:-2000], "the picture is damaged"),
+        ("data:image/png;base64,a$b=", "its base64 is wrong"),
+        ("https://example.org/a.png", "'https', and addresses and files are not fetched"),
+        ("data:image/gif;base64,R0lGODlhAQABAAAAACw=", "the picture is damaged|no picture"),
+    ],
+)
+def test_what_is_no_picture_is_refused_by_its_place(work: Work, url: str, said: str) -> None:
+    before = open_files(), work.stats.refused
+    with pytest.raises(RequestError, match=f"^part.1: .*({said})") as caught:
+        work.made(data_url(SMALL), url)
+    assert caught.value.param == "part.1"
+    assert (open_files(), work.stats.refused) == (before[0], before[1] + 1)
+
+
+def test_what_the_family_refuses_keeps_its_words(work: Work) -> None:
+    with pytest.raises(RequestError, match="image 0: a picture of 1000 x 1 pixels is too long"):
+        work.made(data_url(np.zeros((1, 1000, 3), np.uint8)))
+    with pytest.raises(RequestError, match="'colour' is not one of min_pixels, max_pixels"):
+        work.made(data_url(), colour=1)
+    with pytest.raises(RequestError, match=r"part\.0: what is shown was not handed to a worker"):
+        work.made(lambda: None)
+
+
+def test_what_is_known_is_not_processed_again() -> None:
+    work = Work()
+    first = work.made(data_url())
+    mixed = work.made(data_url(OTHER), data_url(), data_url(SMALL))
+    assert (work.stats.cache_queries, work.stats.cache_hits, work.stats.cache_items) == (4, 1, 3)
+    assert mixed.media[1].features is first.media[0].features
+    assert work.stats.decode_seconds > 0 < work.stats.process_seconds
+    without = Work(mm_processor_cache_gb=0)
+    assert same(mixed, without.made(data_url(OTHER), data_url(), data_url(SMALL)))
+    assert without.stats.cache_items == 0
+    # With the workers gone, only what is known can be served.
+    work.pool.close()
+    turned = work.made(data_url(SMALL), data_url(OTHER), data_url(OTHER))
+    assert same(turned, without.made(data_url(SMALL), data_url(OTHER), data_url(OTHER)))
+    for others in ({"salts": ("somebody",)}, {"max_pixels": 10_000}):
+        with pytest.raises(EngineDeadError):
+            work.made(data_url(), **others)
+    without.pool.close()
+
+
+def test_the_cache_keeps_within_its_bytes() -> None:
+    work = Work(mm_processor_cache_gb=3 * 2**20 / 2**30)
+    before = len(shared_files())
+    made = []
+    for index in range(4):
+        made.append(work.made(data_url(LARGE // (index + 1))))
+        assert work.stats.cache_bytes <= 3 * 2**20
+    assert work.stats.cache_items == 2
+    assert len(shared_files()) == before + 4
+    made.clear()
+    assert len(shared_files()) == before + 2
+    work.cache.clear()
+    assert len(shared_files()) == before
+    work.pool.close()
+
+
+def children(work: Work) -> list[psutil.Process]:
+    """The workers that run."""
+    templates = psutil.Process().children()
+    return [child for template in templates for child in template.children()]
+
+
+def test_a_worker_or_a_template_that_is_killed_ends_its_requests_alone() -> None:
+    work = Work()
+    work.made(data_url(SMALL))
+    huge = data_url(np.zeros((5000, 5000, 3), np.uint8))
+    for kill in (lambda child: child, psutil.Process.parent):
+        begun = work.begun(data_url(SMALL), huge)
+        while not (running := children(work)):
+            assert not begun.done()
+        os.kill(kill(running[0]).pid, signal.SIGKILL)
+        said = "multi_modal_data: what is shown was not processed: the processor of pictures"
+        with pytest.raises(RequestError, match=said):
+            begun.result(30)
+        assert work.made(data_url(OTHER)).media
+    work.pool.close()
+
+
+def test_closing_while_pictures_wait_tells_each() -> None:
+    work = Work(max_queued=3)
+    work.start()
+    before = open_files()
+    huge = data_url(np.zeros((4000, 4000, 3), np.uint8))
+    begun = [work.begun(huge) for _ in range(4)]
+    assert work.stats.waiting == 4
+    with pytest.raises(QueueFullError, match="4 requests wait for the processor of pictures"):
+        work.begun(huge)
+    begun[-1].cancel()
+    begun.append(work.begun(huge))
+    work.pool.close()
+    for each in begun[:3] + begun[4:]:
+        assert isinstance(each.exception(30), EngineDeadError)
+    assert work.stats.waiting == 0
+    eventually(lambda: open_files() <= before, True)
+
+
+PROMPTS = golden_prompts("qwen2vl-tiny")
+CONFIG = EngineConfig(kv_cache_memory=2**24, max_model_len=256, skip_tokenizer_init=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def shown(*images: Any) -> Any:
+    ids = [5, *[IMAGE, 6] * len(images)]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": list(images)}}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_are_the_same_by_every_way(ranks: int) -> None:
+    prompts = [shown(LARGE, OTHER), shown(OTHER), shown(SMALL, LARGE)]
+    urls = [shown(data_url(), data_url(OTHER)), shown(data_url(OTHER)), None]
+    urls[2] = shown(data_url(SMALL), data_url())
+    with LLM(str(FOLDER), CONFIG) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+        (turned,) = llm.generate([shown(OTHER, LARGE)], GREEDY)
+    assert turned.outputs[0].token_ids != expected[0]
+    config = CONFIG.replace(tensor_parallel_size=ranks, enable_prefix_caching=False)
+
+    async def served(engine: AsyncEngine, prompt: Any) -> list[int]:
+        async with await engine.add_request(prompt, GREEDY) as stream:
+            return [t async for out in stream for each in out.outputs for t in each.token_ids]
+
+    async def scene() -> None:
+        engine = await AsyncEngine.start(str(FOLDER), config)
+        try:
+            for given in (urls, prompts):
+                for _ in range(2):
+                    tokens = await asyncio.gather(*(served(engine, each) for each in given))
+                    assert tokens == expected
+            stats = engine.frontend.media.stats
+            assert stats.cache_hits >= 10
+            # The cache has the files of the two large ones, in two forms; the engine has none.
+            assert len(shared_files()) <= 4
+            eventually(lambda: shared_in(engine.pid), 0)
+        finally:
+            await engine.close()
+        assert shared_files() == []
+
+    asyncio.run(scene())
+    if ranks > 1:
+        with LLM(str(FOLDER), config) as llm:
+            outputs = llm.generate(prompts, GREEDY)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def shared_in(pid: int) -> int:
+    """Open files of shared memory in the process and its children."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    names = []
+    for process in family:
+        for path in Path(f"/proc/{process.pid}/fd").iterdir():
+            try:
+                names.append(str(path.readlink()))
+            except FileNotFoundError:
+                continue
+    return sum("engine-core-media" in name for name in names)
+
+
+def test_nothing_is_left_after_aborts_and_the_death_of_the_engine() -> None:
+    config = CONFIG.replace(mm_processor_cache_gb=0)
+    long = GREEDY.replace(max_tokens=100)
+
+    async def scene() -> None:
+        engine = await AsyncEngine.start(str(FOLDER), config)
+        try:
+            streams = [await engine.add_request(shown(data_url()), long) for _ in range(4)]
+            assert shared_in(engine.pid) <= 4
+            for stream in streams[:2]:
+                await stream.abort()
+            await streams[2].aclose()
+            async for output in streams[3]:
+                assert output.outputs[0].error is None
+                assert len(shared_files()) == 0  # since its first token
+            eventually(lambda: shared_in(engine.pid), 0)
+            # Cancelled while it is processed.
+            huge = shown(data_url(np.zeros((3000, 3000, 3), np.uint8)))
+            task = asyncio.create_task(engine.add_request(huge, long))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            while engine.frontend.media.stats.waiting:
+                await asyncio.sleep(0.01)
+            assert shared_files() == []
+            stream = await engine.add_request(shown(data_url()), long)
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                async for _ in stream:
+                    pass
+            assert shared_files() == []
+        finally:
+            await engine.close()
+
+    asyncio.run(scene())
