@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine_core import API_VERSION, __version__
 from engine_core.cli.command import command
 from engine_core.errors import ConfigError, PluginLoadError
 
@@ -260,7 +261,6 @@ def _package_files(
 ) -> dict[str, str]:
     """Path to content of every file of the package."""
     from engine_core.cli.source_excerpt import source_excerpts
-    from engine_core.registry.hookspecs import API_VERSION
 
     package = f"engine_core_{name.replace('-', '_')}"
     rename = _Renaming(pattern, package, architecture)
@@ -279,7 +279,7 @@ def _package_files(
         f"from {rename.name(item.__module__)} import {rename.name(item.__name__)}"
         for item in offered
     }
-    major, minor = API_VERSION.split(".")
+    major, minor, *_ = __version__.split(".")
     processors = ", ".join(rename.name(item.__name__) for item in pattern.processors)
     values = {
         "name": name,
@@ -289,8 +289,9 @@ def _package_files(
         "package": package,
         "architecture": architecture,
         "stem": rename.stem,
-        "api": API_VERSION,
-        "next_api": f"{major}.{int(minor) + 1}",
+        "api": pattern.report.requires_api or API_VERSION,
+        "core": f"{major}.{minor}",
+        "next_core": f"{major}.{int(minor) + 1}",
         "model_module": rename.name(model_module),
         "builder": rename.name(pattern.builder.__name__),
         "imports": "\n".join(sorted(imports)),

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from engine_core.configs import ConfigBuilder
     from engine_core.inputs import InputProcessor
 
-API_VERSION = "0.1"
-"""A plugin states ``requires_api = "0.1"``; before 1.0 major and minor must both match."""
+API_VERSION = "0.2"
+"""A plugin states what it was written for, as ``requires_api = "0.2"``; minor versions only add."""
 
 NAMESPACE = "engine_core"
 """Entry-point group and pluggy project name."""

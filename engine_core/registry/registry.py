@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -557,10 +558,13 @@ def _check_api(owner: str, module: ModuleType) -> None:
             f"{owner}: states no requires_api; this core offers API {API_VERSION}, so the module "
             f'needs requires_api = "{API_VERSION}"'
         )
-    if wanted.split(".")[:2] != API_VERSION.split(".")[:2]:
+    stated = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)*", wanted, re.ASCII)
+    major, minor = map(int, API_VERSION.split("."))
+    if stated is None or int(stated[1]) != major or int(stated[2]) > minor:
         raise PluginLoadError(
-            f"{owner}: asks for plugin API {wanted}, this core offers {API_VERSION}; install a "
-            "version of the plugin, or of engine-core-llm, that matches"
+            f"{owner}: asks for plugin API {wanted}, this core offers {API_VERSION} and the minor "
+            "versions before it; install a version of the plugin, or of engine-core-llm, that "
+            "matches"
         )
 
 

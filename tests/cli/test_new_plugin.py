@@ -108,6 +108,14 @@ def test_the_wheel_pins_no_torch_and_holds_the_package(tmp_path: Path) -> None:
     assert (target / "engine_core_marigold" / "py.typed").is_file()
 
 
+def test_the_copy_asks_for_this_core_and_for_the_api_of_its_pattern(tmp_path: Path) -> None:
+    make("marigold", "--like", "llama", "--out", tmp_path)
+    folder = tmp_path / "engine-core-marigold"
+    assert '"engine-core-llm>=0.1,<0.2"' in (folder / "pyproject.toml").read_text()
+    plugin = (folder / "engine_core_marigold" / "plugin.py").read_text()
+    assert 'requires_api = "0.1"' in plugin
+
+
 def test_names_and_settings_come_from_the_checkpoints_config(tmp_path: Path) -> None:
     """Sizes stay tiny, and ids beyond the vocabulary are left out."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
