@@ -77,7 +77,8 @@ class ProcessedPrompt:
         token_ids: the prompt's tokens; the result of :func:`packed_token_ids` is fastest.
         row_state: named values that hold for the whole request; each becomes a row of a device
             tensor ``[max_num_seqs, ...]``. Numbers, plain sequences or numpy arrays, that fit the
-            dtype and shape of the first request's. ``prompt_len`` is built in.
+            dtype and shape that the processor declares or else the first request's have.
+            ``prompt_len`` is built in.
         token_state: named integer arrays ``[k, prompt_len]``, sliced for each prefill chunk.
         atomic_spans: half-open ranges of prompt positions that are never split over two chunks;
             a cache block that overlaps one is hashed with the whole span.
@@ -95,9 +96,26 @@ class ProcessedPrompt:
     media: tuple[MediaItem, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PromptState:
+    """The row and token state that every :class:`ProcessedPrompt` of a processor has.
+
+    Attributes:
+        row_state: the dtype, by numpy's name, and the shape of each.
+        token_state: k of each, whose arrays are ``[k, prompt_len]``.
+    """
+
+    row_state: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    token_state: Mapping[str, int] = field(default_factory=dict)
+
+
 @runtime_checkable
 class InputProcessor(Protocol):
-    """Turns a prompt's token ids into a :class:`ProcessedPrompt` for one family."""
+    """Turns a prompt's token ids into a :class:`ProcessedPrompt` for one family.
+
+    It may have an attribute ``prompt_state``, a :class:`PromptState`. Then CUDA graphs are captured
+    before the first request, and otherwise after it, which shows what state there is.
+    """
 
     @classmethod
     def condition(cls, model_config: ModelConfig) -> bool:

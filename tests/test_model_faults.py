@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,8 +21,9 @@ from installed_plugins import install
 from serving import ServerProcess, write_tiny_model
 
 from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.engine.prompt_inputs import process_prompt
 from engine_core.errors import EngineDeadError, EngineError, ErrorCode, ModelError
-from engine_core.inputs import ProcessedPrompt
+from engine_core.inputs import ProcessedPrompt, PromptState
 from engine_core_chatglm.inputs import BidirectionalContextProcessor
 
 MODEL = """
@@ -289,6 +291,7 @@ def test_a_processor_that_gives_the_wrong_thing_fails_its_request_alone(
         return changes.pop()(given) if changes else given
 
     monkeypatch.setattr(BidirectionalContextProcessor, "process", changed)
+    monkeypatch.setattr(BidirectionalContextProcessor, "prompt_state", None)
     prompt = golden_prompts(name)[0]
     with golden_llm(name) as llm:
         for change, message in PROCESSED.values():
@@ -300,6 +303,38 @@ def test_a_processor_that_gives_the_wrong_thing_fails_its_request_alone(
             assert message in str(caught.value)
         (output,) = llm.generate(prompt.input_ids, greedy_params(name))
         check_output(output, prompt)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"row_state": {"mask_pos": 1}}, "row_state mask_pos, and declares mask_pos, context_len"),
+        ({"token_state": {}}, "token_state none, and declares kind"),
+        ({"token_state": {"kind": [[1, 2]] * 3}}, "not integers [2, 2]"),
+        ({}, None),
+    ],
+)
+def test_a_processor_keeps_to_the_state_that_it_declares(
+    changes: dict[str, Any], message: str | None
+) -> None:
+    class Declaring:
+        prompt_state = PromptState(
+            BidirectionalContextProcessor.prompt_state.row_state, {"kind": 2}
+        )
+
+        def process(self, token_ids: Sequence[int]) -> ProcessedPrompt:
+            given = ProcessedPrompt(
+                token_ids,
+                row_state={"mask_pos": 1, "context_len": 0},
+                token_state={"kind": np.zeros((2, 2), np.int64)},
+            )
+            return replace(given, **changes)
+
+    if message is None:
+        assert process_prompt(Declaring(), "process", 10, [1, 2]).token_ids.tolist() == [1, 2]
+        return
+    with pytest.raises(ModelError, match=re.escape(message)):
+        process_prompt(Declaring(), "process", 10, [1, 2])
 
 
 def test_a_processor_of_pictures_is_named_with_its_method(monkeypatch: pytest.MonkeyPatch) -> None:

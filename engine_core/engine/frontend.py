@@ -28,7 +28,13 @@ from engine_core.engine.media import MediaIntake
 from engine_core.engine.prompt_inputs import fitted_state, process_prompt
 from engine_core.engine.sampling import resolve_sampling
 from engine_core.errors import CheckpointNotFoundError, RequestError, shown
-from engine_core.inputs import InputProcessor, MediaItem, ProcessedPrompt, packed_token_ids
+from engine_core.inputs import (
+    InputProcessor,
+    MediaItem,
+    ProcessedPrompt,
+    PromptState,
+    packed_token_ids,
+)
 from engine_core.media.parts import MediaPart
 from engine_core.steps import (
     CompletionOutput,
@@ -290,8 +296,11 @@ class Frontend:
             tokenizer, model_config.vocab_size, config.guided_compile_timeout, self._pool
         )
         self.media = MediaIntake(input_processor, model_config, config, self._pool)
-        # Row state of the first request, by name.
-        self._row_state: dict[str, npt.NDArray[Any]] = {}
+        # Row state of the dtypes and shapes that all requests have, by name.
+        declared = getattr(input_processor, "prompt_state", None) or PromptState()
+        self._row_state: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(shape, dtype) for name, (dtype, shape) in declared.row_state.items()
+        }
         self._states: dict[str, State] = {}
         # By the number of the sequence.
         self._owners: dict[int, tuple[State, Completion]] = {}

@@ -499,8 +499,8 @@ def _serve(
             _capture_expected(core, source.device)
             if guides is not None:
                 guides.exception()  # a guided request would say it
-            # What a family's rows need is known with their first request.
-            if not source.has_input_processor:
+            # Else what a family's rows need is known with their first request.
+            if source.prompt_state is not None:
                 core.time_steps(_TRIAL_SECONDS[kind])
         plan = pickle.dumps(loaded.cache_plan)
         links.greet(Ready(loaded.scheduler_config, plan, dict(opened.phases)))

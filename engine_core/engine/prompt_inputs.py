@@ -12,7 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_core.errors import EngineError, ModelError, RequestError
-from engine_core.inputs import InputProcessor, MediaItem, ProcessedPrompt, packed_token_ids
+from engine_core.inputs import (
+    InputProcessor,
+    MediaItem,
+    ProcessedPrompt,
+    PromptState,
+    packed_token_ids,
+)
 from engine_core.plugin_code import defined_at, failed_at, package_of, silent
 
 
@@ -56,14 +62,20 @@ def process_prompt(
         value = getattr(given, field)
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise wrong(f"{field} {reprlib.repr(value)}, no mapping of names")
+    declared: PromptState | None = getattr(processor, "prompt_state", None)
+    for field in ("row_state", "token_state") if declared else ():
+        if getattr(given, field).keys() != (names := getattr(declared, field).keys()):
+            listed = ", ".join(getattr(given, field)) or "none"
+            raise wrong(f"{field} {listed}, and declares {', '.join(names) or 'none'}")
     for key, value in given.token_state.items():
+        k = declared.token_state[key] if declared else None
         try:
             numbers = np.atleast_2d(np.asarray(value))
-            fits = numbers.dtype.kind in "biu" and numbers.ndim == 2
+            fits = numbers.dtype.kind in "biu" and numbers.shape[1:] == (len(packed),)
         except ValueError:  # rows of several lengths
             fits = False
-        if not fits or numbers.shape[1] != len(packed):
-            shape = f"integers [k, {len(packed)}]"
+        if not fits or len(numbers) != (k or len(numbers)):
+            shape = f"integers [{k or 'k'}, {len(packed)}]"
             raise wrong(f"token_state {key!r} {reprlib.repr(value)}, not {shape}")
     if not isinstance(given.cache_salts, tuple):
         raise wrong(f"cache_salts {reprlib.repr(given.cache_salts)}, no tuple")
@@ -81,7 +93,9 @@ def process_prompt(
 
 
 def fitted_state(name: str, value: Any, known: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-    """An input processor's row state with the dtype and shape of ``known``, the first request's.
+    """An input processor's row state with the dtype and shape of ``known``.
+
+    That is what the processor declares, or the first request's.
 
     Python ints become int64, floats float32.
 
@@ -103,7 +117,7 @@ def fitted_state(name: str, value: Any, known: npt.NDArray[Any] | None) -> npt.N
     except (TypeError, ValueError, OverflowError) as error:
         wanted = "a number or an array of numbers"
         if known is not None:
-            wanted = f"{known.dtype} of shape {known.shape} since the first request"
+            wanted = f"{known.dtype} of shape {known.shape} as in every request"
         raise RequestError(
             f"the input processor gives row state {name!r} as {value!r}, which must be {wanted}: "
             f"{error}"

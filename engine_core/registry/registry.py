@@ -197,6 +197,7 @@ class Registry:
             return None
         source, processor = matches[0]
         made: InputProcessor = _make(processor, source.name, model_config)
+        _check_state(made, source.name)
         return made
 
     def probe(self) -> None:
@@ -460,6 +461,30 @@ def _make(item: type, owner: str, *arguments: Any) -> Any:
         raise PluginLoadError(
             f"plugin {owner!r}: {item.__name__} cannot be made for this model: {_told(error, item)}"
         ) from error
+
+
+def _check_state(processor: InputProcessor, owner: str) -> None:
+    """Refuse a declaration of state that is none."""
+    import numpy as np
+
+    from engine_core.inputs import PromptState
+
+    declared: Any = getattr(processor, "prompt_state", None)
+    if declared is None:
+        return
+    try:
+        fine = isinstance(declared, PromptState) and "prompt_len" not in declared.row_state
+        for dtype, shape in declared.row_state.values():
+            fine = fine and np.zeros(shape, dtype).dtype.kind in "biuf"
+        fine = fine and all(type(k) is int and k > 0 for k in declared.token_state.values())
+    except (AttributeError, TypeError, ValueError):
+        fine = False
+    if not fine:
+        raise PluginLoadError(
+            f"plugin {owner!r}: {type(processor).__name__}.prompt_state must be a PromptState with "
+            "a dtype and a shape for each name of row state ('prompt_len' is built in), and a "
+            f"positive integer for each of token state; it is {declared!r}"
+        )
 
 
 def _build(

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.errors import ModelError
+from engine_core.inputs import MediaItem, PromptState
 from engine_core.kernels import choose_greedy, compiled
 from engine_core.nn.attention import cached_layers
 from engine_core.runtime.block_tables import BlockTables, IntArray
@@ -40,10 +41,8 @@ from engine_core.steps import (
     TokenRows,
 )
 
-if TYPE_CHECKING:
-    from engine_core.inputs import MediaItem
-
 Way = Literal["graph", "recorded", "eager"]
+_NO_STATE = PromptState()
 
 # Signed integers, by their bytes.
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -111,7 +110,7 @@ class ModelRunner:
         *,
         eos_token_ids: tuple[int, ...] = (),
         eager: bool = False,
-        capture_at_start: bool = True,
+        prompt_state: PromptState | None = _NO_STATE,
         grammar_compiler: Callable[[], GrammarCompiler] | None = None,
         vocab_size: int | None = None,
     ) -> None:
@@ -126,8 +125,8 @@ class ModelRunner:
             eos_token_ids: what ``min_tokens`` forbids besides a request's own stop tokens.
             eager: launch every kernel one by one, also where CUDA graphs could be replayed or, on a
                 CPU, recorded steps.
-            capture_at_start: capture now what the first greedy request with a short prompt needs;
-                False if what a row keeps is not known before the first request.
+            prompt_state: what is kept of each row and token; with it, what the first greedy request
+                with a short prompt needs is captured now. None if the first request shows it.
             grammar_compiler: makes the compiler of grammars, at the first guided request.
             vocab_size: that of the logits; None if it is not known.
         """
@@ -165,6 +164,11 @@ class ModelRunner:
             scheduler_config.max_model_len,
             {"prompt_len": torch.zeros(rows + 1, dtype=torch.int64, device=device)},
         )
+        if prompt_state is not None:
+            for name, (dtype, shape) in prompt_state.row_state.items():
+                one = torch.from_numpy(np.zeros((1, *shape), dtype))
+                self._state.row_state[name] = one.to(device).repeat(rows + 1, *[1] * len(shape))
+            self._state.token_state.update(prompt_state.token_state)
         forward = self._forward = ForwardPass(model, self.kv_cache, vocab_size)
         # It takes every step that none of the others, which are faster, has taken.
         self._eager_steps = EagerSteps(self._state, forward)
@@ -183,11 +187,11 @@ class ModelRunner:
                 _launch_bound_tokens(model, len(layers)),
                 scheduler_config.max_num_batched_tokens,
             )
-            if capture_at_start and not forward.watched:
+            if prompt_state is not None and not forward.watched:
                 with torch.inference_mode():
                     self._decode_graphs.capture_at_start()
                     self._graph_steps.capture_at_start()
-        self._state_known = capture_at_start
+        self._state_known = prompt_state is not None
         # How the last run went, and its tokens, padding included.
         self._ran: tuple[Way, int] = ("eager", 0)
 

@@ -10,6 +10,7 @@ import torch
 from engine_core.checkpoint import Checkpoint, is_local, open_checkpoint, resolve_model
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig
 from engine_core.errors import ConfigError, CorruptCheckpointError, ErrorCode, OptionError
+from engine_core.inputs import PromptState
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.registry import Registry
 from engine_core.runtime import platform
@@ -36,6 +37,7 @@ class ModelSource:
         device: where it will run.
         dtype: the element type that it will run with.
         has_input_processor: whether the family has an input processor for the model.
+        prompt_state: what is kept of each row and token; None if the first request shows it.
         scheme: how its weights are quantised; None if they are not.
     """
 
@@ -46,6 +48,7 @@ class ModelSource:
     device: torch.device
     dtype: torch.dtype
     has_input_processor: bool
+    prompt_state: PromptState | None
     scheme: QuantizationScheme | None = None
 
 
@@ -85,6 +88,7 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
     scheme = find_scheme(checkpoint.hf_config, option, registry, device)
     model_config = read_config(registry, checkpoint)
     model_class = registry.model_class(model_config.architecture)
+    processor = registry.input_processor(model_config)
     return ModelSource(
         name=model,
         checkpoint=checkpoint,
@@ -92,7 +96,8 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
         model_class=model_class,
         device=device,
         dtype=getattr(torch, platform.resolve_dtype(config, device, model_config.dtype)),
-        has_input_processor=registry.input_processor(model_config) is not None,
+        has_input_processor=processor is not None,
+        prompt_state=getattr(processor, "prompt_state", None) if processor else PromptState(),
         scheme=scheme,
     )
 

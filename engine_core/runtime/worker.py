@@ -118,8 +118,7 @@ class Worker:
                 eos_token_ids=eos_token_ids,
                 # Collectives inside a captured step have not been tried.
                 eager=self._config.eager or self._context.tp_size > 1,
-                # What a row keeps is known when the first request brings it.
-                capture_at_start=not self._source.has_input_processor,
+                prompt_state=self._source.prompt_state,
                 grammar_compiler=grammar_compiler,
                 vocab_size=self._source.model_config.vocab_size,
             )

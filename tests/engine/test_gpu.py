@@ -26,6 +26,7 @@ from engine_core.errors import EngineDeadError
 from engine_core.runtime import graphs
 from engine_core.runtime.step_batch import Choice, GraphKey
 from engine_core.steps import StepPlan
+from engine_core_chatglm.inputs import BidirectionalContextProcessor
 
 pytestmark = pytest.mark.gpu
 
@@ -365,14 +366,20 @@ def test_an_idle_process_captures_what_a_warmup_does(caplog: pytest.LogCaptureFi
         asyncio.run(scene(busy=True))
 
 
-def test_nothing_is_captured_before_row_state_is_known() -> None:
+@pytest.mark.parametrize("declared", [True, False])
+def test_nothing_is_captured_before_row_state_is_known(
+    declared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "chatglm1-tiny"
+    if not declared:
+        monkeypatch.setattr(BidirectionalContextProcessor, "prompt_state", None)
     with golden_llm(name, device="cuda", max_num_seqs=20) as llm:
         llm.warmup()
         decode, mixed = captured(llm)
-        assert (len(decode), len(mixed)) == (0, 0)
-        check_tokens(llm, name)
-        llm.warmup()
+        if not declared:
+            assert (len(decode), len(mixed)) == (0, 0)
+            check_tokens(llm, name)
+            llm.warmup()
         assert set(decode) >= DECODE
         assert set(mixed) >= PROMPTS
         check_tokens(llm, name)

@@ -21,7 +21,7 @@ NAME = "chatglm1-tiny"
 def add_row_state(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Sequence[int], dict[str, Any]], None]
 ) -> None:
-    """Have the family's processor change what it keeps."""
+    """Have the family's processor change what it keeps, which it does not declare."""
     process = BidirectionalContextProcessor.process
 
     def changed(self: BidirectionalContextProcessor, token_ids: Sequence[int]) -> ProcessedPrompt:
@@ -31,6 +31,7 @@ def add_row_state(
         return replace(processed, row_state=state)
 
     monkeypatch.setattr(BidirectionalContextProcessor, "process", changed)
+    monkeypatch.setattr(BidirectionalContextProcessor, "prompt_state", None)
 
 
 def check_all(llm: LLM) -> None:
@@ -57,12 +58,24 @@ def test_numbers_of_every_kind(dtype: type, dims: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (1, float("nan"), "int64 of shape () since the first request: Cannot cast"),
-        (1, 0.5, "int64 of shape () since the first request: Cannot cast"),
-        (np.int8(1), 300, "int8 of shape () since the first request: it does not fit int8"),
-        ([1, 2], [1, 2, 3], "int64 of shape (2,) since the first request: operands could not"),
-        (1, "one", "int64 of shape () since the first request: <U3 are no numbers"),
-        (1, 2**70, "int64 of shape () since the first request: object are no numbers"),
+        (1, float("nan"), "int64 of shape () as in every request: Cannot cast"),
+        (1, 0.5, "int64 of shape () as in every request: Cannot cast"),
+        (
+            np.int8(1),
+            300,
+            "int8 of shape () as in every request: it does not fit int8",
+        ),
+        (
+            [1, 2],
+            [1, 2, 3],
+            "int64 of shape (2,) as in every request: operands could not",
+        ),
+        (1, "one", "int64 of shape () as in every request: <U3 are no numbers"),
+        (
+            1,
+            2**70,
+            "int64 of shape () as in every request: object are no numbers",
+        ),
     ],
     ids=str,
 )

@@ -20,6 +20,7 @@ from engine_core.errors import (
     PluginLoadError,
     UnknownArchitectureError,
 )
+from engine_core.inputs import PromptState
 from engine_core.registry import build_registry
 
 CONFIG = {
@@ -196,6 +197,41 @@ def test_a_processor_that_cannot_be_made_names_the_plugin_and_the_class() -> Non
     registry = build_registry(entry_points=[Point("toy", module)])
     with pytest.raises(PluginLoadError, match=r"plugin 'toy': Toy cannot be made .* 'petals'"):
         registry.input_processor(registry.model_config(HFConfig(CONFIG)))
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"mark": ("int64", ())}, "must be a PromptState with"),
+        (PromptState({"prompt_len": ("int64", ())}), "'prompt_len' is built in"),
+        (PromptState({"mark": ("wood", ())}), "a dtype and a shape"),
+        (PromptState({"mark": ("str", ())}), "a dtype and a shape"),
+        (PromptState({"mark": "int64"}), "a dtype and a shape"),
+        (PromptState(token_state={"kind": 0}), "a positive integer"),
+        (PromptState({"mark": ("int32", (2,))}, {"kind": 3}), None),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_a_declaration_of_state_is_checked(declared: object, message: str | None) -> None:
+    class Toy(Failing):
+        prompt_state = declared
+
+        @classmethod
+        def condition(cls, model: object) -> bool:
+            return True
+
+        def __init__(self, model_config: object) -> None:
+            """Nothing to keep."""
+
+    module = plugin(module_map=TOY, input_processors=[Toy])
+    registry = build_registry(entry_points=[Point("toy", module)])
+    config = registry.model_config(HFConfig(CONFIG))
+    if message is None:
+        assert isinstance(registry.input_processor(config), Toy)
+        return
+    with pytest.raises(PluginLoadError, match=rf"plugin 'toy': Toy\.prompt_state .*{message}"):
+        registry.input_processor(config)
 
 
 def test_a_module_map_file_whose_condition_fails_is_refused_by_name(tmp_path: Path) -> None:

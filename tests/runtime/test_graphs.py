@@ -29,7 +29,7 @@ from engine_core.configs import (
     SchedulerConfig,
 )
 from engine_core.errors import EngineError, OptionError
-from engine_core.inputs import ProcessedPrompt
+from engine_core.inputs import ProcessedPrompt, PromptState
 from engine_core.nn import Embedding
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, largest_step_bytes
@@ -508,8 +508,7 @@ class Successor(nn.Module):
         return nn.functional.one_hot(input_ids + 1, VOCAB).float()
 
 
-@pytest.fixture
-def runner(device: Device) -> ModelRunner:
+def make_runner(**settings: Any) -> ModelRunner:
     spec = KVCacheSpec(num_kv_heads=1, head_dim=4, v_head_dim=4, dtype="float32")
     plan = CachePlan(
         cache_config=CacheConfig(groups=(CacheGroup(spec=spec, block_size=16),), num_blocks=20),
@@ -518,7 +517,12 @@ def runner(device: Device) -> ModelRunner:
         max_model_len=64,
     )
     config = SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=64, max_model_len=64)
-    return ModelRunner(Successor(), plan, config, torch.device("cpu"), eager=True)
+    return ModelRunner(Successor(), plan, config, torch.device("cpu"), eager=True, **settings)
+
+
+@pytest.fixture
+def runner(device: Device) -> ModelRunner:
+    return make_runner()
 
 
 def submit(runner: ModelRunner, **prompt: Any) -> tuple[int, ...]:
@@ -550,6 +554,26 @@ def test_other_row_state_has_everything_captured_anew(device: Device, runner: Mo
         submit(runner)
         assert not graphs.capture_next()
         assert device.take() == []
+
+
+def test_declared_state_is_there_before_the_first_request(device: Device) -> None:
+    declared = PromptState({"mark": ("int32", ()), "span": ("float32", (2,))}, {"kind": 3})
+    runner = make_runner(prompt_state=declared)
+    shared = replace(state_of(device, ROWS), steps=runner._state)
+    graphs = runner._graph_steps = GraphSteps(shared, 10**6, 256)
+    while graphs.capture_next():
+        pass
+    device.take()
+    given = {"mark": np.int32(7), "span": np.array([1, 2], np.float32)}
+    submit(runner, row_state=given, token_state={"kind": np.zeros((3, 3))})
+    assert device.take() == []
+    state = runner._state.row_state
+    assert {name: state[name].dtype for name in given} == {
+        "mark": torch.int32,
+        "span": torch.float32,
+    }
+    assert [state[name][0].tolist() for name in given] == [7, [1.0, 2.0]]
+    assert len(state["mark"]) == len(state["span"]) == ROWS + 1
 
 
 def test_decode_steps_without_a_graph_do_not_take_those_of_mixed_steps(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from engine_core.errors import RequestError
-from engine_core.inputs import ProcessedPrompt
+from engine_core.inputs import ProcessedPrompt, PromptState
 
 if TYPE_CHECKING:
     from engine_core.configs import ModelConfig
@@ -18,6 +18,10 @@ class BidirectionalContextProcessor:
     The tokens before the first bos are the context: each sees all of it. The others stand for what
     belongs at the mask, which is the first [gMASK], or the first [MASK] if there is no [gMASK].
     """
+
+    prompt_state: ClassVar[PromptState] = PromptState(
+        row_state={"mask_pos": ("int64", ()), "context_len": ("int64", ())}
+    )
 
     @classmethod
     def condition(cls, model_config: ModelConfig) -> bool:

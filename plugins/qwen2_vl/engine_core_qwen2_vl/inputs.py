@@ -10,7 +10,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.errors import RequestError
-from engine_core.inputs import MediaItem, ProcessedPrompt, media_digest, packed_token_ids
+from engine_core.inputs import (
+    MediaItem,
+    ProcessedPrompt,
+    PromptState,
+    media_digest,
+    packed_token_ids,
+)
 
 # numpy and what needs it are imported where they are used: every command imports this module.
 if TYPE_CHECKING:
@@ -66,6 +72,9 @@ class Qwen2VLProcessor:
 
     media_kinds: ClassVar[tuple[str, ...]] = ("image", "video")
     reuses_items: ClassVar[bool] = True
+    prompt_state: ClassVar[PromptState] = PromptState(
+        row_state={"mrope_delta": ("int64", ())}, token_state={"mrope_positions": 3}
+    )
 
     @classmethod
     def condition(cls, model_config: ModelConfig) -> bool:
