@@ -1,0 +1,262 @@
+"""Contents of pictures, videos and sounds that are named by an address or a path.
+
+Nothing is read or fetched for a stranger unless the server's owner has allowed the folder or the
+host. A host's name is resolved once, and the connection goes to the address that was looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from engine_core.errors import EngineDeadError, RequestError
+from engine_core.media.parts import MediaPart
+
+MAX_BYTES = 256 * 2**20
+_SECONDS = 20.0
+# Threads that wait for other hosts.
+_AT_ONCE = 8
+_PORTS = {"http": 80, "https": 443}
+
+
+class MediaSources:
+    """Reads what parts name. It may be used from several threads.
+
+    Args:
+        local_path: the folder below which ``file:`` addresses may be read; None for none.
+        domains: hosts from which may be fetched, each with a port if it is not its scheme's own.
+        max_bytes: of a file.
+        seconds: that one may take to come.
+    """
+
+    def __init__(
+        self,
+        local_path: str | None = None,
+        domains: tuple[str, ...] = (),
+        max_bytes: int = MAX_BYTES,
+        seconds: float = _SECONDS,
+    ) -> None:
+        self._local_path = None if local_path is None else Path(local_path).resolve()
+        self._domains = frozenset(domain.lower() for domain in domains)
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="engine-core-media")
+        self._closed = False
+
+    def read(self, parts: list[MediaPart]) -> list[MediaPart]:
+        """The parts, with the bytes of a file in the place of its path or address.
+
+        Data URLs stay: they are decoded with what they hold. Blocks until all have come.
+
+        Raises:
+            RequestError: one may not be read, or cannot; its ``param`` names the part.
+            EngineDeadError: the engine is being shut down.
+        """
+        try:
+            coming = [
+                self._threads.submit(self._content, part.value) if names_source(part) else None
+                for part in parts
+            ]
+        except RuntimeError:
+            if not self._closed:
+                raise
+            raise EngineDeadError("the engine is being shut down") from None
+        made = []
+        for part, content in zip(parts, coming, strict=True):
+            if content is None:
+                made.append(part)
+                continue
+            try:
+                made.append(part._replace(value=content.result()))
+            except RequestError as error:
+                raise RequestError(f"{part.param}: {error}", param=part.param) from None
+        return made
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _content(self, value: str | Path) -> bytes:
+        if isinstance(value, Path):
+            return self._file(value)
+        try:
+            url = urlsplit(value)
+            port = url.port
+        except ValueError as error:
+            raise RequestError(f"{value[:80]!r} is no address: {error}") from None
+        if url.scheme == "file":
+            return self._file(self._allowed(url))
+        if url.scheme not in _PORTS:
+            given = repr(url.scheme) if url.scheme else "text"
+            raise RequestError(
+                "what is shown is given as a data URL (data:TYPE;base64,...), or as an address "
+                f"with https or file where the server allows it; this is {given}"
+            )
+        host = (url.hostname or "").lower()
+        usual = _PORTS[url.scheme]
+        named = host if port in (None, usual) else f"{host}:{port}"
+        if named not in self._domains or url.username is not None:
+            raise RequestError(
+                f"addresses at {named!r} are not fetched; send a data URL "
+                "(allowed_media_domains of the server names the hosts that are)"
+            )
+        return self._fetch(url, host, port or usual)
+
+    def _allowed(self, url: SplitResult) -> Path:
+        """The path of a ``file:`` address, below the folder that is allowed."""
+        root = self._local_path
+        if root is None or url.netloc not in ("", "localhost"):
+            raise RequestError(
+                "files are not read; send a data URL (allowed_local_media_path of the server "
+                "names the folder whose files are)"
+            )
+        try:
+            path = Path(unquote(url.path)).resolve()
+        except (OSError, ValueError) as error:
+            raise RequestError(f"{url.path[:80]!r} is no path: {error}") from None
+        if not path.is_relative_to(root):
+            raise RequestError("the file is not below the folder that the server allows")
+        return path
+
+    def _file(self, path: Path) -> bytes:
+        # Neither a link put there meanwhile nor a pipe that nobody writes to.
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+        if self._local_path is not None and path.is_relative_to(self._local_path):
+            flags |= getattr(os, "O_NOFOLLOW", 0)
+        try:
+            with os.fdopen(os.open(path, flags), "rb") as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise RequestError(f"{path.name!r} is no file")
+                self._check_size(status.st_size)
+                return file.read()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise RequestError(f"{path.name!r} cannot be read: {reason}") from None
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise RequestError(
+                f"it has {size} bytes, and {self._max_bytes} are taken at most; make it smaller"
+            )
+
+    def _fetch(self, url: SplitResult, host: str, port: int) -> bytes:
+        try:
+            connection = _connection(url.scheme, host, port, _public_address(host), self._seconds)
+            with contextlib.closing(connection):
+                connection.connect()
+                with _ended_after(connection.sock, self._seconds):
+                    return self._answer(connection, url, host)
+        except RequestError:
+            raise
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise RequestError(f"nothing comes from {host!r}: {reason}") from None
+
+    def _answer(self, connection: http.client.HTTPConnection, url: SplitResult, host: str) -> bytes:
+        path = url.path or "/"
+        target = f"{path}?{url.query}" if url.query else path
+        connection.request("GET", target, headers={"Accept-Encoding": "identity"})
+        with contextlib.closing(connection.getresponse()) as answer:
+            if 300 <= answer.status < 400:
+                raise RequestError(
+                    f"{host!r} answers with a redirect ({answer.status}), which is not "
+                    "followed; give the address that it leads to"
+                )
+            if answer.status != 200:
+                raise RequestError(f"{host!r} answers with status {answer.status}")
+            self._check_size(answer.length or 0)
+            content = answer.read(self._max_bytes + 1)
+            self._check_size(len(content))
+            if answer.length:
+                raise http.client.IncompleteRead(b"", answer.length)
+            return content
+
+
+def names_source(part: MediaPart) -> bool:
+    """Whether a part is named by a path, or by an address that is no data URL."""
+    value = part.value
+    if isinstance(value, Path):
+        return True
+    return isinstance(value, str) and value[:5].lower() != "data:"
+
+
+def _public_address(host: str) -> str:
+    """An address of the host.
+
+    Raises:
+        RequestError: one of its addresses is not public: it belongs to this network.
+        OSError: it has none.
+    """
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in found]
+    for address in addresses:
+        if not _is_public(address):
+            raise RequestError(f"{host!r} has an address that is not public; send a data URL")
+    return addresses[0]
+
+
+def _is_public(address: str) -> bool:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        # What leads to an address of the older kind counts as that.
+        nat64 = ip in ipaddress.ip_network("64:ff9b::/96")
+        inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if nat64 else None
+        ip = inner or ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1] or ip
+    return ip.is_global and not ip.is_multicast
+
+
+def _connection(
+    scheme: str, host: str, port: int, address: str, seconds: float
+) -> http.client.HTTPConnection:
+    """A connection to ``address`` that speaks to ``host``."""
+
+    def connect(_: Any, timeout: Any = None, source: Any = None) -> socket.socket:
+        return socket.create_connection((address, port), timeout, source)
+
+    made = (
+        http.client.HTTPSConnection(
+            host, port, timeout=seconds, context=ssl.create_default_context()
+        )
+        if scheme == "https"
+        else http.client.HTTPConnection(host, port, timeout=seconds)
+    )
+    made._create_connection = connect  # type: ignore[attr-defined]
+    return made
+
+
+@contextlib.contextmanager
+def _ended_after(sock: socket.socket, seconds: float) -> Iterator[None]:
+    """End a connection from which something comes all the time, but too slowly."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            # Not the method of a TLS socket, which its user's thread is in.
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if late.is_set():  # an answer without a length seems complete
+            raise TimeoutError(f"it took more than {seconds:g} s") from None
+
+
+__all__ = ["MediaSources", "names_source"]

@@ -1,0 +1,228 @@
+"""Addresses and paths: what is read, and what is refused without a look at it.
+
+The hosts are names of a resolver of the test's; what is connected to is a server on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_core.errors import EngineDeadError, RequestError
+from engine_core.media.fetch import MediaSources, _is_public
+from engine_core.media.parts import MediaPart
+
+CONTENT = b"a picture" * 1000
+PUBLIC, PRIVATE = "93.184.215.14", "10.1.2.3"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        what = self.path.strip("/").partition("?")[0]
+        if what == "redirect":
+            self.send_response(302)
+            self.send_header("Location", "/fine")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(200 if what != "missing" else 404)
+        if what in ("fine", "missing", "short", "huge"):
+            length = {"short": len(CONTENT) + 7, "huge": 10**12}.get(what, len(CONTENT))
+            self.send_header("Content-Length", str(length))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        try:
+            if what == "endless":
+                while True:
+                    self.wfile.write(CONTENT)
+            if what == "slow":
+                while True:
+                    self.wfile.write(b"x")
+                    time.sleep(0.02)
+            self.wfile.write(self.headers["Host"].encode() if what == "host" else CONTENT)
+        except OSError:
+            pass
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def dialled(port: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The addresses that were connected to; each is the server here."""
+    known = {
+        "public.example": [[PUBLIC]],
+        "private.example": [[PRIVATE]],
+        "both.example": [[PUBLIC, PRIVATE]],
+        # Public at the only look there is at it, and afterwards this machine.
+        "rebound.example": [[PUBLIC], ["127.0.0.1"]],
+        "127.0.0.1": [["127.0.0.1"]],
+        "::ffff:7f00:1": [["::ffff:127.0.0.1"]],
+    }
+    made: list[tuple[str, int]] = []
+    connect = socket.create_connection
+
+    def resolve(host: str, *_: Any, **__: Any) -> list[Any]:
+        answers = known[host]
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in found]
+
+    def dial(address: tuple[str, int], *args: Any) -> socket.socket:
+        made.append(address)
+        monkeypatch.setattr(socket, "getaddrinfo", real)
+        try:
+            return connect(("127.0.0.1", port), *args)
+        finally:
+            monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "create_connection", dial)
+    return made
+
+
+def read(sources: MediaSources, value: Any) -> Any:
+    (part,) = sources.read([MediaPart("image", value, "here")])
+    assert part[2:] == ("here", None)
+    return part.value
+
+
+@pytest.fixture
+def sources() -> Iterator[MediaSources]:
+    hosts = ("Public.example", "private.example", "both.example", "rebound.example")
+    hosts += ("127.0.0.1", "::ffff:7f00:1", "public.example:8080")
+    made = MediaSources(domains=hosts, max_bytes=100_000, seconds=0.5)
+    yield made
+    made.close()
+
+
+def test_what_comes_from_an_allowed_host(sources: MediaSources, dialled: list[Any]) -> None:
+    assert read(sources, "http://public.example/fine?a=b") == CONTENT
+    assert read(sources, "HTTP://PUBLIC.example:80/fine#there") == CONTENT
+    assert read(sources, "http://public.example:8080/host") == b"public.example:8080"
+    assert read(sources, "http://rebound.example/host") == b"rebound.example"
+    assert dialled == [(PUBLIC, 80), (PUBLIC, 80), (PUBLIC, 8080), (PUBLIC, 80)]
+
+
+REFUSED = {
+    "another host": ("http://other.example/fine", "'other.example' are not fetched", 0),
+    "another port": ("http://public.example:81/fine", "'public.example:81' are not fetched", 0),
+    "a name in front": ("http://public.example@other.example/", "'other.example' are not", 0),
+    "a user": ("http://me:key@public.example/fine", "are not fetched", 0),
+    "a longer name": ("http://public.example.other/fine", "are not fetched", 0),
+    "no host": ("http:///fine", "'' are not fetched", 0),
+    "a private host": ("http://private.example/fine", "not public", 0),
+    "a half private host": ("http://both.example/fine", "not public", 0),
+    "this machine": ("http://127.0.0.1/fine", "not public", 0),
+    "this machine again": ("http://[::ffff:7f00:1]/fine", "not public", 0),
+    "a redirect": ("http://public.example/redirect", "redirect .302., which is not followed", 1),
+    "missing": ("http://public.example/missing", "status 404", 1),
+    "too long": ("http://public.example/huge", "1000000000000 bytes, and 100000 are taken", 1),
+    "without end": ("http://public.example/endless", "100001 bytes, and 100000 are taken", 1),
+    "cut off": ("http://public.example/short", "nothing comes from 'public.example': Incompl", 1),
+    "too slow": ("http://public.example/slow", "it took more than 0.5 s", 1),
+    "another line": ("http://public.example/a\r\nHost: b", "control characters", 1),
+    "ftp": ("ftp://public.example/fine", "this is 'ftp'", 0),
+    "text": ("public", "this is text", 0),
+    "a file": ("file:///etc/passwd", "files are not read", 0),
+    "a port that is none": ("http://public.example:x/", "is no address", 0),
+}
+
+
+@pytest.mark.parametrize(("url", "said", "dials"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_not_fetched(
+    url: str, said: str, dials: int, sources: MediaSources, dialled: list[Any]
+) -> None:
+    with pytest.raises(RequestError, match=said) as refused:
+        read(sources, url)
+    assert refused.value.param == "here"
+    assert str(refused.value).startswith("here: ")
+    assert len(dialled) == dials
+    assert all(address == (PUBLIC, 80) for address in dialled)
+
+
+def test_nobody_is_allowed_if_nothing_is_said(dialled: list[Any]) -> None:
+    sources = MediaSources()
+    for url in ("http://public.example/fine", "https://public.example/fine"):
+        with pytest.raises(RequestError, match="are not fetched"):
+            read(sources, url)
+    assert dialled == []
+    assert read(sources, "data:image/png;base64,AA==") == "data:image/png;base64,AA=="
+    sources.close()
+    with pytest.raises(EngineDeadError):
+        read(sources, "http://public.example/fine")
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        (PUBLIC, True),
+        ("2606:2800:21f:cb07:6820:80da:af6b:8b2c", True),
+        ("127.0.0.1", False),
+        ("169.254.169.254", False),  # a cloud's metadata
+        ("100.64.0.1", False),
+        ("0.0.0.0", False),
+        ("224.0.0.1", False),
+        ("::1", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+        ("ff0e::1", False),
+        ("::ffff:10.0.0.1", False),
+        ("64:ff9b::10.0.0.1", False),
+        (f"64:ff9b::{PUBLIC}", True),
+        ("2002:0a00:0001::", False),  # 10.0.0.1 by 6to4
+    ],
+)
+def test_public_addresses(address: str, public: bool) -> None:
+    assert _is_public(address) is public
+
+
+def test_files_below_the_allowed_folder(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "media", tmp_path / "media2"
+    for folder in (inside, outside):
+        folder.mkdir()
+        (folder / "a b.png").write_bytes(CONTENT)
+    (inside / "link.png").symlink_to(outside / "a b.png")
+    (inside / "large.png").write_bytes(bytes(100_001))
+    os.mkfifo(inside / "pipe")
+    sources = MediaSources(local_path=str(inside), max_bytes=100_000)
+    assert read(sources, f"file://{inside}/a%20b.png") == CONTENT
+    assert read(sources, f"file://localhost{inside}/../media/a%20b.png") == CONTENT
+    for url, said in (
+        (f"file://{outside}/a%20b.png", "not below the folder"),
+        (f"file://{inside}/../media2/a%20b.png", "not below the folder"),
+        (f"file://{inside}/%2e%2e/media2/a%20b.png", "not below the folder"),
+        (f"file://{inside}/link.png", "not below the folder"),
+        ("file:///etc/passwd", "not below the folder"),
+        (f"file://other.example{inside}/a%20b.png", "files are not read"),
+        (f"file://{inside}/none.png", "'none.png' cannot be read: No such file"),
+        (f"file://{inside}/large.png", "100001 bytes"),
+        (f"file://{inside}/pipe", "'pipe' is no file"),
+        (f"file://{inside}", "cannot be read|is no file"),
+        (f"file://{inside}/a%00b", "is no path|cannot be read"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            read(sources, url)
+    # What the program itself gives as a path is its own affair.
+    assert read(sources, outside / "a b.png") == CONTENT
+    sources.close()
