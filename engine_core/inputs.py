@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -43,6 +43,32 @@ def media_digest(*parts: Any) -> bytes:
         digest.update(f"{head} {len(content)} ".encode())
         digest.update(content)
     return digest.digest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Video:
+    """A video whose frames are known by their time, where an array of them would do.
+
+    Attributes:
+        frames: ``[F, H, W, 3]`` uint8.
+        fps: how many of these there are in a second; None if it is not known.
+    """
+
+    frames: Any
+    fps: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.frames)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """For numpy it is its frames."""
+        import numpy as np
+
+        made = np.asarray(self.frames, dtype=dtype)
+        return made.copy() if copy else made
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +185,8 @@ class MediaProcessor(InputProcessor, Protocol):
                 embeddings.
             media: by kind, in the order of their placeholders. An image is a PIL image, a uint8
                 array ``[H, W, 3]`` or a mapping of features that the family's processor has made; a
-                video is a list of images or an array ``[F, H, W, 3]``; a sound is an array and its
-                rate.
+                video is a list of images, an array ``[F, H, W, 3]`` or a :class:`Video`, as encoded
+                ones are; a sound is an array and its rate.
             options: settings of the family's processing.
 
         Raises:

@@ -120,10 +120,11 @@ class Qwen2VLProcessor:
                 that was made before, with the same options. An image is else a PIL image, a uint8
                 array ``[H, W, 3]``, or the features that transformers' processor makes of one:
                 ``pixel_values`` and ``image_grid_thw``. A video is a list of images, an array
-                ``[F, H, W, 3]``, or ``pixel_values_videos`` and ``video_grid_thw``; none of its
-                frames is left out.
+                ``[F, H, W, 3]``, a :class:`Video`, or ``pixel_values_videos`` and
+                ``video_grid_thw``; none of its frames is left out.
             options: ``min_pixels`` and ``max_pixels`` of an image or a frame, after resizing; and
-                for Qwen2.5-VL ``fps``, the frames of the videos in a second, 2 if it is not said.
+                for Qwen2.5-VL ``fps``, the frames of the videos in a second, else what a video
+                says, else 2.
 
         Raises:
             RequestError: placeholders and items do not agree, or an item or option is none.
@@ -251,7 +252,8 @@ class Qwen2VLProcessor:
                 )
             patches = self._patchers[kind].patches(frames, **limits)
             if timed:
-                seconds = self._patchers[kind].temporal_patch_size / options.get("fps", _FPS)
+                fps = options.get("fps", getattr(item, "fps", None) or _FPS)
+                seconds = self._patchers[kind].temporal_patch_size / fps
                 interval = self._interval(seconds)
             digest = media_digest(kind, *frames, *patches.grid, interval)
             return self._made(kind, digest, patches, interval)

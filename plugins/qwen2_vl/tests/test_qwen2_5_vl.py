@@ -11,6 +11,7 @@ import torch
 
 from engine_core import LLM, SamplingParams
 from engine_core.configs import HFConfig
+from engine_core.inputs import Video
 from engine_core.testing.reference import prepare
 from engine_core_qwen2_vl.config import Qwen25VLConfigBuilder
 from engine_core_qwen2_vl.conformance import CASES
@@ -65,11 +66,14 @@ def test_a_video_goes_on_in_seconds(folder: Path) -> None:
     processor = Qwen2VLProcessor(Qwen25VLConfigBuilder.build(HFConfig.from_folder(folder)))
     video = np.zeros((6, 8, 16, 3), np.uint8)
     sizes = {"min_pixels": 1, "max_pixels": 1000}
-    for options, times, after in (
-        ({}, [0, 4, 8], 9),  # Two frames a second.
-        ({"fps": 3.0}, [0, 2, 5], 6),
+    for given, options, times, after in (
+        (video, {}, [0, 4, 8], 9),  # Two frames a second.
+        (video, {"fps": 3.0}, [0, 2, 5], 6),
+        (Video(video, fps=3.0), {}, [0, 2, 5], 6),
+        (Video(video), {}, [0, 4, 8], 9),
+        (Video(video, fps=1.0), {"fps": 3.0}, [0, 2, 5], 6),
     ):
-        prompt = processor.process_media([VIDEO, 7], {"video": [video]}, {**sizes, **options})
+        prompt = processor.process_media([VIDEO, 7], {"video": [given]}, {**sizes, **options})
         positions = prompt.token_state["mrope_positions"]
         assert positions[0].tolist() == [*np.repeat(times, 2).tolist(), after]
         assert positions[1:].tolist() == [[0] * 6 + [after], [0, 1] * 3 + [after]]

@@ -1,0 +1,184 @@
+"""Encoded videos and sounds: the frames and samples that were put in, and what is refused."""
+
+from __future__ import annotations
+
+import wave
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from engine_core.errors import RequestError
+from engine_core.media import videos
+from engine_core.media.sounds import decode_audio
+from engine_core.media.videos import decode_video
+
+
+def video(
+    count: int = 50, fps: int = 10, form: str = "mp4", codec: str = "libx264", gop: int = 12
+) -> bytes:
+    """Grey frames, each 5 brighter than the one before."""
+    out = BytesIO()
+    with av.open(out, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.width, stream.height, stream.pix_fmt, stream.gop_size = 64, 48, "yuv420p", gop
+        for number in range(count):
+            pixels = np.full((48, 64, 3), number * 5, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+def sound(rate: int = 8000, channels: int = 2, seconds: float = 0.5) -> tuple[bytes, Any]:
+    """A wave file, and its samples ``[N, channels]``."""
+    values = np.random.default_rng(0).integers(
+        -(2**15), 2**15, (int(rate * seconds), channels), dtype=np.int16
+    )
+    out = BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(values.tobytes())
+    return out.getvalue(), values
+
+
+@pytest.mark.parametrize(
+    ("form", "codec"),
+    [
+        ("mp4", "libx264"),
+        ("matroska", "libx264"),
+        ("webm", "libvpx-vp9"),
+        ("avi", "libx264"),
+        ("mpegts", "mpeg2video"),
+    ],
+)
+def test_two_frames_a_second_are_taken(form: str, codec: str) -> None:
+    made = decode_video(video(form=form, codec=codec))
+    assert np.asarray(made).shape == (len(made), 48, 64, 3)
+    assert np.asarray(made).dtype == np.uint8
+    assert made.fps == pytest.approx(2.0)
+    expected = np.linspace(0, 49, 10).round() * 5
+    assert np.abs(np.array([frame.mean() for frame in made]) - expected).max() < 4
+
+
+def test_the_limits_of_frames_and_pixels() -> None:
+    clip = video()
+    made = decode_video(clip, max_frames=5)
+    assert len(made) == 5
+    assert made.fps == pytest.approx(1.0)
+    assert len(decode_video(clip, max_pixels=7 * 48 * 64)) == 7
+    with pytest.raises(RequestError, match="frames of 64 x 48 pixels, of which 3 are within"):
+        decode_video(clip, max_pixels=4 * 48 * 64 - 1)
+    # Short ones are taken whole, down to one frame.
+    for count in (1, 3, 4):
+        assert len(decode_video(video(count))) == count
+
+
+def test_a_video_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(videos, "MAX_SECONDS", 4.0)
+    with pytest.raises(RequestError, match="takes 5 s, and 4 are taken at most"):
+        decode_video(video())
+
+
+def still() -> bytes:
+    out = BytesIO()
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(out, "PNG")
+    return out.getvalue()
+
+
+def only_sound() -> bytes:
+    out = BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream("aac", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.sample_rate = 8000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "no video in one of mp4"),
+        (b"hello" * 100, "no video in one of mp4"),
+        (still(), "no video in one of mp4"),
+        (video()[:2000], "no video in one of|damaged|has no frames"),
+        (video(form="matroska")[:900], "no frames|damaged|no video"),
+        (only_sound(), "has no frames: the file holds no"),
+        (sound()[0], "no video in one of mp4"),
+    ],
+    ids=["nothing", "text", "a picture", "truncated", "cut off", "no frames", "a sound"],
+)
+def test_what_is_no_video_is_refused(data: bytes, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        decode_video(data)
+
+
+def test_a_list_of_other_files_is_not_followed(tmp_path: Path) -> None:
+    """FFmpeg has formats that name further files and addresses, which it would open."""
+    clip = tmp_path / "a.ts"
+    clip.write_bytes(video(form="mpegts", codec="mpeg2video"))
+    lists = (
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:5,\nfile://{clip}\n#EXT-X-ENDLIST\n",
+        f"ffconcat version 1.0\nfile '{clip}'\n",
+        f"ffconcat version 1.0\nfile '{clip.name}'\n",
+    )
+    for text in lists:
+        with pytest.raises(RequestError, match="no video in one of"):
+            decode_video(text.encode())
+        with pytest.raises(RequestError, match="no sound in one of"):
+            decode_audio(text.encode())
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (16000, 2), (44100, 3)])
+def test_samples_of_a_wave_file(rate: int, channels: int) -> None:
+    data, values = sound(rate, channels)
+    samples, found = decode_audio(data)
+    assert found == rate
+    assert samples.dtype == np.float32
+    expected = (values.astype(np.float32) / 2**15).mean(axis=1)
+    np.testing.assert_allclose(samples, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("form", "codec"), [("mp3", "mp3"), ("flac", "flac"), ("ogg", "libopus")])
+def test_compressed_sounds(form: str, codec: str) -> None:
+    rate = 48000
+    tone = 0.5 * np.sin(2 * np.pi * 440 * np.arange(rate) / rate).astype(np.float32)
+    out = BytesIO()
+    with av.open(out, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=rate, layout="mono")
+        form_of = stream.codec_context.format.name
+        frame = av.AudioFrame.from_ndarray(tone[None], format="fltp", layout="mono")
+        frame.sample_rate = rate
+        converter = av.AudioResampler(form_of, "mono", rate, stream.codec_context.frame_size)
+        for piece in [*converter.resample(frame), *converter.resample(None)]:
+            container.mux(stream.encode(piece))
+        container.mux(stream.encode())
+    samples, found = decode_audio(out.getvalue())
+    assert found == rate
+    assert abs(len(samples) - rate) < 4000  # encoders add some silence
+    middle = samples[rate // 4 : 3 * rate // 4]
+    peak = np.abs(np.fft.rfft(middle)).argmax() * rate / len(middle)
+    assert abs(peak - 440) < 4
+    assert abs(np.abs(middle).max() - 0.5) < 0.05
+
+
+def test_what_is_no_sound_is_refused() -> None:
+    data, _ = sound()
+    with pytest.raises(RequestError, match=r"more than 0\.25 s"):
+        decode_audio(data, max_seconds=0.25)
+    for wrong, said in (
+        (b"", "no sound in one of wav"),
+        (data[:20], "no sound in one of|holds no sound|damaged"),
+        (data[:44], "no samples|damaged"),
+        (video(), "holds no sound"),
+        (still(), "no sound in one of wav"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            decode_audio(wrong)
