@@ -14,7 +14,8 @@ from fastapi.responses import Response
 
 from engine_core.configs import GuidedParams, SamplingParams
 from engine_core.engine.frontend import Prompt
-from engine_core.media import split_media
+from engine_core.errors import RequestError
+from engine_core.media.parts import MediaPart, split_media
 from engine_core.parsers import (
     OutputParser,
     ParsedDelta,
@@ -156,11 +157,31 @@ def understood(
     chat = Chat(service, context, body)
     params = chat.sampling_params()
     prompt = chat.prompt()
+    if body.mm_processor_kwargs and not chat.media:
+        raise conflict(
+            "mm_processor_kwargs are for what the messages show, and there is only text; leave "
+            "them out",
+            "mm_processor_kwargs",
+        )
     if chat.media and body.truncate_prompt_tokens is not None:
         raise conflict(
             "truncate_prompt_tokens would cut pictures off; leave it out", "truncate_prompt_tokens"
         )
     return chat, params, service.truncated(prompt, body.truncate_prompt_tokens, "messages")
+
+
+def refuse_to_count(parts: Sequence[MediaPart]) -> None:
+    """Refuse to count the tokens of a prompt that shows something, before it is processed.
+
+    Raises:
+        RequestError: it does.
+    """
+    if parts:
+        raise RequestError(
+            f"{parts[0].param}: tokens of pictures, videos and sounds are not counted here; the "
+            "usage of an answer has their number",
+            param=parts[0].param,
+        )
 
 
 class Chat:
@@ -276,6 +297,8 @@ class Chat:
         shown: Prompt = prompt
         if self.media:
             shown = {"prompt_token_ids": prompt, "multi_modal_data": self.media}
+            if self._body.mm_processor_kwargs:
+                shown["mm_processor_kwargs"] = self._body.mm_processor_kwargs
         generation = await Generation.start(
             self._service, self._context, self._id, [shown], params, self._body, self._alternatives
         )

@@ -14,8 +14,15 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from engine_core.configs import SamplingParams
+from engine_core.media.parts import split_media
 from engine_core.server.body import read_body, validated
-from engine_core.server.chat import Chat, answer_in_form, understood
+from engine_core.server.chat import (
+    Chat,
+    answer_in_form,
+    refuse_to_count,
+    template_messages,
+    understood,
+)
 from engine_core.server.context import RequestContext
 from engine_core.server.encoding import encode, named_event
 from engine_core.server.errors import ApiError, conflict
@@ -24,6 +31,8 @@ from engine_core.server.messages_protocol import (
     COUNT_BODY,
     MESSAGES_BODY,
     AssistantTurn,
+    Base64Source,
+    ImageBlock,
     MessagesBody,
     MessagesPrompt,
     NamedChoice,
@@ -67,6 +76,7 @@ async def count_tokens(request: Request) -> Response:
 
     def count() -> int:
         asked = _chat_body(body, model=service.check_model(body.model))
+        refuse_to_count(split_media(template_messages(asked.messages))[1])
         return len(Chat(service, context, asked).prompt())
 
     tokens = await service.run_text(context.body_size, count)
@@ -147,18 +157,34 @@ def _turn(turn: UserTurn | AssistantTurn | SystemTurn) -> Iterator[dict[str, Any
     elif isinstance(turn, AssistantTurn):
         yield _assistant(turn.content)
     else:
-        texts: list[TextBlock] = []
+        parts: list[TextBlock | ImageBlock] = []
         for block in turn.content:
-            if isinstance(block, TextBlock):
-                texts.append(block)
+            if not isinstance(block, ToolResultBlock):
+                parts.append(block)
                 continue
-            if texts:
-                yield {"role": turn.role, "content": _texts(texts)}
-                texts = []
+            if parts:
+                yield {"role": turn.role, "content": _parts(parts)}
+                parts = []
             content = _texts(block.content or "")
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-        if texts:
-            yield {"role": turn.role, "content": _texts(texts)}
+        if parts:
+            yield {"role": turn.role, "content": _parts(parts)}
+
+
+def _parts(blocks: Sequence[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+    """The content of a message: text, or parts if there are pictures among them."""
+    made: list[dict[str, Any]] = []
+    texts: list[TextBlock] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block)
+            made.append({"type": "text", "text": block.text})
+        elif isinstance(block.source, Base64Source):
+            url = f"data:{block.source.media_type};base64,{block.source.data}"
+            made.append({"type": "image_url", "image_url": url})
+        else:
+            made.append({"type": "image_url", "image_url": block.source.url})
+    return _texts(texts) if len(texts) == len(blocks) else made
 
 
 def _assistant(blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock]) -> dict[str, Any]:

@@ -39,6 +39,28 @@ class TextBlock(_Cached):
     text: str
 
 
+class Base64Source(OpenBody):
+    """A file's content."""
+
+    type: Literal["base64"]
+    media_type: Annotated[str, Field(pattern=r"^image/[a-zA-Z0-9.+-]{1,40}$")]
+    data: str
+
+
+class UrlSource(OpenBody):
+    """An address that the server's owner allows, or a data URL."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(_Cached):
+    """A picture, for models that take them."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+
 class ThinkingBlock(OpenBody):
     """Thoughts of the model."""
 
@@ -66,7 +88,7 @@ class ToolResultBlock(_Cached):
     content: Texts | None = None
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 

@@ -362,7 +362,6 @@ class GenerationBody(CommonBody, Labels):
     guided_whitespace_pattern: None = None
     kv_transfer_params: None = None
     ec_transfer_params: None = None
-    mm_processor_kwargs: None = None
     media_io_kwargs: None = None
     vllm_xargs: None = None
     request_id: None = None
@@ -376,30 +375,74 @@ class TextPart(OpenBody):
     text: str
 
 
-class ImageUrl(OpenBody):
-    """A picture as a data URL."""
+class MediaUrl(OpenBody):
+    """Where a picture, video or sound is."""
 
-    url: str
-    """``data:image/png;base64,...``; addresses are not fetched."""
+    url: str | None = None
+    """A data URL (``data:TYPE;base64,...``), or an address that the server's owner allows."""
     detail: Literal["auto"] | None = None
 
 
-class ImagePart(OpenBody):
+class _MediaPart(OpenBody):
+    uuid: str | None = None
+    """A name for the item, by which it can be shown again without its content."""
+
+
+class ImagePart(_MediaPart):
     """A picture of a message, for models that take them."""
 
-    type: Literal["image_url"]
-    image_url: ImageUrl
+    type: Literal["image_url", "input_image"]
+    image_url: str | MediaUrl | None = None
+    detail: Literal["auto"] | None = None
+
+
+class VideoPart(_MediaPart):
+    """A video of a message, for models that take them."""
+
+    type: Literal["video_url"]
+    video_url: str | MediaUrl | None = None
+
+
+class AudioUrlPart(_MediaPart):
+    """A sound of a message, for models that take them."""
+
+    type: Literal["audio_url"]
+    audio_url: str | MediaUrl | None = None
+
+
+class AudioData(OpenBody):
+    """A file of sound."""
+
+    data: str
+    """Its bytes in base64."""
+    format: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_]{1,16}$")]
+    """Its kind, as wav or mp3."""
+
+
+class AudioPart(_MediaPart):
+    """A sound of a message, for models that take them."""
+
+    type: Literal["input_audio"]
+    input_audio: AudioData | None = None
+
+
+_PART_TAGS = {"image_url": "image", "input_image": "image", "video_url": "video"}
+_PART_TAGS |= {"audio_url": "audio_url", "input_audio": "audio"}
 
 
 def _part_kind(value: Any) -> str:
     # Asked of a body, and of its part when that is written out again.
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "image" if kind == "image_url" else "text"
+    return _PART_TAGS.get(kind, "text") if isinstance(kind, str) else "text"
 
 
 Content = str | Annotated[list[TextPart], Items(1, MAX_PARTS)]
 Part = Annotated[
-    Annotated[TextPart, Tag("text")] | Annotated[ImagePart, Tag("image")],
+    Annotated[TextPart, Tag("text")]
+    | Annotated[ImagePart, Tag("image")]
+    | Annotated[VideoPart, Tag("video")]
+    | Annotated[AudioUrlPart, Tag("audio_url")]
+    | Annotated[AudioPart, Tag("audio")],
     Discriminator(_part_kind),
 ]
 
@@ -552,6 +595,8 @@ class ChatBody(GenerationBody, Conversation):
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls; so if not set. Only the first is reported if
     not."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Settings of the family's processing of what the prompt shows, over those of the server."""
     include_reasoning: bool | None = None
     """Whether the answer has the reasoning that a parser found; so if not set."""
     modalities: Annotated[list[Literal["text"]], Items(1, 1)] | None = None
@@ -600,6 +645,7 @@ class CompletionBody(GenerationBody):
     best_of: Annotated[int, Field(ge=1, le=1), _Integral] | None = None
     """Completions are not generated to be thrown away."""
     prompt_embeds: None = None
+    mm_processor_kwargs: None = None
     suffix: None = None
     """Filling in before a suffix is not supported."""
 

@@ -30,10 +30,14 @@ from engine_core.server.responses_protocol import (
     CallOutputItem,
     Content,
     FunctionChoice,
+    Input,
+    InputText,
     Item,
     JsonSchemaTextFormat,
+    MessageItem,
     ReasoningItem,
     ResponsesBody,
+    UserItem,
 )
 from engine_core.server.service import Service
 
@@ -137,7 +141,7 @@ def _understood(
     check_common(asked, service)
     chat = Chat(service, context, asked)
     params = chat.sampling_params()
-    if body.truncation == "auto":
+    if body.truncation == "auto" and not chat.media:  # which belongs to its turns
         prompt = _fitting(service, chat)
     else:
         prompt = service.truncated(chat.prompt(), None, "messages")
@@ -192,8 +196,9 @@ def _messages(items: str | Sequence[Item]) -> list[dict[str, Any]]:
             made.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
             answer = None
             continue
-        if not isinstance(item, CallItem | ReasoningItem) and item.role != "assistant":
-            made.append({"role": item.role, "content": _text(item.content)})
+        of_model = isinstance(item, MessageItem) and item.role == "assistant"
+        if isinstance(item, UserItem) or (isinstance(item, MessageItem) and not of_model):
+            made.append({"role": item.role, "content": _message_content(item.content)})
             answer = None
             continue
         begins = not isinstance(item, CallItem) and answer is not None
@@ -210,6 +215,21 @@ def _messages(items: str | Sequence[Item]) -> list[dict[str, Any]]:
         else:
             answer["content"] = _text(item.content)
     return made
+
+
+def _message_content(content: str | Sequence[Input]) -> str | list[dict[str, Any]]:
+    """The content of a message: text, or parts if there are pictures among them."""
+    if isinstance(content, str):
+        return content
+    texts = [part for part in content if isinstance(part, InputText)]
+    if len(texts) == len(content):
+        return _text(texts)
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, InputText)
+        else part.model_dump(exclude_none=True)
+        for part in content
+    ]
 
 
 def _text(content: Content) -> str:

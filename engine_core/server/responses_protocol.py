@@ -32,15 +32,44 @@ class InputText(OpenBody):
     text: str
 
 
+class InputImage(OpenBody):
+    """A picture, for models that take them."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    """A data URL (``data:TYPE;base64,...``), or an address that the server's owner allows."""
+    detail: Literal["auto"] | None = None
+    file_id: None = None
+    uuid: str | None = None
+    """A name for the picture, by which it can be shown again without its content."""
+
+
+def _input_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "image" if kind == "input_image" else "text"
+
+
 Content = str | Annotated[list[InputText], Items(0, MAX_PARTS)]
+Input = Annotated[
+    Annotated[InputText, Tag("text")] | Annotated[InputImage, Tag("image")],
+    Discriminator(_input_kind),
+]
 
 
 class MessageItem(OpenBody):
-    """A message."""
+    """A message of the model, or instructions to it."""
 
     type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
+    role: Literal["assistant", "system", "developer"]
     content: Content
+
+
+class UserItem(OpenBody):
+    """A message of the user."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user"]
+    content: str | Annotated[list[Input], Items(0, MAX_PARTS)]
 
 
 class CallItem(OpenBody):
@@ -78,11 +107,14 @@ class ReasoningItem(OpenBody):
 
 def _item_kind(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else None
-    return "message" if kind is None else str(kind)
+    if kind in (None, "message"):
+        return "user" if isinstance(value, dict) and value.get("role") == "user" else "message"
+    return str(kind)
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
+    Annotated[UserItem, Tag("user")]
+    | Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],

@@ -14,7 +14,7 @@ from engine_core.engine.frontend import check_token_ids
 from engine_core.errors import RequestError
 from engine_core.media import split_media
 from engine_core.server.body import read_body
-from engine_core.server.chat import template_messages, template_tools
+from engine_core.server.chat import refuse_to_count, template_messages, template_tools
 from engine_core.server.context import RequestContext
 from engine_core.server.encoding import encode
 from engine_core.server.errors import ApiError, unavailable
@@ -77,13 +77,8 @@ def _tokenized(
         special = body.add_special_tokens is not False
         tokens = tokenizer.encode(body.prompt, add_special_tokens=special)
     else:
-        messages, pictures = split_media(template_messages(body.messages))
-        if pictures:
-            raise RequestError(
-                f"{pictures[0].param}: tokens of pictures are not counted here; the usage of an "
-                "answer has their number",
-                param=pictures[0].param,
-            )
+        messages, parts = split_media(template_messages(body.messages))
+        refuse_to_count(parts)
         tokens = service.render_chat(body, messages, template_tools(body.tools))
     spelled = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
     return _json(

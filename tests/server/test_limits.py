@@ -158,7 +158,7 @@ CHAT: dict[str, Any] = {
         ({"messages": [{"role": "bot", "content": "a"}]}, "messages.0.role: .*'bot'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content.0.image_url.url: this field is required",
+            "messages.0.content.0.image_url: there is no image; give one, or the uuid of one",
         ),
         (
             {
@@ -172,9 +172,14 @@ CHAT: dict[str, Any] = {
             "messages.0.content.0.image_url has 'image', and SlowLlama takes text alone",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "uuid": "a"}]}]},
+            "messages.0.content.0.input_audio has 'audio', and SlowLlama takes text alone",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "image": "/a.png"}]}]},
             "messages.0.content.0.type: Input should be 'text'",
         ),
+        ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs are for what the mess"),
         ({"use_beam_search": True}, "use_beam_search: only false is supported"),
         (
             {"messages": [{"role": "assistant", "content": "a", "prefix": True}]},

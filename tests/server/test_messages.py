@@ -270,13 +270,16 @@ def test_the_last_message_is_continued(client: anthropic.Anthropic, server: Serv
     assert message.usage.input_tokens == chat["usage"]["prompt_tokens"]
 
 
+FILE = {"type": "image", "source": {"type": "file", "file_id": "a"}}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.*'image'"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "content.0.image_url has 'image', "),
+        ({"messages": [{"role": "user", "content": [FILE]}]}, "messages.0.content.0.*'file'"),
+        ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "messages.0.content.*'image'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"max_tokens": None}, "max_tokens"),
         ({"container": "c"}, "container: not supported here"),

@@ -123,3 +123,43 @@ def test_tokens_of_pictures_are_not_counted_beforehand(server: ServerProcess) ->
     refused = httpx.post(server.url + "/tokenize", json=body, timeout=60)
     assert refused.status_code == 400
     assert "usage of an answer" in refused.json()["error"]["message"]
+
+
+def test_other_services_take_pictures_in_their_own_parts(server: ServerProcess) -> None:
+    text = message()[0]["content"][0]["text"]
+    url = data_url()
+    more = {"model": "m", "temperature": 0}
+
+    def post(path: str, body: dict[str, Any]) -> Any:
+        answer = httpx.post(server.url + path, json={**more, **body}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    chat = post("/v1/chat/completions", {"messages": message(url), "max_tokens": 4})
+    parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": text}]
+    plain = post(
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": parts}], "max_tokens": 4},
+    )
+    assert plain["choices"][0]["message"] == chat["choices"][0]["message"]
+    parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": text}]
+    response = post(
+        "/v1/responses", {"input": [{"role": "user", "content": parts}], "max_output_tokens": 4}
+    )
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": text}]
+    asked = {"messages": [{"role": "user", "content": blocks}]}
+    anthropic = post("/v1/messages", {**asked, "max_tokens": 4})
+    tokens = chat["usage"]["prompt_tokens"]
+    assert response["usage"]["input_tokens"] == anthropic["usage"]["input_tokens"] == tokens
+    answered = chat["choices"][0]["message"]["content"]
+    assert response["output"][0]["content"][0]["text"] == answered
+    assert anthropic["content"][0]["text"] == answered
+    counted = httpx.post(server.url + "/v1/messages/count_tokens", json=asked, timeout=60)
+    assert counted.status_code == 400
+    assert "usage of an answer" in counted.json()["error"]["message"]
+    small = post(
+        "/v1/chat/completions",
+        {"messages": message(url), "max_tokens": 1, "mm_processor_kwargs": {"max_pixels": 3136}},
+    )
+    assert small["usage"]["prompt_tokens"] < tokens
