@@ -6,13 +6,15 @@ import array
 import asyncio
 import contextlib
 import logging
+import ssl
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.utils import get_remote_addr
 
 from engine_core.server.connections import Connections
 from engine_core.server.errors import RETRY_BUSY, ApiError, unavailable
@@ -57,17 +59,21 @@ class Writer:
         self._connection.resumed = call
 
 
-def connection_class(settings: ServerSettings, connections: Connections) -> type[asyncio.Protocol]:
+def connection_class(
+    settings: ServerSettings, connections: Connections, tls: ssl.SSLContext | None = None
+) -> type[asyncio.Protocol]:
     """uvicorn's protocol with limits for clients, which hold before any key is asked for.
 
     A request's line and headers are bounded in bytes, number and time; so are trailers and what
-    else frames a body. While a client does not read, uvicorn buffers 64 KiB for it, and the handler
+    else frames a body. A connection counts before its TLS handshake, which the time is for too.
+    While a client does not read, uvicorn buffers 64 KiB for it, and the handler
     waits before writing more. To the handler, a connection that is broken off here looks like one
     that the client closed.
 
     Args:
         settings: the service's.
         connections: of this process; says who gets a place.
+        tls: has the certificate, if HTTPS is spoken. uvicorn must not have one then.
     """
     send_timeout = settings.send_timeout
     max_header_size = settings.max_header_size
@@ -83,17 +89,66 @@ def connection_class(settings: ServerSettings, connections: Connections) -> type
         # Bytes since headers or a message were complete that are not of a body, less those that
         # came in the same piece.
         _framing = 0
+        _handshake: asyncio.Task[None] | None = None
+        # Whether what comes is HTTP.
+        _begun = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """There is a client."""
-            super().connection_made(transport)
+            self.transport = transport
             self._forwarded: deque[str | None] = deque()
-            self._host = self.client[0] if self.client else None
+            # What came before the handshake could read it, and later before its end was seen.
+            self._early: list[bytes] = []
+            client = get_remote_addr(transport)
+            self._host = client[0] if client else None
             reason = connections.enter(self, self._host)
             self._reserved = reason is not None
             if reason is not None:
                 self.app = _only_health(self.app, _TOO_MANY[reason])
             self._await_head()
+            if tls is None:
+                self._begin(transport)
+            else:
+                transport.pause_reading()
+                self._handshake = self.loop.create_task(self._shake_hands(transport, tls))
+                # Once the task has begun, and after what it had called soon.
+                self.loop.call_soon(self.loop.call_soon, self._hand_over, transport)
+
+        def _begin(self, transport: asyncio.Transport) -> None:
+            self._begun = True
+            super().connection_made(transport)
+
+        def _hand_over(self, transport: asyncio.Transport) -> None:
+            """Give what came early to the handshake: uvloop reads at least once."""
+            early, self._early = b"".join(self._early), []
+            # A BufferedProtocol, by its methods.
+            reader: Any = transport.get_protocol()
+            if early and reader is not self and not transport.is_closing():
+                reader.get_buffer(len(early))[: len(early)] = early
+                reader.buffer_updated(len(early))
+
+        async def _shake_hands(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+            secure = None
+            try:
+                with contextlib.suppress(OSError):
+                    if not transport.is_closing():
+                        secure = await self.loop.start_tls(
+                            transport,
+                            self,
+                            tls,
+                            server_side=True,
+                            ssl_handshake_timeout=settings.header_timeout,
+                        )
+            finally:
+                if secure is None:
+                    transport.abort()
+                    self._stop_waiting()
+                    connections.leave(self)
+            if secure is not None:
+                self._begin(secure)
+                early, self._early = self._early, []
+                for data in early:
+                    self.data_received(data)
 
         def drop(self) -> None:
             """Break it off at once."""
@@ -101,6 +156,9 @@ def connection_class(settings: ServerSettings, connections: Connections) -> type
 
         def data_received(self, data: bytes) -> None:
             """The client has sent ``data``."""
+            if not self._begun:
+                self._early.append(data)
+                return
             # In pieces, so that no more than two limits are ever kept.
             for start in range(0, len(data), max_header_size):
                 if self.transport.is_closing():
@@ -133,6 +191,8 @@ def connection_class(settings: ServerSettings, connections: Connections) -> type
                 refusal = _head_too_large(settings)
             elif len(self.headers) > settings.max_headers:
                 refusal = _too_many_headers(len(self.headers), settings)
+            elif coding := _unknown_coding(self.headers):
+                refusal = _not_decoded(coding)
             if refusal is not None or len(self.pipeline) >= _MAX_PIPELINED:
                 self._refusal = refusal
                 raise ValueError("the request is refused")
@@ -294,6 +354,22 @@ def _too_many_headers(count: int, settings: ServerSettings) -> ApiError:
         431,
         f"the request has {count} headers, and this server reads at most {settings.max_headers}",
         code="headers_too_large",
+    )
+
+
+def _unknown_coding(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """A body's transfer coding that is not read, if it has one; chunks are."""
+    values = [value for name, value in headers if name == b"transfer-encoding"]
+    codings = [part.strip().lower() for part in b",".join(values).decode("latin-1").split(",")]
+    return next((coding for coding in codings if coding not in ("", "chunked")), None)
+
+
+def _not_decoded(coding: str) -> ApiError:
+    return ApiError(
+        501,
+        f"the body is sent in the Transfer-Encoding {coding[:80]!r}, and this server reads only "
+        "'chunked'",
+        code="unsupported_transfer_encoding",
     )
 
 

@@ -77,7 +77,7 @@ def run_server(
     if settings.trace is not None:
         check_trace_file(settings.trace)
     settings = settings.replace(chat_template=_read_template(settings.chat_template))
-    _check_certificate(settings)
+    _certificate(settings)
     configure_logging(settings.log_format)
     check_server_count(settings)
     if settings.api_server_count > 1:
@@ -100,15 +100,13 @@ def make_uvicorn_config(
         access_log=False,
         lifespan="off",
         server_header=False,
-        http=connection_class(settings, connections),
+        http=connection_class(settings, connections, _certificate(settings)),
         ws="none",
         backlog=connections.backlog,
         # The connection says who the client is.
         proxy_headers=False,
         timeout_keep_alive=settings.idle_timeout,  # type: ignore[arg-type]
         timeout_graceful_shutdown=_FLUSH_SECONDS,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
     )
 
 
@@ -142,8 +140,8 @@ def _read_template(given: str | None) -> str | None:
     return given
 
 
-def _check_certificate(settings: ServerSettings) -> None:
-    """Check that HTTPS can be spoken, if it is asked for.
+def _certificate(settings: ServerSettings) -> ssl.SSLContext | None:
+    """What HTTPS is spoken with, if it is asked for.
 
     Raises:
         ConfigError: the certificate or its key cannot be used.
@@ -152,15 +150,19 @@ def _check_certificate(settings: ServerSettings) -> None:
     if certificate is None:
         if key is not None:
             raise ConfigError("ssl_keyfile is of no use without ssl_certfile; give both")
-        return
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # A client that shakes hands again and again takes the server's time before any request.
+    context.options |= ssl.OP_NO_RENEGOTIATION
     try:
         # The password is for a key that has one: asking for it would wait for ever.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+        context.load_cert_chain(certificate, key, password="")
     except OSError as error:
         raise ConfigError(
             f"ssl_certfile: {certificate} with the key in {key or certificate} cannot be used: "
             f"{error}; both must be PEM files, and the key without a password"
         ) from None
+    return context
 
 
 async def _serve(

@@ -5,21 +5,26 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
-import select
 import shutil
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import forkserver
 import httpx
-import psutil
 import pytest
+from attacking import (
+    Healthy,
+    connect,
+    is_closed,
+    memory_of,
+    read_all,
+    send,
+    status_of,
+    wait_until,
+)
 from serving import ServerProcess
 
 from engine_core.errors import ConfigError
@@ -49,60 +54,6 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 KEY = {"Authorization": "Bearer key"}
 
 
-class Healthy:
-    """A client that streams the same answer again and again."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self._url = f"{server.url}/v1/completions"
-        self.session = httpx.Client(headers=KEY, timeout=20)
-        self.expected, self.baseline = self._answer()
-        _, again = self._answer()
-        self.baseline = max(self.baseline, again)
-
-    def _answer(self) -> tuple[list[int], float]:
-        """The tokens, and the longest time without one."""
-        body: dict[str, Any] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 60}
-        body |= {"temperature": 0, "stream": True, "return_token_ids": True, "ignore_eos": True}
-        tokens: list[int] = []
-        longest, last = 0.0, time.monotonic()
-        with self.session.stream("POST", self._url, json=body) as response:
-            assert response.status_code == 200, response.read()
-            for line in response.iter_lines():
-                now = time.monotonic()
-                longest, last = max(longest, now - last), now
-                if line.startswith("data: {"):
-                    choices = json.loads(line.removeprefix("data: "))["choices"]
-                    tokens += [token for choice in choices for token in choice["token_ids"]]
-        return tokens, longest
-
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """It is served meanwhile as it was before."""
-        stop = threading.Event()
-        answers: list[tuple[list[int], float]] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                while not stop.is_set() or not answers:
-                    answers.append(self._answer())
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join(60)
-        assert not errors
-        assert all(tokens == self.expected for tokens, _ in answers)
-        # A machine that is busy with other things says little of gaps.
-        bound = 0.5 if os.getloadavg()[0] < (os.cpu_count() or 1) else 10
-        assert max(longest for _, longest in answers) < self.baseline + bound
-
-
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that may have few files open, and whose chat template can be told to attack."""
@@ -118,50 +69,9 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def healthy(server: ServerProcess) -> Iterator[Healthy]:
-    client = Healthy(server)
+    client = Healthy(server, KEY)
     yield client
     client.session.close()
-
-
-def _connect(server: ServerProcess, source: str = "127.0.0.1") -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), 20, source_address=(source, 0))
-    connection.settimeout(20)
-    return connection
-
-
-def _send(connection: socket.socket, data: bytes) -> bool:
-    """Whether it could be sent."""
-    try:
-        connection.sendall(data)
-    except OSError:
-        return False
-    return True
-
-
-def _read(connection: socket.socket) -> bytes:
-    """Bytes until the server closes."""
-    data = b""
-    with contextlib.suppress(ConnectionError):
-        while piece := connection.recv(65536):
-            data += piece
-    return data
-
-
-def _status(data: bytes) -> int:
-    return int(data.split(b" ", 2)[1])
-
-
-def _memory(server: ServerProcess) -> int:
-    return int(psutil.Process(server.process.pid).memory_info().rss)
-
-
-def _is_closed(connection: socket.socket) -> bool:
-    readable, _, _ = select.select([connection], [], [], 0)
-    try:
-        return bool(readable) and not connection.recv(65536, socket.MSG_DONTWAIT)
-    except ConnectionError:
-        return True
 
 
 @contextlib.contextmanager
@@ -170,8 +80,8 @@ def _crowd(server: ServerProcess, count: int, first: bytes = b"") -> Iterator[li
     with contextlib.ExitStack() as stack:
         crowd = []
         for index in range(count):
-            crowd.append(stack.enter_context(_connect(server, f"127.0.1.{1 + index % 20}")))
-            _send(crowd[-1], first)
+            crowd.append(stack.enter_context(connect(server, f"127.0.1.{1 + index % 20}")))
+            send(crowd[-1], first)
         yield crowd
 
 
@@ -198,11 +108,11 @@ ENDLESS = {
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_does_not_end_is_cut_off(server: ServerProcess, healthy: Healthy, name: str) -> None:
     first, again, status = ENDLESS[name]
-    before = _memory(server)
-    with healthy.beside(), _connect(server) as connection:
-        _send(connection, first)
+    before = memory_of(server)
+    with healthy.beside(), connect(server) as connection:
+        send(connection, first)
         sent = 0
-        while sent < 64 * 2**20 and _send(connection, again):
+        while sent < 64 * 2**20 and send(connection, again):
             sent += len(again)
             if name == "requests" and sent > 2**20:
                 break
@@ -211,8 +121,11 @@ def test_what_does_not_end_is_cut_off(server: ServerProcess, healthy: Healthy, n
         with contextlib.suppress(OSError):
             answer = connection.recv(65536)
         # The answer is lost if the server closes before it has read what was on the way.
-        assert not answer or _status(answer) in (status, 401)
-    assert _memory(server) - before < 16 * 2**20
+        assert not answer or status_of(answer) in (status, 401)
+    assert memory_of(server) - before < 16 * 2**20
+
+
+CODES = {400: "invalid_http", 431: "headers_too_large", 501: "unsupported_transfer_encoding"}
 
 
 @pytest.mark.parametrize(
@@ -224,26 +137,31 @@ def test_what_does_not_end_is_cut_off(server: ServerProcess, healthy: Healthy, n
         (b"a: " + b"b" * 32_000 + b"\r\n", 200),
         (b"a b\r\n", 400),
         (b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n", 400),
+        (b"Transfer-Encoding: gzip, chunked\r\n", 501),
+        (b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n", 501),
+        (b"Transfer-Encoding: chunked, chunked\r\n", 400),
+        (b"Transfer-Encoding: gzip\r\n", 501),
+        (b"Transfer-Encoding: Chunked\r\n", 200),
         (b"Connection: Upgrade\r\nUpgrade: websocket\r\n", 200),
         (b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n", 200),
     ],
 )
 def test_a_head_is_answered_by_its_size(server: ServerProcess, head: bytes, status: int) -> None:
-    with _connect(server) as connection:
+    with connect(server) as connection:
         connection.sendall(LINE + head + b"\r\n")
         answer = connection.recv(65536)
-        assert _status(answer) == status
+        assert status_of(answer) == status
         if status != 200:
-            answer += _read(connection)
+            answer += read_all(connection)
             error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-            assert error["code"] == ("headers_too_large" if status == 431 else "invalid_http")
+            assert error["code"] == CODES[status]
             assert b"connection: close" in answer
 
 
 def test_requests_one_after_another_are_no_endless_head(server: ServerProcess) -> None:
     padded = HEALTH[:-2] + b"a:" + b" " * 9000 + b"b\r\n\r\n"
     body = b"1\r\n \r\n" * 20_000
-    with _connect(server) as connection:
+    with connect(server) as connection:
         for _ in range(12):
             connection.sendall(padded)
             answer = http.client.HTTPResponse(connection)
@@ -279,7 +197,7 @@ SLOW = {
 
 def test_whoever_is_slow_is_cut_off(server: ServerProcess, healthy: Healthy) -> None:
     with healthy.beside(), contextlib.ExitStack() as stack:
-        slow = {name: stack.enter_context(_connect(server)) for name in SLOW}
+        slow = {name: stack.enter_context(connect(server)) for name in SLOW}
         for name, connection in slow.items():
             connection.sendall(SLOW[name][0])
         closed: dict[str, float] = {}
@@ -287,7 +205,7 @@ def test_whoever_is_slow_is_cut_off(server: ServerProcess, healthy: Healthy) -> 
         while len(closed) < len(slow) and time.monotonic() < start + 10:
             for name, connection in slow.items():
                 if name not in closed and (
-                    not _send(connection, SLOW[name][1]) or _is_closed(connection)
+                    not send(connection, SLOW[name][1]) or is_closed(connection)
                 ):
                     closed[name] = time.monotonic() - start
             time.sleep(0.05)
@@ -296,10 +214,10 @@ def test_whoever_is_slow_is_cut_off(server: ServerProcess, healthy: Healthy) -> 
 
 
 def test_a_late_head_is_told_why(server: ServerProcess) -> None:
-    with _connect(server) as connection:
+    with connect(server) as connection:
         connection.sendall(LINE)
-        answer = _read(connection)
-    assert _status(answer) == 408
+        answer = read_all(connection)
+    assert status_of(answer) == 408
     assert b"the headers were not complete after 1 seconds" in answer
 
 
@@ -325,7 +243,7 @@ def _body(size: int) -> bytes:
 def test_health_is_answered_when_all_are_busy(server: ServerProcess, healthy: Healthy) -> None:
     with healthy.beside(), _crowd(server, CONNECTIONS + 30, _body(99)):
         # While it still takes in the crowd, it may drop who has said nothing yet.
-        _wait_until(lambda: sum(_is_healthy(server) for _ in range(5)) == 5)
+        wait_until(lambda: sum(_is_healthy(server) for _ in range(5)) == 5)
         for _ in range(8):
             assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
             assert httpx.get(f"{server.url}/metrics", timeout=5).status_code == 200
@@ -334,7 +252,7 @@ def test_health_is_answered_when_all_are_busy(server: ServerProcess, healthy: He
         assert refused.json()["error"]["code"] == "too_many_connections"
         assert refused.headers["retry-after"]
         assert refused.headers["connection"] == "close"
-    _wait_until(lambda: httpx.get(f"{server.url}/v1/models", headers=KEY).status_code == 200)
+    wait_until(lambda: httpx.get(f"{server.url}/v1/models", headers=KEY).status_code == 200)
 
 
 def _is_healthy(server: ServerProcess) -> bool:
@@ -344,40 +262,33 @@ def _is_healthy(server: ServerProcess) -> bool:
         return False
 
 
-def _wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_an_address_has_its_share(server: ServerProcess, healthy: Healthy) -> None:
     with healthy.beside(), contextlib.ExitStack() as stack:
         for _ in range(70):
-            _send(stack.enter_context(_connect(server, "127.0.2.1")), _body(99))
+            send(stack.enter_context(connect(server, "127.0.2.1")), _body(99))
         time.sleep(0.2)
         for source, path, status in (
             ("127.0.2.1", "/version", 429),
             ("127.0.2.1", "/health", 200),
             ("127.0.2.2", "/version", 200),
         ):
-            with _connect(server, source) as connection:
+            with connect(server, source) as connection:
                 connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path.encode())
-                assert _status(connection.recv(65536)) == status, (source, path)
+                assert status_of(connection.recv(65536)) == status, (source, path)
 
 
 def test_a_proxys_clients_have_shares_of_their_own(server: ServerProcess, healthy: Healthy) -> None:
     def forwarded(source: str, hosts: str, path: str = "/version") -> int:
-        with _connect(server, source) as connection:
+        with connect(server, source) as connection:
             head = f"GET {path} HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: {hosts}\r\n\r\n"
             connection.sendall(head.encode())
-            return _status(connection.recv(65536))
+            return status_of(connection.recv(65536))
 
     hostile = b"X-Forwarded-For: 9.9.9.9, 203.0.113.7\r\nContent-Type"
     with healthy.beside(), contextlib.ExitStack() as stack:
         for _ in range(72):
-            connection = stack.enter_context(_connect(server, "127.0.0.65"))
-            _send(connection, _body(99).replace(b"Content-Type", hostile))
+            connection = stack.enter_context(connect(server, "127.0.0.65"))
+            send(connection, _body(99).replace(b"Content-Type", hostile))
         time.sleep(0.2)
         assert forwarded("127.0.0.66", "203.0.113.7") == 429
         assert forwarded("127.0.0.66", "203.0.113.7:4711, 127.0.0.70") == 429
@@ -394,7 +305,7 @@ def test_a_proxys_clients_have_shares_of_their_own(server: ServerProcess, health
 def test_a_template_without_end_stops_nobody(
     server: ServerProcess, healthy: Healthy, attack: str
 ) -> None:
-    before = _memory(server)
+    before = memory_of(server)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     url = f"{server.url}/v1/chat/completions"
     with healthy.beside():
@@ -403,7 +314,7 @@ def test_a_template_without_end_stops_nobody(
         assert response.status_code == 400
         assert "the chat template" in response.json()["error"]["message"]
         assert httpx.post(url, json=body, headers=KEY, timeout=20).status_code == 200
-    assert _memory(server) - before < 32 * 2**20
+    assert memory_of(server) - before < 32 * 2**20
 
 
 def test_the_limit_follows_the_open_files_allowed() -> None:

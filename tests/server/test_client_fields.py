@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import ServerProcess
+from serving import ServerProcess, write_certificate
 from tokenizers import Tokenizer, processors
 
 from engine_core.configs import EngineConfig
@@ -343,15 +342,12 @@ def special(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     )
     tokenizer.save(str(model / "tokenizer.json"))
     (folder / "template.jinja").write_text(TEMPLATE)
-    names = ("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem"))
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(command, check=True, capture_output=True)
+    certificate, key = write_certificate(folder)
     options = ["--max-model-len", "1024", "--kv-cache-memory", "16MiB", "--api-docs"]
     options += ["--chat-template", str(folder / "template.jinja")]
-    options += ["--ssl-certfile", str(folder / "cert.pem"), "--ssl-keyfile"]
-    with ServerProcess(model, *options, str(folder / "key.pem")) as process:
-        process.verify = ssl.create_default_context(cafile=folder / "cert.pem")
+    options += ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
+    with ServerProcess(model, *options) as process:
+        process.verify = ssl.create_default_context(cafile=certificate)
         yield process.wait_ready()
 
 

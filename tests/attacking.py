@@ -1,0 +1,130 @@
+"""What the tests that attack a server share: raw connections, and a client that is served well."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import psutil
+from serving import ServerProcess
+
+
+class Healthy:
+    """A client that streams the same answer again and again.
+
+    Attributes:
+        session: what it asks with.
+        expected: the tokens of its answer, as they were when nobody else asked.
+        baseline: seconds that it went without a token then.
+    """
+
+    def __init__(self, server: ServerProcess, headers: dict[str, str] | None = None) -> None:
+        self._url = f"{server.url}/v1/completions"
+        self.session = httpx.Client(headers=headers, timeout=20, verify=server.verify)
+        self.expected, self.baseline = self._answer()
+        _, again = self._answer()
+        self.baseline = max(self.baseline, again)
+
+    def _answer(self) -> tuple[list[int], float]:
+        """The tokens, and the longest time without one."""
+        body: dict[str, Any] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 60}
+        body |= {"temperature": 0, "stream": True, "return_token_ids": True, "ignore_eos": True}
+        tokens: list[int] = []
+        longest, last = 0.0, time.monotonic()
+        with self.session.stream("POST", self._url, json=body) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                now = time.monotonic()
+                longest, last = max(longest, now - last), now
+                if line.startswith("data: {"):
+                    choices = json.loads(line.removeprefix("data: "))["choices"]
+                    tokens += [token for choice in choices for token in choice["token_ids"]]
+        return tokens, longest
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """It is served meanwhile as it was before."""
+        stop = threading.Event()
+        answers: list[tuple[list[int], float]] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                while not stop.is_set() or not answers:
+                    answers.append(self._answer())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(60)
+        assert not errors
+        assert all(tokens == self.expected for tokens, _ in answers)
+        # A machine that is busy with other things says little of gaps.
+        bound = 0.5 if os.getloadavg()[0] < (os.cpu_count() or 1) else 10
+        assert max(longest for _, longest in answers) < self.baseline + bound
+
+
+def connect(server: ServerProcess, source: str = "127.0.0.1") -> socket.socket:
+    """A connection to it from an address, without TLS."""
+    host, port = server.url.rpartition("/")[2].split(":")
+    connection = socket.create_connection((host, int(port)), 20, source_address=(source, 0))
+    connection.settimeout(20)
+    return connection
+
+
+def send(connection: socket.socket, data: bytes) -> bool:
+    """Whether it could be sent."""
+    try:
+        connection.sendall(data)
+    except OSError:
+        return False
+    return True
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Bytes until the server closes."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(65536):
+            data += piece
+    return data
+
+
+def status_of(data: bytes) -> int:
+    """That of an answer, from its first line."""
+    return int(data.split(b" ", 2)[1])
+
+
+def memory_of(server: ServerProcess) -> int:
+    """Bytes of the process that answers."""
+    return int(psutil.Process(server.process.pid).memory_info().rss)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server has closed it; what it sent is thrown away."""
+    readable, _, _ = select.select([connection], [], [], 0)
+    try:
+        return bool(readable) and not connection.recv(65536, socket.MSG_DONTWAIT)
+    except ConnectionError:
+        return True
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Wait ten seconds at most."""
+    deadline = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
