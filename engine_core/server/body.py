@@ -14,6 +14,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
@@ -29,14 +30,21 @@ MAX_DEPTH = 64
 # Creating millions of them takes the interpreter a second, and so does each garbage collection that
 # visits them.
 MAX_CONTAINERS = 2**18
+# An object is made in one piece, in which no other thread of the process runs: 0.15 s for so many.
+MAX_KEYS = 2**17
+# And an array: 0.1 s.
+MAX_VALUES = 2**21
 _READ_TIMEOUT = 30.0
 # Bytes still read of a refused body, so that its sender gets to see the reason.
 _DISCARD_TIMEOUT = 2.0
-# A body of this many bytes is parsed in a thread.
+# A body of this many bytes is parsed in a thread. Those of many more take turns, so that the threads
+# in which they are do not keep the event loop waiting one after the other.
 _LARGE = 64 * 1024
+_HUGE = 1024 * 1024
+_HUGE_PARSER = ThreadPoolExecutor(1, thread_name_prefix="huge-body")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # A string that does not end is taken too, and nothing is tried twice: the time is linear.
-_STRING_OR_CONTAINER = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
+_STRING_OR_SIGN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{:,]', re.DOTALL)
 _SHOWN = 80
 
 
@@ -50,7 +58,9 @@ async def read_body(request: Request, model: TypeAdapter[Model], max_size: int) 
     raw = await _read(request, max_size)
     RequestContext.of(request).body_size = len(raw)
     if len(raw) >= _LARGE:
-        return await asyncio.to_thread(_parse, raw, model)
+        executor = _HUGE_PARSER if len(raw) >= _HUGE else None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(executor, _parse, raw, model)
     return _parse(raw, model)
 
 
@@ -150,8 +160,9 @@ def parse_json(raw: bytes) -> Any:
 
     Raises:
         ApiError: it is not UTF-8 or not JSON; it repeats a key, nests deeper than
-            :data:`MAX_DEPTH`, has more than :data:`MAX_CONTAINERS` arrays and objects, a number
-            beyond a double's range or a lone surrogate.
+            :data:`MAX_DEPTH`, has more than :data:`MAX_CONTAINERS` arrays and objects,
+            :data:`MAX_KEYS` keys or :data:`MAX_VALUES` values, a number beyond a double's range or
+            a lone surrogate.
     """
     if not raw:
         raise _invalid("the body is empty; it must be a JSON object")
@@ -160,8 +171,9 @@ def parse_json(raw: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise _invalid(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     brackets = raw.count(b"[") + raw.count(b"{")
-    if brackets > MAX_CONTAINERS and _has_many_containers(text):
-        raise _invalid(f"the body has more than {MAX_CONTAINERS} arrays and objects")
+    many = raw.count(b":") > MAX_KEYS or raw.count(b",") > MAX_VALUES
+    if many or brackets > MAX_CONTAINERS:
+        _check_counts(text)
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -213,14 +225,20 @@ _DECODER = json.JSONDecoder(
 )
 
 
-def _has_many_containers(text: str) -> bool:
-    """Whether there are more than allowed, outside strings."""
-    containers = 0
-    for found in _STRING_OR_CONTAINER.finditer(text):
-        containers += found[0] in ("[", "{")
+def _check_counts(text: str) -> None:
+    """Check how many arrays, objects, keys and values there are, outside strings."""
+    containers = keys = values = 0
+    for found in _STRING_OR_SIGN.finditer(text):
+        sign = found[0]
+        containers += sign in ("[", "{")
+        keys += sign == ":"
+        values += sign == ","
         if containers > MAX_CONTAINERS:
-            return True
-    return False
+            raise _invalid(f"the body has more than {MAX_CONTAINERS} arrays and objects")
+        if keys > MAX_KEYS:
+            raise _invalid(f"the body has more than {MAX_KEYS} keys")
+        if values > MAX_VALUES:
+            raise _invalid(f"the body has more than {MAX_VALUES} values")
 
 
 def is_too_deep(value: Any) -> bool:

@@ -420,6 +420,20 @@ LARGE: dict[str, tuple[str, dict[str, Any], str, str | None, str]] = {
         None,
         "the body has more than 262144 arrays and objects",
     ),
+    "keys": (
+        "/v1/chat/completions",
+        {**CHAT, "metadata": {f"{number:x}": 0 for number in range(600_000)}},
+        "invalid_json",
+        None,
+        "the body has more than 131072 keys",
+    ),
+    "values": (
+        "/v1/completions",
+        {"prompt": [[1] * 60] * 2**16},
+        "invalid_json",
+        None,
+        "the body has more than 2097152 values",
+    ),
     "tokens to text": (
         "/detokenize",
         {"tokens": [1] * 2_000_000},
