@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +38,16 @@ class ForwardPass:
                 module.hook_flag = self._hook_flag
 
     @property
+    def model_name(self) -> str:
+        """What the model's class is called."""
+        return type(self._model).__name__
+
+    @property
+    def takes_media(self) -> bool:
+        """Whether the model makes embeddings of pictures, videos or sounds."""
+        return hasattr(self._model, "embed_media")
+
+    @property
     def watched(self) -> bool:
         """Whether forward hooks are registered, so that the model's parts are to be called."""
         return hooks_registered(self._model)
@@ -70,25 +79,28 @@ class ForwardPass:
         """The embeddings ``[n, H]`` of each item.
 
         Raises:
-            ModelError: the model has no ``embed_media``, or it returned something else.
+            ModelError: the model returned something else.
         """
         method = "embed_media"
-        if not hasattr(self._model, method):
-            raise ModelError(
-                f"{type(self._model).__name__} has no {method}, which {kind}s in prompts need"
-            )
         given = self._call(method, kind, items)
         if not isinstance(given, list | tuple) or len(given) != len(items):
             raise refuse(self._model, method, given, f"a list of {len(items)} tensors is expected")
         return list(given)
 
-    def merged(self, context: StepContext, embeddings: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """The tokens' embeddings ``[1, T, H]``, with others from given tokens on."""
-        model: Any = self._model
-        merged: Tensor = model.get_input_embeddings()(context.input_ids).clone()
-        for begin, given in embeddings:
-            merged[0, begin : begin + len(given)] = given
-        return merged
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """``[1, T]`` to ``[1, T, H]``, for a model whose steps take embeddings.
+
+        Raises:
+            ModelError: it has no ``get_input_embeddings``, or that returned something else.
+        """
+        method = "get_input_embeddings"
+        if not hasattr(self._model, method):
+            raise ModelError(
+                f"{self.model_name} has embed_media but no {method}, whose module gives the "
+                "embeddings of a prompt's other tokens"
+            )
+        given = getattr(self._model, method)()(token_ids)
+        return check_shape(self._model, method, given, *token_ids.shape, None, names="1 T H")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, H]`` to ``[S, V]``, in the model's own type.
@@ -126,18 +138,13 @@ class EagerSteps:
         self._state = state
         self._forward = forward
 
-    def run(self, batch: StepBatch, embeddings: Sequence[tuple[int, Tensor]] = ()) -> StepOutputs:
-        """Run a step; see :class:`~engine_core.runtime.step_batch.Steps`.
-
-        ``embeddings`` are put in place of those of the tokens from their numbers on.
-        """
+    def run(self, batch: StepBatch) -> StepOutputs:
+        """Run a step; see :class:`~engine_core.runtime.step_batch.Steps`."""
         device = self._state.device
         for table in self._state.tables:
             table.flush()
         parts = self._state.split(batch, to_device(batch.numbers, device))
         context = self._state.context(batch, parts)
-        if embeddings:
-            context = replace(context, inputs_embeds=self._forward.merged(context, embeddings))
         hidden = self._forward.hidden(context)
         if batch.decodes:
             return StepOutputs(self._forward.logits(hidden))

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +22,7 @@ from engine_core.runtime.eager import EagerSteps, ForwardPass
 from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, largest_step_bytes
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.kv_cache import KVCache
+from engine_core.runtime.media import MediaEmbeddings
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.platform import all_to_device, to_device
 from engine_core.runtime.recording import RecordedSteps
@@ -152,7 +152,6 @@ class ModelRunner:
         num_slots = scheduler_config.num_swap_blocks
         self._swap_space = SwapSpace(self._cache.planes, num_slots) if num_slots > 0 else None
         self._rows: dict[int, _Row] = {}
-        self._media: dict[int, Tensor] = {}  # embeddings of items by slot
         # The choice of each row's sequence; -1 for None.
         self._choices = np.full(rows, -1, dtype=np.int64)
         # One row more than there are sequences: a graph's padding is computed in it.
@@ -170,6 +169,14 @@ class ModelRunner:
                 self._state.row_state[name] = one.to(device).repeat(rows + 1, *[1] * len(shape))
             self._state.token_state.update(prompt_state.token_state)
         forward = self._forward = ForwardPass(model, self.kv_cache, vocab_size)
+        self._media: MediaEmbeddings | None = None
+        if forward.takes_media and scheduler_config.encoder_cache_tokens > 0:
+            with torch.inference_mode():
+                self._media = MediaEmbeddings(
+                    forward, scheduler_config.encoder_cache_tokens, device
+                )
+            self._state.media = self._media.table
+            self._state.embed_tokens = forward.embed_tokens
         # It takes every step that none of the others, which are faster, has taken.
         self._eager_steps = EagerSteps(self._state, forward)
         self._recorded_steps: RecordedSteps | None = None
@@ -221,11 +228,9 @@ class ModelRunner:
                 self._swap_space.copy_out(plan.swap_out)
             if plan.swap_in:
                 self._swap_space.copy_in(plan.swap_in)
-        for slot in plan.freed_media:
-            del self._media[slot]
         if plan.admitted:
             self._admit(plan.admitted)
-        if plan.media:
+        if plan.media or plan.freed_media:
             self._encode(plan)
         for group_id in self._cache.zeroed_groups:
             table = self._tables[group_id]
@@ -261,8 +266,7 @@ class ModelRunner:
                 self._ran = "graph", len(tokens)
                 turns = replayed.replays(plan.repeat, len(plan.rows), chosen=choice is not None)
                 return self._collect(plan, choice, turns)
-        plain = watched or plan.media
-        steps = None if plain else self._graph_steps or self._recorded_steps
+        steps = None if watched else self._graph_steps or self._recorded_steps
         pending = self._collect(plan, choice, self._run(plan, choice, steps, decodes=decodes))
         for row in plan.others:
             held = self._rows[row.row]
@@ -292,55 +296,43 @@ class ModelRunner:
                 rows = list(plan.rows)
                 if turn:
                     rows = [row._replace(start=row.start + turn) for row in rows]
-                batch = self._state.batch(rows, self._rows, choice, fit)
+                batch = self._state.batch(rows, self._rows, choice, fit, self._touched(plan))
             outputs = None if steps is None else steps.run(batch)
             way: Way = "graph" if steps is self._graph_steps else "recorded"
             if outputs is None:
-                outputs, way = self._eager_steps.run(batch, self._embeddings(plan)), "eager"
+                outputs, way = self._eager_steps.run(batch), "eager"
             self._ran = way, batch.key.tokens
             yield outputs
 
     def _encode(self, plan: StepPlan) -> None:
-        """Compute the embeddings of the items that are new in a plan, all of a kind at once.
+        """Drop the embeddings that a plan drops, and compute those that are new in it.
 
         Raises:
-            ModelError: the model gives another number of embeddings than an item has positions.
+            ModelError: the model makes none, or not as many as an item has positions.
         """
-        new: dict[str, dict[int, MediaItem]] = {}
-        for use in plan.media:
-            if use.encode:
-                item = self._rows[plan.rows[use.place].row].media[use.item]
-                new.setdefault(item.kind, {})[use.slot] = item
-        for kind, items in new.items():
-            features = [
-                {
-                    name: to_device(torch.as_tensor(np.asarray(value)), self.device)
-                    for name, value in item.features.items()
-                }
-                for item in items.values()
-            ]
-            given = self._forward.embed_media(kind, features)
-            for (slot, item), embeddings in zip(items.items(), given, strict=True):
-                if len(embeddings) != item.num_embeddings:
-                    raise ModelError(
-                        f"{type(self.model).__name__}.embed_media gave {len(embeddings)} "
-                        f"embeddings of {kind} for which the input processor left "
-                        f"{item.num_embeddings} positions"
-                    )
-                self._media[slot] = embeddings
+        new = {
+            use.slot: self._rows[plan.rows[use.place].row].media[use.item]
+            for use in plan.media
+            if use.encode
+        }
+        if self._media is None:
+            raise ModelError(
+                f"{self._forward.model_name} has no embed_media, which pictures, videos and sounds "
+                "in prompts need"
+            )
+        self._media.drop(plan.freed_media)
+        self._media.compute(new)
 
-    def _embeddings(self, plan: StepPlan) -> list[tuple[int, Tensor]]:
-        """The embeddings that a plan's chunks touch, and the number of the first one's token."""
-        if not plan.media:
-            return []
-        begins = list(accumulate((row.num_tokens for row in plan.rows), initial=0))
+    def _touched(self, plan: StepPlan) -> list[tuple[int, int, IntArray]]:
+        """The embeddings that a plan's chunks touch, as :meth:`StepState.batch` takes them."""
         found = []
         for use in plan.media:
+            assert self._media is not None, "they were computed"
             row = plan.rows[use.place]
             first, last = self._rows[row.row].media[use.item].span
             begin, end = max(first, row.start), min(last, row.start + row.num_tokens)
-            part = self._media[use.slot][begin - first : end - first]
-            found.append((begins[use.place] + begin - row.start, part))
+            rows = self._media.rows(use.slot)[begin - first : end - first]
+            found.append((use.place, begin - row.start, rows))
         return found
 
     def _admit(self, admissions: Sequence[Admission]) -> None:

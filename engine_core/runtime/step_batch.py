@@ -92,9 +92,12 @@ class StepBatch:
             ``[R]``, positions ``[T]`` and the slots ``[T]`` of each cache group; unless
             ``decodes`` also where each row begins and ends, whether it samples, the row ``[T]`` and
             the id ``[T]`` of each token, and its state. An id is -1 where only the device knows it.
+            For a model that takes embeddings also the row ``[T]`` of ``StepState.media`` in whose
+            place each token stands, or -1.
         decodes: whether there are only rows that compute the token they sampled last and choose
             the next, and no padding: what the numbers leave out is the same for all such steps.
         padded: whether it has the shape of a captured step.
+        embeds: whether embeddings come in for some of its tokens.
         max_query_len: bound of the tokens per row.
         max_kv_len: bound of the tokens per row in the cache.
         places: for each row of the plan, its row here.
@@ -107,6 +110,7 @@ class StepBatch:
     numbers: Tensor
     decodes: bool
     padded: bool
+    embeds: bool
     max_query_len: int
     max_kv_len: int
     places: Sequence[int]
@@ -170,6 +174,8 @@ class StepState:
         max_model_len: tokens of the longest sequence.
         row_state: what families keep for each row, ``[max_rows + 1, ...]`` by name.
         token_state: the width of what they keep for each token, by name.
+        media: ``[N, H]``, embeddings that may come in; None if the model takes none.
+        embed_tokens: gives the embeddings ``[1, T, H]`` of tokens ``[1, T]``; None likewise.
         device: where steps run.
         max_rows: sequences at once; also the number of the row of padding.
         counting: ``[max_rows + 2]`` int64, numbers from 0 on.
@@ -181,6 +187,8 @@ class StepState:
     max_model_len: int
     row_state: dict[str, Tensor] = field(default_factory=dict)
     token_state: dict[str, int] = field(default_factory=dict)
+    media: Tensor | None = None
+    embed_tokens: Callable[[Tensor], Tensor] | None = None
     device: torch.device = field(init=False)
     max_rows: int = field(init=False)
     counting: Tensor = field(init=False)
@@ -209,6 +217,7 @@ class StepState:
             numbers=torch.tensor(numbers),
             decodes=True,
             padded=False,
+            embeds=False,
             max_query_len=1,
             max_kv_len=max(positions) + 1,
             places=range(count),
@@ -222,6 +231,7 @@ class StepState:
         known: Mapping[int, KnownRow],
         choice: Choice | None = None,
         fit: Callable[[GraphKey], tuple[GraphKey, bool]] | None = None,
+        media: Sequence[tuple[int, int, IntArray]] = (),
     ) -> StepBatch:
         """A batch of any rows.
 
@@ -231,6 +241,8 @@ class StepState:
             choice: see :class:`StepBatch`.
             fit: gives the shape to pad to, from that of the rows, and whether a captured step has
                 it; None for no padding.
+            media: embeddings that come in: the index of the row, which of its tokens in this step
+                takes the first one, and their rows of ``self.media``.
         """
         given = np.array(
             [(row.row, row.start, row.num_tokens, row.sample) for row in rows], dtype=np.int64
@@ -282,6 +294,11 @@ class StepState:
         }
         for values in state.values():
             values[:] = 0
+        if self.media is not None:
+            part["media"][:] = -1
+            for index, offset, values in media:
+                begin = starts[places[index]] + offset
+                part["media"][begin : begin + len(values)] = values
         for row, begin in zip(rows, starts[places].tolist(), strict=True):
             sequence, stop = known[row.row], row.start + row.num_tokens
             tokens = sequence.token_ids[row.start : stop]
@@ -294,6 +311,8 @@ class StepState:
             numbers=numbers,
             decodes=False,
             padded=padded,
+            # A captured step serves those with and those without.
+            embeds=self.media is not None and (padded or len(media) > 0),
             max_query_len=key.tokens - key.decode_rows if padded else int(lengths.max()),
             max_kv_len=self.max_model_len if padded else int(part["kv_lens"].max()),
             places=places.tolist(),
@@ -315,6 +334,7 @@ class StepState:
             sizes |= {"starts": rows + 1, "last": rows, "samples": rows}
             sizes |= {"row_ids": tokens, "token_ids": tokens}
             sizes |= {f"state {name}": k * tokens for name, k in self.token_state.items()}
+            sizes |= {"media": tokens} if self.media is not None else {}
         grain = _ALIGNMENT if self.device.type == "cuda" else 1
         layout, begin = {}, 0
         for name, size in sizes.items():
@@ -335,8 +355,10 @@ class StepState:
             token_ids = parts["token_ids"]
             # Sampled by an earlier step: only the device is sure to have it already.
             input_ids = torch.where(token_ids < 0, self.last_tokens[rows][row_ids], token_ids)
+        input_ids = input_ids.unsqueeze(0)
         return StepContext(
-            input_ids=input_ids.unsqueeze(0),
+            input_ids=input_ids,
+            inputs_embeds=self._merged(input_ids, parts["media"]) if batch.embeds else None,
             position_ids=parts["positions"].unsqueeze(0),
             row_ids=row_ids,
             attn_metadata=AttentionMetadata(
@@ -361,6 +383,13 @@ class StepState:
                 for name, width in self.token_state.items()
             },
         )
+
+    def _merged(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """The embeddings ``[1, T, H]`` of tokens ``[1, T]``, but where others come in."""
+        assert self.media is not None, "the model takes some"
+        assert self.embed_tokens is not None, "the runner gives both"
+        others = self.media[places.clamp(min=0)]
+        return torch.where(places.unsqueeze(-1) < 0, self.embed_tokens(input_ids), others)
 
     def no_token_state(self, tokens: int) -> dict[str, Tensor]:
         """Token state of tokens that no prompt has."""

@@ -19,7 +19,8 @@ from engine_core.configs import (
     SamplingParams,
     SchedulerConfig,
 )
-from engine_core.inputs import ProcessedPrompt
+from engine_core.errors import ModelError
+from engine_core.inputs import MediaItem, ProcessedPrompt
 from engine_core.kernels import compiled
 from engine_core.runtime.block_tables import BlockTables
 from engine_core.runtime.memory import CachePlan
@@ -27,7 +28,7 @@ from engine_core.runtime.platform import all_to_device
 from engine_core.runtime.runner import ModelRunner
 from engine_core.runtime.step_batch import GraphKey, StepBatch
 from engine_core.step_context import StepContext
-from engine_core.steps import Admission, PlanRow, StepPlan
+from engine_core.steps import Admission, MediaUse, PlanRow, StepPlan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 VOCAB = 50
@@ -266,6 +267,79 @@ def test_rows_of_padding_are_rows_that_store_nothing(device: str) -> None:
     assert group.slot_mapping.tolist() == [47, -1, 4, 5, 12, 13, 14, *[-1] * 5]
     assert group.block_tables[[0, 2, 3], 0].tolist() == [11, 1, 3]
     assert context.row_state["prompt_len"].tolist() == [3, 0, 3, 3, 0, 0]
+
+
+class Shown(Successor):
+    """A model whose embedding is the token, and those of an item what its features say."""
+
+    def get_input_embeddings(self) -> Any:
+        return lambda token_ids: token_ids.unsqueeze(-1).float()
+
+    def embed_media(self, kind: str, items: list[dict[str, Tensor]]) -> list[Tensor]:
+        assert [item["size"].device.type for item in items] == ["cpu"] * len(items)
+        return [item["values"][: item["size"]].unsqueeze(-1) for item in items]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_embeddings_come_in_where_they_are_shown(device: str) -> None:
+    """Two pictures in three steps, of which the second has padding and the third no picture."""
+
+    def shown(*spans: tuple[int, int]) -> tuple[MediaItem, ...]:
+        return tuple(
+            MediaItem(
+                "image",
+                bytes([first]),
+                (first, last),
+                {
+                    "values": np.arange(100 * first, 100 * first + 9, dtype=np.float32),
+                    "size": np.array(last - first),
+                },
+            )
+            for first, last in spans
+        )
+
+    model = Shown()
+    run = runner(model, device)
+    admitted = (
+        admission("a", 1, [1, 2, 3, 4, 5, 6], media=shown((1, 5))),
+        admission("b", 3, [11, 12, 13], media=shown((2, 3))),
+    )
+    first = (
+        PlanRow("a", 1, 0, 3, ((11, 5),), sample=False),
+        PlanRow("b", 3, 0, 3, ((7,),), sample=True),
+    )
+    uses = MediaUse(0, 0, 0, encode=True), MediaUse(1, 0, 1, encode=True)
+    run.submit(StepPlan(0, first, admitted, media=uses)).result()
+    run._graph_steps = Padded()  # type: ignore[assignment]
+    second = (
+        PlanRow("b", 3, 3, 1, ((),), sample=True),
+        PlanRow("a", 1, 3, 3, ((),), sample=True),
+    )
+    run.submit(StepPlan(1, second, media=(MediaUse(1, 0, 0, encode=False),))).result()
+    third = (PlanRow("c", 2, 0, 2, ((2,),), sample=True),)
+    added = (admission("c", 2, [8, 9]),)
+    run._graph_steps = None
+    run.submit(StepPlan(2, third, added, freed_media=(1,))).result()
+    one, two, three = (context.inputs_embeds for context in model.contexts)
+    assert one is not None
+    assert two is not None
+    assert one[0, :, 0].tolist() == [1, 100, 101, 11, 12, 200]
+    # The token that was chosen last stands at the place of the first picture's row.
+    assert two[0, :, 0].tolist() == [14, 0, 102, 103, 6, *[0] * 5]
+    assert three is None
+
+
+def test_a_model_that_shows_nothing_refuses_pictures() -> None:
+    item = MediaItem("image", b"", (1, 2))
+    row = PlanRow("a", 1, 0, 3, ((11, 5),), sample=True)
+    plan = StepPlan(
+        0,
+        (row,),
+        (admission("a", 1, [1, 2, 3], media=(item,)),),
+        media=(MediaUse(0, 0, 0, encode=True),),
+    )
+    with pytest.raises(ModelError, match="Successor has no embed_media"):
+        runner(Successor(), "cpu").submit(plan)
 
 
 def test_a_padded_step_gives_what_it_gives_without() -> None:

@@ -294,7 +294,11 @@ IMAGE = {"type": "input_image", "image_url": "https://example.org/a.png", "detai
     [
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search'"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input", "takes text alone"),
-        ({"input": [{"role": "assistant", "content": [IMAGE]}]}, "input.0.content", "got 'input_image'"),
+        (
+            {"input": [{"role": "assistant", "content": [IMAGE]}]},
+            "input.0.content",
+            "got 'input_image'",
+        ),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0", "item_reference"),
         ({"background": True}, "background", "only false is supported"),
         ({"conversation": "c"}, "conversation", "not supported here"),
