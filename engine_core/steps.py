@@ -101,13 +101,31 @@ class MediaUse(NamedTuple):
         place: of the chunk among the plan's rows.
         item: index of the item among those of the sequence's prompt.
         slot: where its embeddings are kept, from the step that computes them until they are freed.
-        encode: whether this step computes them.
     """
 
     place: int
     item: int
     slot: int
-    encode: bool
+
+
+class MediaWork(NamedTuple):
+    """Embeddings of an item that a step computes. Written by the scheduler.
+
+    Attributes:
+        row: of the persistent batch, whose prompt has the item.
+        item: its index there.
+        slot: as in :class:`MediaUse`.
+        begin: how many of them were computed by the steps before.
+        end: how many are after this one. The item's chunks come when all are.
+        size: how many it has.
+    """
+
+    row: int
+    item: int
+    slot: int
+    begin: int
+    end: int
+    size: int
 
 
 class _Rows(Sequence[_T_co]):
@@ -193,6 +211,7 @@ class StepPlan:
         swap_in: the same in the other direction, after ``swap_out`` and before the rows run.
         freed_media: slots of embeddings that are dropped before anything else.
         media: items that the chunks of this step touch.
+        media_work: embeddings that are computed before the rows run.
     """
 
     step_id: int
@@ -203,6 +222,7 @@ class StepPlan:
     swap_in: SwapPairs = ()
     freed_media: tuple[int, ...] = ()
     media: tuple[MediaUse, ...] = ()
+    media_work: tuple[MediaWork, ...] = ()
 
     @property
     def num_tokens(self) -> int:

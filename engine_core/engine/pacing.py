@@ -40,8 +40,8 @@ class StepTimes:
     step is taken for one with other rows. A step is as long as the captured one that holds it, so
     tokens are counted in those sizes. Far into a long prompt attention takes most of a step:
     something for each pair of a token and one that it attends to. A token more than fills a device
-    takes as long as if it were filled once more, since one part of it goes through all that a token
-    attends to.
+    takes as long as if it were filled once more, since one part of it goes through all that a
+    token attends to. Embeddings of pictures, videos and sounds take what such steps took longer.
     """
 
     def __init__(self, max_tokens: int, filling_tokens: int = 1) -> None:
@@ -61,6 +61,11 @@ class StepTimes:
         self._medians: dict[tuple[int, int], _Taken] = {}
         self._fixed = self._a_row = self._a_pair = 0.0
         self._pairs_seen: deque[float] = deque(maxlen=_REMEMBERED)
+        # Seconds of an embedding, by the binary digits of how many an item has: attention makes
+        # those of a large one dear.
+        self._embeddings_seen: defaultdict[int, deque[float]] = defaultdict(
+            lambda: deque(maxlen=_REMEMBERED)
+        )
         self._a_token: float | None = None  # None before there was a step of both kinds
 
     def add(self, plan: StepPlan, seconds: float) -> None:
@@ -68,6 +73,13 @@ class StepTimes:
         rows, size, tokens, pairs = self._kind(plan)
         # Without a graph nothing is padded: a step much smaller than its size says little of it.
         if 8 * tokens < 7 * size:
+            return
+        if plan.media_work:
+            if self._a_token is not None:
+                left = seconds - self._on_line(rows, size) - self._a_pair * pairs
+                count = sum(work.end - work.begin for work in plan.media_work)
+                for work in plan.media_work:
+                    self._embeddings_seen[work.size.bit_length()].append(max(0.0, left / count))
             return
         if pairs > _FAR * size > 0:
             if self._a_token is not None:
@@ -87,14 +99,19 @@ class StepTimes:
     def expect(self, plan: StepPlan) -> float | None:
         """Seconds that a step will hardly fall below; None if nothing is known of such steps."""
         rows, size, _, pairs = self._kind(plan)
-        attention = self._a_pair * pairs
+        more = self._a_pair * pairs
+        for work in plan.media_work:
+            each = self._embedding(work.size)
+            if each is None:
+                return None
+            more += (work.end - work.begin) * each
         seen = self._seen.get((rows.bit_length(), size), ())
         if len(seen) >= _TELLING:
             taken = sorted(each + self._a_row * (rows - count) for each, count, _ in seen)
-            return plan.repeat * (taken[len(taken) // 5] + attention)
+            return plan.repeat * (taken[len(taken) // 5] + more)
         if self._a_token is None:
             return None
-        return plan.repeat * (self._on_line(rows, size) + attention)
+        return plan.repeat * (self._on_line(rows, size) + more)
 
     def of_rows(self, rows: int) -> float:
         """Seconds of a step with prompts that go to the rows that decode, and to what is fixed."""
@@ -125,6 +142,21 @@ class StepTimes:
             if taken <= seconds:
                 best = size
         return best
+
+    def media_cost(self, size: int) -> float:
+        """How many tokens of prompts take as long as an embedding of an item with so many.
+
+        1 as long as nobody knows.
+        """
+        each = self._embedding(size)
+        return 1.0 if each is None or self._a_token is None else max(1e-3, each / self._a_token)
+
+    def _embedding(self, size: int) -> float | None:
+        """Seconds of an embedding, by the items nearest in size; None if there were none."""
+        if not self._embeddings_seen:
+            return None
+        digits = min(self._embeddings_seen, key=lambda digits: abs(digits - size.bit_length()))
+        return median(self._embeddings_seen[digits])
 
     def _on_line(self, rows: int, tokens: int) -> float:
         return self._fixed + self._a_row * rows + (self._a_token or 0.0) * tokens
@@ -189,7 +221,8 @@ class Pacing:
       if that is more. Figures are in benchmarks/notes/serving.md.
 
     Args:
-        scheduler: asked for plans; its ``repeat_limit`` and ``prompt_budget`` are set here.
+        scheduler: asked for plans; its ``repeat_limit``, ``prompt_budget`` and ``media_cost`` are
+            set here.
         depth: steps that may be queued offline before the first result is read; 0 where a step is
             done when it is submitted.
         max_step_time: seconds that a step with decoding rows should take at most; None offline.
@@ -221,6 +254,7 @@ class Pacing:
         self._clock = clock
         scheduler.repeat_limit = 1
         scheduler.prompt_budget = self._prompt_budget if self._serving else None
+        scheduler.media_cost = self._media_cost if self._serving else None
         self._first_budget = first_budget
         # Steps in a row that were done early, or had to be waited for, before the replays change.
         self._early_steps, self._waiting_steps = (32, 1) if self._serving else (4, 64)
@@ -265,7 +299,7 @@ class Pacing:
         margin = 2 * self._margin if early else 0.995 * self._margin
         self._margin = min(max(margin, _LEAST_MARGIN), _MOST_MARGIN)
         scheduler = self._scheduler
-        if plan.rows[-1].num_tokens > 1 or plan.repeat < scheduler.repeat_limit:
+        if plan.rows[-1].num_tokens > 1 or plan.media_work or plan.repeat < scheduler.repeat_limit:
             return  # it says nothing about decode plans as long as those to come
         if early:
             self._waits = 0
@@ -295,6 +329,10 @@ class Pacing:
         if early:
             return
         self._times.add(plan, self._last_end - begin)
+
+    def _media_cost(self, size: int) -> float:
+        """As :attr:`Scheduler.media_cost`."""
+        return self._times.media_cost(size)
 
     def _prompt_budget(self, rows: int, tokens: int, cached: int) -> int:
         """Tokens of prompts in a step beside so many rows, as :attr:`Scheduler.prompt_budget`."""

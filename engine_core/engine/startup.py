@@ -141,6 +141,7 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
                 encoder_cache_tokens=config.encoder_cache_tokens,
             )
             scheduler = Scheduler(scheduler_config, plan.cache_config)
+            scheduler.media_in_parts = hasattr(source.model_class, "embed_media_parts")
             executor.start(
                 plan,
                 scheduler_config,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,9 +82,30 @@ class ForwardPass:
             ModelError: the model returned something else.
         """
         method = "embed_media"
-        given = self._call(method, kind, items)
-        if not isinstance(given, list | tuple) or len(given) != len(items):
-            raise refuse(self._model, method, given, f"a list of {len(items)} tensors is expected")
+        return self._listed(method, self._call(method, kind, items), len(items))
+
+    def embed_media_parts(
+        self, kind: str, items: Sequence[Mapping[str, Tensor]]
+    ) -> Generator[float, None, list[Tensor]]:
+        """As :meth:`embed_media`, in parts: gives the share of the work that is done after each.
+
+        Raises:
+            ModelError: the model returned something else.
+        """
+        method = "embed_media_parts"
+        with silent():
+            parts = getattr(self._model, method)(kind, items)
+        while True:
+            try:
+                with silent():
+                    done = next(parts)
+            except StopIteration as end:
+                return self._listed(method, end.value, len(items))
+            yield done
+
+    def _listed(self, method: str, given: Any, count: int) -> list[Tensor]:
+        if not isinstance(given, list | tuple) or len(given) != count:
+            raise refuse(self._model, method, given, f"a list of {count} tensors is expected")
         return list(given)
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:

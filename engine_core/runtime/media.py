@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,7 @@ from engine_core.errors import ModelError
 from engine_core.runtime.block_tables import IntArray
 from engine_core.runtime.eager import ForwardPass
 from engine_core.runtime.platform import to_device
+from engine_core.steps import MediaWork
 
 if TYPE_CHECKING:
     from engine_core.inputs import MediaItem
@@ -36,27 +37,50 @@ class MediaEmbeddings:
         self._device = device
         self._free = np.arange(capacity)
         self._rows: dict[int, IntArray] = {}
+        # Items that are computed in parts, and the share of their work that is done.
+        self._begun: dict[int, tuple[Generator[float, None, list[Tensor]], float]] = {}
 
     def drop(self, slots: Iterable[int]) -> None:
         """Forget the embeddings in some slots."""
         for slot in slots:
-            self._free = np.concatenate((self._rows.pop(slot), self._free))
+            if self._begun.pop(slot, None) is None:
+                self._free = np.concatenate((self._rows.pop(slot), self._free))
 
     def rows(self, slot: int) -> IntArray:
         """The rows of the table with an item's embeddings, in order."""
         return self._rows[slot]
 
-    def compute(self, new: Mapping[int, MediaItem]) -> None:
-        """Compute the embeddings of items by slot, all of a kind at once.
+    def run(self, planned: Sequence[tuple[MediaWork, MediaItem]]) -> None:
+        """Compute what a plan says: items that are computed at once together, others in parts.
 
         Raises:
             ModelError: the model gives another number of embeddings than an item has positions.
         """
-        for kind in dict.fromkeys(item.kind for item in new.values()):
-            items = {slot: item for slot, item in new.items() if item.kind == kind}
+        whole: dict[str, dict[int, MediaItem]] = {}
+        for work, item in planned:
+            if work.begin == 0 and work.end == work.size:
+                whole.setdefault(item.kind, {})[work.slot] = item
+            elif work.slot not in self._rows:  # else it came to its end earlier than expected
+                self._go_on(work, item)
+        for kind, items in whole.items():
             given = self._forward.embed_media(kind, [self._sent(item) for item in items.values()])
             for (slot, item), embeddings in zip(items.items(), given, strict=True):
                 self._keep(slot, item, embeddings)
+
+    def _go_on(self, work: MediaWork, item: MediaItem) -> None:
+        """Compute at least the share of an item that a plan wants."""
+        if work.begin == 0:
+            parts = self._forward.embed_media_parts(item.kind, [self._sent(item)])
+            self._begun[work.slot] = parts, 0.0
+        parts, done = self._begun[work.slot]
+        try:
+            while work.end == work.size or done < work.end / work.size:
+                done = next(parts)
+        except StopIteration as end:
+            del self._begun[work.slot]
+            self._keep(work.slot, item, end.value[0])
+        else:
+            self._begun[work.slot] = parts, done
 
     def _sent(self, item: MediaItem) -> dict[str, Tensor]:
         """An item's features, on the device but for integers, which say shapes: nobody waits."""

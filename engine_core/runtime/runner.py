@@ -230,7 +230,7 @@ class ModelRunner:
                 self._swap_space.copy_in(plan.swap_in)
         if plan.admitted:
             self._admit(plan.admitted)
-        if plan.media or plan.freed_media:
+        if plan.media_work or plan.freed_media:
             self._encode(plan)
         for group_id in self._cache.zeroed_groups:
             table = self._tables[group_id]
@@ -305,23 +305,18 @@ class ModelRunner:
             yield outputs
 
     def _encode(self, plan: StepPlan) -> None:
-        """Drop the embeddings that a plan drops, and compute those that are new in it.
+        """Drop the embeddings that a plan drops, and compute those that it computes.
 
         Raises:
             ModelError: the model makes none, or not as many as an item has positions.
         """
-        new = {
-            use.slot: self._rows[plan.rows[use.place].row].media[use.item]
-            for use in plan.media
-            if use.encode
-        }
         if self._media is None:
             raise ModelError(
                 f"{self._forward.model_name} has no embed_media, which pictures, videos and sounds "
                 "in prompts need"
             )
         self._media.drop(plan.freed_media)
-        self._media.compute(new)
+        self._media.run([(work, self._rows[work.row].media[work.item]) for work in plan.media_work])
 
     def _touched(self, plan: StepPlan) -> list[tuple[int, int, IntArray]]:
         """The embeddings that a plan's chunks touch, as :meth:`StepState.batch` takes them."""

@@ -11,6 +11,7 @@ class _Entry:
     slot: int
     size: int
     holders: int
+    computed: int = 0
 
 
 class EncoderCache:
@@ -45,15 +46,15 @@ class EncoderCache:
         idle = sum(self._entries[key].size for key in self._idle if key not in wanted)
         return new <= self.capacity - self._used + idle
 
-    def hold(self, key: Hashable, size: int) -> tuple[int, bool]:
-        """Hold an item that fits; returns its slot, and whether it has to be computed now."""
+    def hold(self, key: Hashable, size: int) -> int:
+        """Hold an item that fits; returns its slot."""
         self.queries += 1
         entry = self._entries.get(key)
         if entry is not None:
             self.hits += 1
             self._idle.pop(key, None)
             entry.holders += 1
-            return entry.slot, False
+            return entry.slot
         while self.capacity - self._used < size:
             oldest = next(iter(self._idle))
             del self._idle[oldest]
@@ -63,7 +64,21 @@ class EncoderCache:
         self._entries[key] = _Entry(self._next_slot, size, 1)
         self._next_slot += 1
         self._used += size
-        return self._next_slot - 1, True
+        return self._next_slot - 1
+
+    def slot(self, key: Hashable) -> int:
+        """Where an item's embeddings are; -1 if it is not there."""
+        entry = self._entries.get(key)
+        return -1 if entry is None else entry.slot
+
+    def computed(self, key: Hashable) -> int:
+        """How many of an item's embeddings the plans until now compute; 0 if it is not there."""
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.computed
+
+    def compute(self, key: Hashable, end: int) -> None:
+        """Take note that a plan computes an item's embeddings up to ``end``."""
+        self._entries[key].computed = end
 
     def release(self, key: Hashable) -> None:
         """Give an item back, once for each time it was held."""
@@ -83,5 +98,6 @@ class EncoderCache:
         assert self._used == sum(entry.size for entry in self._entries.values()) <= self.capacity
         idle = [key for key, entry in self._entries.items() if entry.holders == 0]
         assert set(idle) == set(self._idle)
+        assert all(0 <= entry.computed <= entry.size for entry in self._entries.values())
         slots = [entry.slot for entry in self._entries.values()]
         assert len(set(slots)) == len(slots)

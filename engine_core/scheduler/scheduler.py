@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, abc, deque
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from engine_core.scheduler.sequence import Sequence, SequenceStatus
 from engine_core.steps import (
     Admission,
     MediaUse,
+    MediaWork,
     PlanRow,
     PlanRows,
     RowError,
@@ -68,8 +70,10 @@ class _Draft:
         new_blocks: by sequence id, the blocks appended to each group's table.
         grown: the same by row, of members of the lockstep.
         admitted: sequences that got a row.
-        media: items that are touched: the sequence, which of its items, the slot of its embeddings,
-            and whether they are computed now.
+        beside: whether sequences decode, so that items are computed within the budget.
+        media: items that are touched: the sequence, which of its items, the slot of its embeddings.
+        media_work: embeddings that are computed, by slot: the sequence, the item, from where on and
+            up to which one.
         swap_in: pairs of a block and the slot that is copied to it.
         short_of_blocks: whether a sequence waits for blocks that will be released; none of a
             higher rank number may take any.
@@ -79,13 +83,15 @@ class _Draft:
     budget: int
     prompts: int
     repeat: int
+    beside: bool = False
     singles: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     new_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
     grown: dict[int, _Blocks] = field(default_factory=dict)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
-    media: list[tuple[Sequence, int, int, bool]] = field(default_factory=list)
+    media: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    media_work: dict[int, tuple[Sequence, int, int, int]] = field(default_factory=dict)
     short_of_blocks: bool = False
 
     def add(self, sequence: Sequence, count: int) -> None:
@@ -220,6 +226,11 @@ class Scheduler:
             config allows in every step, which makes the plans of equal runs equal. Where there is a
             budget, a prompt that takes several steps leaves half of it to those behind it, so that
             a short one need not wait for the end of a long one.
+        media_cost: tells how many tokens of that budget each embedding of an item with so many
+            takes to compute. While sequences decode, an item is computed within the budget, over
+            several steps if need be, and its chunks come after that. None to compute what a chunk
+            touches in the chunk's own step.
+        media_in_parts: whether the model computes an item in parts; else all of it in one step.
         prefix_cache_queries: tokens looked up in the prefix cache when sequences got their first
             row.
         prefix_cache_hits: how many of them were found there.
@@ -239,6 +250,8 @@ class Scheduler:
         self.pool = self.groups[0].pool
         self.repeat_limit = config.max_repeat
         self.prompt_budget: abc.Callable[[int, int, int], int] | None = None
+        self.media_cost: abc.Callable[[int], float] | None = None
+        self.media_in_parts = False
         self._key_size = cache.block_size
         self._prefix_caching = cache.enable_prefix_caching
         self.encoder_cache = EncoderCache(config.encoder_cache_tokens)
@@ -339,7 +352,7 @@ class Scheduler:
         running: list[Sequence] = []
         if lockstep.order.size < len(self._running):
             running = [sequence for sequence in self._running if not sequence.in_lockstep]
-        draft.budget, draft.prompts = self._prompt_budget(running)
+        draft.budget, draft.prompts, draft.beside = self._prompt_budget(running)
         draft.whole_budget = draft.budget
         planned = 0
         # By rank: the running sequences before the first waiting one, that one, and so on.
@@ -496,16 +509,17 @@ class Scheduler:
         except TypeError as error:
             raise RequestError(f"{name}: its cache salts must be hashable: {error}") from None
 
-    def _prompt_budget(self, running: abc.Sequence[Sequence]) -> tuple[int, int]:
+    def _prompt_budget(self, running: abc.Sequence[Sequence]) -> tuple[int, int, bool]:
         """Tokens of prompts that the next step may compute, and how many sequences share them.
 
-        ``running`` are those that are not in lockstep.
+        And whether items are computed within that budget too. ``running`` are those that are not in
+        lockstep.
         """
         limit = self.config.max_num_batched_tokens
         # Without prompts nothing is asked of the budget, and looking at all rows would cost a
         # decode step of 1,024 rows a tenth of its host time.
         if self.prompt_budget is None or not (self._waiting or self._had_chunks):
-            return limit, 0
+            return limit, 0, False
         left = [len(r.token_ids) + r.num_pending - r.num_scheduled for r in running]
         begun = [
             (count, r.num_scheduled) for count, r in zip(left, running, strict=True) if count > 1
@@ -519,9 +533,10 @@ class Scheduler:
                     break
                 tokens += len(sequence.token_ids)
         if not decoding:
-            return limit, prompts
+            return limit, prompts, False
         cached = max((start for _, start in begun), default=0)
-        return min(limit, self.prompt_budget(decoding, tokens, cached)), prompts
+        budget = min(limit, self.prompt_budget(decoding, tokens, cached))
+        return budget, prompts, self.media_cost is not None
 
     def _continue_running(self, sequences: abc.Sequence[Sequence], draft: _Draft) -> None:
         """Plan running sequences, which are given by rank."""
@@ -537,7 +552,7 @@ class Scheduler:
                 # decodes, and no chunk is of the few tokens that decodes left over.
                 count = 1
                 prompted = start < sequence.prompt_len
-                if prompted and not self._with_media(sequence, start, 1):
+                if prompted and not self._with_media(sequence, start, 1, draft, whole=True):
                     continue
                 left = sequence.limit - num_tokens
                 if left == 0:  # the last sample it may have is in flight
@@ -552,6 +567,8 @@ class Scheduler:
                         draft.repeat = repeat
                     continue
             else:
+                if draft.beside and start < sequence.prompt_len and sequence.prompt.media:
+                    self._compute_ahead(sequence, start, draft)
                 count = self._chunk(sequence, start, num_tokens, draft)
                 if count == 0:
                     continue
@@ -596,6 +613,15 @@ class Scheduler:
             self._extend_keys(sequence)
             spans = sequence.prompt.atomic_spans
             cached = longest_cached_prefix(self.groups, keys, num_tokens - 1, spans)
+            begin = cached * self._key_size
+            if draft.beside:
+                # What is computed over several steps is that of sequences that have a row already:
+                # so there must be something else for the first chunk.
+                for _, item in _touched(sequence, begin, begin + 1):
+                    key = _media_key(sequence, item)
+                    if self.encoder_cache.computed(key) < item.num_embeddings:
+                        most = max(0, item.span[0] - 1)
+                        cached = longest_cached_prefix(self.groups, keys, most, spans)
         start = max(cached * self._key_size, sequence.num_swapped)
         count = self._chunk(sequence, start, num_tokens, draft)
         if count == 0:
@@ -825,25 +851,34 @@ class Scheduler:
             swap_out,
             swap_in,
             self.encoder_cache.take_freed(),
-            self._planned_media(draft, sequences, len(all_rows) - len(sequences)),
+            *self._planned_media(draft, sequences, len(all_rows) - len(sequences)),
         )
         self._in_flight.append((plan, sequences))
-        self._had_chunks = bool(draft.chunks)
+        self._had_chunks = bool(draft.chunks or draft.media_work)
         return plan
 
     def _planned_media(
         self, draft: _Draft, sequences: list[Sequence], first: int
-    ) -> tuple[MediaUse, ...]:
+    ) -> tuple[tuple[MediaUse, ...], tuple[MediaWork, ...]]:
         """The items of a draft; its sequences have the plan's rows from ``first`` on."""
+        work = []
+        for slot, (sequence, index, begin, end) in draft.media_work.items():
+            item = sequence.prompt.media[index]
+            key = _media_key(sequence, item)
+            # Else it was preempted a moment ago.
+            if sequence.row is not None and self.encoder_cache.slot(key) == slot:
+                self.encoder_cache.compute(key, end)
+                size = item.num_embeddings
+                work.append(MediaWork(sequence.row, index, slot, begin, end, size))
         if not draft.media:
-            return ()
+            return (), tuple(work)
         places = {sequence.sequence_id: first + i for i, sequence in enumerate(sequences)}
         uses = []
-        for sequence, item, slot, encode in draft.media:
+        for sequence, index, slot in draft.media:
             # The runner follows plans in order, so that later ones may drop what this one uses.
             self._release_media(sequence, sequence.num_scheduled)
-            uses.append(MediaUse(places[sequence.sequence_id], item, slot, encode))
-        return tuple(uses)
+            uses.append(MediaUse(places[sequence.sequence_id], index, slot))
+        return tuple(uses), tuple(work)
 
     def _feed_lockstep(self, draft: _Draft) -> None:
         """Give members the blocks that they need; without enough, plan them as others are."""
@@ -1044,28 +1079,93 @@ class Scheduler:
             # The span is larger than the budget beside decodes. No other prompt comes with it.
             budget = self.config.max_num_batched_tokens
             count = cut_before_span(min(num_tokens, start + budget), spans) - start
-        return self._with_media(sequence, start, count) if sequence.prompt.media else count
+        if not sequence.prompt.media:
+            return count
+        whole = not draft.beside
+        ready = self._with_media(sequence, start, count, draft, whole=whole)
+        if ready == 0 and not whole and sequence.row is None:
+            # Only one with a row has its items computed over several steps.
+            ready = self._with_media(sequence, start, count, draft, whole=True)
+        return ready
 
-    def _with_media(self, sequence: Sequence, start: int, count: int) -> int:
-        """How many of ``count`` tokens come before what the encoder cache has no room for."""
+    def _with_media(
+        self, sequence: Sequence, start: int, count: int, draft: _Draft, *, whole: bool
+    ) -> int:
+        """How many of ``count`` tokens come before the first item that they cannot have.
+
+        One that the encoder cache has no room for or, unless items are computed ``whole`` in this
+        step, one that is not computed by the end of it.
+        """
         items: list[tuple[abc.Hashable, int]] = []
-        for index, item in _touched(sequence, start, start + count):
-            if index not in sequence.media_slots:
-                items.append((_media_key(sequence, item), item.num_embeddings))
-                if not self.encoder_cache.fits(items):
-                    end = cut_before_span(item.span[0], sequence.prompt.atomic_spans)
-                    return max(0, end - start)
+        for _, item in _touched(sequence, start, start + count):
+            size = item.num_embeddings
+            items.append((_media_key(sequence, item), size))
+            left = size - self._computed(sequence, item, draft)
+            if not ((whole or left == 0) and self.encoder_cache.fits(items)):
+                end = cut_before_span(item.span[0], sequence.prompt.atomic_spans)
+                return max(0, end - start)
         return count
+
+    def _computed(self, sequence: Sequence, item: MediaItem, draft: _Draft) -> int:
+        """How many embeddings of an item are computed by the end of the step in the making."""
+        key = _media_key(sequence, item)
+        work = draft.media_work.get(self.encoder_cache.slot(key))
+        planned = work is not None and work[0].row is not None  # else it was preempted just now
+        return work[3] if work is not None and planned else self.encoder_cache.computed(key)
+
+    def _compute_ahead(self, sequence: Sequence, start: int, draft: _Draft) -> None:
+        """Spend budget on the next item of a sequence that is not computed.
+
+        Whatever chunks would need at once is held at once.
+        """
+        assert self.media_cost is not None, "items are computed within the budget"
+        budget = draft.budget if draft.prompts <= 1 else -(-draft.budget // 2)
+        for index, item in _touched(sequence, start, start + budget):
+            done, size = self._computed(sequence, item, draft), item.num_embeddings
+            if done == size:
+                continue
+            first, last = item.span
+            for span in sequence.prompt.atomic_spans:
+                if span[0] < last and first < span[1]:
+                    first, last = min(first, span[0]), max(last, span[1])
+            needed = list(_touched(sequence, first, last))
+            if not self.encoder_cache.fits(
+                (_media_key(sequence, each), each.num_embeddings) for _, each in needed
+            ):
+                return
+            for other, _ in needed:
+                self._hold(sequence, other)
+            cost = self.media_cost(size)
+            part = min(size - done, max(1, int(budget / cost)))
+            end = done + part if self.media_in_parts else size
+            self._add_work(sequence, index, end, draft)
+            draft.budget = max(0, draft.budget - math.ceil((end - done) * cost))
+            return
+
+    def _add_work(self, sequence: Sequence, index: int, end: int, draft: _Draft) -> None:
+        slot, item = sequence.media_slots[index], sequence.prompt.media[index]
+        begun = draft.media_work.get(slot)
+        begin = (
+            self.encoder_cache.computed(_media_key(sequence, item)) if begun is None else begun[2]
+        )
+        draft.media_work[slot] = (sequence, index, begin, end)
+        draft.repeat = 1
+
+    def _hold(self, sequence: Sequence, index: int) -> int:
+        """Hold an item that fits for a sequence, if it does not; returns its slot."""
+        if index not in sequence.media_slots:
+            item = sequence.prompt.media[index]
+            slot = self.encoder_cache.hold(_media_key(sequence, item), item.num_embeddings)
+            sequence.media_slots[index] = slot
+        return sequence.media_slots[index]
 
     def _hold_media(self, sequence: Sequence, start: int, count: int, draft: _Draft) -> None:
         """Hold the items that a chunk touches until their spans are computed."""
         for index, item in _touched(sequence, start, start + count):
-            slot, encode = sequence.media_slots.get(index), False
-            if slot is None:
-                key = _media_key(sequence, item)
-                slot, encode = self.encoder_cache.hold(key, item.num_embeddings)
-                sequence.media_slots[index] = slot
-            draft.media.append((sequence, index, slot, encode))
+            slot = self._hold(sequence, index)
+            if self._computed(sequence, item, draft) < item.num_embeddings:
+                self._add_work(sequence, index, item.num_embeddings, draft)
+            draft.media.append((sequence, index, slot))
 
     def _release_media(self, sequence: Sequence, end: int) -> None:
         """Give back the items before position ``end``."""

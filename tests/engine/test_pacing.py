@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -13,7 +14,7 @@ from random_examples import examples
 from engine_core.configs import CacheConfig, CacheGroup, KVCacheSpec, SchedulerConfig
 from engine_core.engine.pacing import Pacing
 from engine_core.scheduler import Scheduler
-from engine_core.steps import PlanRow, StepPlan
+from engine_core.steps import MediaWork, PlanRow, StepPlan
 
 
 def scheduler() -> Scheduler:
@@ -160,6 +161,27 @@ def test_the_fixed_part_of_a_step_is_not_taken_for_its_tokens() -> None:
         for _ in range(8):
             clock.run(pacing, prefill(896, decoding=True))
         assert budgets(sched)[0] == budget
+
+
+def test_pictures_beside_decodes_take_the_tokens_that_they_cost() -> None:
+    """A token takes 20 us, an embedding of a small picture as long, one of a large one 50."""
+    sched = scheduler()
+    clock = Clock(20e-6)
+    pacing = Pacing(sched, 2, max_step_time=0.03, clock=clock)
+    assert sched.media_cost is not None
+    assert sched.media_cost(5000) == 1
+    for _ in range(5):
+        clock.run(pacing, decode(1))
+        clock.run(pacing, prefill(448, decoding=True))
+    usual = pacing.spare(decode(1), clock.now)
+    for size, seconds in ((256, 20e-6), (5760, 50e-6)) * 3:
+        shown = replace(decode(1), media_work=(MediaWork(0, 0, 0, 0, 200, size),))
+        clock.decode_seconds = 0.005 + 200 * seconds
+        clock.run(pacing, shown)
+        assert pacing.spare(shown, clock.now) == pytest.approx(usual + 200 * seconds)
+    assert [sched.media_cost(size) for size in (300, 5000)] == pytest.approx([1, 2.5])
+    # Steps without a picture are known as before.
+    assert pacing.spare(decode(1), clock.now) == pytest.approx(usual)
 
 
 class SlowClock(Clock):

@@ -28,7 +28,7 @@ from engine_core.runtime.platform import all_to_device
 from engine_core.runtime.runner import ModelRunner
 from engine_core.runtime.step_batch import GraphKey, StepBatch
 from engine_core.step_context import StepContext
-from engine_core.steps import Admission, MediaUse, PlanRow, StepPlan
+from engine_core.steps import Admission, MediaUse, MediaWork, PlanRow, StepPlan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 VOCAB = 50
@@ -308,14 +308,15 @@ def test_embeddings_come_in_where_they_are_shown(device: str) -> None:
         PlanRow("a", 1, 0, 3, ((11, 5),), sample=False),
         PlanRow("b", 3, 0, 3, ((7,),), sample=True),
     )
-    uses = MediaUse(0, 0, 0, encode=True), MediaUse(1, 0, 1, encode=True)
-    run.submit(StepPlan(0, first, admitted, media=uses)).result()
+    uses = MediaUse(0, 0, 0), MediaUse(1, 0, 1)
+    work = MediaWork(1, 0, 0, 0, 4, 4), MediaWork(3, 0, 1, 0, 1, 1)
+    run.submit(StepPlan(0, first, admitted, media=uses, media_work=work)).result()
     run._graph_steps = Padded()  # type: ignore[assignment]
     second = (
         PlanRow("b", 3, 3, 1, ((),), sample=True),
         PlanRow("a", 1, 3, 3, ((),), sample=True),
     )
-    run.submit(StepPlan(1, second, media=(MediaUse(1, 0, 0, encode=False),))).result()
+    run.submit(StepPlan(1, second, media=(MediaUse(1, 0, 0),))).result()
     third = (PlanRow("c", 2, 0, 2, ((2,),), sample=True),)
     added = (admission("c", 2, [8, 9]),)
     run._graph_steps = None
@@ -336,7 +337,8 @@ def test_a_model_that_shows_nothing_refuses_pictures() -> None:
         0,
         (row,),
         (admission("a", 1, [1, 2, 3], media=(item,)),),
-        media=(MediaUse(0, 0, 0, encode=True),),
+        media=(MediaUse(0, 0, 0),),
+        media_work=(MediaWork(1, 0, 0, 0, 1, 1),),
     )
     with pytest.raises(ModelError, match="Successor has no embed_media"):
         runner(Successor(), "cpu").submit(plan)

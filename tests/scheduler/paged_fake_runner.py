@@ -24,6 +24,7 @@ from engine_core.scheduler import Scheduler, Sequence, SequenceStatus
 from engine_core.steps import (
     Admission,
     Logprob,
+    MediaWork,
     PlanRows,
     RowError,
     RowResult,
@@ -143,9 +144,11 @@ class FakeRunner:
         self.writer: dict[int, tuple[int, DeviceRow]] = {}
         self.claims: dict[int, list[tuple[int, int, DeviceRow]]] = {}
         self.saved: dict[int, int] = {}
-        # Embeddings by slot: whose they are, and how many.
-        self.media: dict[int, tuple[object, int]] = {}
+        # Embeddings by slot: whose they are, and how many; and how many of them are computed.
+        self.media: dict[int, tuple[tuple[object, int], int]] = {}
+        self.shown: dict[int, list[tuple[MediaWork, DeviceRow]]] = {}
         self.num_encoded = 0
+        self.num_parts = 0
         self.flight: deque[tuple[StepPlan, list[DeviceRow]]] = deque()
         self.last_step = -1
         self.max_repeat_seen = 0
@@ -188,6 +191,7 @@ class FakeRunner:
                 capacity = len(device_row.tables[group]) * self.block_sizes[group]
                 needed = row.start + row.num_tokens - 1 + plan.repeat
                 expect(needed <= capacity, f"{needed} positions, blocks for {capacity}")
+        self.shown[plan.step_id] = [(work, self.rows[work.row]) for work in plan.media_work]
         self.flight.append((plan, in_step))
 
     def result(self) -> StepResult:
@@ -273,18 +277,22 @@ class FakeRunner:
         for slot in plan.freed_media:
             expect(slot in self.media, f"slot {slot} is freed and is not there")
             del self.media[slot]
-        for use in plan.media:
-            item = rows[use.place].prompt.media[use.item]
-            if use.encode:
-                expect(use.slot not in self.media, f"slot {use.slot} is taken")
-                self.media[use.slot] = media_name(rows[use.place], item), item.num_embeddings
-                self.num_encoded += 1
-        kept = sum(size for _, size in self.media.values())
+        for work, row in self.shown.pop(plan.step_id):
+            item = row.prompt.media[work.item]
+            of, done = self.media.get(work.slot, ((media_name(row, item), item.num_embeddings), 0))
+            expect(of == (media_name(row, item), item.num_embeddings), f"slot {work.slot} is taken")
+            expect(done == work.begin < work.end <= of[1], f"{work} after {done} embeddings")
+            self.media[work.slot] = of, work.end
+            self.num_encoded += work.begin == 0
+            self.num_parts += 1
+        kept = sum(size for (_, size), _ in self.media.values())
         expect(kept <= self.config.encoder_cache_tokens, f"{kept} embeddings are kept")
         used = {}
         for use in plan.media:
             expect(use.slot in self.media, f"slot {use.slot} is used and is not there")
-            used[use.place, use.item] = self.media[use.slot][0]
+            (name, size), done = self.media[use.slot]
+            expect(done == size, f"slot {use.slot} is used with {done} of {size} embeddings")
+            used[use.place, use.item] = name
         return used
 
     def _admit(self, admission: Admission) -> None:
@@ -531,7 +539,9 @@ class Workload:
             return
         first = min(unfinished, key=lambda request: (request.priority, request.order))
         planned = [] if plan is None else [row.sequence_id for row in plan.rows]
-        expect(first.sequence_id in planned, f"{first} is first and does not go on")
+        shown = [] if plan is None else [work.row for work in plan.media_work]
+        goes_on = first.sequence_id in planned or first.row in shown
+        expect(goes_on, f"{first} is first and does not go on")
 
     def _check_order(self, plan: StepPlan) -> None:
         """Nobody is admitted before someone of the same or a more important priority who waits."""

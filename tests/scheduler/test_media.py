@@ -11,6 +11,7 @@ from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.errors import RequestError
 from engine_core.inputs import MediaItem, ProcessedPrompt, media_digest
 from engine_core.scheduler import Scheduler, Sequence
+from engine_core.steps import MediaWork
 
 
 def picture(start: int, end: int, digest: bytes = b"p") -> MediaItem:
@@ -95,8 +96,41 @@ def test_an_item_whose_span_is_computed_leaves_its_room_to_others() -> None:
     plans.append(planned(sched))
     assert [(row.sequence_id, row.num_tokens) for row in plans[1].rows] == [("a", 1), ("b", 12)]
     (use,) = plans[1].media
-    assert (use.place, use.item, use.encode) == (1, 0, True)
+    assert (use.place, use.item) == (1, 0)
+    assert plans[1].media_work == (MediaWork(plans[1].rows[1].row, 0, use.slot, 0, 10, 10),)
     assert plans[1].freed_media == (plans[0].media[0].slot,)
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_beside_a_sequence_that_decodes_an_item_is_computed_within_the_budget(
+    in_parts: bool,
+) -> None:
+    """Twelve embeddings of two tokens each; the budget is of ten."""
+    sched = scheduler(encoder_cache_tokens=16, max_num_batched_tokens=32)
+    sched.prompt_budget = lambda rows, tokens, cached: 10
+    sched.media_cost = lambda size: 24 / size
+    sched.media_in_parts = in_parts
+    prompts = ProcessedPrompt((1,) * 2), ProcessedPrompt((1,) * 17, media=(picture(4, 16),))
+    for name, prompt in zip("ab", prompts, strict=True):
+        sched.add(
+            Sequence(
+                name,
+                prompt,
+                SamplingParams(max_tokens=30, ignore_eos=True),
+                arrival_time=0.0,
+                max_model_len=64,
+            )
+        )
+        answer(sched, planned(sched))
+    work, chunks = [], []
+    for _ in range(4):
+        plan = planned(sched)
+        answer(sched, plan)
+        work += [(each.begin, each.end) for each in plan.media_work]
+        chunks += [(row.start, row.num_tokens) for row in plan.rows if row.sequence_id == "b"]
+    # What a part leaves of the budget goes to the chunk behind it.
+    assert work == ([(0, 5), (5, 10), (10, 12)] if in_parts else [(0, 12)])
+    assert chunks == ([(4, 6), (10, 7)] if in_parts else [(4, 10), (14, 3), (17, 1)])
 
 
 def test_a_preempted_sequence_gives_its_items_back() -> None:

@@ -41,7 +41,13 @@ def media(draw: st.DrawFn, prompt_len: int, longest: int) -> tuple[MediaItem, ..
 
 
 @st.composite
-def jobs(draw: st.DrawFn, config: SchedulerConfig, scarce: bool, priorities: Sequence[int]) -> Job:
+def jobs(
+    draw: st.DrawFn,
+    config: SchedulerConfig,
+    scarce: bool,
+    priorities: Sequence[int],
+    pictures: bool,
+) -> Job:
     # Few different beginnings, so that prompts share prefixes.
     longest = config.max_model_len // 2 if scarce else config.max_model_len - 1
     prompt_len = draw(st.integers(1, longest))
@@ -49,11 +55,19 @@ def jobs(draw: st.DrawFn, config: SchedulerConfig, scarce: bool, priorities: Seq
     tokens = [(first + i * i) % 7 + 1 for i in range(prompt_len)]
     if draw(st.booleans()):
         tokens[draw(st.integers(0, prompt_len - 1))] = 9
+    atomic = draw(st.just(()) | spans(prompt_len, config.max_num_batched_tokens))
+    items = media(prompt_len, config.encoder_cache_tokens)
+    shown = draw(items if pictures else st.just(()) | items)
+    touched = (
+        sum(item.num_embeddings for item in shown if item.span[0] < end and start < item.span[1])
+        for start, end in atomic
+    )
     prompt = ProcessedPrompt(
         token_ids=tuple(tokens),
-        atomic_spans=draw(st.just(()) | spans(prompt_len, config.max_num_batched_tokens)),
+        # What is refused is tested elsewhere.
+        atomic_spans=() if max(touched, default=0) > config.encoder_cache_tokens else atomic,
         cache_salts=draw(st.sampled_from([(), (), ("adapter",)])),
-        media=draw(st.just(()) | media(prompt_len, config.encoder_cache_tokens)),
+        media=shown,
     )
     max_tokens = draw(st.none() | st.integers(1, 14))
     cut_at = draw(st.none() | st.none() | st.integers(1, 5))
@@ -78,8 +92,11 @@ def jobs(draw: st.DrawFn, config: SchedulerConfig, scarce: bool, priorities: Seq
 
 
 @st.composite
-def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
-    """Workloads; if ``scarce``, of long outputs and with blocks for little more than one."""
+def workloads(draw: st.DrawFn, scarce: bool, pictures: bool = False) -> Workload:
+    """Workloads; if ``scarce``, of long outputs and with blocks for little more than one.
+
+    With ``pictures`` items are computed within the budget beside sequences that decode.
+    """
     max_num_seqs = draw(st.integers(3 if scarce else 1, 5))
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -90,7 +107,8 @@ def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
         encoder_cache_tokens=draw(st.integers(1, 20)),
     )
     priorities = draw(st.sampled_from([(0,), (0, 1), (-2, 0, 7)]))
-    work = draw(st.lists(jobs(config, scarce, priorities), min_size=4 if scarce else 1, max_size=8))
+    each = jobs(config, scarce, priorities, pictures)
+    work = draw(st.lists(each, min_size=4 if scarce or pictures else 1, max_size=8))
     block_size = draw(st.integers(1, 3 if scarce else 8))
     longest = max(
         min(config.max_model_len, len(j.prompt.token_ids) + (j.sampling.max_tokens or 10**6))
@@ -108,11 +126,16 @@ def workloads(draw: st.DrawFn, scarce: bool) -> Workload:
     )
     runner = FakeRunner(config, cache_config, stops_on_device=draw(st.booleans()))
     scheduler = Scheduler(config, cache_config)
+    if pictures:
+        cost = draw(st.sampled_from([0.25, 1.0, 3.0]))
+        scheduler.media_cost = lambda size: cost * (1 + size / 8)
+        scheduler.media_in_parts = draw(st.booleans())
     # As few rows are planned one by one unless they are told not to be.
     scheduler.lockstep_from = draw(st.sampled_from([1, 2, 3, 96]))
     # A server's budgets follow from what steps took, and from step to step it decides anew whether
     # to plan one behind that in flight.
-    budgets = draw(st.just([None]) | st.lists(BUDGETS, min_size=1, max_size=4))
+    some = st.lists(BUDGETS, min_size=1, max_size=4)
+    budgets = draw(some if pictures else st.just([None]) | some)
     depths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
     checks = draw(st.sampled_from([[True], [False], [False, False, True]]))
     return Workload(scheduler, runner, work, depths, budgets, checks)
@@ -129,8 +152,16 @@ def run_and_verify(workload: Workload) -> None:
         event("prefix hit")
     if workload.scheduler.encoder_cache.hits:
         event("embeddings shared")
+    if workload.runner.num_parts > workload.runner.num_encoded:
+        event("embeddings in parts")
     if workload.runner.max_repeat_seen > 1:
         event("repeat")
+
+
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.booleans().flatmap(lambda scarce: workloads(scarce=scarce, pictures=True)))
+def test_every_request_gives_what_it_gives_alone_with_pictures_beside(workload: Workload) -> None:
+    run_and_verify(workload)
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
