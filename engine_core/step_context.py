@@ -7,7 +7,7 @@ because the ``build_*`` functions of :mod:`engine_core.nn` take no rank: the loa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,6 +30,8 @@ class BuildContext:
         process_group: their ``torch.distributed`` group; None if ``tp_size`` is 1.
         deterministic: whether the layers give a token the same values, bit for bit, whatever else
             is computed beside it.
+        model_class: finds the class of an architecture, for a model that holds another family's;
+            None if no registry is at hand.
     """
 
     dtype: torch.dtype | None = None
@@ -38,6 +40,7 @@ class BuildContext:
     tp_size: int = 1
     process_group: Any = None
     deterministic: bool = False
+    model_class: Callable[[str], type] | None = None
 
 
 _DEFAULT = BuildContext()

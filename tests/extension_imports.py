@@ -20,6 +20,7 @@ _ROOMS = {
     "engine_core.nn.epilogue",
     "engine_core.nn.quantization",
     "engine_core.parsers",
+    "engine_core.registry",
     "engine_core.step_context",
 }
 

@@ -68,10 +68,8 @@ class DeepModel:
 
     def __init__(self, model: str, config: EngineConfig) -> None:
         config = config.replace(dtype="float32", tensor_parallel_size=1)
-        self._registry = build_registry(
-            config.custom_module_map, plugin_errors=config.plugin_errors
-        )
-        self.source = open_model(model, config, self._registry)
+        registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
+        self.source = open_model(model, config, registry)
 
     def not_finite(self) -> tuple[str, ...]:
         """Names of the tensors that hold NaN or infinite numbers; reads all of them."""
@@ -84,14 +82,14 @@ class DeepModel:
     def load(self) -> TinyModel:
         """The model with its weights."""
         source = self.source
-        context = BuildContext(dtype=source.dtype)
+        context = BuildContext(dtype=source.dtype, model_class=source.registry.model_class)
         # Weights that a tool quantised can be read in its scheme alone; others are compared plain.
         scheme = source.scheme if source.scheme and source.scheme.settings is not None else None
         network = build_on_meta(source.model_class, source.model_config, context, scheme)
         load_weights(
             network, source.checkpoint, source.name, source.device, pack=scheme is not None
         )
-        processor = self._registry.input_processor(source.model_config)
+        processor = source.registry.input_processor(source.model_config)
         return TinyModel(network, processor, source.device)
 
 

@@ -307,10 +307,12 @@ class _Check:
         if self.model_class is None:
             return
         with self._collecting():
+            assert self.registry is not None, "it found the model's class"
             context = BuildContext(
                 tp_size=self.config.tensor_parallel_size,
                 dtype=getattr(torch, dtype),
                 deterministic=self.config.deterministic,
+                model_class=self.registry.model_class,
             )
             self.network = build_on_meta(self.model_class, model_config, context, self.scheme)
         max_model_len = None
@@ -550,7 +552,6 @@ class _Check:
         if self.model_config is None or self.registry is None:
             return None
         values = self.model_config.model_dump(mode="python")
-        values["hf_config"] = self.model_config.hf_config.to_dict()
         architecture = self.model_config.architecture
         cls = self.model_class
         return ModelInfo(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import ConfigDict, Field
+from typing import Any
+
+from pydantic import ConfigDict, Field, field_serializer
 
 from engine_core.configs.base import FrozenConfig
 from engine_core.configs.dtypes import DType
@@ -39,6 +41,7 @@ class ModelConfig(FrozenConfig):
             ``tool_parsers``; None if the config does not tell.
         reasoning_parser: name of the parser of its reasoning, one of the hook
             ``reasoning_parsers``; or None.
+        text_model: the config of the text model inside, where another family's is.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -61,3 +64,8 @@ class ModelConfig(FrozenConfig):
     sentencepiece: SentencePieceFormat | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    text_model: ModelConfig | None = None
+
+    @field_serializer("hf_config")
+    def _plain(self, value: HFConfig) -> dict[str, Any]:
+        return value.to_dict()

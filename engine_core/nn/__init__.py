@@ -34,7 +34,7 @@ from engine_core.nn.linear import (
     build_replicated_linear,
     build_rowwise_linear,
 )
-from engine_core.nn.loading import Weights, load_stacked_weights, load_weight
+from engine_core.nn.loading import Weights, load_stacked_weights, load_weight, stacked_loader
 from engine_core.nn.norm import LayerNorm, RMSNorm
 from engine_core.nn.rotary import (
     ApplyRotaryEmb,
@@ -43,10 +43,12 @@ from engine_core.nn.rotary import (
     build_rotary_embedding_from_config,
     rope_lengths,
 )
+from engine_core.nn.text_model import AroundTextModel
 
 __all__ = [
     "MLP",
     "ApplyRotaryEmb",
+    "AroundTextModel",
     "Attention",
     "Branch",
     "CachedLayer",
@@ -89,4 +91,5 @@ __all__ = [
     "load_stacked_weights",
     "load_weight",
     "rope_lengths",
+    "stacked_loader",
 ]

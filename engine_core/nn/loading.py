@@ -91,7 +91,7 @@ class LoadAccount:
         source = self._source(tensor)
         if name is not None and source is not None:
             self._sources[name].add(source)
-        self.ignore(source)
+        self._take(source)
         if refused is not None:
             self._wrong.append(f"{source}: {refused}")
 
@@ -104,10 +104,14 @@ class LoadAccount:
         """The tensors that a parameter of the model was filled from."""
         return frozenset(self._sources[self._names[id(param)]])
 
-    def ignore(self, name: str | None) -> None:
-        """The tensor ``name`` is known to the model, filled or not."""
+    def ignore(self, tensor: Tensor) -> str | None:
+        """Take ``tensor`` as known to the model, which fills nothing; its name."""
+        return self._take(self._source(tensor))
+
+    def _take(self, name: str | None) -> str | None:
         if name is not None:
             self._taken.add(name)
+        return name
 
     def raise_mismatch(self, where: str) -> None:
         """Say what did not match, if anything did not.
@@ -251,61 +255,79 @@ def load_stacked_weights(
 ) -> None:
     """Load a checkpoint whose names are the model's, but for layers merged into one.
 
+    The arguments are those of :func:`stacked_loader`, which is called with each of ``weights``.
+
+    Raises:
+        ConfigError: two tensors that are tied are not the same.
+    """
+    load = stacked_loader(model, stacked, rename=rename, ignore=ignore)
+    for name, tensor in weights:
+        load(name, tensor)
+
+
+def stacked_loader(
+    model: nn.Module,
+    stacked: Mapping[str, tuple[str, Any]],
+    *,
+    rename: Callable[[str], str] | None = None,
+    ignore: Iterable[str] = (),
+) -> Callable[[str, Tensor], None]:
+    """A function that loads one tensor of a checkpoint after another, by its name there.
+
     A parameter that the model shares between two names, as a tied head, may have a tensor under
     each of them. The second is compared with what the parameter holds from the first.
 
     Args:
         model: whose parameters are filled.
-        weights: the checkpoint's names and tensors.
         stacked: checkpoint's layer name -> (model's layer name, shard id), such as
             ``{"q_proj": ("qkv_proj", "q")}``; a layer name is one dotted part.
         rename: applied to each checkpoint name first.
         ignore: beginnings or ends of names that the model has no use for.
-
-    Raises:
-        ConfigError: two tensors that are tied are not the same.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
     users = Counter(id(param) for param in params.values())
     tied: dict[tuple[int, Any], tuple[str, torch.Size]] = {}
     ignored = tuple(ignore)
     account = _ACCOUNT.get()
-    for name, tensor in weights:
+
+    def load(name: str, tensor: Tensor) -> None:
         target = rename(name) if rename else name
         if target.endswith(ignored) or target.startswith(ignored):
             if account is not None:
-                account.ignore(name)
-            continue
+                account.ignore(tensor)
+            return
         shard_id = None
         *path, layer, leaf = ("", *target.split("."))
         if layer in stacked:
             layer, shard_id = stacked[layer]
             target = ".".join([*path, layer, leaf]).lstrip(".")
         param = params.get(target)
-        if param is not None:
-            if users[id(param)] > 1:
-                first, shape = tied.setdefault((id(param), shard_id), (name, tensor.shape))
-                if first != name:
-                    if shape != tensor.shape or not _holds(param, name, tensor, shard_id, first):
-                        raise ConfigError(
-                            f"the model's config ties {first} and {name} (tie_word_embeddings), "
-                            "but in the checkpoint they differ; set tie_word_embeddings to false "
-                            "in hf_overrides to run with both"
-                        )
-                    continue
-            load_weight(param, tensor, shard_id)
-        elif account is None:
-            raise WeightsMismatchError(
-                f"the model has no parameter for the tensor {name!r}", unexpected=(name,)
-            )
+        if param is None:
+            if account is None:
+                raise WeightsMismatchError(
+                    f"the model has no parameter for the tensor {name!r}", unexpected=(name,)
+                )
+            return
+        if users[id(param)] > 1:
+            first, shape = tied.setdefault((id(param), shard_id), (name, tensor.shape))
+            if first != name:
+                if shape != tensor.shape or not _holds(param, tensor, shard_id, first):
+                    raise ConfigError(
+                        f"the model's config ties {first} and {name} (tie_word_embeddings), but in "
+                        "the checkpoint they differ; set tie_word_embeddings to false in "
+                        "hf_overrides to run with both"
+                    )
+                return
+        load_weight(param, tensor, shard_id)
+
+    return load
 
 
-def _holds(param: nn.Parameter, name: str, tensor: Tensor, shard_id: Any, first: str) -> bool:
+def _holds(param: nn.Parameter, tensor: Tensor, shard_id: Any, first: str) -> bool:
     """Whether ``param``, filled from the tensor ``first``, is what ``tensor`` would make of it."""
     account = _ACCOUNT.get()
     if account is not None and param.is_meta:
-        account.ignore(name)
-        account.uncompared.append((first, name))
+        account.uncompared.append((first, account.ignore(tensor) or ""))
         return True
     token = _COMPARING.set(True)
     try:

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -171,7 +172,8 @@ class Registry:
                 )
             if matches:
                 source, builder = matches[0]
-                return _build(builder, hf_config, model_path, owner=source.name)
+                with self._asked():
+                    return _build(builder, hf_config, model_path, owner=source.name)
         known = self.architectures
         if isinstance(names, list) and names and str(names[0]) not in known:
             model_type = hf_config.get("model_type")
@@ -196,7 +198,8 @@ class Registry:
         if not matches:
             return None
         source, processor = matches[0]
-        made: InputProcessor = _make(processor, source.name, model_config)
+        with self._asked():
+            made: InputProcessor = _make(processor, source.name, model_config)
         _check_state(made, source.name)
         return made
 
@@ -279,6 +282,15 @@ class Registry:
             replace(report, error=error) if report.name == source.name else report
             for report in self.reports
         )
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Answer what a plugin asks of a text model inside its own in the ``with`` block."""
+        token = _ASKED.set(self)
+        try:
+            yield
+        finally:
+            _ASKED.reset(token)
 
     def gguf_adapters(self) -> dict[str, str]:
         """GGUF architecture -> ``"package.module.Class"`` of its adapter.
@@ -411,6 +423,50 @@ class Registry:
             "with MODULE_MAP as custom_module_map. docs/write-a-plugin.md says how to write either."
         )
         return " ".join(lines) + self._broken()
+
+
+_ASKED: ContextVar[Registry | None] = ContextVar("engine_core_asked_registry", default=None)
+
+
+def text_model_config(
+    hf_config: HFConfig, model_path: Path | None, packages: Mapping[str, str]
+) -> ModelConfig:
+    """The config of a text model inside another family's, by the builder of its own.
+
+    For config builders; outside of a registry's call to one, the installed plugins are asked. In
+    ``hf_config`` of the result ``architectures`` names the architecture that the builder chose.
+
+    Args:
+        hf_config: the part of the checkpoint's config that is the text model's.
+        model_path: the checkpoint's folder.
+        packages: architecture -> the distribution that brings it, to name in the error.
+
+    Raises:
+        UnknownArchitectureError: no plugin brings its architecture; says what to install.
+        ConfigError: as :meth:`Registry.model_config`.
+    """
+    registry = _ASKED.get() or build_registry()
+    try:
+        config = registry.model_config(hf_config, model_path)
+    except UnknownArchitectureError as error:
+        name = hf_config.architectures[0]
+        if name not in packages:
+            raise UnknownArchitectureError(f"the text model inside: {error}") from error
+        raise UnknownArchitectureError(
+            f"the text model inside is of the architecture {name!r}, which no installed plugin "
+            f"knows; install it with 'pip install {packages[name]}'.{registry._broken()}"
+        ) from error
+    named = config.hf_config.replace(architectures=[config.architecture])
+    return config.replace(hf_config=named)
+
+
+def text_processor(model_config: ModelConfig) -> InputProcessor | None:
+    """The input processor of ``model_config.text_model``, by its own family; None if it has none.
+
+    For input processors; who is asked, and errors, are as with :func:`text_model_config`.
+    """
+    assert model_config.text_model is not None, "the family's config builder sets it"
+    return (_ASKED.get() or build_registry()).input_processor(model_config.text_model)
 
 
 def _only(claims: Sequence[_Source], what: str, hint: str = "") -> _Source:

@@ -76,7 +76,10 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
             )
     # Otherwise each rank would refuse by itself, after all of them were started.
     context = BuildContext(
-        tp_size=config.tensor_parallel_size, dtype=source.dtype, deterministic=config.deterministic
+        tp_size=config.tensor_parallel_size,
+        dtype=source.dtype,
+        deterministic=config.deterministic,
+        model_class=source.registry.model_class,
     )
     build_on_meta(source.model_class, source.model_config, context, source.scheme)
     return ProcessExecutor(source, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -34,6 +35,7 @@ class ModelSource:
         checkpoint: its files, open and checked.
         model_config: what the family's builder read.
         model_class: the family's class.
+        registry: has the class of a text model inside it.
         device: where it will run.
         dtype: the element type that it will run with.
         has_input_processor: whether the family has an input processor for the model.
@@ -45,6 +47,7 @@ class ModelSource:
     checkpoint: Checkpoint
     model_config: ModelConfig
     model_class: type
+    registry: Registry
     device: torch.device
     dtype: torch.dtype
     has_input_processor: bool
@@ -94,6 +97,7 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
         checkpoint=checkpoint,
         model_config=model_config,
         model_class=model_class,
+        registry=registry,
         device=device,
         dtype=getattr(torch, platform.resolve_dtype(config, device, model_config.dtype)),
         has_input_processor=processor is not None,
@@ -249,8 +253,10 @@ def _check_layers(hf_config: HFConfig, checkpoint: Checkpoint) -> None:
     # Before the builder, which may make a list of that length.
     most = len(checkpoint.headers) if checkpoint.has_weights else _MOST_LAYERS
     held = f"the whole checkpoint {checkpoint.folder} holds {most} tensors"
-    for key in _LAYER_KEYS:
-        value = hf_config.get(key)
+    stated = hf_config.to_dict()
+    parts = [stated, *(value for value in stated.values() if isinstance(value, dict))]
+    for part, key in product(parts, _LAYER_KEYS):
+        value = part.get(key)
         if isinstance(value, int) and value > most:
             raise CorruptCheckpointError(
                 f"config.json: {key} is {value}, but "

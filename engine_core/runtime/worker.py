@@ -50,7 +50,12 @@ class Worker:
         """``context`` says which rank it is; its dtype is taken from ``source``."""
         self._source = source
         self._config = config
-        self._context = replace(context, dtype=source.dtype, deterministic=config.deterministic)
+        self._context = replace(
+            context,
+            dtype=source.dtype,
+            deterministic=config.deterministic,
+            model_class=source.registry.model_class,
+        )
         self._model: nn.Module | None = None
         self._runner: ModelRunner | None = None
         self._trace: LayerTrace | None = None

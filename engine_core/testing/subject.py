@@ -161,7 +161,10 @@ class Subject:
     ) -> nn.Module:
         """The model without weights, or the first rank's share of it."""
         context = BuildContext(
-            dtype=getattr(torch, dtype), tp_size=tp_size, deterministic=deterministic
+            dtype=getattr(torch, dtype),
+            tp_size=tp_size,
+            deterministic=deterministic,
+            model_class=self.family.registry.model_class,
         )
         return build_on_meta(self.model_class, self.model_config, context)
 
