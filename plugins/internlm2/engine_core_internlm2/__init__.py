@@ -1,0 +1,1 @@
+"""InternLM2 and InternLM2.5 for engine-core."""

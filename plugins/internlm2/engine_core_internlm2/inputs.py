@@ -1,0 +1,35 @@
+"""Cache salts of prompts under dynamic rope scaling. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine_core.inputs import ProcessedPrompt, packed_token_ids
+
+if TYPE_CHECKING:
+    from engine_core.configs import ModelConfig
+
+
+class DynamicRopeProcessor:
+    """Salts the block hashes of prompts beyond the trained length with their own length.
+
+    All keys of such a prompt are rotated by angles that follow from its length.
+    """
+
+    @classmethod
+    def condition(cls, model_config: ModelConfig) -> bool:
+        """Whether the model is of this package and has dynamic scaling."""
+        rope = model_config.hf_config.get("rope_scaling", {})
+        return (
+            model_config.architecture == "InternLM2ForCausalLM"
+            and rope.get("rope_type") == "dynamic"
+        )
+
+    def __init__(self, model_config: ModelConfig) -> None:
+        self._trained = int(model_config.hf_config.max_position_embeddings)
+
+    def process(self, token_ids: Sequence[int]) -> ProcessedPrompt:
+        """The prompt with its salt."""
+        salts = (len(token_ids),) if len(token_ids) > self._trained else ()
+        return ProcessedPrompt(token_ids=packed_token_ids(token_ids), cache_salts=salts)
