@@ -91,7 +91,7 @@ def lines_of_code(file: Path) -> int:
 
 
 def test_the_lines_of_code_are_those_stated() -> None:
-    assert len(STATED) == 5
+    assert len(STATED) > 4
     assert {file.parent.name: lines_of_code(file) for file, _ in STATED} == {
         file.parent.name: lines for file, lines in STATED
     }

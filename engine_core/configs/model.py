@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ConfigDict, Field, field_serializer
@@ -35,6 +36,8 @@ class ModelConfig(FrozenConfig):
         eos_token_ids: tokens that end a sequence.
         default_chat_template: the family's jinja template, for checkpoints whose tokenizer brings
             none; None if the family has no format of its own.
+        chat_template: the family's jinja template where it counts before the tokenizer's, such as
+            one that knows pictures; or None.
         sentencepiece: how the family's SentencePiece file is used, for checkpoints without a
             tokenizer.json; None leaves such a folder to transformers.
         tool_parser: name of the parser of this model's tool calls, one of the hook
@@ -42,6 +45,8 @@ class ModelConfig(FrozenConfig):
         reasoning_parser: name of the parser of its reasoning, one of the hook
             ``reasoning_parsers``; or None.
         text_model: the config of the text model inside, where another family's is.
+        texts: texts that the family's input processor puts into prompts. A builder leaves their
+            tokens empty; the engine fills them in if it has a tokenizer.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -61,10 +66,12 @@ class ModelConfig(FrozenConfig):
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     default_chat_template: str | None = None
+    chat_template: str | None = None
     sentencepiece: SentencePieceFormat | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     text_model: ModelConfig | None = None
+    texts: Mapping[str, tuple[int, ...]] = Field(default_factory=dict, exclude=True)
 
     @field_serializer("hf_config")
     def _plain(self, value: HFConfig) -> dict[str, Any]:

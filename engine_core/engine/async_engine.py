@@ -16,6 +16,7 @@ import traceback
 import weakref
 from collections import abc
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -23,7 +24,14 @@ from typing import Any, Self, TypeVar, cast
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.engine import process
 from engine_core.engine.arguments import check_model_and_config
-from engine_core.engine.frontend import Frontend, HasFrontend, Prompt, State, choose_tokenizer
+from engine_core.engine.frontend import (
+    Frontend,
+    HasFrontend,
+    Prompt,
+    State,
+    choose_tokenizer,
+    with_texts,
+)
 from engine_core.engine.process import Decoder, Failure, Found, Ready
 from engine_core.engine.shared_count import SharedCount
 from engine_core.engine.trace import EngineTrace, FrontendTrace, OutputRecord, RequestRecord
@@ -386,7 +394,7 @@ class AsyncEngine(HasFrontend):
         try:
             found = await link.expect(Found)
             # While the other process reads the weights.
-            (tokenizer, processor), ready = await asyncio.gather(
+            (found, tokenizer, processor), ready = await asyncio.gather(
                 asyncio.to_thread(_open_text, config, found), link.expect(Ready)
             )
         except BaseException:
@@ -965,7 +973,7 @@ def _death(pid: int | None, code: int | None, failure: Failure | None) -> Engine
 
 def _open_text(
     config: EngineConfig, found: Found
-) -> tuple[Tokenizer | None, InputProcessor | None]:
+) -> tuple[Found, Tokenizer | None, InputProcessor | None]:
     """Open the model's text half, which this process needs."""
 
     def folder() -> Path:
@@ -973,10 +981,11 @@ def _open_text(
         return found.tokenizer_folder
 
     tokenizer = choose_tokenizer(config, folder, found.model_config)
+    found = replace(found, model_config=with_texts(found.model_config, tokenizer))
     if not found.has_input_processor:
-        return tokenizer, None
+        return found, tokenizer, None
     registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
-    return tokenizer, registry.input_processor(found.model_config)
+    return found, tokenizer, registry.input_processor(found.model_config)
 
 
 def _is_number(value: Any) -> bool:

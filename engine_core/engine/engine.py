@@ -8,7 +8,13 @@ from contextlib import AbstractContextManager
 from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
 from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.core import EngineCore
-from engine_core.engine.frontend import Frontend, HasFrontend, Prompt, choose_tokenizer
+from engine_core.engine.frontend import (
+    Frontend,
+    HasFrontend,
+    Prompt,
+    choose_tokenizer,
+    with_texts,
+)
 from engine_core.engine.interrupts import held_interrupt
 from engine_core.engine.startup import load, open_engine
 from engine_core.engine.step_stats import StepStats
@@ -47,6 +53,7 @@ class Engine(HasFrontend):
             self.tokenizer: Tokenizer | None = choose_tokenizer(
                 self.config, lambda: checkpoint.tokenizer_folder, self.model_config
             )
+        self.model_config = with_texts(self.model_config, self.tokenizer)
         loaded = load(opened, self.tokenizer)
         self.startup: Mapping[str, float] = opened.phases
         self.max_model_len = loaded.cache_plan.max_model_len

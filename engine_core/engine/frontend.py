@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -46,6 +46,7 @@ from engine_core.steps import (
     TokenUpdate,
 )
 from engine_core.text import TextStream, Tokenizer, TokenNames, check_variables, load_tokenizer
+from engine_core.text.chat_template import DEFAULT_TEMPLATE
 from engine_core.workers import WorkerPool
 
 
@@ -834,10 +835,22 @@ def choose_tokenizer(
     if config.skip_tokenizer_init:
         return None
     sentencepiece = None if model_config is None else model_config.sentencepiece
-    if config.tokenizer is not None:
+    if config.tokenizer is None:
+        path = folder()
+    else:
         try:
             path = resolve_model(config.tokenizer, config.revision)
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(f"tokenizer: {error}") from error
-        return load_tokenizer(path, sentencepiece)
-    return load_tokenizer(folder(), sentencepiece)
+    tokenizer = load_tokenizer(path, sentencepiece)
+    if model_config is not None and model_config.chat_template is not None:
+        tokenizer.chat_templates = {DEFAULT_TEMPLATE: model_config.chat_template}
+    return tokenizer
+
+
+def with_texts(model_config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """The config with the tokens of the texts that the family's input processor needs."""
+    if tokenizer is None or not model_config.texts:
+        return model_config
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return model_config.replace(texts={text: tuple(encode(text)) for text in model_config.texts})

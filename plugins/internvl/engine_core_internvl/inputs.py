@@ -1,0 +1,317 @@
+"""Images and videos of a prompt, as tiles in the places of their tokens. Imports no torch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from engine_core.errors import RequestError
+from engine_core.inputs import MediaItem, ProcessedPrompt, media_digest, packed_token_ids
+from engine_core.registry import text_processor
+
+# numpy and what needs it are imported where they are used: every command imports this module.
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from engine_core.configs import ModelConfig
+    from engine_core_internvl.pixels import Tiler
+
+_MOST_TILES = 64
+MOST_FRAMES = 256
+
+
+def frame_label(number: int) -> str:
+    """The text before frame ``number`` of a video, counted from 1."""
+    return f"Frame{number}: " if number == 1 else f"\nFrame{number}: "
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Tokens in the place of a placeholder, ``[start, end)`` of the prompt.
+
+    The item's embeddings are for those from ``offset`` on.
+    """
+
+    start: int
+    end: int
+    tokens: NDArray[Any]
+    offset: int
+    item: MediaItem
+
+
+class InternVLProcessor:
+    """Puts images and videos in the place of their tokens.
+
+    What the text model's family does with prompts, it does with these too.
+    """
+
+    media_kinds: ClassVar[tuple[str, ...]] = ("image", "video")
+    reuses_items: ClassVar[bool] = True
+
+    @classmethod
+    def condition(cls, model_config: ModelConfig) -> bool:
+        """Whether the model is of this family."""
+        return model_config.architecture in (
+            "InternVLChatModel",
+            "InternVLForConditionalGeneration",
+        )
+
+    def __init__(self, model_config: ModelConfig) -> None:
+        config = model_config.hf_config
+        self._context: int = config.image_token_id
+        self._ends = (config.image_start_id, config.image_end_id)
+        self._video: int | None = config.video_token_id
+        self._settings: Mapping[str, Any] = config.tiles
+        self._tile_size: int = config.tile_size
+        side = self._tile_size // config.vision_config["patch_size"] // config.merge_size
+        self._per_tile = side**2
+        self._labels = model_config.texts
+        self._text = text_processor(model_config)
+
+    def process(self, token_ids: Sequence[int]) -> ProcessedPrompt:
+        """A prompt of text.
+
+        Raises:
+            RequestError: it has a placeholder of an image or a video.
+        """
+        return self.process_media(token_ids, {}, {})
+
+    def process_media(
+        self,
+        token_ids: Sequence[int],
+        media: Mapping[str, Sequence[Any]],
+        options: Mapping[str, Any],
+    ) -> ProcessedPrompt:
+        """The prompt with its images and videos, and as many placeholders as they have embeddings.
+
+        Args:
+            token_ids: has for each image one ``<IMG_CONTEXT>``, or as many as it has embeddings;
+                around one alone ``<img>`` and ``</img>`` are added. It has for each video
+                ``<img></img>``, or the token ``<video>`` where there is one.
+            media: by "image" and "video", in the order of their placeholders. Each may be an item
+                that was made before, with the same options. An image is else a PIL image, a uint8
+                array ``[H, W, 3]`` or ``{"pixel_values": tiles [n, 3, S, S]}``; a video is a list
+                of images or an array ``[F, H, W, 3]``, of which each frame becomes one tile.
+            options: how images are cut: ``dynamic_image_size``, ``use_thumbnail``,
+                ``min_dynamic_patch`` and ``max_dynamic_patch``, as a checkpoint's config has them.
+
+        Raises:
+            RequestError: placeholders and items do not agree, or an item or option is none.
+        """
+        import numpy as np
+
+        unknown = [kind for kind in media if kind not in self.media_kinds and len(media[kind])]
+        if unknown:
+            raise RequestError(
+                f"this model takes media of the kinds {' and '.join(self.media_kinds)}, not "
+                f"{', '.join(unknown)}",
+                param="multi_modal_data",
+            )
+        settings = self._checked(options)
+        ids: NDArray[np.int64] = np.frombuffer(packed_token_ids(token_ids), np.int64)
+        items = {
+            kind: [
+                self._item(kind, item, options, settings, f"{kind} {index}")
+                for index, item in enumerate(media.get(kind, ()))
+            ]
+            for kind in self.media_kinds
+        }
+        changes = [*self._images(ids, items["image"]), *self._videos(ids, items["video"])]
+        changes.sort(key=lambda change: change.start)
+        pieces, found, length, at = [], [], 0, 0
+        for change in changes:
+            pieces += [ids[at : change.start], change.tokens]
+            begin = length + change.start - at + change.offset
+            found.append(replace(change.item, span=(begin, begin + change.item.num_embeddings)))
+            length += change.start - at + len(change.tokens)
+            at = change.end
+        ids = np.concatenate([*pieces, ids[at:]]) if changes else ids
+        packed = array("q", ids.tobytes())
+        prompt = ProcessedPrompt(packed) if self._text is None else self._text.process(packed)
+        return replace(prompt, media=tuple(found))
+
+    def _images(self, ids: NDArray[Any], items: Sequence[MediaItem]) -> list[_Change]:
+        """Each image with its placeholders."""
+        import numpy as np
+
+        places = np.flatnonzero(ids == self._context)
+        counts = [item.num_embeddings for item in items]
+        given = [1] * len(items) if len(places) == len(items) else counts
+        starts = np.cumsum([0, *given])
+        whole = starts[-1] == len(places) and all(
+            places[end - 1] - places[start] == end - 1 - start for start, end in pairwise(starts)
+        )
+        if not whole:
+            runs = int(np.count_nonzero(np.diff(places) > 1)) + bool(len(places))
+            sizes = f" with {', '.join(map(str, counts))} embeddings" if counts else ""
+            raise RequestError(
+                f"the prompt has image placeholders (token {self._context}) in {runs} places, "
+                f"{len(places)} in all, for a number of images of {len(items)}{sizes}; it needs "
+                "one placeholder for each image, or one for each of its embeddings",
+                param="multi_modal_data",
+            )
+        changes = []
+        for first, number, item in zip(starts[:-1], given, items, strict=True):
+            start = int(places[first])
+            end = start + number
+            tokens, offset = np.full(item.num_embeddings, self._context), 0
+            if number == 1 and (start == 0 or ids[start - 1] != self._ends[0]):
+                tokens, offset = np.array([*self._begin(), *tokens, *self._ends[1:]]), 1
+            changes.append(_Change(start, end, tokens, offset, item))
+        return changes
+
+    def _videos(self, ids: NDArray[Any], items: Sequence[MediaItem]) -> list[_Change]:
+        """Each video with its placeholder: an image's two ends, or a token of its own."""
+        import numpy as np
+
+        begin, end = self._ends
+        places = [(place, 1) for place in np.flatnonzero(ids == self._video).tolist()]
+        if begin is not None:
+            pairs = np.flatnonzero((ids[:-1] == begin) & (ids[1:] == end)).tolist()
+            places += [(place, 2) for place in pairs]
+        if len(places) != len(items):
+            raise RequestError(
+                f"the prompt has video placeholders (<img></img>) in {len(places)} places, for a "
+                f"number of videos of {len(items)}",
+                param="multi_modal_data",
+            )
+        changes = []
+        for (start, size), item in zip(sorted(places), items, strict=True):
+            # Where a checkpoint has a token for videos, its processor writes all labels.
+            first = self._label(1) if size == 1 else ()
+            tokens = np.array([*first, *item.features["token_ids"]], np.int64)
+            changes.append(_Change(start, start + size, tokens, len(first), item))
+        return changes
+
+    def _item(
+        self,
+        kind: str,
+        item: Any,
+        options: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        name: str,
+    ) -> MediaItem:
+        """An item as the caller gave it, as it would be in a prompt of its own."""
+        import numpy as np
+
+        from engine_core_internvl.pixels import Tiler, to_frames, to_pixels
+
+        if isinstance(item, MediaItem):
+            return item
+        tiler = Tiler(self._tile_size)
+        try:
+            if isinstance(item, Mapping):
+                if options:
+                    raise RequestError(
+                        f"{' and '.join(options)} have no effect on features that are made already"
+                    )
+                tiles = self._given_tiles(item)
+                if kind == "video":
+                    return self._video_item(tiles)
+            elif kind == "video":
+                frames = to_frames(item)
+                return self._video_item(np.stack([tiler.tile(frame) for frame in frames]))
+            else:
+                tiles = self._tiles(tiler, to_pixels(item), settings)
+        except RequestError as error:
+            raise RequestError(f"{name}: {error}", param="multi_modal_data") from None
+        span = (0, len(tiles) * self._per_tile)
+        return MediaItem(kind, media_digest(kind, tiles), span, {"pixel_values": tiles})
+
+    def _tiles(
+        self, tiler: Tiler, pixels: NDArray[Any], settings: Mapping[str, Any]
+    ) -> NDArray[Any]:
+        if not settings["dynamic_image_size"]:
+            return tiler.tile(pixels)[None]
+        return tiler.tiles(
+            pixels,
+            settings["min_dynamic_patch"],
+            settings["max_dynamic_patch"],
+            thumbnail=settings["use_thumbnail"],
+        )
+
+    def _video_item(self, tiles: NDArray[Any]) -> MediaItem:
+        """A video, whose span begins with the start of its first frame's embeddings.
+
+        Between frames the span has the labels' tokens, whose embeddings the model gives too.
+        """
+        import numpy as np
+
+        if len(tiles) > MOST_FRAMES:
+            raise RequestError(f"it has {len(tiles)} frames, and {MOST_FRAMES} are taken at most")
+        tokens: list[int] = []
+        starts = []
+        for number in range(1, len(tiles) + 1):
+            tokens += [*(self._label(number) if number > 1 else ()), *self._begin()]
+            starts.append(len(tokens))
+            tokens += [*[self._context] * self._per_tile, *self._ends[1:]]
+        features = {
+            "pixel_values": tiles,
+            "token_ids": np.array(tokens, np.int64),
+            "places": np.add.outer(starts, np.arange(self._per_tile)).reshape(-1),
+        }
+        digest = media_digest("video", tiles, features["token_ids"])
+        return MediaItem("video", digest, (0, len(tokens)), features)
+
+    def _begin(self) -> tuple[int]:
+        begin, end = self._ends
+        if begin is None or end is None:
+            raise RequestError(
+                "the checkpoint's tokenizer files have no <img> and </img> to put around images; "
+                "write as many placeholders as there are embeddings, and all else around them"
+            )
+        return (begin,)
+
+    def _label(self, number: int) -> Sequence[int]:
+        text = frame_label(number)
+        if not self._labels.get(text):
+            raise RequestError(
+                f"the text before a frame ({text.strip()!r}) needs the tokenizer, and this engine "
+                "has none (skip_tokenizer_init); give frames as images, with text between them"
+            )
+        return self._labels[text]
+
+    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """All settings, with the options in place of the checkpoint's."""
+        settings = {**self._settings, **options}
+        for key, value in options.items():
+            if key not in self._settings:
+                wrong = f"{key!r} is not one of {', '.join(self._settings)}"
+            elif key.endswith("_patch"):
+                if type(value) is int and 0 < value <= _MOST_TILES:
+                    continue
+                wrong = f"{key} must be an integer from 1 to {_MOST_TILES}, got {value!r}"
+            elif isinstance(value, bool):
+                continue
+            else:
+                wrong = f"{key} must be true or false, got {value!r}"
+            raise RequestError(f"mm_processor_kwargs: {wrong}", param="mm_processor_kwargs")
+        fewest, most = settings["min_dynamic_patch"], settings["max_dynamic_patch"]
+        if fewest > most:
+            raise RequestError(
+                f"mm_processor_kwargs: min_dynamic_patch ({fewest}) is more than "
+                f"max_dynamic_patch ({most})",
+                param="mm_processor_kwargs",
+            )
+        return settings
+
+    def _given_tiles(self, features: Mapping[str, Any]) -> NDArray[Any]:
+        import numpy as np
+
+        if set(features) != {"pixel_values"}:
+            raise RequestError(f"features are pixel_values, got {', '.join(map(str, features))}")
+        try:
+            tiles = np.ascontiguousarray(features["pixel_values"], dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"pixel_values must be an array: {error}") from None
+        size = self._tile_size
+        if tiles.ndim != 4 or not len(tiles) or tiles.shape[1:] != (3, size, size):
+            raise RequestError(
+                f"pixel_values must be tiles [n, 3, {size}, {size}], got {list(tiles.shape)}"
+            )
+        if not np.isfinite(tiles).all():
+            raise RequestError("pixel_values has values that are not finite")
+        return tiles
