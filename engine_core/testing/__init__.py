@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 from engine_core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from engine_core.testing.case import ConformanceCase, ConformanceError
+    from engine_core.testing.case import ConformanceCase, ConformanceError, MediaPrompt
     from engine_core.testing.suite import ConformanceTests
 
 _HOMES = {
-    "engine_core.testing.case": "ConformanceCase ConformanceError",
+    "engine_core.testing.case": "ConformanceCase ConformanceError MediaPrompt",
     "engine_core.testing.suite": "ConformanceTests",
 }
 
-__all__ = ["ConformanceCase", "ConformanceError", "ConformanceTests"]
+__all__ = ["ConformanceCase", "ConformanceError", "ConformanceTests", "MediaPrompt"]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

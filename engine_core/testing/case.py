@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,38 @@ class ConformanceError(AssertionError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MediaPrompt:
+    """A prompt with pictures, videos or sounds.
+
+    Attributes:
+        name: for messages; unique in a case.
+        token_ids: as the family's ``process_media`` takes them: of each item one placeholder, or as
+            many as it has embeddings.
+        media: by kind, items as it takes them: PIL images, arrays or mappings of features.
+        options: settings of the family's processing.
+        reference_ids: the prompt as the reference takes it, with all placeholders; ``token_ids`` if
+            None.
+        reference_inputs: what shows the reference the same: arrays by the names of its forward's
+            parameters. Golden files need none.
+    """
+
+    name: str
+    token_ids: Sequence[int]
+    media: Mapping[str, Sequence[Any]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    reference_ids: Sequence[int] | None = None
+    reference_inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    def request(self) -> dict[str, Any]:
+        """The prompt as ``LLM.generate`` takes it."""
+        return {
+            "prompt_token_ids": list(self.token_ids),
+            "multi_modal_data": {kind: list(items) for kind, items in self.media.items()},
+            "mm_processor_kwargs": dict(self.options),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConformanceCase:
     """One tiny model of a family, and the reference for its results.
 
@@ -39,8 +71,10 @@ class ConformanceCase:
         reference: "transformers" for the class that transformers has for the config's
             ``model_type``; a folder with golden files (``docs/conformance.md`` gives their
             format); or a function from the config to a torch module.
-        prompts: token ids of each prompt; random ones of several lengths if None. Golden files
-            bring theirs.
+        prompts: token ids of each prompt of text; random ones of several lengths if None. Golden
+            files bring theirs.
+        media: prompts with pictures, videos or sounds, of every kind that the family takes. Golden
+            files bring theirs.
         unused_weights: ends of the names of tensors that checkpoints have and the model has no use
             for, such as tables that follow from the config.
     """
@@ -50,11 +84,12 @@ class ConformanceCase:
     config: Mapping[str, Any] | None = None
     reference: Reference = "transformers"
     prompts: Sequence[Sequence[int]] | None = None
+    media: Sequence[MediaPrompt] = ()
     unused_weights: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         golden = isinstance(self.reference, Path)
-        if golden and (self.config is not None or self.prompts is not None):
+        if golden and (self.config is not None or self.prompts is not None or self.media):
             raise ValueError(
                 f"case {self.name!r}: golden files bring their config and prompts; leave out both"
             )

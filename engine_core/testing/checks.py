@@ -26,7 +26,7 @@ from engine_core.runtime.loader import check_weights
 from engine_core.runtime.source import check_deterministic
 from engine_core.steps import RequestOutput
 from engine_core.testing.case import ConformanceError
-from engine_core.testing.reference import NEW_TOKENS
+from engine_core.testing.reference import NEW_TOKENS, Prompt
 from engine_core.testing.state import changes, snapshot
 from engine_core.testing.subject import Family, NotApplicableError, Subject
 from engine_core.testing.synchronisation import no_synchronisation
@@ -198,6 +198,7 @@ def logits(subject: Subject) -> None:
                     if prompt.trace is None
                     else explain(run.trace(0), prompt.trace, checkpoint.prefix)
                 )
+                + _hint(subject, prompt)
             )
         chosen = tuple(ours[len(prompt.token_ids) - 1 :].argmax(dim=-1).tolist())
         if chosen != prompt.new_tokens and not _tied(prompt.step_logits):
@@ -205,6 +206,19 @@ def logits(subject: Subject) -> None:
                 f"prompt {prompt.name!r}: greedy tokens {chosen}, those of {checkpoint.source} "
                 f"are {prompt.new_tokens}"
             )
+
+
+def _hint(subject: Subject, prompt: Prompt) -> str:
+    """What is known to be right of a prompt that shows something."""
+    if prompt.shown is None or prompt.inputs_embeds is None:
+        return ""
+    ours = subject.model.first_input(prompt.token_ids, prompt.shown)
+    if ours is None or difference(ours, prompt.inputs_embeds)[0] > TOLERANCE:
+        return " test_media_embeddings says what is wrong before the first layer."
+    return (
+        " What goes into the first layer is the reference's: look at positions, that is at "
+        "token_state and row_state and at what the model makes of them."
+    )
 
 
 def _check_window(subject: Subject) -> None:
@@ -230,7 +244,7 @@ def _position(position: int, prompt_len: int) -> str:
     return f"position {position}, which is decode step {position - prompt_len + 1}"
 
 
-def _check_same(subject: Subject, number: int, run: Run, place: int, how: str) -> None:
+def check_same(subject: Subject, number: int, run: Run, place: int, how: str) -> None:
     """Compare sequence ``number``, at ``place`` in ``run``, with the same sequence alone."""
     prompt = subject.checkpoint.prompts[number]
     alone = subject.alone[number]
@@ -246,7 +260,7 @@ def _check_same(subject: Subject, number: int, run: Run, place: int, how: str) -
 
 def _check_alone(subject: Subject, runs: Sequence[Run], how: str) -> None:
     for number, run in enumerate(runs):
-        _check_same(subject, number, run, 0, how)
+        check_same(subject, number, run, 0, how)
 
 
 def chunked_prefill(subject: Subject) -> None:
@@ -278,7 +292,7 @@ def batching(subject: Subject) -> None:
     for how, way in ways.items():
         run = model.run(sequences, _side_by_side(way))
         for number in range(len(sequences)):
-            _check_same(subject, number, run, number, how)
+            check_same(subject, number, run, number, how)
 
 
 def _side_by_side(pieces: Sequence[Sequence[tuple[int, int]]]) -> list[Step]:
@@ -297,7 +311,7 @@ def block_sizes(subject: Subject) -> None:
         for number, sequence in enumerate(subject.sequences(model)):
             steps = [[(0, start, count)] for start, count in sequence.incremental()]
             run = model.run([sequence], steps, block_size=size)
-            _check_same(subject, number, run, 0, f"with cache blocks of {size}")
+            check_same(subject, number, run, 0, f"with cache blocks of {size}")
 
 
 def _last_step(sequences: Sequence[TokenSequence]) -> Step:
@@ -373,7 +387,7 @@ def state_dict_round_trip(subject: Subject) -> None:
     for number, run in enumerate(subject.run_alone(copied, TokenSequence.incremental)):
         if not torch.equal(run.logits[0], alone[number].logits[0]):
             how = "with the state dict of the model in a second one"
-            _check_same(subject, number, run, 0, how)
+            check_same(subject, number, run, 0, how)
 
 
 def bfloat16(subject: Subject) -> None:
@@ -401,12 +415,8 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / (theirs - theirs.mean()).norm())
 
 
-def _params(subject: Subject) -> SamplingParams:
-    count = min(subject.model_config.vocab_size, _MOST_LOGPROBS)
-    return SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=count)
-
-
-def _llm(subject: Subject, **settings: Any) -> LLM:
+def llm_of(subject: Subject, **settings: Any) -> LLM:
+    """The whole engine with a subject's checkpoint."""
     defaults = {
         "device": "cpu",
         "dtype": "float32",
@@ -418,11 +428,19 @@ def _llm(subject: Subject, **settings: Any) -> LLM:
     return LLM(str(subject.folder), **{**defaults, **settings})
 
 
-def _generate(subject: Subject, llm: LLM, prompts: Sequence[Sequence[int]]) -> list[RequestOutput]:
-    return llm.generate([list(prompt) for prompt in prompts], _params(subject))
+def generate(subject: Subject, llm: LLM, prompts: Sequence[Prompt]) -> list[RequestOutput]:
+    """As many new tokens of each prompt as it has, with all log-probabilities."""
+    count = min(subject.model_config.vocab_size, _MOST_LOGPROBS)
+    params = [
+        SamplingParams(
+            temperature=0.0, max_tokens=len(p.new_tokens), ignore_eos=True, logprobs=count
+        )
+        for p in prompts
+    ]
+    return llm.generate([prompt.request for prompt in prompts], params)
 
 
-def _check_output(
+def check_output(
     output: RequestOutput, tokens: Sequence[int], rows: Sequence[Mapping[int, float]], how: str
 ) -> None:
     """The tokens and, as log-probabilities, the logits of an output are the expected ones."""
@@ -443,49 +461,49 @@ def _check_output(
 def engine(subject: Subject) -> None:
     """The whole engine gives the tokens of the model alone, whatever its settings."""
     subject.require_run()
-    prompts = [prompt.token_ids for prompt in subject.checkpoint.prompts]
-    expected = []
-    for prompt in prompts:
-        tokens, rows = subject.model.greedy(prompt, NEW_TOKENS)
-        expected.append((tokens, [_entry(row) for row in rows.log_softmax(dim=-1)]))
-    for settings in ({}, {"block_size": 4, "max_num_batched_tokens": _chunk(subject)}):
-        with _llm(subject, **settings) as llm:
-            outputs = _generate(subject, llm, prompts)
+    prompts = subject.checkpoint.prompts
+    expected = [greedy(subject, prompt) for prompt in prompts]
+    for settings in ({}, {"block_size": 4, "max_num_batched_tokens": chunk(subject)}):
+        with llm_of(subject, **settings) as llm:
+            outputs = generate(subject, llm, prompts)
         how = f"through LLM({', '.join(f'{key}={value}' for key, value in settings.items())})"
         for output, (tokens, wanted) in zip(outputs, expected, strict=True):
-            _check_output(output, tokens, wanted, how)
+            check_output(output, tokens, wanted, how)
 
 
-def _chunk(subject: Subject) -> int:
+def greedy(subject: Subject, prompt: Prompt) -> tuple[list[int], list[dict[int, float]]]:
+    """The model's own new tokens of a prompt alone, and all log-probabilities of each."""
+    tokens, rows = subject.model.greedy(prompt.token_ids, len(prompt.new_tokens), prompt.shown)
+    return tokens, [dict(enumerate(row.tolist())) for row in rows.log_softmax(dim=-1)]
+
+
+def chunk(subject: Subject) -> int:
     """Few tokens per step, but no fewer than a prompt's longest atomic span."""
     spans = [s for p in subject.sequences(subject.model) for s in p.prompt.atomic_spans]
     return max([8, *(end - start for start, end in spans)])
 
 
-def _entry(row: Tensor) -> dict[int, float]:
-    return dict(enumerate(row.tolist()))
-
-
-def _same_outputs(
+def same_outputs(
     outputs: Sequence[RequestOutput], expected: Sequence[RequestOutput], how: str
 ) -> None:
+    """Outputs are those of another way."""
     for output, other in zip(outputs, expected, strict=True):
         completion = other.outputs[0]
         assert completion.logprobs is not None, "they were asked for"
         rows = [{t: value.logprob for t, value in e.items()} for e in completion.logprobs]
-        _check_output(output, completion.token_ids, rows, how)
+        check_output(output, completion.token_ids, rows, how)
 
 
 def quantised(subject: Subject) -> None:
     """With int8 weights the model runs, and comes close to what it gives without."""
     subject.require_run()
-    prompts = [p.token_ids for p in subject.checkpoint.prompts if len(p.token_ids) > 1]
+    prompts = [p.request for p in subject.checkpoint.prompts if len(p.token_ids) > 1]
     count = min(subject.model_config.vocab_size, _MOST_LOGPROBS)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=-1)
     tables = []
     for quantization in (None, "int8"):
-        with _llm(subject, quantization=quantization) as llm:
-            outputs = llm.generate([list(prompt) for prompt in prompts], params)
+        with llm_of(subject, quantization=quantization) as llm:
+            outputs = llm.generate(prompts, params)
         entries = [entry for output in outputs for entry in (output.prompt_logprobs or [])[1:]]
         assert all(entry is not None for entry in entries), "they were asked for"
         tables.append(
@@ -503,25 +521,30 @@ def quantised(subject: Subject) -> None:
 def prefix_caching(subject: Subject) -> None:
     """Blocks from the prefix cache equal those that would be computed."""
     subject.require_run()
-    expected = subject.checkpoint.prompts
-    prompts = [prompt.token_ids for prompt in expected]
+    prompts = subject.checkpoint.prompts
     # As in a chat: the next prompt is the last one with its answer.
-    longer = [(*prompt.token_ids, *prompt.new_tokens) for prompt in expected]
-    longer = [ids for ids in longer if len(ids) + NEW_TOKENS <= subject.max_model_len]
-    with _llm(subject, enable_prefix_caching=False) as llm:
-        first = _generate(subject, llm, prompts)
-        second = _generate(subject, llm, longer)
-    with _llm(subject, block_size=4) as llm:
-        _generate(subject, llm, prompts)
-        again = _generate(subject, llm, prompts)
-        continued = _generate(subject, llm, longer)
-    if max(map(len, prompts)) > 4 and not any(o.metrics.num_cached_tokens for o in again):
+    longer = [
+        replace(prompt, token_ids=(*prompt.token_ids, *prompt.new_tokens))
+        for prompt in prompts
+        if not prompt.shown
+        and len(prompt.token_ids) + 2 * len(prompt.new_tokens) <= subject.max_model_len
+    ]
+    with llm_of(subject, enable_prefix_caching=False) as llm:
+        first = generate(subject, llm, prompts)
+        second = generate(subject, llm, longer)
+    with llm_of(subject, block_size=4) as llm:
+        generate(subject, llm, prompts)
+        again = generate(subject, llm, prompts)
+        continued = generate(subject, llm, longer)
+    if max(len(prompt.token_ids) for prompt in prompts) > 4 and not any(
+        o.metrics.num_cached_tokens for o in again
+    ):
         raise ConformanceError(
             "prompts computed a second time take nothing from the prefix cache; cache_salts and "
             "row state must be equal for equal prompts"
         )
-    _same_outputs(again, first, "computed a second time, with prefix caching")
-    _same_outputs(continued, second, "that continues another one, with prefix caching")
+    same_outputs(again, first, "computed a second time, with prefix caching")
+    same_outputs(continued, second, "that continues another one, with prefix caching")
 
 
 def tensor_parallel(subject: Subject) -> None:
@@ -535,23 +558,23 @@ def tensor_parallel(subject: Subject) -> None:
                 f"this model does not split over two ranks: {error}"
             ) from error
         raise
-    prompts = [prompt.token_ids for prompt in subject.checkpoint.prompts]
-    with _llm(subject) as llm:
-        expected = _generate(subject, llm, prompts)
-    with _llm(subject, tensor_parallel_size=2) as llm:
-        outputs = _generate(subject, llm, prompts)
-    _same_outputs(outputs, expected, "with tensor_parallel_size=2")
+    prompts = subject.checkpoint.prompts
+    with llm_of(subject) as llm:
+        expected = generate(subject, llm, prompts)
+    with llm_of(subject, tensor_parallel_size=2) as llm:
+        outputs = generate(subject, llm, prompts)
+    same_outputs(outputs, expected, "with tensor_parallel_size=2")
 
 
 def graph(subject: Subject) -> None:
     """On a GPU, replayed graphs give what eager steps give."""
-    prompts = [prompt.token_ids for prompt in subject.checkpoint.prompts]
+    prompts = subject.checkpoint.prompts
     settings = {"device": "cuda", "eager": True}
-    with _llm(subject, **settings) as llm:
-        expected = _generate(subject, llm, prompts)
-    with _llm(subject, **{**settings, "eager": False}) as llm:
-        outputs = _generate(subject, llm, prompts)
-    _same_outputs(outputs, expected, "with captured graphs")
+    with llm_of(subject, **settings) as llm:
+        expected = generate(subject, llm, prompts)
+    with llm_of(subject, **{**settings, "eager": False}) as llm:
+        outputs = generate(subject, llm, prompts)
+    same_outputs(outputs, expected, "with captured graphs")
 
 
 def deterministic(subject: Subject) -> None:
@@ -571,20 +594,21 @@ def same_tokens(subject: Subject, **settings: Any) -> None:
     Together twice, so that the second time takes from the prefix cache, with whole prompts and in
     chunks.
     """
-    prompts = [list(prompt.token_ids) for prompt in subject.checkpoint.prompts]
+    prompts = [prompt.request for prompt in subject.checkpoint.prompts]
     params = SamplingParams(temperature=0.0, max_tokens=_DETERMINISTIC_TOKENS, ignore_eos=True)
-    with _llm(subject, eager=True, enable_prefix_caching=False, **settings) as llm:
+    with llm_of(subject, eager=True, enable_prefix_caching=False, **settings) as llm:
         alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
-    for more in ({}, {"max_num_batched_tokens": _chunk(subject)}):
+    for more in ({}, {"max_num_batched_tokens": chunk(subject)}):
         named = ", ".join(f"{key}={value}" for key, value in {**settings, **more}.items())
-        with _llm(subject, **settings, **more) as llm:
+        with llm_of(subject, **settings, **more) as llm:
             for order in (1, -1):
                 outputs = llm.generate(prompts[::order], params)[::order]
-                for prompt, expected, output in zip(prompts, alone, outputs, strict=True):
+                for expected, output in zip(alone, outputs, strict=True):
                     got = output.outputs[0].token_ids
                     if got != expected:
                         raise ConformanceError(
-                            f"a prompt of {len(prompt)} tokens through LLM({named}): beside others "
-                            f"its new tokens are {got}, alone {expected}. A product, or a sum over "
-                            "a dimension, by torch's own functions may depend on the batch"
+                            f"a prompt of {len(output.prompt_token_ids)} tokens through "
+                            f"LLM({named}): beside others its new tokens are {got}, alone "
+                            f"{expected}. A product, or a sum over a dimension, by torch's own "
+                            "functions may depend on the batch"
                         )

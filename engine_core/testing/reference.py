@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from engine_core.runtime.layer_trace import decoder_layers
-from engine_core.testing.case import ConformanceCase, ConformanceError
-from engine_core.testing.trace import Recorder, Trace
+from engine_core.testing.case import ConformanceCase, ConformanceError, MediaPrompt
+from engine_core.testing.trace import Recorder, Trace, first_input
 
 NEW_TOKENS = 8
+MEDIA_TOKENS = 16
 _LENGTHS = (1, 6, 21, 45)
 
 
@@ -35,6 +36,10 @@ class Prompt:
         step_logits: ``[new tokens, vocab]`` float32; row 0 is the prompt's last one.
         trace: of the reference, for the tokens of :attr:`sequence`; None for golden files.
         columns: the tokens whose logits are given; None for all.
+        shown: the prompt as its author gave it, if it shows more than text; :attr:`token_ids` have
+            all its placeholders.
+        inputs_embeds: ``[prompt length, H]`` float32, what the reference's first decoder layer
+            takes; None if that is not known.
     """
 
     name: str
@@ -44,6 +49,8 @@ class Prompt:
     step_logits: Tensor
     trace: Trace | None = None
     columns: list[int] | None = None
+    shown: MediaPrompt | None = None
+    inputs_embeds: Tensor | None = None
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -54,6 +61,11 @@ class Prompt:
     def logits(self) -> Tensor:
         """``[len(sequence), vocab]``."""
         return torch.cat([self.prompt_logits, self.step_logits[1:]])
+
+    @property
+    def request(self) -> Any:
+        """The prompt as ``LLM.generate`` takes it."""
+        return list(self.token_ids) if self.shown is None else self.shown.request()
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,10 @@ def prepare(case: ConformanceCase, folder: Path) -> TinyCheckpoint:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     given = case.prompts if case.prompts is not None else _random_prompts(model, config)
-    prompts = tuple(_run(model, list(ids), f"{len(ids)} tokens") for ids in given)
+    prompts = (
+        *(_run(model, list(ids), f"{len(ids)} tokens") for ids in given),
+        *(_run(model, [], shown.name, shown) for shown in case.media),
+    )
     return TinyCheckpoint(
         folder, prompts, type(model).__name__, getattr(model, "base_model_prefix", "")
     )
@@ -125,7 +140,7 @@ def _randomise(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         param.requires_grad_(False)
         if param.dim() > 1:
-            param.normal_(0.0, 1.5 * param.shape[-1] ** -0.5)
+            param.normal_(0.0, 1.5 * param[0].numel() ** -0.5)
         elif name.endswith("bias"):
             param.normal_(0.0, 0.3)
         else:
@@ -148,31 +163,40 @@ def _random_prompts(model: nn.Module, config: Mapping[str, Any]) -> list[list[in
 
 
 @torch.inference_mode()
-def _run(model: nn.Module, ids: list[int], name: str) -> Prompt:
+def _run(model: nn.Module, ids: list[int], name: str, shown: MediaPrompt | None = None) -> Prompt:
     """Greedy decoding: transformers' models with their cache, others over the whole again."""
     # A copy, because models with dynamic rope scaling remember the longest sequence they saw.
     model = copy.deepcopy(model)
     cached = hasattr(model, "prepare_inputs_for_generation")
-    layers = _reference_layers(model)
+    layers, count, embeds = _reference_layers(model), NEW_TOKENS, None
+    inputs: dict[str, Tensor] = {}
+    if shown is not None:
+        ids = list(shown.token_ids if shown.reference_ids is None else shown.reference_ids)
+        inputs = {key: torch.as_tensor(value) for key, value in shown.reference_inputs.items()}
+        layers, embeds = _first_layer(model, layers, ids, inputs)
+        count = MEDIA_TOKENS
     recorder = Recorder(model, layers)
-    length = len(ids) + NEW_TOKENS - 1
+    length = len(ids) + count - 1
     sequence = list(ids)
     rows: list[Tensor] = []
     with recorder.recording():
         cache: Any = None
         start = 0
-        while len(sequence) < len(ids) + NEW_TOKENS:
+        while len(sequence) < len(ids) + count:
             if not cached:
                 start = 0
             recorder.begin([(0, position) for position in range(start, len(sequence))])
-            inputs = torch.tensor([sequence[start:]])
+            tokens = torch.tensor([sequence[start:]])
+            more = {} if start else inputs
             if cached:
-                # Some classes with ALiBi take the mask's length for the sequence's.
-                seen = torch.ones(1, len(sequence), dtype=torch.int64)
-                output = model(inputs, attention_mask=seen, past_key_values=cache, use_cache=True)
+                if shown is None:
+                    # Some classes with ALiBi take the mask's length for the sequence's, and some
+                    # with mrope for that of the new tokens.
+                    more = {"attention_mask": torch.ones(1, len(sequence), dtype=torch.int64)}
+                output = model(tokens, past_key_values=cache, use_cache=True, **more)
                 cache = output.past_key_values
             else:
-                output = model(inputs)
+                output = model(tokens, **more)
             logits = output if isinstance(output, Tensor) else output.logits
             rows = [*rows[:start], *logits[0].float()]
             start = len(sequence)
@@ -184,16 +208,44 @@ def _run(model: nn.Module, ids: list[int], name: str) -> Prompt:
         prompt_logits=torch.stack(rows[: len(ids)]),
         step_logits=torch.stack(rows[len(ids) - 1 :]),
         trace=recorder.trace(0, length),
+        shown=shown,
+        inputs_embeds=embeds,
     )
 
 
-def _reference_layers(model: nn.Module) -> list[str]:
-    config = getattr(model, "config", None)
+def _reference_layers(model: Any) -> list[str]:
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
     count = getattr(config, "num_hidden_layers", None)
     if count is None:
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
         count = len(lists[0]) if lists else 0
     return decoder_layers(model, count)
+
+
+def _first_layer(
+    model: nn.Module, layers: Sequence[str], ids: Sequence[int], inputs: Mapping[str, Tensor]
+) -> tuple[list[str], Tensor | None]:
+    """The decoder layers of a model that also has an encoder's, and what the first one takes.
+
+    They are those that are called for each token.
+    """
+    taken: dict[str, Tensor] = {}
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    handles = [
+        first_input(each[0], lambda x, name=name: taken.setdefault(name, x))  # type: ignore[misc]
+        for name, each in lists.items()
+    ]
+    try:
+        copy.deepcopy(model)(torch.tensor([list(ids)]), **inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, x in taken.items():
+        if x.shape[:2] == (1, len(ids)):
+            return [f"{name}.{index}" for index in range(len(lists[name]))], x[0].float()
+    return list(layers), None
 
 
 def _golden(folder: Path) -> TinyCheckpoint:
@@ -204,16 +256,19 @@ def _golden(folder: Path) -> TinyCheckpoint:
             f"the golden files in {folder} are not all there: no {', '.join(absent)}. A package "
             "that leaves them out of its wheel can be checked from its source"
         )
-    prompts = tuple(read_golden(folder / "expected.json", NEW_TOKENS))
+    prompts = tuple(read_golden(folder / "expected.json", NEW_TOKENS, with_media=True))
     return TinyCheckpoint(folder, prompts, f"the golden files in {folder.name}")
 
 
-def read_golden(file: Path, count: int | None = None) -> Iterator[Prompt]:
+def read_golden(
+    file: Path, count: int | None = None, *, with_media: bool = False
+) -> Iterator[Prompt]:
     """Yield the prompts of a file of golden outputs and of the ``.safetensors`` beside it.
 
     Args:
         file: ``expected.json``.
-        count: how many of the new tokens are read; None for all.
+        count: how many of the new tokens are read of a prompt of text; None for all.
+        with_media: whether prompts may show more than text.
 
     Raises:
         KeyError: something is not there.
@@ -222,21 +277,47 @@ def read_golden(file: Path, count: int | None = None) -> Iterator[Prompt]:
     expected = json.loads(file.read_text(encoding="utf-8"))
     tensors = load_file(file.with_suffix(".safetensors"))
     for entry in expected["prompts"]:
-        more = sorted(key for key in entry if "pixel" in key or "image" in key)
-        if more:
+        shown = _golden_media(entry, tensors)
+        more = sorted(key for key in entry if "pixel" in key or "image" in key or key == "media")
+        if more and not (shown and with_media):
             raise ValueError(
                 f"the prompt {entry['name']!r} is more than tokens ({', '.join(more)})"
             )
+        number = count if shown is None or count is None else MEDIA_TOKENS
+        embeds = entry.get("inputs_embeds")
         suffix = "_sub" if "prefill_logits_sub" in entry else ""
         steps = entry.get(f"step_logits{suffix}")
         yield Prompt(
             name=str(entry["name"]),
             token_ids=tuple(map(int, entry["input_ids"])),
-            new_tokens=tuple(map(int, entry["new_tokens"][:count])),
+            new_tokens=tuple(map(int, entry["new_tokens"][:number])),
             prompt_logits=tensors[entry[f"prefill_logits{suffix}"]].float(),
-            step_logits=torch.empty(0) if steps is None else tensors[steps].float()[:count],
+            step_logits=torch.empty(0) if steps is None else tensors[steps].float()[:number],
             columns=expected["logits_token_ids"] if suffix else None,
+            shown=shown,
+            inputs_embeds=None if embeds is None else tensors[embeds].float(),
         )
+
+
+def kinds_of(case: ConformanceCase) -> set[str]:
+    """What a case shows besides text."""
+    if isinstance(case.reference, Path):
+        file = case.reference / "expected.json"
+        prompts = json.loads(file.read_text(encoding="utf-8"))["prompts"] if file.is_file() else ()
+        return {kind for prompt in prompts for kind in prompt.get("media", ())}
+    return {kind for shown in case.media for kind in shown.media}
+
+
+def _golden_media(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MediaPrompt | None:
+    """What a prompt of golden files shows: by kind, items of named tensors."""
+    if "media" not in entry:
+        return None
+    media = {
+        kind: [{key: tensors[name].numpy() for key, name in item.items()} for item in items]
+        for kind, items in entry["media"].items()
+    }
+    ids = entry.get("given_ids", entry["input_ids"])
+    return MediaPrompt(name=str(entry["name"]), token_ids=ids, media=media)
 
 
 def transformers_class(values: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -245,13 +326,16 @@ def transformers_class(values: Mapping[str, Any]) -> tuple[Any, Any]:
     Raises:
         LookupError: transformers has none.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     values = dict(values)
     model_type = values.pop("model_type", None)
     try:
         config = AutoConfig.for_model(model_type, **values)
-        return config, AutoModelForCausalLM._model_mapping[type(config)]
+        for known in (AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping):
+            if type(config) in known:
+                return config, known[type(config)]
+        raise KeyError(type(config).__name__)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise LookupError(
             f"transformers has no causal model for model_type {model_type!r} ({error})"

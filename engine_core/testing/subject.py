@@ -13,6 +13,7 @@ from torch import nn
 
 from engine_core.checkpoint import Checkpoint, open_checkpoint
 from engine_core.configs import HFConfig, ModelConfig
+from engine_core.inputs import InputProcessor
 from engine_core.registry import PluginReport, Registry, build_registry
 from engine_core.runtime.loader import build_on_meta, load_weights
 from engine_core.step_context import BuildContext
@@ -156,6 +157,12 @@ class Subject:
         """The class that the module map names."""
         return self.family.registry.model_class(self.model_config.architecture)
 
+    @cached_property
+    @blocked_by("config_builder")
+    def processor(self) -> InputProcessor | None:
+        """An input processor of the family's that none of the models has."""
+        return self.family.registry.input_processor(self.model_config)
+
     def on_meta(
         self, dtype: str = "float32", tp_size: int = 1, *, deterministic: bool = False
     ) -> nn.Module:
@@ -185,9 +192,15 @@ class Subject:
         """The model in float32."""
         return self.load()
 
+    @blocked_by("weights")
+    def loaded_anew(self) -> TinyModel:
+        """The model in float32, before anything was computed by it."""
+        return self.load()
+
     def sequences(self, model: TinyModel) -> list[TokenSequence]:
         """Every prompt with the reference's new tokens."""
-        return [model.sequence(p.sequence, len(p.token_ids)) for p in self.checkpoint.prompts]
+        prompts = self.checkpoint.prompts
+        return [model.sequence(p.sequence, len(p.token_ids), p.shown) for p in prompts]
 
     def run_alone(
         self, model: TinyModel, pieces: Callable[[TokenSequence], Sequence[tuple[int, int]]]

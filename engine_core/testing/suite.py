@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import ClassVar
 
 import pytest
 import torch
 
-from engine_core.testing import checks
-from engine_core.testing.case import load_cases
+from engine_core.testing import checks, media
+from engine_core.testing.case import ConformanceCase, load_cases
 from engine_core.testing.imports import check_discovery, check_import_rules
-from engine_core.testing.reference import prepare
+from engine_core.testing.reference import kinds_of, prepare
 from engine_core.testing.subject import (
     BlockedError,
     Family,
@@ -33,6 +33,17 @@ def _package(suite: ConformanceTests, config: pytest.Config) -> str:
             "--model-package engine_core_<family>"
         )
     return package
+
+
+def _showing(cases: Sequence[ConformanceCase]) -> list[ConformanceCase]:
+    """The cases that show more than text, or the first one of an architecture that has none."""
+    shown = {case.architecture for case in cases if kinds_of(case)}
+    first = {case.architecture: case for case in reversed(cases)}
+    return [
+        c
+        for c in cases
+        if kinds_of(c) or (c.architecture not in shown and first[c.architecture] is c)
+    ]
 
 
 def _test(
@@ -69,7 +80,9 @@ class ConformanceTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each check on each case."""
         if "subject" in metafunc.fixturenames:
-            cases = load_cases(_package(self, metafunc.config))
+            cases: Sequence[ConformanceCase] = load_cases(_package(self, metafunc.config))
+            if metafunc.definition.originalname.startswith("test_media_"):
+                cases = _showing(cases)
             metafunc.parametrize("subject", cases, ids=[c.name for c in cases], indirect=True)
 
     @pytest.fixture
@@ -118,6 +131,11 @@ class ConformanceTests:
     test_bfloat16 = _test(checks.bfloat16)
     test_engine = _test(checks.engine)
     test_prefix_caching = _test(checks.prefix_caching)
+    test_media_items = _test(media.media_items)
+    test_media_embeddings = _test(media.media_embeddings)
+    test_media_chunks = _test(media.media_chunks)
+    test_media_neighbours = _test(media.media_neighbours)
+    test_media_caches = _test(media.media_caches)
     test_quantised = _test(checks.quantised)
     test_tensor_parallel = _test(checks.tensor_parallel)
     test_gpu_logits = _test(checks.gpu_logits, gpu=True)

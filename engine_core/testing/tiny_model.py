@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine_core.inputs import InputProcessor, ProcessedPrompt
+from engine_core.inputs import InputProcessor, MediaItem, ProcessedPrompt
 from engine_core.nn import cached_layers
 from engine_core.runtime.layer_trace import decoder_layers
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
-from engine_core.testing.trace import Recorder, Trace
+from engine_core.testing.case import ConformanceError, MediaPrompt
+from engine_core.testing.trace import Recorder, Trace, first_input
 
 Step = Sequence[tuple[int, int, int]]
 """What one pass computes: (sequence, first position, number of tokens) for each row."""
@@ -98,13 +100,82 @@ class TinyModel:
             layer.group_id = self.groups.index(spec)
         self.layers = decoder_layers(self.network)
 
-    def sequence(self, token_ids: Sequence[int], prompt_len: int) -> TokenSequence:
-        """``token_ids`` with what the input processor says of the prompt."""
+    def sequence(
+        self, token_ids: Sequence[int], prompt_len: int, shown: MediaPrompt | None = None
+    ) -> TokenSequence:
+        """``token_ids`` with what the input processor says of the prompt, and of what it shows.
+
+        Raises:
+            ConformanceError: it makes other tokens of a prompt that shows something.
+        """
         prompt = tuple(token_ids[:prompt_len])
-        processed = (
-            ProcessedPrompt(prompt) if self.processor is None else self.processor.process(prompt)
-        )
+        if shown is not None:
+            processed = self.process(shown)
+            if tuple(processed.token_ids) != prompt:
+                raise ConformanceError(
+                    f"prompt {shown.name!r}: the input processor makes "
+                    f"{len(processed.token_ids)} tokens of it, {list(processed.token_ids)}; the "
+                    f"reference has {len(prompt)}, {list(prompt)}"
+                )
+        elif self.processor is None:
+            processed = ProcessedPrompt(prompt)
+        else:
+            processed = self.processor.process(prompt)
         return TokenSequence(tuple(token_ids), processed)
+
+    def process(self, shown: MediaPrompt) -> ProcessedPrompt:
+        """What the input processor makes of a prompt that shows something."""
+        processor: Any = self.processor
+        media = {kind: list(items) for kind, items in shown.media.items()}
+        processed: ProcessedPrompt = processor.process_media(
+            list(shown.token_ids), media, dict(shown.options)
+        )
+        return processed
+
+    @torch.inference_mode()
+    def embed(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        """The embeddings ``[n, H]`` of each of some items, all of a kind at once."""
+        network: Any = self.network
+        found: list[Tensor | None] = [None] * len(items)
+        for kind in dict.fromkeys(item.kind for item in items):
+            places = [place for place, item in enumerate(items) if item.kind == kind]
+            features = [
+                {
+                    # As in the engine what the model writes to them reaches the item.
+                    name: torch.as_tensor(np.require(value, requirements="W")).to(self.device)
+                    for name, value in items[place].features.items()
+                }
+                for place in places
+            ]
+            given = network.embed_media(kind, features)
+            if not isinstance(given, list | tuple) or len(given) != len(places):
+                raise ConformanceError(
+                    f"embed_media of {len(places)} {kind} items returned {type(given).__name__} "
+                    f"of {len(given)}, not a list of one tensor each"
+                )
+            for place, embeddings in zip(places, given, strict=True):
+                count = items[place].num_embeddings
+                if embeddings.shape[:1] != (count,) or embeddings.dim() != 2:
+                    raise ConformanceError(
+                        f"embed_media gives {list(embeddings.shape)} for an {kind} whose span "
+                        f"{items[place].span} has {count} positions; [{count}, H] is expected"
+                    )
+                found[place] = embeddings
+        return [embeddings for embeddings in found if embeddings is not None]
+
+    @torch.inference_mode()
+    def first_input(self, token_ids: Sequence[int], shown: MediaPrompt) -> Tensor | None:
+        """``[T, H]`` float32, what the first decoder layer takes of a prompt; None without one."""
+        if not self.layers:
+            return None
+        sequence = self.sequence(token_ids, len(token_ids), shown)
+        taken: list[Tensor] = []
+        handle = first_input(self.network.get_submodule(self.layers[0]), taken.append)
+        try:
+            self.run([sequence], [[(0, 0, len(token_ids))]])
+        finally:
+            handle.remove()
+        return taken[0][0].float()
 
     @torch.inference_mode()
     def run(
@@ -116,6 +187,8 @@ class TinyModel:
         logits: list[list[Tensor]] = [[] for _ in sequences]
         with recorder.recording():
             for step in steps:
+                recorder.begin([])  # An encoder may have as many patches as a step has tokens.
+                cache.encode(step)
                 recorder.begin([(s, p + i) for s, p, count in step for i in range(count)])
                 out = self.logits(cache, cache.context(step)).to("cpu", torch.float32)
                 for (owner, _, _), rows in zip(step, out.split([c for *_, c in step]), strict=True):
@@ -123,12 +196,14 @@ class TinyModel:
         return Run([torch.cat(rows) for rows in logits], recorder)
 
     @torch.inference_mode()
-    def greedy(self, prompt: Sequence[int], count: int) -> tuple[list[int], Tensor]:
+    def greedy(
+        self, prompt: Sequence[int], count: int, shown: MediaPrompt | None = None
+    ) -> tuple[list[int], Tensor]:
         """``count`` new tokens and the logits ``[count, vocab]`` that they were chosen by."""
         tokens: list[int] = []
         rows: list[Tensor] = []
         # The cache is sized for the whole; what stands in for tokens to come is never computed.
-        sequence = self.sequence([*prompt, *[0] * count], len(prompt))
+        sequence = self.sequence([*prompt, *[0] * count], len(prompt), shown)
         cache = PagedCache(self, [sequence], 16)
         start, length = 0, len(prompt)
         for _ in range(count):
@@ -162,7 +237,10 @@ class PagedCache:
         self, model: TinyModel, sequences: Sequence[TokenSequence], block_size: int
     ) -> None:
         self.sequences = list(sequences)
+        self._model = model
         self._device = model.device
+        # Embeddings of items by digest and salts, as the engine keeps them.
+        self._embeddings: dict[Hashable, Tensor] = {}
         self._block_size = block_size
         draw = random.Random(0)
         counts = [-(-len(sequence.token_ids) // block_size) for sequence in sequences]
@@ -185,6 +263,40 @@ class PagedCache:
                     for tensor in tensors
                 )
             )
+
+    def _touched(self, step: Step) -> Iterator[tuple[Hashable, MediaItem, int, int, int]]:
+        """The items that a step touches: their keys, and the numbers of the first position.
+
+        That is in its sequence and in the step; with the last one's end in the sequence.
+        """
+        number = 0
+        for owner, start, count in step:
+            prompt = self.sequences[owner].prompt
+            for item in prompt.media:
+                begin, end = max(item.span[0], start), min(item.span[1], start + count)
+                if begin < end:
+                    key = item.digest, prompt.cache_salts
+                    yield key, item, begin, number + begin - start, end
+            number += count
+
+    def encode(self, step: Step) -> None:
+        """Compute the embeddings of the items that are new in a step, together."""
+        new = {k: item for k, item, *_ in self._touched(step) if k not in self._embeddings}
+        self._embeddings.update(zip(new, self._model.embed([*new.values()]), strict=True))
+
+    def _inputs_embeds(self, step: Step, tokens: Tensor) -> Tensor | None:
+        """The tokens' embeddings ``[1, T, H]``, with those of items; None without any."""
+        touched = list(self._touched(step))
+        if not touched:
+            return None
+        self.encode(step)
+        network: Any = self._model.network
+        merged: Tensor = network.get_input_embeddings()(tokens).clone()
+        for key, item, begin, place, end in touched:
+            first = item.span[0]
+            part = self._embeddings[key][begin - first : end - first]
+            merged[0, place : place + len(part)] = part
+        return merged
 
     def context(self, step: Step) -> StepContext:
         """The step's context, with the same fields as the engine's runner fills."""
@@ -210,8 +322,10 @@ class PagedCache:
             )
         decode = next((i for i, count in enumerate(lengths) if count != 1), len(lengths))
         tokens = [owners[row].token_ids[position] for row, position in rows]
+        input_ids = self._tensor([tokens])
         return StepContext(
-            input_ids=self._tensor([tokens]),
+            input_ids=input_ids,
+            inputs_embeds=self._inputs_embeds(step, input_ids),
             position_ids=self._tensor([positions]),
             row_ids=self._tensor(row_ids),
             attn_metadata=AttentionMetadata(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from engine_core.runtime.layer_trace import watching
 
@@ -64,6 +66,19 @@ class Recorder:
             if len(found) == length and len({row.shape for row in found.values()}) == 1:
                 trace.outputs[name] = torch.stack([found[place] for place in range(length)])
         return trace
+
+
+def first_input(layer: nn.Module, note: Callable[[Tensor], object]) -> RemovableHandle:
+    """Call ``note`` with a copy of the first tensor that ``layer`` is called with."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        del module
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        found = next(tensors, None)
+        if found is not None:
+            note(found.detach().to("cpu", copy=True))
+
+    return layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def difference(ours: Tensor, theirs: Tensor) -> tuple[float, int]:

@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import inspect
-import shutil
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import torch
+from planted import TINY, Fault, installed, run_kit
 
 from engine_core.errors import ConfigError
-from engine_core.testing import ConformanceError, ConformanceTests, checks
+from engine_core.testing import ConformanceError, checks
 from engine_core.testing.reference import TinyCheckpoint, prepare
 from engine_core.testing.subject import NotApplicableError, Subject, find_family
-
-SOURCE = Path(__file__).parent / "tiny_family" / "engine_core_tiny"
-PACKAGE = "engine_core_tiny"
-# Spawns processes, and is checked by the sound family alone.
-SLOW = "test_tensor_parallel"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """An edit of the sound family.
-
-    Attributes:
-        file: which of its files.
-        old: what stands there, once.
-        new: what stands there instead.
-        fails: the checks that fail, with what each says; of both cases unless ``case`` is given.
-        case: the only case in which the fault shows.
-        blocked: checks that cannot run then.
-        more: other edits of the file, from old to new.
-    """
-
-    file: str
-    old: str
-    new: str
-    fails: dict[str, str]
-    case: str | None = None
-    blocked: set[str] = field(default_factory=set)
-    more: dict[str, str] = field(default_factory=dict)
-
 
 # Everything that runs a loaded model.
 RUNS = {
@@ -302,74 +267,18 @@ FAULTS = {
 }
 
 
-@contextlib.contextmanager
-def installed(
-    folder: Path, edits: Mapping[str, str] = MappingProxyType({}), file: str = "model.py"
-) -> Iterator[None]:
-    """The sound family as pip leaves a package behind: on the path, with its entry points.
-
-    ``edits`` of one of its files are from what stands there once to what stands there instead.
-    """
-    shutil.copytree(SOURCE, folder / PACKAGE)
-    path = folder / PACKAGE / file
-    text = path.read_text()
-    for old, new in edits.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    path.write_text(text)
-    metadata = folder / f"{PACKAGE}-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: engine-core-tiny\nVersion: 1.0\n"
-    )
-    (metadata / "entry_points.txt").write_text(f"[engine_core]\ntiny = {PACKAGE}.plugin\n")
-    sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
-            del sys.modules[name]
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
     folder = tmp_path_factory.mktemp("sound")
     with installed(folder):
-        cases = find_family(PACKAGE).cases
+        cases = find_family(TINY).cases
         return {c.name: prepare(c, tmp_path_factory.mktemp(c.name)) for c in cases}
 
 
 def first_subject(checkpoints: dict[str, TinyCheckpoint]) -> Subject:
     """The first case of the installed family."""
-    family = find_family(PACKAGE)
+    family = find_family(TINY)
     return Subject(family, family.cases[0], checkpoints[family.cases[0].name])
-
-
-def run_kit(
-    checkpoints: dict[str, TinyCheckpoint],
-) -> tuple[dict[tuple[str, str], str], set[tuple[str, str]]]:
-    """Messages of the failing checks, and the blocked ones; keys are check and case."""
-    family = find_family(PACKAGE)
-    failed: dict[tuple[str, str], str] = {}
-    blocked: set[tuple[str, str]] = set()
-    suite = ConformanceTests()
-    subjects = {case.name: Subject(family, case, checkpoints[case.name]) for case in family.cases}
-    # In the order in which pytest runs them.
-    for name in vars(ConformanceTests):
-        method = getattr(suite, name)
-        if not name.startswith("test_") or name == SLOW or hasattr(method, "pytestmark"):
-            continue
-        each = subjects if "subject" in inspect.signature(method).parameters else {"": family}
-        for case, argument in each.items():
-            try:
-                method(argument)
-            except pytest.skip.Exception:
-                blocked.add((name, case))
-            except Exception as error:
-                failed[name, case] = f"{type(error).__name__}: {error}"
-    return failed, blocked
 
 
 def test_a_sound_family_passes(tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]) -> None:
@@ -422,7 +331,7 @@ def test_tokens_that_depend_on_the_batch_are_found(
     """As the check of deterministic mode does it, but on a CPU, and by more than rounding."""
     fault = FAULTS["computation that depends on the batch"]
     with installed(tmp_path, {fault.old: fault.new} if faulty else {}, fault.file):
-        family = find_family(PACKAGE)
+        family = find_family(TINY)
         for case in family.cases:
             subject = Subject(family, case, checkpoints[case.name])
             with (
@@ -439,7 +348,7 @@ def test_a_sound_family_is_deterministic(
     tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]
 ) -> None:
     with installed(tmp_path):
-        family = find_family(PACKAGE)
+        family = find_family(TINY)
         for case in family.cases:
             Subject(family, case, checkpoints[case.name]).run(checks.deterministic)
 

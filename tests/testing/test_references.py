@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine_core.testing import ConformanceCase, ConformanceError, checks
+from engine_core.testing import ConformanceCase, ConformanceError, checks, media
 from engine_core.testing.case import load_cases
-from engine_core.testing.reference import NEW_TOKENS, TinyCheckpoint, prepare
+from engine_core.testing.reference import MEDIA_TOKENS, NEW_TOKENS, TinyCheckpoint, prepare
 from engine_core.testing.subject import NotApplicableError, Subject, find_family
 
 CONFIG = {
@@ -127,6 +128,54 @@ def test_absent_golden_files_are_named(tmp_path: Path) -> None:
     golden = ConformanceCase(name="g", architecture="A", reference=tmp_path)
     with pytest.raises(ConformanceError, match=r"no config\.json, model\.safetensors, expected"):
         prepare(golden, tmp_path)
+
+
+def golden_with_pictures(folder: Path, change: float = 0.0) -> TinyCheckpoint:
+    """Outputs of transformers' own code for Qwen2-VL, with the items of each prompt by name."""
+    for file in (GOLDEN / "qwen2vl-tiny").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "expected.safetensors")
+    expected = json.loads((folder / "expected.json").read_text())
+    for prompt in expected["prompts"]:
+        if "pixel_values" not in prompt:
+            continue
+        grids = tensors[prompt.pop("image_grid_thw")]
+        pixels = tensors[prompt.pop("pixel_values")].split(grids.prod(-1).tolist())
+        prompt["media"] = {"image": []}
+        for index, each in enumerate(zip(pixels, grids, strict=True)):
+            names = [f"{prompt['name']}.{index}.{name}" for name in ("pixels", "grid")]
+            tensors.update((n, t.clone()) for n, t in zip(names, each, strict=True))
+            keys = ("pixel_values", "image_grid_thw")
+            prompt["media"]["image"].append(dict(zip(keys, names, strict=True)))
+        tensors[prompt["prefill_logits"]][-1, 5] += change
+    (folder / "expected.json").write_text(json.dumps(expected))
+    save_file(tensors, folder / "expected.safetensors")
+    return prepare(seeing(folder), folder)
+
+
+def seeing(folder: Path) -> ConformanceCase:
+    architecture = "Qwen2VLForConditionalGeneration"
+    return ConformanceCase(name="golden", architecture=architecture, reference=folder)
+
+
+def test_golden_files_may_show_pictures(tmp_path: Path) -> None:
+    checkpoint = golden_with_pictures(tmp_path)
+    shown = [prompt for prompt in checkpoint.prompts if prompt.shown]
+    assert {len(prompt.new_tokens) for prompt in shown} == {MEDIA_TOKENS}
+    family = replace(find_family("engine_core_qwen2_vl"), cases=(seeing(tmp_path),))
+    subject = Subject(family, seeing(tmp_path), checkpoint)
+    checks.logits(subject)
+    media.media_chunks(subject)
+    media.media_caches(subject)
+    with pytest.raises(ConformanceError, match=r"takes the kinds image, video, .* shows video;"):
+        media.media_items(subject)
+
+
+def test_a_difference_from_golden_files_with_pictures_is_placed(tmp_path: Path) -> None:
+    checkpoint = golden_with_pictures(tmp_path, 0.01)
+    family = find_family("engine_core_qwen2_vl")
+    with pytest.raises(ConformanceError, match=r"'image-first': logits differ .* position 23 of"):
+        checks.logits(Subject(family, seeing(tmp_path), checkpoint))
 
 
 def test_a_model_that_transformers_does_not_know(tmp_path: Path) -> None:

@@ -3,30 +3,58 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
-from engine_core.testing import ConformanceCase
+import numpy as np
 
-if TYPE_CHECKING:
-    from torch import nn
+from engine_core.testing import ConformanceCase, MediaPrompt
 
-
-def reference(config: Mapping[str, Any]) -> nn.Module:
-    """transformers' class, which is none of its causal models."""
-    import transformers
-
-    theirs: Any = getattr(transformers, config["architectures"][0])
-    values = {key: value for key, value in config.items() if key != "model_type"}
-    model: nn.Module = theirs._from_config(
-        theirs.config_class(**values), attn_implementation="eager"
-    )
-    return model
+Grid = tuple[int, int, int]
 
 
 # Text alone: neither these nor the answers to them have the tokens of pictures, 3 and 4.
 _draw = random.Random(0)
 _PROMPTS = [[_draw.randrange(2, 160) for _ in range(length)] for length in (1, 6, 21, 45)]
+
+
+def _shown(
+    name: str, ids: Sequence[int], images: Sequence[Grid] = (), videos: Sequence[Grid] = ()
+) -> MediaPrompt:
+    """A prompt with items of random patches, whose sizes in patches are given."""
+    draw = np.random.default_rng(len(name))
+
+    def items(values: str, sizes: str, grids: Sequence[Grid]) -> list[dict[str, np.ndarray]]:
+        return [
+            {
+                values: draw.normal(size=(np.prod(grid), 96)).astype(np.float32),
+                sizes: np.array(grid),
+            }
+            for grid in grids
+        ]
+
+    media = {
+        "image": items("pixel_values", "image_grid_thw", images),
+        "video": items("pixel_values_videos", "video_grid_thw", videos),
+    }
+    media = {kind: given for kind, given in media.items() if given}
+    inputs = {
+        key: np.stack([i[key] for i in given])
+        if "grid" in key
+        else np.concatenate([i[key] for i in given])
+        for given in media.values()
+        for key in given[0]
+    }
+    inputs["mm_token_type_ids"] = np.array([[{3: 1, 4: 2}.get(token, 0) for token in ids]])
+    return MediaPrompt(name=name, token_ids=ids, media=media, reference_inputs=inputs)
+
+
+_MEDIA = [
+    _shown("a picture first", [*[3] * 6, 9, 8], [(1, 4, 6)]),
+    _shown("text after a picture", [7, 5, *[3] * 4, 9, 8, 11, 12], [(1, 4, 4)]),
+    _shown("two pictures", [7, *[3] * 6, 5, 6, *[3] * 4, 8], [(1, 4, 6), (1, 8, 2)]),
+    # Its width is more than its length in time, after which transformers does not go on.
+    _shown("a video and a picture", [7, *[4] * 20, 5, *[3] * 4, 8], [(1, 4, 4)], [(2, 4, 10)]),
+]
 
 _TEXT = {
     "vocab_size": 160,
@@ -60,8 +88,8 @@ CASES = [
                 "patch_size": 4,
             },
         },
-        reference=reference,
         prompts=_PROMPTS,
+        media=_MEDIA,
     ),
     ConformanceCase(
         name="qwen2.5-vl",
@@ -81,7 +109,7 @@ CASES = [
                 "fullatt_block_indexes": [1],
             },
         },
-        reference=reference,
         prompts=_PROMPTS,
+        media=_MEDIA,
     ),
 ]

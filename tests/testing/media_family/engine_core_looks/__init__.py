@@ -1,0 +1,1 @@
+"""A family that sees, small enough to break on purpose."""
