@@ -10,6 +10,7 @@ import keyword
 import re
 from collections.abc import Mapping
 from importlib import resources
+from importlib.metadata import requires
 from pathlib import Path
 from string import Template
 from types import ModuleType
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 _STEM = re.compile(r"(.+?)(For[A-Z]\w*|LMHeadModel|Model)")
 # Keys of a checkpoint's config that a tiny one must not have: ids beyond its vocabulary, and
 # references to weights or code that it lacks.
+_WIDTH = 100
+# Files that the README of a new package describes by itself.
+_DESCRIBED = ("plugin", "config", "model", "conformance")
 _DROPPED = re.compile(r".*_token_id|auto_map|(torch_)?dtype|quantization_config|_name_or_path")
 
 
@@ -42,13 +46,15 @@ class _Pattern:
         plugin = importlib.import_module(self.report.module)
         case = _first_case(registry, self.package, self.origin)
         self.config: Mapping[str, Any] = case.config
+        # What else its author says of the case, as it is written.
+        self.case_source, self.case_names = _case_source(f"{self.package}.conformance", case)
         self.architecture: str = case.architecture
         self.module_map: dict[str, str] = plugin.module_map()
         self.builder = self._builder(plugin)
         self.processors = [
             item
             for item in getattr(plugin, "input_processors", list)()
-            if self.architecture in _module_source(item)
+            if self.architecture in _source(item.__module__)
         ]
 
     def _builder(self, plugin: ModuleType) -> type[ConfigBuilder]:
@@ -99,6 +105,40 @@ def _case_with_config(package: str) -> Any:
     return next((case for case in cases if case.config is not None), None)
 
 
+def _case_source(module: str, case: Any) -> tuple[dict[str, str], set[str]]:
+    """What a case says beside its name, architecture and config, as it is written.
+
+    Returns:
+        The source of these arguments by their names, and the names of the module that they need.
+
+    Raises:
+        PluginLoadError: no call in the module has the case's name.
+    """
+    from engine_core.cli.source_excerpt import defined, names_in
+
+    source = _source(module)
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ConformanceCase"):
+            given = {each.arg: each.value for each in node.keywords if each.arg}
+            name = given.get("name")
+            if isinstance(name, ast.Constant) and name.value == case.name:
+                shared = ("name", "architecture", "config")
+                more = {key: value for key, value in given.items() if key not in shared}
+                used = set().union(*map(names_in, more.values()))
+                own = {name for statement in tree.body for name in defined(statement)}
+                text = {
+                    key: ast.get_source_segment(source, each) or "" for key, each in more.items()
+                }
+                return text, used & own
+    if case.prompts is None and not case.media and case.reference == "transformers":
+        return {}, set()
+    raise PluginLoadError(
+        f"{module} makes its case {case.name!r} by other code than a call of ConformanceCase with "
+        "that name, so that it cannot be copied; make the package after another family"
+    )
+
+
 def _patterns(registry: Registry) -> list[str]:
     """The names of the installed families that have a case with a config."""
     names = []
@@ -109,8 +149,8 @@ def _patterns(registry: Registry) -> list[str]:
     return names
 
 
-def _module_source(item: type) -> str:
-    path = importlib.import_module(item.__module__).__file__
+def _source(module: str) -> str:
+    path = importlib.import_module(module).__file__
     return Path(path).read_text(encoding="utf-8") if path else ""
 
 
@@ -245,6 +285,33 @@ def _template(file: str, values: Mapping[str, str]) -> str:
     return Template(text).substitute(values)
 
 
+def _module_map(architecture: str, module: str) -> str:
+    """The module map's literal, as the formatter writes it."""
+    key, value = f'"{architecture}":', f'"{module}.{architecture}"'
+    whole = f"{{{key} {value}}}"
+    if len(whole) <= _WIDTH - len("    return "):
+        return whole
+    entry = f"        {key} {value},"
+    if len(entry) > _WIDTH:
+        entry = f"        {key} (\n            {value}\n        ),"
+    return f"{{\n{entry}\n    }}"
+
+
+def _about(module: str) -> str:
+    """The first sentence of a module's docstring, as one of a table."""
+    about = (ast.get_docstring(ast.parse(_source(module))) or "").split(". ")[0].splitlines()
+    text = about[0].rstrip(".") if about else "what the others need"
+    return text[:1].lower() + text[1:]
+
+
+def _extras(distribution: str) -> str:
+    """The extras of the engine that a distribution requires, such as "[media]"."""
+    required = [
+        re.match(r"engine-core-llm(\[[^\]]+\])", line) for line in requires(distribution) or ()
+    ]
+    return next((found[1] for found in required if found), "")
+
+
 def _literal(value: Any, indent: int) -> str:
     """A JSON value as the formatter writes it in Python."""
     inner, end = " " * (indent + 4), " " * indent
@@ -271,6 +338,12 @@ def _package_files(
         [(model_module, model_class), *((item.__module__, item.__name__) for item in offered)],
     )
     docstring = f'"""Copied from {pattern.origin}; change what differs."""\n\n'
+    cases = f"{pattern.package}.conformance"
+    made_of = source_excerpts(
+        pattern.package, [(cases, name) for name in sorted(pattern.case_names)], ["ConformanceCase"]
+    )
+    head = made_of.pop(cases, "from engine_core.testing import ConformanceCase\n")
+    excerpts |= made_of
     files = {
         rename.name(module).replace(".", "/") + ".py": docstring + rename(source)
         for module, source in excerpts.items()
@@ -292,10 +365,20 @@ def _package_files(
         "api": pattern.report.requires_api or API_VERSION,
         "core": f"{major}.{minor}",
         "next_core": f"{major}.{int(minor) + 1}",
-        "model_module": rename.name(model_module),
+        "module_map": _module_map(architecture, rename.name(model_module)),
         "builder": rename.name(pattern.builder.__name__),
         "imports": "\n".join(sorted(imports)),
         "config": _literal(config, 8),
+        "head": rename(head).rstrip("\n"),
+        "more": "".join(
+            f"\n        {key}={rename.name(text)}," for key, text in pattern.case_source.items()
+        ),
+        "extras": _extras(pattern.report.distribution or ""),
+        "files": "".join(
+            f"| `{rename.name(module).rpartition('.')[2]}.py` | {_about(module)} |\n"
+            for module in sorted(excerpts)
+            if module.rpartition(".")[2] not in _DESCRIBED
+        ),
     }
     values["processors_hook"] = (
         _template("processors_hook.txt", {"processors": processors}).rstrip("\n")

@@ -14,12 +14,15 @@ from engine_core.errors import PluginLoadError
 _LINE_LENGTH = 100
 
 
-def source_excerpts(package: str, wanted: Iterable[tuple[str, str]]) -> dict[str, str]:
+def source_excerpts(
+    package: str, wanted: Iterable[tuple[str, str]], imported: Iterable[str] = ()
+) -> dict[str, str]:
     """The definitions that are ``wanted`` of ``package``, and all that they use inside it.
 
     Args:
         package: its import name.
         wanted: pairs of module and name.
+        imported: names whose imports are kept even if nothing that is found uses them.
 
     Returns:
         A module's dotted name to the excerpt of its source: future import, the imports that are
@@ -39,13 +42,12 @@ def source_excerpts(package: str, wanted: Iterable[tuple[str, str]]) -> dict[str
         if name not in source.definitions:
             raise PluginLoadError(f"{module} does not define {name}, which is to be copied")
         found[module].add(name)
-        for used in source.uses(name):
-            if used in source.definitions:
-                todo.append((module, used))
-            home = source.imports.get(used)
-            if home is not None and home[0].split(".")[0] == package:
-                todo.append(home)
-    return {module: sources[module].text(names) for module, names in found.items()}
+        uses = source.uses(name)
+        todo += [(module, used) for used in uses if used in source.definitions]
+        homes = [source.imports[used] for used in uses if used in source.imports]
+        homes += _imported_from(source.definitions[name])
+        todo += [home for home in homes if home[0].split(".")[0] == package]
+    return {module: sources[module].text(names, imported) for module, names in found.items()}
 
 
 class _Module:
@@ -58,7 +60,7 @@ class _Module:
         text = Path(spec.origin).read_text(encoding="utf-8")
         self._lines = text.splitlines()
         self._body = ast.parse(text).body
-        self.definitions = {name: node for node in self._body for name in _defined(node)}
+        self.definitions = {name: node for node in self._body for name in defined(node)}
         self.imports: dict[str, tuple[str, str]] = {}
         for statement in self._body:
             for node in (statement, *_for_types(statement)):
@@ -68,12 +70,11 @@ class _Module:
 
     def uses(self, name: str) -> set[str]:
         """The names that a definition reads."""
-        nodes = ast.walk(self.definitions[name])
-        return {node.id for node in nodes if isinstance(node, ast.Name)}
+        return names_in(self.definitions[name])
 
-    def text(self, names: set[str]) -> str:
-        """The source of these definitions and of the imports that they use."""
-        used = set().union(*(self.uses(name) for name in names))
+    def text(self, names: set[str], imported: Iterable[str] = ()) -> str:
+        """The source of these definitions and of the imports that they use, or are named."""
+        used = set(imported).union(*(self.uses(name) for name in names))
         if any(_imports(_for_types(node), used) for node in self._body):
             used.add("TYPE_CHECKING")
         text: list[str] = []
@@ -82,15 +83,28 @@ class _Module:
             first, last = self._span(node)
             gap = max(gap, min(first - end, 2))
             lines = _imports([node], used)
-            if for_types := _imports(_for_types(node), used):
+            if for_types := self._grouped(_for_types(node), used):
                 lines = ["if TYPE_CHECKING:", indent("\n".join(for_types), "    ")]
-            elif names.intersection(_defined(node)):
+            elif names.intersection(defined(node)):
                 lines = self._lines[first:last]
             if lines:
                 text += [""] * gap + lines
                 gap = 0
             end = last
         return "\n".join(text).strip("\n") + "\n"
+
+    def _grouped(self, body: Iterable[ast.stmt], used: set[str]) -> list[str]:
+        """The imports that are used, with an empty line where their author left one."""
+        lines: list[str] = []
+        empty = False
+        end = None
+        for node in body:
+            empty = empty or (end is not None and node.lineno > end + 1)
+            end = node.end_lineno
+            if found := _imports([node], used):
+                lines += ["", *found] if empty and lines else found
+                empty = False
+        return lines
 
     def _span(self, node: ast.stmt) -> tuple[int, int]:
         """First line, counted from 0, with decorators and the comment above, and the end."""
@@ -109,7 +123,23 @@ def _for_types(node: ast.stmt) -> list[ast.stmt]:
     return []
 
 
-def _defined(node: ast.stmt) -> list[str]:
+def names_in(node: ast.AST) -> set[str]:
+    """The names that stand in a piece of code."""
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def _imported_from(node: ast.AST) -> list[tuple[str, str]]:
+    """Modules and names of the imports inside a definition."""
+    return [
+        (each.module, alias.name)
+        for each in ast.walk(node)
+        if isinstance(each, ast.ImportFrom) and each.module
+        for alias in each.names
+    ]
+
+
+def defined(node: ast.stmt) -> list[str]:
+    """The names that a statement defines."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else []

@@ -58,13 +58,16 @@ def installed(project: Path, target: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_config", [False, True], ids=["alone", "with-hf-config"])
+@pytest.mark.parametrize(
+    ("like", "suffix"), [("llama", "ForCausalLM"), ("qwen2_vl", "ForConditionalGeneration")]
+)
 def test_the_package_passes_the_conformance_kit_unchanged(
-    tmp_path: Path, with_config: bool
+    tmp_path: Path, like: str, suffix: str
 ) -> None:
+    """A family that reads, with a checkpoint's config, and one that sees."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
-    given = ["--hf-config", tmp_path / "config.json"] if with_config else []
-    assert "engine-core-marigold" in make("marigold", "--like", "llama", "--out", tmp_path, *given)
+    given = ["--hf-config", tmp_path / "config.json"] if like == "llama" else []
+    assert "engine-core-marigold" in make("marigold", "--like", like, "--out", tmp_path, *given)
     project = tmp_path / "engine-core-marigold"
     target = tmp_path / "target"
     target.mkdir()
@@ -85,7 +88,7 @@ def test_the_package_passes_the_conformance_kit_unchanged(
     listed = forkserver.run(command, env=environment, capture_output=True, text=True, check=True)
     reports = {report["name"]: report for report in json.loads(listed.stdout)}
     assert reports["marigold"]["distribution"] == "engine-core-marigold"
-    assert reports["marigold"]["architectures"] == ["MarigoldForCausalLM"]
+    assert reports["marigold"]["architectures"] == [f"Marigold{suffix}"]
     assert all(report["error"] is None for report in reports.values())
 
 
@@ -151,7 +154,29 @@ def test_nothing_of_the_pattern_is_left_but_its_name(tmp_path: Path) -> None:
     assert "class MyMarigold2ForCausalLM(" in model
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom", "qwen2", "gpt2"])
+def test_nothing_of_a_pattern_that_sees_is_left_but_its_name(tmp_path: Path) -> None:
+    make("marigold", "--like", "qwen2_vl", "--out", tmp_path)
+    project = tmp_path / "engine-core-marigold"
+    left = [
+        line.strip()
+        for file in project.rglob("*.py")
+        for line in file.read_text().splitlines()
+        if "qwen" in line.lower()
+    ]
+    said = ("Copied from engine-core-qwen2-vl", "differs from engine-core-qwen2-vl")
+    # The reference is transformers' class for it, until the author names another.
+    assert [line for line in left if not any(each in line for each in said)] == [
+        '"model_type": "qwen2_vl",'
+    ]
+    package = project / "engine_core_marigold"
+    assert "class MarigoldProcessor:" in (package / "inputs.py").read_text()
+    assert "media=" in (package / "conformance.py").read_text()
+    about = tomllib.loads((project / "pyproject.toml").read_text())
+    assert about["project"]["dependencies"] == ["engine-core-llm[media]>=0.1,<0.2"]
+    assert "| `pixels.py` | from pictures to patches" in (project / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "qwen2", "gpt2", "qwen2_vl"])
 def test_any_family_with_cases_can_be_the_pattern(tmp_path: Path, family: str) -> None:
     """The written package is formatted, and every name in it is defined."""
     make("marigold", "--like", family, "--out", tmp_path)

@@ -95,7 +95,7 @@ class Qwen2VLProcessor:
             for kind, settings in self._settings.items()
         }
         self._merge: int = config.vision_config["spatial_merge_size"]
-        # Of Qwen2.5-VL; for Qwen2-VL time goes on by one with each pair of frames.
+        # None where time goes on by one with each pair of frames.
         self._per_second: float | None = config.vision_config.get("tokens_per_second")
 
     def process(self, token_ids: Sequence[int]) -> ProcessedPrompt:
@@ -123,8 +123,8 @@ class Qwen2VLProcessor:
                 ``[F, H, W, 3]``, a :class:`Video`, or ``pixel_values_videos`` and
                 ``video_grid_thw``; none of its frames is left out.
             options: ``min_pixels`` and ``max_pixels`` of an image or a frame, after resizing; and
-                for Qwen2.5-VL ``fps``, the frames of the videos in a second, else what a video
-                says, else 2.
+                where time is in seconds ``fps``, the frames of the videos in a second, else what a
+                video says, else 2.
 
         Raises:
             RequestError: placeholders and items do not agree, or an item or option is none.

@@ -266,7 +266,7 @@ class Qwen2VLForConditionalGeneration(RotaryCausalLM):
         self.visual = self.tower(HFConfig(config.vision_config))
 
     def build_layer(self, config: HFConfig, index: int) -> DecoderLayer:
-        """A layer of Qwen2: biases on q, k and v, none on the output projection."""
+        """A layer with biases on q, k and v and none on the output projection."""
         return DecoderLayer(
             SelfAttention(
                 config.hidden_size,
