@@ -511,6 +511,7 @@ class RequestMetrics:
         finished_time: when its last completion ended, or None.
         num_cached_tokens: prompt tokens taken from the prefix cache.
         num_preemptions: how often it had to be recomputed.
+        media_tokens: by kind, prompt tokens that each picture, video or sound takes.
     """
 
     arrival_time: float
@@ -518,6 +519,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    media_tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,7 @@ def _as_json(result: RequestOutput) -> str:
         "time": _since(metrics.finished_time, metrics.arrival_time),
         "num_cached_tokens": metrics.num_cached_tokens,
         "num_preemptions": metrics.num_preemptions,
+        "media_tokens": metrics.media_tokens,
     }
     # JSON cannot express NaN and infinity.
     return to_json(values, inf_nan_mode="null").decode()

@@ -83,11 +83,13 @@ class RequestStream:
     Attributes:
         request_id: the id given, or one made by the engine.
         prompt_token_ids: the prompt's tokens.
+        media_tokens: by kind, those that each picture, video or sound takes.
     """
 
     def __init__(self, engine: AsyncEngine, state: State) -> None:
         self.request_id = state.request_id
         self.prompt_token_ids = state.prompt_token_ids
+        self.media_tokens = state.media_tokens
         self._engine = engine
         self._state = state
         self._changed = False

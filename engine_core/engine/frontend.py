@@ -198,6 +198,7 @@ class State:
         first_token_time: as ``arrival_time``, or None.
         num_cached_tokens: prompt tokens taken from the prefix cache.
         media: what the prompt shows, until the core, maybe another process, surely has it.
+        media_tokens: by kind, prompt tokens that each picture, video or sound takes.
     """
 
     request_id: str
@@ -212,6 +213,7 @@ class State:
     first_token_time: float | None = None
     num_cached_tokens: int = 0
     media: tuple[MediaItem, ...] = ()
+    media_tokens: dict[str, list[int]] = field(default_factory=dict)
 
     def output(self) -> RequestOutput:
         """The whole request so far."""
@@ -254,6 +256,7 @@ class State:
                 finished_time=time.monotonic() if finished else None,
                 num_cached_tokens=self.num_cached_tokens,
                 num_preemptions=sum(c.num_preemptions for c in self.completions),
+                media_tokens=self.media_tokens,
             ),
         )
 
@@ -308,6 +311,12 @@ class Frontend:
         self._drawn_seeds = 0
         self._serials = itertools.count()
         self._numbers = itertools.count()
+
+    @property
+    def media_kinds(self) -> tuple[str, ...]:
+        """What the model takes besides text: "image", "video" or "audio"."""
+        processor = self._input_processor
+        return processor.media_kinds if isinstance(processor, MediaProcessor) else ()
 
     @property
     def states(self) -> Mapping[str, State]:
@@ -543,6 +552,8 @@ class Frontend:
             request_id, prompt.text, prompt.token_ids, arrived, streaming, unfinished=params.n
         )
         state.media = processed.media
+        for item in processed.media:
+            state.media_tokens.setdefault(item.kind, []).append(item.num_embeddings)
         seed = self._draw_seed() if params.seed is None else params.seed
         base = f"{request_id}@{self._name}{serial}" if unique_ids else request_id
         sequences = []

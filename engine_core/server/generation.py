@@ -236,6 +236,11 @@ class Generation:
         self._finish_reasons: list[str] = []
         self.prompt_token_ids = [stream.prompt_token_ids for stream in streams]
         self.completion_tokens = 0
+        self._media_tokens: dict[str, int] = {}
+        for kind, sizes in (item for stream in streams for item in stream.media_tokens.items()):
+            field = f"{kind}_tokens"
+            self._media_tokens[field] = self._media_tokens.get(field, 0) + sum(sizes)
+            service.metrics.media_items.labels(kind).inc(len(sizes))
         self._cached: dict[int, int] = {}
         self._unfinished = len(streams)
 
@@ -394,13 +399,16 @@ class Generation:
             )
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's ``usage`` object."""
+        """OpenAI's ``usage`` object, with the tokens of each kind of media that the prompt has."""
         prompt = sum(map(len, self.prompt_token_ids))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(self._cached.values()),
+                **self._media_tokens,
+            },
         }
 
     async def close(self) -> None:
@@ -411,7 +419,7 @@ class Generation:
         usage = self.usage()
         self._context.details |= {
             "prompt_tokens": usage["prompt_tokens"],
-            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            **usage["prompt_tokens_details"],
             "completion_tokens": self.completion_tokens,
             "finish_reasons": self._finish_reasons,
         }

@@ -293,7 +293,7 @@ class _Message(Form):
         }
 
     def _usage(self, answer: PartAnswer) -> dict[str, int]:
-        cached = answer.cached_tokens if self._splits_usage else 0
+        cached = answer.input_details.get("cached_tokens", 0) if self._splits_usage else 0
         return {
             "input_tokens": answer.input_tokens - cached,
             "cache_creation_input_tokens": 0,

@@ -124,6 +124,12 @@ class Metrics:
             ("finish_reason",),
             registry=self._registry,
         )
+        self.media_items = Counter(
+            "engine_core_media_items",
+            "Pictures, videos and sounds of prompts that were taken, by kind.",
+            ("kind",),
+            registry=self._registry,
+        )
         self.refused_connections = Counter(
             "engine_core_refused_connections",
             "Connections or requests refused before their key was looked at, by reason.",

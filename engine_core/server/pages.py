@@ -24,8 +24,8 @@ _CONTENT_TYPES = {
 }
 _HEADERS = {
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; object-src 'none'",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' blob:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; object-src 'none'",
     "Referrer-Policy": "no-referrer",
     "X-Frame-Options": "DENY",
 }

@@ -57,7 +57,8 @@ class PartAnswer:
         finish_reason: as chats have it; None while it goes on.
         stop_reason: the stop string or token that ended it.
         input_tokens: of the prompt.
-        cached_tokens: those of them found in the prefix cache.
+        input_details: which of them were found in the prefix cache, and which are of pictures,
+            videos and sounds, as a chat's ``prompt_tokens_details`` has them.
         output_tokens: all that were generated.
         reasoning_tokens: those that the reasoning's text has; known at the end.
     """
@@ -66,7 +67,7 @@ class PartAnswer:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     input_tokens: int = 0
-    cached_tokens: int = 0
+    input_details: dict[str, int] = field(default_factory=dict)
     output_tokens: int = 0
     reasoning_tokens: int = 0
 
@@ -156,7 +157,7 @@ class PartEvents(Events):
     def _count(self) -> None:
         usage = self._generation.usage()
         self._answer.input_tokens = usage["prompt_tokens"]
-        self._answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        self._answer.input_details = usage["prompt_tokens_details"]
         self._answer.output_tokens = usage["completion_tokens"]
 
     async def _finish(self) -> bytes:

@@ -45,7 +45,15 @@ class _Generated(Answer):
     model: str
 
 
-class PromptTokensDetails(Answer):
+class MediaTokens(Answer):
+    """Tokens of a prompt that are embeddings of media; a kind that it has not is left out."""
+
+    image_tokens: int | None = Field(default=None, ge=0)
+    video_tokens: int | None = Field(default=None, ge=0)
+    audio_tokens: int | None = Field(default=None, ge=0)
+
+
+class PromptTokensDetails(MediaTokens):
     """Where the prompt's tokens came from."""
 
     cached_tokens: int = Field(ge=0)
@@ -238,6 +246,7 @@ class ModelAnswer(Answer):
     created: int
     owned_by: str
     max_model_len: int = Field(gt=0)
+    input_modalities: list[Literal["text", "image", "video", "audio"]] = Field(min_length=1)
 
 
 class ModelsAnswer(Answer):

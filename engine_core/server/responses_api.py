@@ -388,8 +388,9 @@ class _Response(Form):
         usage = {
             "input_tokens": answer.input_tokens,
             "input_tokens_details": {
-                "cached_tokens": answer.cached_tokens,
+                "cached_tokens": 0,
                 "cache_write_tokens": 0,
+                **answer.input_details,
             },
             "output_tokens": answer.output_tokens,
             "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},

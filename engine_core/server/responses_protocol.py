@@ -22,7 +22,7 @@ from engine_core.server.protocol import (
     Text,
     TextResponseFormat,
 )
-from engine_core.server.responses import Answer
+from engine_core.server.responses import Answer, MediaTokens
 
 
 class InputText(OpenBody):
@@ -302,7 +302,7 @@ class OutputCall(Answer):
 OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
-class InputTokensDetails(Answer):
+class InputTokensDetails(MediaTokens):
     """Where the prompt's tokens came from."""
 
     cached_tokens: int = Field(ge=0)

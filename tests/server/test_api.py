@@ -67,7 +67,7 @@ def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
     assert [model.id for model in listed] == [MODEL]
     found = client.models.retrieve(MODEL)
     assert found == listed[0]
-    assert found.model_extra == {"max_model_len": 1024}
+    assert found.model_extra == {"max_model_len": 1024, "input_modalities": ["text"]}
     with pytest.raises(openai.NotFoundError, match="'other' is not served here; there is 'tiny'"):
         client.models.retrieve("other")
 

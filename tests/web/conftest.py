@@ -32,7 +32,10 @@ TYPES = {
     ".svg": "image/svg+xml",
     ".woff2": "font/woff2",
 }
-POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'"
+POLICY = (
+    "default-src 'self'; img-src 'self' blob:; object-src 'none'; base-uri 'none'; "
+    "form-action 'none'"
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.models = ["tiny"]
+        self.modalities: list[str] | None = None
         self.api_key: str | None = None
         self.replies: deque[Answer | Refusal] = deque()
         self.received: list[Received] = []
@@ -89,7 +93,10 @@ class FakeServer:
                 path = urlsplit(self.path).path
                 if path == "/v1/models":
                     if self._is_authorized():
-                        models = [{"id": name, "object": "model"} for name in fake.models]
+                        each: dict[str, object] = {"object": "model"}
+                        if fake.modalities is not None:
+                            each["input_modalities"] = fake.modalities
+                        models = [{"id": name, **each} for name in fake.models]
                         self._json(200, {"object": "list", "data": models})
                     return
                 file = WEB / (path.removeprefix("/") or "index.html")

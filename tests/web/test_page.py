@@ -11,10 +11,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import forkserver
 import pytest
+from page_actions import answers, ask, ask_and_wait, expect
 from slow_llama import OPTIONS as SLOW
 
 if TYPE_CHECKING:
@@ -22,28 +23,6 @@ if TYPE_CHECKING:
 
 WEB = Path(__file__).parents[2] / "engine_core" / "server" / "web"
 OpenPage = Callable[..., "Page"]
-
-
-def expect(subject: Any) -> Any:
-    """Playwright's assertion, which waits; imported late, as it may not be installed."""
-    from playwright.sync_api import expect
-
-    return expect(subject)
-
-
-def ask(page: Page, text: str) -> None:
-    page.fill("#prompt", text)
-    page.keyboard.press("Enter")
-
-
-def answers(page: Page) -> Locator:
-    return page.locator(".answer:not(.streaming)")
-
-
-def ask_and_wait(page: Page, text: str) -> None:
-    before = answers(page).count()
-    ask(page, text)
-    expect(answers(page)).to_have_count(before + 1)
 
 
 def show_settings(page: Page, **values: str) -> None:

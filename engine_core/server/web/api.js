@@ -45,13 +45,13 @@ function messageOf(body) {
   return error ? JSON.stringify(error) : null;
 }
 
-/** The names under which the server serves its model. */
+/** The names under which the server serves its model, each with what may be in a message. */
 export async function listModels(key) {
   const response = await request("v1/models", key);
   const body = await response.json().catch(() => null);
-  const names = body?.data?.map((model) => model.id);
-  if (!names?.length) throw new ApiError("The server names no model at /v1/models.");
-  return names;
+  const models = body?.data?.map(({ id, input_modalities }) => [id, input_modalities ?? ["text"]]);
+  if (!models?.length) throw new ApiError("The server names no model at /v1/models.");
+  return new Map(models);
 }
 
 /**

@@ -2,12 +2,14 @@
 
 import { ApiError, listModels, streamChat } from "./api.js";
 import { announce, byId, copyWithButton, el, fitHeight, iconButton } from "./dom.js";
+import { newId } from "./ids.js";
 import { AnswerView, editor, userMessage } from "./message.js";
+import * as pictures from "./pictures.js";
 import * as store from "./store.js";
 
 const SAVE_EVERY_MS = 1000;
 const AT_END_PX = 64;
-const LARGEST_IMPORT = 20_000_000;
+const LARGEST_IMPORT = 200_000_000;
 
 const prompt = byId("prompt");
 const scroller = byId("scroller");
@@ -19,11 +21,14 @@ const conversations = new Map();
 const runs = new Map();
 /** Sent messages that are being edited, by the id of their conversation: `{id, text}`. */
 const edits = new Map();
+/** Pictures that are being read for a conversation, by its id: when they are. */
+const readings = new Map();
 /** Errors to be shown, by the id of their conversation. */
 const alerts = new Map();
 
 let open = store.newConversation();
-let models = [];
+/** What a message may have, by the name of a model. */
+let models = new Map();
 let atEnd = true;
 
 function showAlert() {
@@ -97,6 +102,7 @@ function show(conversation) {
   store.current.set(conversation.id);
   prompt.value = conversation.draft;
   fitHeight(prompt);
+  showAttached();
   fillSettings();
   closeSidebar();
   atEnd = true;
@@ -140,6 +146,7 @@ function remove(conversation) {
   runs.delete(conversation.id);
   conversations.delete(conversation.id);
   store.deleteConversation(conversation.id);
+  dropPictures();
   if (conversation === open) {
     const [next] = [...conversations.values()].sort((a, b) => (a.updated < b.updated ? 1 : -1));
     show(next ?? store.newConversation(conversation.settings));
@@ -155,12 +162,19 @@ function download(name, value) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
-function exportConversations(chosen, name) {
+async function exportConversations(chosen, name) {
+  const exported = structuredClone(chosen);
+  for (const conversation of exported) {
+    for (const each of store.withPictures(conversation)) {
+      if (each.pictures?.length) each.pictures = await pictures.packed(each.pictures);
+      else delete each.pictures;
+    }
+  }
   download(`${name}.json`, {
     format: store.FORMAT,
     version: 1,
     exported: new Date().toISOString(),
-    conversations: chosen,
+    conversations: exported,
   });
 }
 
@@ -172,7 +186,7 @@ async function importFiles(files) {
     const found = [];
     for (const file of files) {
       try {
-        if (file.size > LARGEST_IMPORT) throw new Error("It is larger than any browser stores.");
+        if (file.size > LARGEST_IMPORT) throw new Error("It is larger than 200 MB.");
         found.push(...store.readExport(await file.text()));
       } catch (error) {
         throw new Error(`${file.name} was not imported. ${error.message}`);
@@ -182,10 +196,13 @@ async function importFiles(files) {
       const here = conversations.get(conversation.id);
       if (here?.updated === conversation.updated) continue;
       // Another state of a conversation that is here stands beside it.
-      if (here) conversation.id = store.newId();
+      if (here) conversation.id = newId();
       added.push(conversation);
       try {
         store.saveConversation(conversation);
+        for (const each of store.withPictures(conversation)) {
+          await Promise.all((each.pictures ?? []).map(pictures.storePicture));
+        }
       } catch {
         throw new Error("The browser has no room left for these conversations. None was imported.");
       }
@@ -197,9 +214,11 @@ async function importFiles(files) {
       conversations.delete(id);
       store.deleteConversation(id);
     }
+    dropPictures();
     setAlert(open, error.message);
     return;
   }
+  dropPictures();
   setAlert(open, "");
   byId("search").value = "";
   show(added[0]);
@@ -258,7 +277,7 @@ function questionEditor(index) {
   return {
     label: "Edit your message",
     hint: following > 1 ? `Sending removes the ${following} messages after this one.` : "",
-    choices: [["Send", (text) => sendEdited(open, index, text)]],
+    choices: [["Send", (text) => sendEdited(open, index, text, edits.get(open.id).pictures)]],
   };
 }
 
@@ -283,7 +302,7 @@ function showControls() {
 
 function startEditing(message) {
   if (runs.has(open.id)) return;
-  edits.set(open.id, { id: message.id, text: message.content });
+  edits.set(open.id, { id: message.id, text: message.content, pictures: message.pictures });
   atEnd = false;
   render();
 }
@@ -323,32 +342,48 @@ function followEnd() {
   byId("to-end").hidden = below < 2 * AT_END_PX;
 }
 
+/** A message of the user; without pictures it has no list of them. */
+const question = (content, shown) => ({
+  id: newId(),
+  role: "user",
+  content: content.trim(),
+  ...(shown?.length ? { pictures: shown } : {}),
+});
+
 function send() {
-  const text = prompt.value.trim();
   const conversation = open;
-  if (!text || runs.has(conversation.id) || !settingsAreValid()) return;
+  const reading = readings.get(conversation.id);
+  if (reading) {
+    // What was chosen before is sent with it.
+    reading.then((isWhole) => isWhole && conversation === open && send());
+    return;
+  }
   const typed = prompt.value;
-  setDraft(conversation, "");
+  const shown = conversation.pictures;
+  if ((!typed.trim() && !shown.length) || runs.has(conversation.id) || !settingsAreValid()) return;
+  setDraft(conversation, "", []);
   edits.delete(conversation.id);
   prompt.focus();
-  const message = { id: store.newId(), role: "user", content: text };
-  generate(conversation, [...conversation.messages, message], {
+  generate(conversation, [...conversation.messages, question(typed, shown)], {
     // What was typed comes back, before anything typed since.
-    restore: () => setDraft(conversation, [typed, conversation.draft].filter(Boolean).join("\n")),
+    restore: () =>
+      setDraft(conversation, [typed, conversation.draft].filter(Boolean).join("\n"), [
+        ...shown,
+        ...conversation.pictures,
+      ]),
     retry: () => {
       if (open === conversation) send();
     },
   });
 }
 
-function sendEdited(conversation, index, text) {
+function sendEdited(conversation, index, text, shown) {
   if (!settingsAreValid()) return;
   const original = conversation.messages[index];
   edits.delete(conversation.id);
-  const message = { id: store.newId(), role: "user", content: text.trim() };
-  generate(conversation, [...conversation.messages.slice(0, index), message], {
-    restore: () => edits.set(conversation.id, { id: original.id, text }),
-    retry: () => sendEdited(conversation, index, text),
+  generate(conversation, [...conversation.messages.slice(0, index), question(text, shown)], {
+    restore: () => edits.set(conversation.id, { id: original.id, text, pictures: shown }),
+    retry: () => sendEdited(conversation, index, text, shown),
   });
   if (conversation === open) prompt.focus();
 }
@@ -386,17 +421,108 @@ function continueAnswer(conversation, text) {
   if (conversation === open) prompt.focus();
 }
 
-function setDraft(conversation, text) {
+function setDraft(conversation, text, shown) {
   conversation.draft = text;
+  conversation.pictures = shown;
   if (conversation !== open) return;
   prompt.value = text;
   fitHeight(prompt);
+  showAttached();
 }
 
-function requestBody(conversation, messages, beginning) {
+/** The pictures that the next message will have. */
+function showAttached() {
+  const shown = open.pictures;
+  const list = pictures.pictureList(shown, (picture) => {
+    const next = shown[shown.indexOf(picture) + 1];
+    open.pictures = shown.filter((each) => each !== picture);
+    save(open);
+    dropPictures();
+    showAttached();
+    renderList();
+    const buttons = byId("attached").querySelectorAll(".icon-button");
+    (buttons[open.pictures.indexOf(next)] ?? prompt).focus();
+    announce(`${picture.name} removed.`);
+  });
+  byId("attached").replaceChildren(...(shown.length ? [list] : []));
+}
+
+const takesPictures = () => models.get(selectedModel())?.includes("image");
+
+/** Adds files to the message that is being written, as far as they are pictures. */
+function attach(files) {
+  const conversation = open;
+  if (models.size && !takesPictures()) {
+    setAlert(conversation, `${selectedModel()} takes no pictures, only text.`);
+    return;
+  }
+  setAlert(conversation, "");
+  const before = readings.get(conversation.id);
+  const reading = readFiles(conversation, files, before).finally(() => {
+    if (readings.get(conversation.id) === reading) readings.delete(conversation.id);
+  });
+  readings.set(conversation.id, reading);
+}
+
+async function readFiles(conversation, files, before) {
+  await before;
+  const problems = [];
+  for (const file of files) {
+    let picture;
+    try {
+      picture = await pictures.readPicture(file);
+    } catch (error) {
+      problems.push(error.message);
+      continue;
+    }
+    if (!conversations.has(conversation.id)) return false;
+    conversation.pictures = [...conversation.pictures, picture];
+    if (conversation === open) showAttached();
+    // The conversation first: a picture that none names may be dropped at any time.
+    save(conversation);
+    renderList();
+    announce(`${picture.name} attached.`);
+    try {
+      await pictures.storePicture(picture);
+    } catch {
+      problems.push(
+        `The browser has no room left to store ${picture.name}. It can be sent, and is gone when ` +
+          "this page is closed. Export the conversation, or delete others.",
+      );
+    }
+  }
+  if (problems.length) setAlert(conversation, problems.join("\n"));
+  return !problems.length;
+}
+
+/** Forgets the pictures that no conversation has any more, nor may have again when a run fails. */
+function dropPictures() {
+  if (runs.size) return;
+  const here = new Set();
+  for (const conversation of conversations.values()) {
+    for (const each of store.withPictures(conversation)) {
+      for (const { id } of each.pictures ?? []) here.add(id);
+    }
+  }
+  for (const edit of edits.values()) for (const { id } of edit.pictures ?? []) here.add(id);
+  pictures.dropOthers(store.storedTexts(), (id) => here.has(id));
+}
+
+async function requestBody(conversation, messages, beginning) {
   const { system, ...sampling } = conversation.settings;
   const body = { model: selectedModel() };
-  body.messages = messages.map(({ role, content }) => ({ role, content }));
+  if (!takesPictures() && messages.some((message) => message.pictures?.length)) {
+    throw new ApiError(
+      `${body.model} takes no pictures, only text. Edit the messages that have some, or begin a ` +
+        "new conversation.",
+    );
+  }
+  body.messages = await Promise.all(
+    messages.map(async (message) => ({
+      role: message.role,
+      content: await pictures.contentOf(message),
+    })),
+  );
   if (beginning) {
     body.messages.push({ role: "assistant", content: beginning });
     body.continue_final_message = true;
@@ -418,7 +544,7 @@ function requestBody(conversation, messages, beginning) {
 async function generate(conversation, messages, { begun = {}, restore, retry }) {
   const before = { messages: conversation.messages, updated: conversation.updated };
   const answer = {
-    id: store.newId(),
+    id: newId(),
     role: "assistant",
     content: "",
     reasoning: "",
@@ -442,8 +568,8 @@ async function generate(conversation, messages, { begun = {}, restore, retry }) 
 
   let failure = null;
   try {
-    if (!models.length) await loadModels();
-    await receive(conversation, run, requestBody(conversation, messages, content));
+    if (!models.size) await loadModels();
+    await receive(conversation, run, await requestBody(conversation, messages, content));
     if (answer.status === "streaming") {
       throw new ApiError("The connection closed before the answer was complete.");
     }
@@ -512,13 +638,15 @@ const stop = () => runs.get(open.id)?.controller.abort();
 
 async function loadModels() {
   models = await listModels(store.apiKey.get());
+  const names = [...models.keys()];
   const wanted = store.chosenModel.get();
   const choice = byId("model-choice");
-  choice.replaceChildren(...models.map((name) => el("option", { value: name }, name)));
-  choice.value = models.includes(wanted) ? wanted : models[0];
-  choice.hidden = models.length < 2;
-  byId("model-name").hidden = models.length > 1;
-  byId("model-name").textContent = models[0];
+  choice.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+  choice.value = models.has(wanted) ? wanted : names[0];
+  choice.hidden = names.length < 2;
+  byId("model-name").hidden = names.length > 1;
+  byId("model-name").textContent = names[0];
+  byId("attach").hidden = !takesPictures();
 }
 
 const selectedModel = () => byId("model-choice").value;
@@ -703,7 +831,41 @@ byId("close-alert").addEventListener("click", () => {
   setAlert(open, "");
   prompt.focus();
 });
-byId("model-choice").addEventListener("change", () => store.chosenModel.set(selectedModel()));
+byId("model-choice").addEventListener("change", () => {
+  store.chosenModel.set(selectedModel());
+  byId("attach").hidden = !takesPictures();
+});
+
+byId("attach").addEventListener("click", () => byId("attach-file").click());
+byId("attach-file").addEventListener("change", (event) => {
+  attach([...event.target.files]);
+  event.target.value = ""; // so that the same file can be chosen again
+  prompt.focus();
+});
+document.addEventListener("paste", (event) => {
+  const { files, types } = event.clipboardData;
+  // Text that is copied from a document may come with a picture of it.
+  if (!files.length || types.includes("text/plain")) return;
+  if (document.querySelector("dialog[open]")) return;
+  event.preventDefault();
+  attach([...files]);
+});
+const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
+document.addEventListener("dragover", (event) => {
+  if (!hasFiles(event)) return;
+  event.preventDefault();
+  document.body.classList.add("dropping");
+});
+document.addEventListener("dragleave", (event) => {
+  if (!event.relatedTarget) document.body.classList.remove("dropping");
+});
+document.addEventListener("drop", (event) => {
+  document.body.classList.remove("dropping");
+  if (!hasFiles(event)) return;
+  // Else the browser would leave the page for the file.
+  event.preventDefault();
+  attach([...event.dataTransfer.files]);
+});
 
 byId("messages").addEventListener("click", (event) => {
   const button = event.target.closest(".copy-code");
@@ -783,6 +945,7 @@ addEventListener("storage", (event) => {
 for (const conversation of store.loadConversations()) {
   conversations.set(conversation.id, conversation);
 }
+dropPictures();
 showTheme();
 updateScrim();
 byId("forget-key").hidden = !store.apiKey.get();

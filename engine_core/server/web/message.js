@@ -2,6 +2,7 @@
 
 import { announce, copyWithButton, el, fitHeight, icon, iconButton } from "./dom.js";
 import { MarkdownStream, renderMarkdown } from "./markdown.js";
+import { pictureList } from "./pictures.js";
 
 const seconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
 
@@ -16,18 +17,24 @@ export function statistics({ usage, timing, edited }) {
   if (timing?.first != null) parts.push(`first token ${seconds(timing.first)}`);
   if (timing?.total != null) parts.push(`total ${seconds(timing.total)}`);
   if (usage) {
-    const cached = usage.prompt_tokens_details?.cached_tokens;
-    parts.push(`prompt ${usage.prompt_tokens} tokens${cached ? `, ${cached} cached` : ""}`);
+    const { image_tokens: seen, cached_tokens: cached } = usage.prompt_tokens_details ?? {};
+    const ofThem = [seen ? `, ${seen} of pictures` : "", cached ? `, ${cached} cached` : ""];
+    parts.push(`prompt ${usage.prompt_tokens} tokens${ofThem.join("")}`);
   }
   return parts.join(" · ");
 }
 
-/** A message of the user: its text, or while it is edited a form. */
+/** A message of the user: its pictures and its text. */
 export function userMessage(message, { onEdit }) {
   return el(
     "article",
     { class: "message user", "aria-label": "You", "data-id": message.id },
-    el("div", { class: "bubble" }, message.content),
+    el(
+      "div",
+      { class: "bubble" },
+      message.pictures?.length ? pictureList(message.pictures) : null,
+      message.content,
+    ),
     el(
       "div",
       { class: "actions" },
@@ -40,7 +47,8 @@ export function userMessage(message, { onEdit }) {
 }
 
 /**
- * The form in which a message is changed. `edit.text` follows what is typed. `choices` are the names
+ * The form in which a message is changed. `edit.text` follows what is typed, and `edit.pictures`
+ * what is left of them. `choices` are the names
  * of its buttons and what they do with the text; the last one is also Enter, or in a message of
  * several lines (`isLong`) Ctrl and Enter.
  */
@@ -48,7 +56,15 @@ export function editor(message, edit, { label, hint, isLong = false, choices, on
   const area = el("textarea", { rows: "1", "aria-label": label });
   area.value = edit.text;
   const use = (choice) => {
-    if (area.value.trim()) choice(area.value);
+    if (area.value.trim() || edit.pictures?.length) choice(area.value);
+  };
+  const list = () => {
+    const made = pictureList(edit.pictures, (picture) => {
+      edit.pictures = edit.pictures.filter((each) => each !== picture);
+      made.replaceWith(list());
+      area.focus();
+    });
+    return made;
   };
   const [name, send] = choices.at(-1);
   const submit = () => use(send);
@@ -69,6 +85,7 @@ export function editor(message, edit, { label, hint, isLong = false, choices, on
   const form = el(
     "form",
     { class: "message editor", "data-id": message.id },
+    edit.pictures?.length ? list() : null,
     area,
     el(
       "div",

@@ -1,5 +1,8 @@
 /** Conversations, kept in this browser. Everything read back is checked: it may be of any age. */
 
+import { newId } from "./ids.js";
+import { isPacked, unpacked } from "./pictures.js";
+
 const PREFIX = "engine-core.conversation.";
 const CURRENT = "engine-core.current";
 const MODEL = "engine-core.model";
@@ -12,12 +15,6 @@ export const SETTINGS = [
   "repetition_penalty", "max_tokens", "seed",
 ];
 
-/** An id. Not randomUUID, which browsers keep from pages that are neither https nor localhost. */
-export function newId() {
-  const bytes = crypto.getRandomValues(new Uint8Array(12));
-  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
-}
-
 /** An empty conversation with the settings of another. */
 export function newConversation(settings = {}) {
   const now = new Date().toISOString();
@@ -28,6 +25,7 @@ export function newConversation(settings = {}) {
     settings: { ...settings },
     draft: "",
     title: "",
+    pictures: [],
     messages: [],
   };
 }
@@ -35,17 +33,32 @@ export function newConversation(settings = {}) {
 /** What a conversation is called: its name, or the beginning of its first message. */
 export function titleOf(conversation) {
   if (conversation.title) return conversation.title;
-  const text = (conversation.messages[0]?.content ?? conversation.draft).trim();
-  const line = text.replace(/\s+/g, " ");
+  const first = conversation.messages[0];
+  const text = first ? first.content || first.pictures?.[0]?.name : conversation.draft;
+  const line = (text ?? "").trim().replace(/\s+/g, " ");
   return line.length > 80 ? `${line.slice(0, 79)}…` : line || "New conversation";
 }
 
-export const isEmpty = (conversation) => !conversation.messages.length && !conversation.draft;
+export const isEmpty = ({ messages, draft, pictures }) =>
+  !messages.length && !draft && !pictures.length;
 
-/** Whether a conversation has words in its name or its messages. */
+/** The conversation, whose `pictures` are those of its draft, and all its messages. */
+export function* withPictures(conversation) {
+  const found = [conversation];
+  while (found.length) {
+    const { messages = [], versions = [], tail = [] } = found[0];
+    yield found.shift();
+    found.push(...messages, ...versions, ...tail);
+  }
+}
+
+/** Whether a conversation has words in its name, its messages or the names of their pictures. */
 export function hasWords(conversation, words) {
   const wanted = words.toLocaleLowerCase().split(/\s+/);
-  const texts = [titleOf(conversation), ...conversation.messages.map(({ content }) => content)];
+  const texts = [titleOf(conversation)];
+  for (const { content, pictures = [] } of conversation.messages) {
+    texts.push(content, ...pictures.map(({ name }) => name));
+  }
   const text = texts.join("\n").toLocaleLowerCase();
   return wanted.every((word) => text.includes(word));
 }
@@ -75,6 +88,11 @@ function checkedMessages(messages) {
   for (const message of found) {
     message.id ??= newId();
     if (message.status === "streaming") message.status = "stopped";
+    if (message.role === "user" && message.pictures) {
+      message.pictures = checkedPictures(message.pictures);
+    } else {
+      delete message.pictures;
+    }
     if (Array.isArray(message.versions)) {
       message.versions = checkedMessages(message.versions);
       message.at = Math.min(Math.max(0, Math.trunc(message.at) || 0), message.versions.length);
@@ -87,6 +105,9 @@ function checkedMessages(messages) {
   return found;
 }
 
+const checkedPictures = (pictures) =>
+  Array.isArray(pictures) ? pictures.filter((each) => isText(each?.id) && isText(each.name)) : [];
+
 function checked(value) {
   if (typeof value?.id !== "string" || !Array.isArray(value.messages)) return null;
   const wasStreaming = value.messages.at(-1)?.status === "streaming";
@@ -94,6 +115,7 @@ function checked(value) {
   const conversation = { ...newConversation(), ...value, settings: { ...value.settings }, messages };
   conversation.draft = String(conversation.draft ?? "");
   conversation.title = String(conversation.title ?? "");
+  conversation.pictures = checkedPictures(conversation.pictures);
   const last = messages.at(-1);
   if (wasStreaming && last) {
     // The page was closed while the answer came. If nothing had come, the version before it is
@@ -104,7 +126,10 @@ function checked(value) {
       messages[messages.length - 1] = { ...all[at], versions: all.toSpliced(at, 1), at };
     } else if (!last.content && !last.reasoning) {
       const [question] = messages.splice(-2);
-      conversation.draft ||= question.content;
+      if (isEmpty({ ...conversation, messages: [] })) {
+        conversation.draft = question.content;
+        conversation.pictures = question.pictures ?? [];
+      }
     }
   }
   return conversation;
@@ -133,6 +158,10 @@ const isCount = (value) => Number.isInteger(value) && value >= 0;
 const isTime = (value) => value == null || Number.isFinite(value);
 
 // What each field of an exported file may be, and how that is said.
+const PICTURES = [
+  (value) => Array.isArray(value) && value.every(isPacked),
+  'a list of pictures, each with a short "name" and as "data" a data URL of an image or null',
+];
 const CONVERSATION = {
   id: [(value) => isText(value) && /^[\w-]{1,64}$/.test(value), "an id"],
   created: [isDate, "a date"],
@@ -140,9 +169,11 @@ const CONVERSATION = {
   settings: [isRecord, "an object"],
   draft: [isText, "text"],
   title: [isText, "text"],
+  pictures: PICTURES,
   messages: [Array.isArray, "a list"],
 };
 const MESSAGE = {
+  pictures: PICTURES,
   id: [isText, "text"],
   role: [(value) => value === "user" || value === "assistant", '"user" or "assistant"'],
   content: [isText, "text"],
@@ -185,6 +216,7 @@ function checkMessages(messages, place, roles) {
     checkFields(message, MESSAGE, ["role", "content"], here);
     const role = roles[index % roles.length];
     if (message.role !== role) throw new Error(`${here} is of the role "${message.role}", not "${role}".`);
+    if (message.pictures && role !== "user") throw new Error(`${here} has pictures, and is no user's.`);
     checkMessages(message.versions ?? [], `${here}, versions`, ["assistant"]);
     checkMessages(message.tail ?? [], `${here}, what followed`, ["user", "assistant"]);
     if ((message.at ?? 0) > (message.versions?.length ?? 0)) {
@@ -194,7 +226,8 @@ function checkMessages(messages, place, roles) {
 }
 
 /**
- * The conversations of an exported file. A file with anything wrong is refused as a whole.
+ * The conversations of an exported file. A file with anything wrong is refused as a whole. Their
+ * pictures are here, and not stored yet.
  *
  * @throws {Error} What is wrong with it, and where.
  */
@@ -224,6 +257,13 @@ export function readExport(text) {
       }
     }
     checkMessages(conversation.messages, place, ["user", "assistant"]);
+    for (const each of withPictures(conversation)) {
+      try {
+        if (each.pictures) each.pictures = each.pictures.map(unpacked);
+      } catch {
+        throw new Error(`${place} has a picture whose base64 is wrong.`);
+      }
+    }
     return checked(conversation);
   });
 }
@@ -234,6 +274,12 @@ export function saveConversation(conversation) {
   if (isEmpty(conversation)) localStorage.removeItem(name);
   else localStorage.setItem(name, JSON.stringify(conversation));
 }
+
+/** Every stored conversation as the text that it is stored as, whether it can be read or not. */
+export const storedTexts = () =>
+  Object.keys(localStorage)
+    .filter((name) => name.startsWith(PREFIX))
+    .map((name) => localStorage.getItem(name) ?? "");
 
 export const deleteConversation = (id) => localStorage.removeItem(PREFIX + id);
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
-import shutil
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -15,19 +13,11 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
+from seeing_model import IMAGE_TOKEN, character, write_seeing_model
 from serving import ServerProcess
-from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from engine_core import LLM, EngineConfig, SamplingParams
 
-GOLDEN = Path(__file__).parents[3] / "tests" / "golden" / "qwen2vl-tiny"
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-)
 PIXELS = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
 ASKED = {"model": "m", "temperature": 0, "max_tokens": 8}
 ASKED |= {"ignore_eos": True, "return_token_ids": True}
@@ -35,23 +25,7 @@ ASKED |= {"ignore_eos": True, "return_token_ids": True}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden checkpoint with a tokenizer of a token a character, and of the special ones."""
-    folder = tmp_path_factory.mktemp("qwen2vl") / "m"
-    folder.mkdir()
-    config = json.loads((GOLDEN / "config.json").read_text())
-    shutil.copy(GOLDEN / "config.json", folder)
-    shutil.copy(GOLDEN / "model.safetensors", folder)
-    special = {"<|vision_start|>": 301, "<|vision_end|>": 302, "<|image_pad|>": 304}
-    names = {number: name for name, number in special.items()}
-    vocabulary = {names.get(n, chr(0x4E00 + n)): n for n in range(config["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(0x4E00)))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
-    tokenizer.add_tokens([AddedToken(chr(0x4E00 + n), normalized=False) for n in range(301)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return write_seeing_model(tmp_path_factory.mktemp("qwen2vl") / "m")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +42,7 @@ def data_url(pixels: Any = PIXELS) -> str:
 
 def message(*urls: str) -> list[dict[str, Any]]:
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    text = {"type": "text", "text": "".join(chr(0x4E00 + n) for n in (5, 80, 7))}
+    text = {"type": "text", "text": "".join(map(character, (5, 80, 7)))}
     return [{"role": "user", "content": [*parts, text]}]
 
 
@@ -94,7 +68,7 @@ def test_a_picture_over_http_is_what_it_is_offline(server: ServerProcess, model:
     # Two pictures, each with its two marks, and three tokens of text.
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(offline.prompt_token_ids) > 7
-    assert offline.prompt_token_ids.count(304) == answer.usage.prompt_tokens - 7
+    assert offline.prompt_token_ids.count(IMAGE_TOKEN) == answer.usage.prompt_tokens - 7
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,30 @@
+"""What the tests of the web page do in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+
+def expect(subject: Any) -> Any:
+    """Playwright's assertion, which waits; imported late, as it may not be installed."""
+    from playwright.sync_api import expect
+
+    return expect(subject)
+
+
+def ask(page: Page, text: str) -> None:
+    page.fill("#prompt", text)
+    page.keyboard.press("Enter")
+
+
+def answers(page: Page) -> Locator:
+    return page.locator(".answer:not(.streaming)")
+
+
+def ask_and_wait(page: Page, text: str) -> None:
+    before = answers(page).count()
+    ask(page, text)
+    expect(answers(page)).to_have_count(before + 1)
