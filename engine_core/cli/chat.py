@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine_core.cli.command import OptionGroup, command, flag, parsed, repeats
+from engine_core.cli.media import KINDS, FilePart, check_takes, content, named, typed_path
 from engine_core.cli.remote import Answer, RemoteModel
 from engine_core.configs import EngineConfig, SamplingParams
 from engine_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
@@ -37,6 +39,8 @@ _PROMPT = ">>> "
 _HISTORY_LENGTH = 1000
 
 _HELP = """\
+/image FILE            show a picture with the next message, before its text; so does /video FILE,
+                       and /audio FILE lets it hear a sound. Without FILE it shows none of them
 /system TEXT           set the system message; without TEXT there is none
 /reset                 forget the conversation, but not the system message
 /settings              show how tokens are chosen
@@ -57,10 +61,12 @@ class _Conversation:
     """Pairs of a message and its answer; the last answer may still be missing."""
 
     system: str | None
-    turns: list[tuple[str, str]] = field(default_factory=list)
+    turns: list[tuple[Any, str]] = field(default_factory=list)
 
-    def messages(self, question: str) -> list[dict[str, str]]:
-        said = [] if not self.system else [{"role": "system", "content": self.system}]
+    def messages(self, question: Any) -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = (
+            [] if not self.system else [{"role": "system", "content": self.system}]
+        )
         for user, assistant in self.turns:
             said.append({"role": "user", "content": user})
             said.append({"role": "assistant", "content": assistant})
@@ -95,11 +101,13 @@ class _LocalModel:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
+        self.name = llm.engine.model_config.architecture
         self.max_len: int | None = llm.engine.max_model_len
+        self.media_kinds: tuple[str, ...] | None = llm.engine.frontend.media_kinds
 
     def count(self, messages: Sequence[Mapping[str, Any]]) -> int | None:
         """Tokens of the prompt that ``messages`` make."""
-        return len(self._llm.render_chat(messages)["prompt_token_ids"])
+        return len(self._llm.engine.frontend.tokenize(self._llm.render_chat(messages)).token_ids)
 
     def stream(
         self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams
@@ -133,12 +141,14 @@ class _Chat:
         self._sampling = sampling
         self._given = set(given)
         self._conversation = _Conversation(system)
+        self._files: list[FilePart] = []  # of the next message
         self._max_len = model.max_len
         self._commands: dict[str, Callable[[str], None]] = {
             "/system": self._set_system,
             "/reset": self._reset,
             "/settings": self._settings,
             "/help": lambda _: _say(_HELP),
+            **{f"/{kind}": partial(self._show, kind) for kind in KINDS},
         }
 
     def run(self, lines: Iterator[str]) -> None:
@@ -172,6 +182,22 @@ class _Chat:
         _say(f"settings: {', '.join(parts)}")
         _say(f"system message: {system or 'that of the chat template, if it has one'}")
 
+    def _show(self, kind: str, text: str) -> None:
+        """Put a file before the next message."""
+        if not text:
+            self._files = [file for file in self._files if file.kind != kind]
+            _say(f"the next message has no {kind}")
+            return
+        try:
+            file = FilePart(kind, typed_path(text))
+            kinds = self._model.media_kinds
+            check_takes([file], KINDS if kinds is None else kinds, self._model.name)
+        except RequestError as error:
+            _say(str(error))
+            return
+        self._files.append(file)
+        _say(f"the next message has {', '.join(str(each.path) for each in self._files)}")
+
     def _set_system(self, text: str) -> None:
         self._conversation.system = text or None
         _say(f"system message: {text or 'none'}")
@@ -181,6 +207,7 @@ class _Chat:
             _say(f"/reset takes nothing, got {rest!r}")
             return
         self._conversation.turns.clear()
+        self._files.clear()
         _say("the conversation begins anew")
 
     def _settings(self, rest: str) -> None:
@@ -202,8 +229,9 @@ class _Chat:
         self._given.add(name)
         _say(f"{name} {_written(getattr(changed, name))}")
 
-    def _answer(self, question: str) -> None:
-        """Stream the answer to ``question``, and remember both."""
+    def _answer(self, text: str) -> None:
+        """Stream the answer to a message, and remember both."""
+        question = content(text, self._files)
         try:
             prompt_len = self._make_room(question)
             answers = self._stream(self._conversation.messages(question))
@@ -213,7 +241,12 @@ class _Chat:
         except EngineDeadError:
             raise
         except EngineError as error:
+            if isinstance(error, RequestError):
+                error = named(error, self._conversation.messages(question))
             _say(f"not answered: {error}")
+            if self._files:
+                kinds = " and ".join(f"/{kind}" for kind in {file.kind: 0 for file in self._files})
+                _say(f"(the next message still has its files; {kinds} alone takes them out)")
             return
         end = time.monotonic()
         if answer is None or first is None:
@@ -223,6 +256,7 @@ class _Chat:
             _say(f"not answered: {answer.error}")
             return
         self._conversation.turns.append((question, answer.text))
+        self._files = []
         count = answer.num_tokens
         speed = f"{(count - 1) / (end - first):.1f} tokens/s, " if count > 1 else ""
         used = ""
@@ -239,13 +273,13 @@ class _Chat:
             )
             _say(f"(cut off: {'the context is full' if full else 'max_tokens is reached'})")
 
-    def _stream(self, messages: list[dict[str, str]]) -> Generator[Answer, None, None]:
+    def _stream(self, messages: list[dict[str, Any]]) -> Generator[Answer, None, None]:
         if isinstance(self._model, _LocalModel):
             return self._model.stream(messages, self._sampling)
         options = self._sampling.model_dump(mode="json", include=self._given)
         return self._model.stream(messages, options)
 
-    def _make_room(self, question: str) -> int | None:
+    def _make_room(self, question: Any) -> int | None:
         """Drop the oldest turns until the answer has room; the prompt's length in tokens.
 
         Room is max_tokens, or a quarter of the context if that is less. Where a server does not

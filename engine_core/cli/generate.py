@@ -15,8 +15,10 @@ import typer
 from pydantic_core import to_json
 
 from engine_core.cli.command import Model, OptionGroup, command, startup_line
+from engine_core.cli.media import KINDS, FilePart, check_takes, content, named
 from engine_core.cli.trace_layers import traced_layers
 from engine_core.configs import EngineConfig, SamplingParams
+from engine_core.errors import RequestError
 
 if TYPE_CHECKING:
     from engine_core import LLM, CompletionOutput, RequestOutput
@@ -73,11 +75,14 @@ def _collect_prompts(
     return prompts
 
 
-def _conversation(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
+def _conversation(
+    prompt: Prompt, system: str | None, files: Sequence[FilePart]
+) -> list[dict[str, Any]]:
     if not isinstance(prompt, str):
-        raise typer.BadParameter("--chat applies a template to text; leave --token-ids out")
+        which = f"--{files[0].kind} needs" if files else "--chat applies"
+        raise typer.BadParameter(f"{which} a template to text; leave --token-ids out")
     messages = [] if system is None else [{"role": "system", "content": system}]
-    return [*messages, {"role": "user", "content": prompt}]
+    return [*messages, {"role": "user", "content": content(prompt, files)}]
 
 
 def _shown(completion: CompletionOutput, as_ids: bool) -> str:
@@ -122,8 +127,10 @@ def _since(end: float | None, start: float | None) -> float | None:
 def _statistics(results: Sequence[RequestOutput]) -> str:
     prompt_tokens = sum(len(result.prompt_token_ids) for result in results)
     generated = sum(len(each.token_ids) for result in results for each in result.outputs)
-    parts = [f"{prompt_tokens} prompt tokens", f"{generated} generated"]
     times = [result.metrics for result in results]
+    shown = sum(sum(sizes) for item in times for sizes in item.media_tokens.values())
+    of_files = f" ({shown} of files)" if shown else ""
+    parts = [f"{prompt_tokens} prompt tokens{of_files}", f"{generated} generated"]
     waits = [
         item.first_token_time - item.arrival_time
         for item in times
@@ -148,7 +155,7 @@ def _statistics(results: Sequence[RequestOutput]) -> str:
 def _run(
     llm: LLM,
     prompts: list[Prompt],
-    conversations: list[list[dict[str, str]]],
+    conversations: list[list[dict[str, Any]]],
     sampling: SamplingParams,
     *,
     as_json: bool,
@@ -201,6 +208,21 @@ def generate(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message; needs --chat.")
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Picture that each prompt shows before its text; may be given again. It makes the "
+            "prompts a user's messages, as --chat does, and so do --video and --audio.",
+        ),
+    ] = None,
+    video: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Video, as --image; videos come after pictures."),
+    ] = None,
+    audio: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Sound, as --image; sounds come last.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object for each prompt.")
     ] = False,
@@ -219,9 +241,12 @@ def generate(
     checkpoint's generation_config.json, or else is the default shown.
     """
     prompts = _collect_prompts(arguments or (), prompt_file, token_ids or ())
+    given = zip(KINDS, (image, video, audio), strict=True)
+    files = [FilePart(kind, path) for kind, paths in given for path in paths or ()]
+    chat = chat or bool(files)
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
-    conversations = [_conversation(prompt, system) for prompt in prompts] if chat else []
+    conversations = [_conversation(prompt, system, files) for prompt in prompts] if chat else []
     config = ENGINE_OPTIONS.build(options)
     if trace_layers:
         _check_can_trace(prompts, config)
@@ -230,15 +255,19 @@ def generate(
     from engine_core import LLM
 
     with LLM(model, config) as llm, traced_layers(llm) if trace_layers else nullcontext():
+        check_takes(files, llm.engine.frontend.media_kinds, model)
         sampling = llm.default_sampling_params(**SAMPLING_OPTIONS.given(options))
-        results = _run(
-            llm,
-            prompts,
-            conversations,
-            sampling,
-            as_json=as_json,
-            as_ids=config.skip_tokenizer_init,
-        )
+        try:
+            results = _run(
+                llm,
+                prompts,
+                conversations,
+                sampling,
+                as_json=as_json,
+                as_ids=config.skip_tokenizer_init,
+            )
+        except RequestError as error:
+            raise named(error, conversations[0]) if files else error from None
         typer.echo(f"{_statistics(results)}\n{startup_line(llm.startup)}", err=True)
     failed = False
     for number, result in enumerate(results, 1):

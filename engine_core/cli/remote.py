@@ -43,6 +43,7 @@ class RemoteModel:
     Attributes:
         name: the model's name there.
         max_len: tokens of its context, or None if the server does not say.
+        media_kinds: what it takes besides text, or None if the server does not say.
 
     Raises:
         EngineError: the server cannot be reached, or has no such model.
@@ -62,15 +63,21 @@ class RemoteModel:
             raise RequestError(f"{self._url} has no model {name!r}; it has {known}")
         self.name: str = name if name is not None else next(iter(models))
         self.max_len: int | None = models[self.name].get("max_model_len")
+        takes = models[self.name].get("input_modalities")
+        self.media_kinds = (
+            None if takes is None else tuple(each for each in takes if each != "text")
+        )
         self._counts = True
 
     def count(self, messages: Sequence[Mapping[str, Any]]) -> int | None:
         """Tokens of the prompt that ``messages`` make; None if the server does not tell.
 
+        Of a prompt that shows something no server tells.
+
         Raises:
             RequestError: the messages do not fit the model's chat template.
         """
-        if not self._counts:
+        if not self._counts or any(isinstance(message["content"], list) for message in messages):
             return None
         try:
             with self._open("/tokenize", {"model": self.name, "messages": messages}) as response:
