@@ -103,7 +103,7 @@ class _LocalModel:
         self._llm = llm
         self.name = llm.engine.model_config.architecture
         self.max_len: int | None = llm.engine.max_model_len
-        self.media_kinds: tuple[str, ...] | None = llm.engine.frontend.media_kinds
+        self.media_kinds: tuple[str, ...] | None = llm.engine.frontend.media.kinds
 
     def count(self, messages: Sequence[Mapping[str, Any]]) -> int | None:
         """Tokens of the prompt that ``messages`` make."""

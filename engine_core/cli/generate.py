@@ -255,7 +255,7 @@ def generate(
     from engine_core import LLM
 
     with LLM(model, config) as llm, traced_layers(llm) if trace_layers else nullcontext():
-        check_takes(files, llm.engine.frontend.media_kinds, model)
+        check_takes(files, llm.engine.frontend.media.kinds, model)
         sampling = llm.default_sampling_params(**SAMPLING_OPTIONS.given(options))
         try:
             results = _run(

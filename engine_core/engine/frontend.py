@@ -313,12 +313,6 @@ class Frontend:
         self._numbers = itertools.count()
 
     @property
-    def media_kinds(self) -> tuple[str, ...]:
-        """What the model takes besides text: "image", "video" or "audio"."""
-        processor = self._input_processor
-        return processor.media_kinds if isinstance(processor, MediaProcessor) else ()
-
-    @property
     def states(self) -> Mapping[str, State]:
         """The unfinished requests."""
         return self._states

@@ -92,13 +92,18 @@ class MediaIntake:
             with contextlib.suppress(WorkerError, EngineError):
                 self._workers.start()
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the model takes besides text: "image", "video" or "audio"."""
+        return () if self._processor is None else self._processor.media_kinds
+
     def check_takes(self, kind: str, param: str) -> None:
         """Refuse what the model cannot see or hear.
 
         Raises:
             RequestError: it is of such a kind.
         """
-        kinds = () if self._processor is None else self._processor.media_kinds
+        kinds = self.kinds
         if kind not in kinds:
             takes = f"takes {', '.join(kinds)} and text" if kinds else "takes text alone"
             raise RequestError(

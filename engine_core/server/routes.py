@@ -39,7 +39,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "engine-core",
         "max_model_len": service.engine.max_model_len,
-        "input_modalities": ["text", *service.engine.frontend.media_kinds],
+        "input_modalities": ["text", *service.engine.frontend.media.kinds],
     }
 
 
