@@ -9,12 +9,13 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 GOLDEN = Path(__file__).parent / "golden" / "qwen2vl-tiny"
-IMAGE_TOKEN = 304
+IMAGE_TOKEN, VIDEO_TOKEN = 304, 305
 _TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}"
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 
@@ -31,6 +32,7 @@ def write_seeing_model(folder: Path) -> Path:
     shutil.copy(GOLDEN / "config.json", folder)
     shutil.copy(GOLDEN / "model.safetensors", folder)
     special = {"<|vision_start|>": 301, "<|vision_end|>": 302, "<|image_pad|>": IMAGE_TOKEN}
+    special["<|video_pad|>"] = VIDEO_TOKEN
     names = {number: name for name, number in special.items()}
     vocabulary = {names.get(n, character(n)): n for n in range(config["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=character(0)))

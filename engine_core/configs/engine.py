@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -40,6 +41,7 @@ def _number(value: Any) -> Any:
 
 
 _Number = BeforeValidator(_number)
+MediaKind = Literal["image", "video", "audio"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
 
@@ -81,6 +83,18 @@ class EngineConfig(FrozenConfig):
     encoder_cache_tokens: Annotated[int, Field(ge=0), _Number] = 16384
     """Embeddings of pictures, videos and sounds that are kept on the device; also the most that one
     of them may have."""
+    limit_mm_per_prompt: dict[MediaKind, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    """Most pictures, videos and sounds of a prompt, as JSON like {"image": 4}; 0 refuses a kind. As
+    many as the prompt has room for if not set."""
+    mm_processor_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the family's processing of pictures, videos and sounds, as JSON; a request's own
+    go before."""
+    allowed_local_media_path: str | None = Field(default=None, min_length=1)
+    """Folder below which pictures, videos and sounds may be read that a request names by file:
+    addresses; none if not set."""
+    allowed_media_domains: Paths = ()
+    """Host, with its port if that is not the usual one, from which pictures, videos and sounds may
+    be fetched; none if not set. No redirects are followed, and private addresses are refused."""
     mm_processor_cache_gb: Annotated[float, Field(ge=0, allow_inf_nan=False), _Number] = 4.0
     """Host memory in GiB, in each process that takes requests, for pictures, videos and sounds that
     are ready for the model: the same content is not processed again. 0 for none."""
@@ -112,6 +126,21 @@ class EngineConfig(FrozenConfig):
             json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"no config.json can hold this: {error}") from None
+        return value
+
+    @field_validator("allowed_media_domains")
+    @classmethod
+    def _hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for host in value:
+            if not re.fullmatch(r"[a-zA-Z0-9:._-]+", host) or host.endswith(":"):
+                raise ValueError(f"{host!r} is no host, such as 'media.example.org'")
+        return value
+
+    @field_validator("allowed_local_media_path")
+    @classmethod
+    def _folder(cls, value: str | None) -> str | None:
+        if value is not None and not Path(value).is_dir():
+            raise ValueError(f"{value!r} is no folder")
         return value
 
     @model_validator(mode="after")

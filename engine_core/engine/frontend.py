@@ -35,7 +35,7 @@ from engine_core.inputs import (
     PromptState,
     packed_token_ids,
 )
-from engine_core.media.parts import MediaPart
+from engine_core.media.parts import MediaPart, prompt_media
 from engine_core.steps import (
     CompletionOutput,
     NewSequence,
@@ -67,18 +67,20 @@ class MediaPrompt(TypedDict, total=False):
 
     ``multi_modal_data`` has one item, or a list of them, for "image", "video" and "audio", as
     :meth:`MediaProcessor.process_media` takes them, in the order of their placeholders in the
-    prompt. ``mm_processor_kwargs`` are settings of the family's processing.
+    prompt; or the path or address of a file, or None for what ``multi_modal_uuids`` name and an
+    earlier prompt showed. ``mm_processor_kwargs`` are settings of the family's processing.
     """
 
     prompt: str
     prompt_token_ids: list[int]
     multi_modal_data: Mapping[str, Any]
+    multi_modal_uuids: Mapping[str, Any]
     mm_processor_kwargs: Mapping[str, Any]
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt | MediaPrompt
 Message = Mapping[str, Any]
-_MEDIA_KEYS = frozenset({"multi_modal_data", "mm_processor_kwargs"})
+_MEDIA_KEYS = frozenset({"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"})
 # Texts longer than this are tokenised in a thread, so that an event loop goes on meanwhile.
 _LONG_TEXT = 4096
 
@@ -368,30 +370,22 @@ class Frontend:
             return self._tokenize(prompt), None
         plain: Any = {key: value for key, value in prompt.items() if key not in _MEDIA_KEYS}
         tokenized = self._tokenize(plain)
-        media: Any = prompt.get("multi_modal_data") or {}
         options: Any = prompt.get("mm_processor_kwargs") or {}
-        for key, value in (("multi_modal_data", media), ("mm_processor_kwargs", options)):
-            if not isinstance(value, Mapping):
-                raise RequestError(f"{key} is a dictionary, got {type(value).__name__}", param=key)
-        items = {kind: one if isinstance(one, list) else [one] for kind, one in media.items()}
-        shown = {
-            kind: [
-                item if isinstance(item, MediaPart) else MediaPart(kind, item, f"{kind} {index}")
-                for index, item in enumerate(each)
-            ]
-            for kind, each in items.items()
-            if each
-        }
-        for kind in shown:
-            self.media.check_takes(kind, "multi_modal_data")
-        if options and not shown:
+        if not isinstance(options, Mapping):
+            name = "mm_processor_kwargs"
+            raise RequestError(f"{name} is a dictionary, got {shown(options)}", param=name)
+        data: Any = prompt.get("multi_modal_data")
+        uuids: Any = prompt.get("multi_modal_uuids")
+        media = prompt_media(data, uuids)
+        self.media.check(media)
+        if options and not media:
             raise RequestError(
                 "mm_processor_kwargs are for multi_modal_data, and there are none; leave them out",
                 param="mm_processor_kwargs",
             )
-        if not shown:
+        if not media:
             return tokenized, None
-        begun = self.media.begin(tokenized.token_ids, shown, options, cache_salts, here=here)
+        begun = self.media.begin(tokenized.token_ids, media, options, cache_salts, here=here)
         return tokenized, begun
 
     def _tokenize(self, prompt: Prompt) -> TokenizedPrompt:
@@ -433,8 +427,8 @@ class Frontend:
         """
         media: dict[str, list[MediaPart]] = {}
         for part in parts:
-            self.media.check_takes(part.kind, part.param)
             media.setdefault(part.kind, []).append(part)
+        self.media.check(media)
         return media
 
     def render_chat(
@@ -612,12 +606,12 @@ class Frontend:
 
     def close_workers(self) -> None:
         """End the processes that try grammars and process pictures, and refuse what needs them."""
+        self.media.close()
         self._pool.close()
 
     def close(self) -> None:
         """End these processes, and forget the items of earlier prompts."""
         self.close_workers()
-        self.media.cache.clear()
 
     def clear(self) -> None:
         """Forget every request."""

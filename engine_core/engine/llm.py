@@ -234,6 +234,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, through the model's chat template.
 
@@ -244,6 +245,7 @@ class LLM:
             add_generation_prompt: end the prompt with the beginning of the model's turn.
             chat_template: a Jinja template in place of the model's own.
             tools: descriptions passed to the template.
+            mm_processor_kwargs: settings of the family's processing of what messages show.
 
         Raises:
             RequestError: the messages do not fit the template, or there is none.
@@ -252,7 +254,9 @@ class LLM:
         self.engine.core.check_alive()
         conversations = _as_conversations(messages)
         prompts: list[Prompt] = [
-            self.render_chat(conversation, add_generation_prompt, chat_template, tools)
+            self.render_chat(
+                conversation, add_generation_prompt, chat_template, tools, mm_processor_kwargs
+            )
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, progress=progress)
@@ -265,10 +269,13 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation as :meth:`stream` completes a prompt."""
         self.engine.core.check_alive()
-        prompt = self.render_chat(messages, add_generation_prompt, chat_template, tools)
+        prompt = self.render_chat(
+            messages, add_generation_prompt, chat_template, tools, mm_processor_kwargs
+        )
         return self.stream(prompt, sampling_params)
 
     def render_chat(
@@ -277,11 +284,14 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> TokensPrompt | MediaPrompt:
         """The prompt that :meth:`chat` makes of one conversation.
 
-        A user's content may have parts: text, ``{"type": "image", "image": ...}`` with a PIL image
-        or an array ``[H, W, 3]``, and OpenAI's ``image_url`` with a data URL.
+        A user's content may have parts: text, ``{"type": "image", "image": ...}`` and the same of
+        "video" and "audio" with what ``multi_modal_data`` takes, and OpenAI's ``image_url``,
+        ``video_url``, ``audio_url`` and ``input_audio``. ``type`` may be left out where a key says
+        it, as in ``[{"image": ...}, {"text": ...}]``.
 
         Raises:
             RequestError: the messages do not fit the template, or there is none, or the model
@@ -295,9 +305,13 @@ class LLM:
             chat_template=chat_template,
             tools=tools,
         )
-        if media:
-            return {"prompt_token_ids": token_ids, "multi_modal_data": media}
-        return {"prompt_token_ids": token_ids}
+        if not media and not mm_processor_kwargs:
+            return {"prompt_token_ids": token_ids}
+        return {
+            "prompt_token_ids": token_ids,
+            "multi_modal_data": media,
+            "mm_processor_kwargs": mm_processor_kwargs or {},
+        }
 
     def _add(
         self, prompt: Prompt, params: SamplingParams | None, *, streaming: bool, priority: int = 0

@@ -10,12 +10,12 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from engine_core.configs import EngineConfig, ModelConfig
 from engine_core.engine.media_worker import Made
 from engine_core.engine.prompt_inputs import process_prompt
-from engine_core.errors import EngineError, RequestError
+from engine_core.errors import EngineError, OptionError, RequestError
 from engine_core.inputs import (
     InputProcessor,
     MediaItem,
@@ -24,15 +24,27 @@ from engine_core.inputs import (
     packed_token_ids,
 )
 from engine_core.media.cache import MediaCache, MediaStats, content_key
+from engine_core.media.fetch import MediaSources, names_source
 from engine_core.media.parts import MediaPart
 from engine_core.media.shared import shared
 from engine_core.workers import Limits, WorkerError, WorkerPool
 
+_First = TypeVar("_First")
+_Then = TypeVar("_Then")
 _ROOM = "engine_core.engine.media_worker"
 # Of a prompt. Decoders and processors take several times what a picture has as floats.
 _SECONDS = 30.0
 _MEMORY_BYTES = 4 * 2**30
 _STACK_BYTES = 2**20
+
+
+class _Asked(NamedTuple):
+    """A part of a prompt, the keys of its content and its uuid in the cache, and what is there."""
+
+    part: MediaPart
+    key: Hashable | None
+    name: Hashable | None
+    known: MediaItem | None
 
 
 class MediaIntake:
@@ -61,7 +73,13 @@ class MediaIntake:
     ) -> None:
         self._processor = processor if isinstance(processor, MediaProcessor) else None
         self._model_config = model_config
-        self._several = config.tensor_parallel_size > 1
+        self._config = config
+        if config.mm_processor_kwargs and self._processor is None:
+            raise OptionError(
+                "mm_processor_kwargs are for models that see or hear, and "
+                f"{model_config.architecture} takes text alone; leave them out"
+            )
+        self._sources = MediaSources(config.allowed_local_media_path, config.allowed_media_domains)
         self._stats = MediaStats()
         self._lock = threading.Lock()
         size = int(config.mm_processor_cache_gb * 2**30)
@@ -97,18 +115,33 @@ class MediaIntake:
         """What the model takes besides text: "image", "video" or "audio"."""
         return () if self._processor is None else self._processor.media_kinds
 
-    def check_takes(self, kind: str, param: str) -> None:
-        """Refuse what the model cannot see or hear.
+    def check(self, media: Mapping[str, Sequence[MediaPart]]) -> None:
+        """Refuse what the model cannot see or hear, and more than the engine allows of a kind.
 
         Raises:
-            RequestError: it is of such a kind.
+            RequestError: something is of such a kind, or one too many.
         """
         kinds = self.kinds
-        if kind not in kinds:
-            takes = f"takes {', '.join(kinds)} and text" if kinds else "takes text alone"
-            raise RequestError(
-                f"{param} has {kind!r}, and {self._model_config.architecture} {takes}", param=param
-            )
+        for kind, parts in media.items():
+            if kind not in kinds:
+                param = parts[0].param
+                takes = f"takes {', '.join(kinds)} and text" if kinds else "takes text alone"
+                architecture = self._model_config.architecture
+                message = f"{param} has {kind!r}, and {architecture} {takes}"
+                raise RequestError(message, param=param)
+            most = self._config.limit_mm_per_prompt.get(kind)  # type: ignore[call-overload]
+            if most is not None and len(parts) > most:
+                param = parts[most].param
+                raise RequestError(
+                    f"{param}: the prompt has {len(parts)} items of the kind {kind!r}, and {most} "
+                    "are taken at most (limit_mm_per_prompt)",
+                    param=param,
+                )
+
+    def close(self) -> None:
+        """Read and fetch nothing more, and forget the items of earlier prompts."""
+        self._sources.close()
+        self.cache.clear()
 
     def begin(
         self,
@@ -137,20 +170,40 @@ class MediaIntake:
             QueueFullError: too many prompts wait for it.
             EngineDeadError: the engine is being shut down.
         """
-        keys = {
-            kind: [content_key(salts, kind, part.value, options) for part in parts]
+        options = {**self._config.mm_processor_kwargs, **options}
+        parts = [part for each in media.values() for part in each]
+        if not any(map(names_source, parts)):
+            return self._begin(token_ids, media, options, salts, here=here)
+
+        def begin(read: list[MediaPart]) -> Future[list[ProcessedPrompt]]:
+            left = iter(read)
+            known = {kind: [next(left) for _ in each] for kind, each in media.items()}
+            return self._begin(token_ids, known, options, salts, here=here)
+
+        coming = self._sources.begin(parts)
+        coming.add_done_callback(lambda done: self._count(refused=done.exception() is not None))
+        return _flattened(coming, begin)
+
+    def _begin(
+        self,
+        token_ids: Sequence[int],
+        media: Mapping[str, Sequence[MediaPart]],
+        options: Mapping[str, Any],
+        salts: tuple[Hashable, ...],
+        *,
+        here: bool,
+    ) -> Future[list[ProcessedPrompt]]:
+        """The same of parts whose content is there."""
+        asked: dict[str, list[_Asked]] = {
+            kind: [self._asked(part, options, salts) for part in parts]
             for kind, parts in media.items()
-        }
-        known = {
-            kind: [None if key is None else self.cache.get(key) for key in each]
-            for kind, each in keys.items()
         }
         wanted = {
             kind: [
-                part if item is None else part._replace(value=item)
-                for part, item in zip(parts, known[kind], strict=True)
+                each.part if each.known is None else each.part._replace(value=each.known)
+                for each in of_kind
             ]
-            for kind, parts in media.items()
+            for kind, of_kind in asked.items()
         }
         parts = [part for each in wanted.values() for part in each]
         self._count(items=len(parts))
@@ -167,7 +220,31 @@ class MediaIntake:
             work = self._workers.submit(
                 f"{_ROOM}:process", packed_token_ids(token_ids), wanted, options
             )
-        return _then(work, lambda made: self._end(made, keys, known, parts))
+        return _then(work, lambda made: self._end(made, asked))
+
+    def _asked(
+        self, part: MediaPart, options: Mapping[str, Any], salts: tuple[Hashable, ...]
+    ) -> _Asked:
+        """A part with what is known of it.
+
+        Raises:
+            RequestError: it has no content, and nothing is known by its uuid.
+        """
+        name = None
+        if part.uuid is not None:
+            # What was made with other options is another item.
+            name = content_key(("uuid", *salts), part.kind, part.uuid, options)
+        key = name if part.value is None else content_key(salts, part.kind, part.value, options)
+        known = None if key is None else self.cache.get(key)
+        if known is None and part.value is None:
+            self._count(refused=1)
+            raise RequestError(
+                f"{part.param}: no {part.kind} is known by the uuid {part.uuid!r}: none was given "
+                "with the same key, cache_salt and mm_processor_kwargs, or it was forgotten; send "
+                "it again",
+                param=part.param,
+            )
+        return _Asked(part, key, name, known)
 
     def _process_here(
         self, token_ids: Sequence[int], wanted: Mapping[str, Sequence[MediaPart]], options: Any
@@ -177,50 +254,80 @@ class MediaIntake:
         items = {kind: [part.value for part in parts] for kind, parts in wanted.items()}
         asked = (self._model_config.vocab_size, token_ids, items, options)
         made = process_prompt(self._processor, "process_media", *asked)
-        if self._several:  # the ranks are other processes
+        if self._config.tensor_parallel_size > 1:  # the ranks are other processes
             own = [replace(item, features=shared(item.features)) for item in made.media]
             made = replace(made, media=tuple(own))
         return Made(made, 0.0, time.perf_counter() - begin)
 
-    def _end(
-        self,
-        work: Future[Made],
-        keys: Mapping[str, Sequence[Hashable | None]],
-        known: Mapping[str, Sequence[MediaItem | None]],
-        parts: Sequence[MediaPart],
-    ) -> ProcessedPrompt:
+    def _end(self, work: Future[Made], asked: Mapping[str, Sequence[_Asked]]) -> ProcessedPrompt:
         """What came of it; new items are kept."""
+        parts = [each.part for of_kind in asked.values() for each in of_kind]
         try:
             made = work.result()
         except EngineError as error:
             self._count(refused=isinstance(error, RequestError))
+            if isinstance(error, RequestError) and error.param in (None, "multi_modal_data"):
+                raise type(error)(str(error), param=_place(parts)) from None
             raise
         except Exception as error:
             self._count(refused=1)
-            param = parts[0].param if len(parts) == 1 else "multi_modal_data"
+            param = _place(parts)
             what = "processed" if isinstance(error, WorkerError) else "handed to a worker"
             message = f"{param}: what is shown was not {what}: {error}"
             raise RequestError(message, param=param) from None
         self._count(decode_seconds=made.decode_seconds, process_seconds=made.process_seconds)
         items = list(made.prompt.media)
-        for kind, of_kind in keys.items():
+        for kind, of_kind in asked.items():
             places = sorted(
                 (index for index, item in enumerate(items) if item.kind == kind),
                 key=lambda index: items[index].span,
             )
             if len(places) != len(of_kind):
                 continue  # a family that makes several items of one
-            for index, key, before in zip(places, of_kind, known[kind], strict=True):
-                if before is not None:
-                    items[index] = replace(items[index], features=before.features)
-                elif key is not None:
-                    self.cache.put(key, items[index])
+            for index, each in zip(places, of_kind, strict=True):
+                if each.known is not None:
+                    items[index] = replace(items[index], features=each.known.features)
+                elif each.key is not None:
+                    self.cache.put(each.key, items[index])
+                if each.name is not None and each.key not in (None, each.name):
+                    self.cache.name(each.name, each.key)
         return replace(made.prompt, media=tuple(items))
 
     def _count(self, **more: float) -> None:
         with self._lock:
             for name, value in more.items():
                 setattr(self._stats, name, getattr(self._stats, name) + value)
+
+
+def _place(parts: Sequence[MediaPart]) -> str:
+    """Where in the request it stands: the part, or what all of them stand in."""
+    return parts[0].param if len(parts) == 1 else parts[0].param.split(".")[0]
+
+
+def _flattened(first: Future[_First], then: Callable[[_First], Future[_Then]]) -> Future[_Then]:
+    """The future of what ``then(first)`` begins."""
+    made: Future[_Then] = Future()
+
+    def ended(work: Future[_Then]) -> None:
+        if made.set_running_or_notify_cancel():
+            try:
+                made.set_result(work.result())
+            except BaseException as error:
+                made.set_exception(error)
+
+    def begun(done: Future[_First]) -> None:
+        if made.cancelled():
+            return
+        try:
+            work = then(done.result())
+        except BaseException as error:
+            if made.set_running_or_notify_cancel():
+                made.set_exception(error)
+        else:
+            work.add_done_callback(ended)
+
+    first.add_done_callback(begun)
+    return made
 
 
 def _then(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,15 @@ from engine_core.inputs import MediaProcessor, ProcessedPrompt
 from engine_core.media.images import data_of, decode_image, load_decoders
 from engine_core.media.parts import MediaPart
 from engine_core.media.shared import shared
+from engine_core.media.sounds import decode_audio
+from engine_core.media.videos import decode_video
 from engine_core.registry import build_registry
+
+_DECODERS: Mapping[str, Callable[[bytes], Any]] = {
+    "image": decode_image,
+    "video": decode_video,
+    "audio": decode_audio,
+}
 
 
 class Made(NamedTuple):
@@ -66,9 +74,7 @@ def _decoded(part: MediaPart) -> Any:
         data = part.value
         if isinstance(data, str):
             data = data_of(data, part.kind)
-        if part.kind != "image":
-            raise RequestError(f"encoded {part.kind}s are not decoded; give arrays")
-        return decode_image(data)
+        return _DECODERS[part.kind](data)
     except RequestError as error:
         raise RequestError(f"{part.param}: {error}", param=part.param) from None
 

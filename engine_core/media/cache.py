@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engine_core.inputs import MediaItem, media_digest
+from engine_core.inputs import MediaItem, Video, media_digest
 
 # What an item takes beside its arrays, roughly.
 _ITEM_BYTES = 1024
@@ -161,6 +161,8 @@ def _contents(value: Any) -> list[Any]:
         if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
             raise TypeError("not an array of numbers")
         return [value]
+    if isinstance(value, Video):
+        return ["video", repr(value.fps), *_contents(value.frames)]
     if isinstance(value, list | tuple):
         return [len(value), *(part for each in value for part in _contents(each))]
     if hasattr(value, "convert") and hasattr(value, "info"):  # a PIL image

@@ -14,19 +14,21 @@ import socket
 import ssl
 import stat
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from engine_core.errors import EngineDeadError, RequestError
+from engine_core.errors import EngineDeadError, QueueFullError, RequestError
 from engine_core.media.parts import MediaPart
 
 MAX_BYTES = 256 * 2**20
 _SECONDS = 20.0
 # Threads that wait for other hosts.
 _AT_ONCE = 8
+# What may wait for one of them, or be in it.
+_QUEUED = 256
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -52,43 +54,81 @@ class MediaSources:
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="engine-core-media")
+        self._lock = threading.Lock()
+        self._waiting = 0
         self._closed = False
 
-    def read(self, parts: list[MediaPart]) -> list[MediaPart]:
-        """The parts, with the bytes of a file in the place of its path or address.
+    def begin(self, parts: Sequence[MediaPart]) -> Future[list[MediaPart]]:
+        """Begin to read the parts that name their content.
 
-        Data URLs stay: they are decoded with what they hold. Blocks until all have come.
+        Returns:
+            The parts, with the bytes of a file in the place of its path or address. Data URLs stay:
+            they are decoded with what they hold. It raises :class:`RequestError`, whose ``param``
+            names the part, if one may not be read, or cannot.
 
         Raises:
-            RequestError: one may not be read, or cannot; its ``param`` names the part.
+            QueueFullError: too many wait for it.
             EngineDeadError: the engine is being shut down.
         """
-        try:
-            coming = [
-                self._threads.submit(self._content, part.value) if names_source(part) else None
-                for part in parts
-            ]
-        except RuntimeError:
-            if not self._closed:
-                raise
-            raise EngineDeadError("the engine is being shut down") from None
-        made = []
-        for part, content in zip(parts, coming, strict=True):
-            if content is None:
-                made.append(part)
-                continue
+        made: Future[list[MediaPart]] = Future()
+        coming: dict[int, Future[bytes]] = {}
+        with self._lock:
+            if self._closed:
+                raise EngineDeadError("the engine is being shut down and takes no more requests")
+            for place, part in enumerate(parts):
+                if names_source(part):
+                    coming[place] = self._threads.submit(self._content, part)
+            self._waiting += len(coming)
+            if self._waiting > _QUEUED:
+                self._waiting -= len(coming)
+                for each in coming.values():
+                    each.cancel()
+                raise QueueFullError(
+                    f"{self._waiting} pictures, videos and sounds are being read already; this one "
+                    "can be served later"
+                )
+        left = len(coming)
+
+        def ended(_: Future[bytes]) -> None:
+            nonlocal left
+            with self._lock:
+                left -= 1
+                self._waiting -= 1
+                if left or not made.set_running_or_notify_cancel():
+                    return
             try:
-                made.append(part._replace(value=content.result()))
-            except RequestError as error:
-                raise RequestError(f"{part.param}: {error}", param=part.param) from None
+                read = {place: each.result() for place, each in coming.items()}
+            except CancelledError:
+                made.set_exception(EngineDeadError("the engine is being shut down"))
+            except Exception as error:
+                made.set_exception(error)
+            else:
+                made.set_result(
+                    [
+                        part._replace(value=read.get(place, part.value))
+                        for place, part in enumerate(parts)
+                    ]
+                )
+
+        for each in coming.values():
+            each.add_done_callback(ended)
+        if not coming:
+            made.set_result(list(parts))
         return made
 
     def close(self) -> None:
         """Read nothing more."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _content(self, value: str | Path) -> bytes:
+    def _content(self, part: MediaPart) -> bytes:
+        try:
+            return self._read(part.value)
+        except RequestError as error:
+            raise RequestError(f"{part.param}: {error}", param=part.param) from None
+
+    def _read(self, value: str | Path) -> bytes:
         if isinstance(value, Path):
             return self._file(value)
         try:

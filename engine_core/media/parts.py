@@ -78,7 +78,7 @@ def split_media(
 
 
 def prompt_media(
-    data: Mapping[str, Any], uuids: Mapping[str, Any] | None = None
+    data: Mapping[str, Any] | None, uuids: Mapping[str, Any] | None = None
 ) -> dict[str, list[MediaPart]]:
     """The items of a prompt's ``multi_modal_data`` by kind, with their ``multi_modal_uuids``.
 
@@ -88,7 +88,8 @@ def prompt_media(
     Raises:
         RequestError: either is no mapping, or the uuids do not fit.
     """
-    for name, value in (("multi_modal_data", data), ("multi_modal_uuids", uuids or {})):
+    data, uuids = data or {}, uuids or {}
+    for name, value in (("multi_modal_data", data), ("multi_modal_uuids", uuids)):
         if not isinstance(value, Mapping):
             raise RequestError(f"{name} is a dictionary, got {type(value).__name__}", param=name)
     made: dict[str, list[MediaPart]] = {}
@@ -102,14 +103,14 @@ def prompt_media(
             else _checked(MediaPart(kind, _located(value), f"{param}.{index}", name))
             for index, (value, name) in enumerate(zip(values, names, strict=True))
         ]
-    for kind in uuids or {}:
+    for kind in uuids:
         if kind not in data:
             _uuids(uuids, kind, 0)
     return {kind: parts for kind, parts in made.items() if parts}
 
 
-def _uuids(uuids: Mapping[str, Any] | None, kind: str, count: int) -> list[Any]:
-    given = (uuids or {}).get(kind)
+def _uuids(uuids: Mapping[str, Any], kind: str, count: int) -> list[Any]:
+    given = uuids.get(kind)
     if given is None:
         return [None] * count
     names = given if isinstance(given, list | tuple) else [given]

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from engine_core.text import Tokenizer
 
 _Body = TypeVar("_Body")
+_FIELD_NAMES = (("multi_modal_data", "messages"),)
 _CHUNK = "chat.completion.chunk"
 # Characters of the prompt's end in which a template may open the reasoning.
 _PROMPT_END = 32
@@ -112,6 +113,7 @@ async def create_chat_completion(request: Request) -> Response:
     service.check_room()
     body = await read_body(request, CHAT_BODY, service.settings.max_body_size)
     check_common(body, service)
+    context.field_names = _FIELD_NAMES
     chat, params, prompt = await service.run_text(
         context.body_size, partial(understood, service, context, body)
     )

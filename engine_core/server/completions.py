@@ -41,6 +41,7 @@ async def create_completion(request: Request) -> Response:
     service.check_room()
     body = await read_body(request, COMPLETION_BODY, service.settings.max_body_size)
     check_common(body, service)
+    context.field_names = (("multi_modal_data", "prompt"),)
     given: list[str | list[int]] = _prompts(body)
     if len(given) > service.settings.max_prompts:
         raise ApiError(

@@ -55,7 +55,7 @@ _FIELD_NAMES = (
     (r"tools\.(\d+)\.function\.parameters", r"tools.\1.input_schema"),
     (r"response_format\.json_schema\.schema", "output_config.format.schema"),
     ("response_format", "output_config.format"),
-    ("continue_final_message", "messages"),
+    ("continue_final_message|multi_modal_data", "messages"),
     ("stop", "stop_sequences"),
 )
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

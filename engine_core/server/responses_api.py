@@ -45,7 +45,7 @@ _FIELD_NAMES = (
     (r"tools\.(\d+)\.function\.parameters", r"tools.\1.parameters"),
     (r"response_format\.json_schema\.schema", "text.format.schema"),
     ("response_format", "text.format"),
-    (r"messages(\..*)?", "input"),
+    (r"messages(\..*)?|multi_modal_data", "input"),
     ("max_tokens|max_completion_tokens", "max_output_tokens"),
 )
 _FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import av
 import httpx
 import numpy as np
 import openai
@@ -30,7 +33,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(model, "--kv-cache-memory", "16MiB", "--max-model-len", "256") as server:
+    (model.parent / "media").mkdir()
+    limits = ("--kv-cache-memory", "16MiB", "--max-model-len", "512")
+    limits += ("--limit-mm-per-prompt", '{"image": 2}')
+    limits += ("--allowed-local-media-path", str(model.parent / "media"))
+    with ServerProcess(model, *limits) as server:
         yield server.wait_ready()
 
 
@@ -71,25 +78,166 @@ def test_a_picture_over_http_is_what_it_is_offline(server: ServerProcess, model:
     assert offline.prompt_token_ids.count(IMAGE_TOKEN) == answer.usage.prompt_tokens - 7
 
 
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
-        (message("https://example.org/a.png"), "addresses and files are not fetched"),
-        (message("file:///etc/passwd"), "addresses and files are not fetched"),
-        (message("data:image/png;base64,aGVsbG8="), "no picture in one of PNG"),
-        (message(data_url() + "===="), "base64"),
-        ([{"role": "user", "content": "<|image_pad|>"}], "number of images of 0"),
-    ],
-)
-def test_what_is_no_picture_is_refused_and_others_are_served(
-    server: ServerProcess, messages: list[dict[str, Any]], said: str
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    out = BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def as_url(content: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def clip(*, sound: bool = False) -> bytes:
+    """A second of video, or of sound alone."""
+    out = BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        if sound:
+            stream: Any = container.add_stream("aac", rate=8000, layout="mono")
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+            frame.sample_rate = 8000
+            container.mux(stream.encode(frame))
+        else:
+            stream = container.add_stream("libx264", rate=10)
+            stream.height, stream.width, stream.pix_fmt = 60, 90, "yuv420p"
+            for shade in range(10):
+                pixels = np.full_like(PIXELS, 20 * shade)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, "rgb24")))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+def part(url: str | None, kind: str = "image_url", **more: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": kind, kind: url, **more}]}]
+
+
+def typed(text: str, *urls: str) -> list[dict[str, Any]]:
+    """Pictures, and the text that somebody typed."""
+    (made,) = message(*urls)
+    return [{**made, "content": [*made["content"], {"type": "text", "text": text}]}]
+
+
+PICTURE = Image.fromarray(PIXELS)
+BOMB = encoded(Image.new("1", (10_000, 10_000)), "PNG")  # 100 million pixels in some kilobytes
+ANIMATED = encoded(PICTURE, "GIF", save_all=True, append_images=[PICTURE.rotate(180)])
+PLACE = "messages.0.content.0.image_url"
+REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
+    "address": (message("https://example.org/a.png"), "at 'example.org' are not fetched", PLACE),
+    "this machine": (message("http://127.0.0.1:8000/a.png"), "are not fetched", PLACE),
+    "file": (message("file:///etc/passwd"), "not below the folder that the server allows", PLACE),
+    "upwards": (message("file:///{media}/../m/config.json"), "not below the folder", PLACE),
+    "path": (message("/etc/passwd"), "this is text", PLACE),
+    "no picture": (message(as_url(b"hello")), "no picture in one of PNG", PLACE),
+    "base64": (message(data_url() + "===="), "its base64 is wrong", PLACE),
+    "truncated": (message(as_url(encoded(PICTURE, "PNG")[:-5000])), "damaged", PLACE),
+    "huge": (message(as_url(BOMB)), "10000 x 10000 pixels, and 50000000 are taken", PLACE),
+    "animated": (message(as_url(ANIMATED, "image/gif")), "animated (GIF)", PLACE),
+    "too long": (message(data_url(np.zeros((1, 300, 3), np.uint8))), "is too long", PLACE),
+    "a video as picture": (message(as_url(clip(), "video/mp4")), "data:image/TYPE", PLACE),
+    "a picture as video": (
+        part(data_url(), "video_url"),
+        "data:video/TYPE",
+        "messages.0.content.0.video_url",
+    ),
+    "no frames": (
+        part(as_url(clip(sound=True), "video/mp4"), "video_url"),
+        "the video has no frames",
+        "messages.0.content.0.video_url",
+    ),
+    "a sound": (
+        part(as_url(clip(sound=True), "audio/mp4"), "audio_url"),
+        "takes image, video and text",
+        "messages.0.content.0.audio_url",
+    ),
+    "nothing": (part(None), "there is no image", PLACE),
+    "unknown uuid": (part(None, uuid="nobody's"), 'is known by the uuid "nobody\'s"', PLACE),
+    "too many": (
+        message(*[data_url()] * 3),
+        "has 3 items of the kind 'image', and 2 are taken",
+        "messages.0.content.2.image_url",
+    ),
+    "typed": (typed("<|image_pad|>"), "number of images of 0", "messages"),
+    "typed beside a picture": (typed("<|image_pad|>", data_url()), "in 2 places", PLACE),
+    "a video typed": (typed("<|video_pad|>", data_url()), "number of videos of 0", PLACE),
+}
+
+
+@pytest.mark.parametrize(("messages", "said", "param"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_shown_is_refused_by_its_place(
+    server: ServerProcess, model: Path, messages: Any, said: str, param: str
 ) -> None:
+    text = json.dumps({**ASKED, "messages": messages})
+    text = text.replace("{media}", str((model.parent / "media").relative_to("/")))
     url = server.url + "/v1/chat/completions"
-    refused = httpx.post(url, json={**ASKED, "messages": messages}, timeout=60)
+    headers = {"content-type": "application/json"}
+    refused = httpx.post(url, content=text, headers=headers, timeout=60)
     assert refused.status_code == 400, refused.text
-    assert said in refused.json()["error"]["message"]
-    fine = httpx.post(url, json={**ASKED, "messages": message(data_url())}, timeout=60)
-    assert fine.status_code == 200, fine.text
+    error = refused.json()["error"]
+    assert said in error["message"]
+    assert error["param"] == param
+
+
+def test_a_placeholder_typed_where_nothing_can_be_shown(server: ServerProcess) -> None:
+    body = {**ASKED, "prompt": "<|image_pad|>"}
+    refused = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prompt"
+    assert "number of images of 0" in refused.json()["error"]["message"]
+
+
+def test_nobody_else_suffers_from_what_is_refused(server: ServerProcess) -> None:
+    """A long answer goes on as it does alone, while all of these come at once."""
+    url = server.url + "/v1/chat/completions"
+    asked = {**ASKED, "max_tokens": 200, "messages": message(data_url())}
+    alone = httpx.post(url, json=asked, timeout=60).json()["choices"]
+    with ThreadPoolExecutor(8) as threads:
+        answer = threads.submit(httpx.post, url, json=asked, timeout=60)
+        bodies = [{**ASKED, "messages": messages} for messages, _, _ in REFUSED.values()]
+        refused = threads.map(lambda body: httpx.post(url, json=body, timeout=60), bodies)
+        assert {each.status_code for each in refused} == {400}
+        assert answer.result().json()["choices"] == alone
+
+
+def test_a_picture_is_shown_again_by_its_uuid(server: ServerProcess) -> None:
+    url = server.url + "/v1/chat/completions"
+
+    def ask(messages: Any, **more: Any) -> httpx.Response:
+        return httpx.post(url, json={**ASKED, "messages": messages, **more}, timeout=60)
+
+    first = ask(part(data_url(), uuid="a"), cache_salt="mine")
+    assert first.status_code == 200, first.text
+    again = ask(part(None, uuid="a"), cache_salt="mine")
+    assert again.json()["choices"] == first.json()["choices"]
+    # Nobody else's: not without the salt, nor with another one, nor made in another way.
+    for more in ({}, {"cache_salt": "yours"}):
+        assert "is known by the uuid 'a'" in ask(part(None, uuid="a"), **more).text
+    other = {"cache_salt": "mine", "mm_processor_kwargs": {"max_pixels": 3136}}
+    assert "is known by the uuid 'a'" in ask(part(None, uuid="a"), **other).text
+    # A name is that of the picture that had it last; and what is shown counts, not its name.
+    second = ask(part(data_url(255 - PIXELS), uuid="a"), cache_salt="mine")
+    assert second.json()["choices"] != first.json()["choices"]
+    again = ask(part(None, uuid="a"), cache_salt="mine")
+    assert again.json()["choices"] == second.json()["choices"]
+
+
+def test_files_below_the_allowed_folder_and_videos(server: ServerProcess, model: Path) -> None:
+    url = server.url + "/v1/chat/completions"
+    (model.parent / "media" / "a.png").write_bytes(encoded(PICTURE, "PNG"))
+
+    def ask(messages: Any, **more: Any) -> Any:
+        answer = httpx.post(url, json={**ASKED, "messages": messages, **more}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    file = ask(part(f"file://{model.parent}/media/a.png"))
+    data = ask(part(data_url()))
+    assert file["choices"] == data["choices"]
+    least = {"mm_processor_kwargs": {"min_pixels": 3136}}  # as for a picture
+    video = ask(part(as_url(clip(), "video/mp4"), "video_url"), **least)
+    # Ten frames, of which four are taken: two pairs, of a picture's embeddings each.
+    marks = 2
+    embeddings = data["usage"]["prompt_tokens"] - marks
+    assert video["usage"]["prompt_tokens"] == 2 * embeddings + marks
 
 
 def test_tokens_of_pictures_are_not_counted_beforehand(server: ServerProcess) -> None:

@@ -136,7 +136,7 @@ def bomb() -> str:
         (bomb(), "10000 x 10000 pixels, and 50000000 are taken at most"),
         (data_url()[:-2000], "the picture is damaged"),
         ("data:image/png;base64,a$b=", "its base64 is wrong"),
-        ("https://example.org/a.png", "'https', and addresses and files are not fetched"),
+        ("https://example.org/a.png", "addresses at 'example.org' are not fetched"),
         ("data:image/gif;base64,R0lGODlhAQABAAAAACw=", "the picture is damaged|no picture"),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_worker_or_a_template_that_is_killed_ends_its_requests_alone() -> None
         while not (running := children(work)):
             assert not begun.done()
         os.kill(kill(running[0]).pid, signal.SIGKILL)
-        said = "multi_modal_data: what is shown was not processed: the processor of pictures"
+        said = "part: what is shown was not processed: the processor of pictures"
         with pytest.raises(RequestError, match=said):
             begun.result(30)
         assert work.made(data_url(OTHER)).media
