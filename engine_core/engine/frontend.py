@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import itertools
 import operator
+import os
 import struct
 import time
 from array import array
@@ -27,7 +28,7 @@ from engine_core.engine.guided import GrammarTrials
 from engine_core.engine.media import MediaIntake
 from engine_core.engine.prompt_inputs import fitted_state, process_prompt
 from engine_core.engine.sampling import resolve_sampling
-from engine_core.errors import CheckpointNotFoundError, RequestError, shown
+from engine_core.errors import CheckpointNotFoundError, QueueFullError, RequestError, shown
 from engine_core.inputs import (
     InputProcessor,
     MediaItem,
@@ -36,6 +37,7 @@ from engine_core.inputs import (
     packed_token_ids,
 )
 from engine_core.media.parts import MediaPart, prompt_media
+from engine_core.media.shared import SharedArrays
 from engine_core.steps import (
     CompletionOutput,
     NewSequence,
@@ -83,6 +85,8 @@ Message = Mapping[str, Any]
 _MEDIA_KEYS = frozenset({"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"})
 # Texts longer than this are tokenised in a thread, so that an event loop goes on meanwhile.
 _LONG_TEXT = 4096
+# Of the host's memory, what features of requests under way may take until no more are processed.
+_SHARE_OF_MEMORY = 0.25
 
 
 class TokenizedPrompt(NamedTuple):
@@ -199,7 +203,7 @@ class State:
         has_prompt_logprobs: whether they have come: each completion brings them, one is enough.
         first_token_time: as ``arrival_time``, or None.
         num_cached_tokens: prompt tokens taken from the prefix cache.
-        media: what the prompt shows, until the core, maybe another process, surely has it.
+        media: what the prompt shows. The core, maybe another process, has it just as long.
         media_tokens: by kind, prompt tokens that each picture, video or sound takes.
     """
 
@@ -357,10 +361,27 @@ class Frontend:
         """The same without holding up the event loop."""
         if not _takes_long(prompt):
             return self.tokenize(prompt, cache_salts)
+        if _shows(prompt):
+            self._check_room()
         tokenized, shown = await asyncio.to_thread(self._begin, prompt, cache_salts, here=False)
         if shown is None:
             return tokenized
         return _with_media(tokenized, (await asyncio.wrap_future(shown)).pop())
+
+    def _check_room(self) -> None:
+        """Refuse more to be held while requests under way hold much.
+
+        Raises:
+            QueueFullError: they do.
+        """
+        features = (item.features for state in self._states.values() for item in state.media)
+        blocks = {each.block for each in features if isinstance(each, SharedArrays)}
+        held = sum(block.size for block in blocks)
+        if held > _SHARE_OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise QueueFullError(
+                f"the pictures, videos and sounds of {len(self._states)} requests under way take "
+                f"{held >> 20} MiB of memory; send the request again later"
+            )
 
     def _begin(
         self, prompt: Prompt, cache_salts: tuple[Hashable, ...], *, here: bool
@@ -686,7 +707,6 @@ class Frontend:
             state.prompt_logprobs = [None, *map(self._decoded, update.prompt_logprobs)]
         if state.first_token_time is None and new:
             state.first_token_time = now
-            state.media = ()
         if completion.logprobs is not None and update.logprobs is not None:
             for token, entry in zip(new, update.logprobs, strict=True):
                 completion.logprobs.append(self._decoded(entry))
@@ -759,13 +779,14 @@ def _with_media(tokenized: TokenizedPrompt, made: ProcessedPrompt) -> TokenizedP
     return TokenizedPrompt(tokenized.text, list(made.token_ids), packed, made)
 
 
+def _shows(prompt: Any) -> bool:
+    return isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))
+
+
 def _takes_long(prompt: Any) -> bool:
     """Whether a prompt is long text, or shows something."""
-    if isinstance(prompt, Mapping):
-        if prompt.get("multi_modal_data"):
-            return True
-        prompt = prompt.get("prompt")
-    return isinstance(prompt, str) and len(prompt) > _LONG_TEXT
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return _shows(prompt) or (isinstance(text, str) and len(text) > _LONG_TEXT)
 
 
 def _priority(value: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 from io import BytesIO
 from typing import Any
 
@@ -19,14 +20,15 @@ _SCHEME = "data:"
 
 
 def load_decoders() -> None:
-    """Load what decodes the formats, once for all pictures; nothing without Pillow."""
-    try:
+    """Load what decodes the formats, as far as it is installed, once for all that is decoded."""
+    with contextlib.suppress(ImportError):
+        import av  # noqa: F401
+    with contextlib.suppress(ImportError):
         from PIL import Image
-    except ImportError:
-        return
-    Image.init()
-    # Sizes are checked before anything is decoded, by a limit of ours.
-    Image.MAX_IMAGE_PIXELS = None
+
+        Image.init()
+        # Sizes are checked before anything is decoded, by a limit of ours.
+        Image.MAX_IMAGE_PIXELS = None
 
 
 def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:

@@ -42,6 +42,11 @@ class SharedArrays(Mapping[str, Any]):
         self.nbytes = nbytes
 
     @property
+    def block(self) -> SharedBytes:
+        """The memory of the large ones."""
+        return self._block
+
+    @property
     def lost(self) -> str | None:
         """Why the memory is not there; None if it is."""
         return self._block.lost

@@ -153,7 +153,7 @@ def main(control_fd: int) -> None:
 
 
 def _serve(control: socket.socket, state: Any, memory_bytes: int, stack_bytes: int) -> None:
-    parent = os.getppid()
+    parent, template = os.getppid(), os.getpid()
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -191,7 +191,7 @@ def _serve(control: socket.socket, state: Any, memory_bytes: int, stack_bytes: i
                 signal.set_wakeup_fd(-1)
                 for other in (control, *channels.values()):
                     other.close()
-                _work(channel, state, memory_bytes, stack_bytes)
+                _work(channel, template, state, memory_bytes, stack_bytes)
             channels[pid] = channel
             poll.register(channel, 0)
     finally:
@@ -200,12 +200,19 @@ def _serve(control: socket.socket, state: Any, memory_bytes: int, stack_bytes: i
             os.waitpid(pid, 0)
 
 
-def _work(channel: socket.socket, state: Any, memory_bytes: int, stack_bytes: int) -> NoReturn:
+def _work(
+    channel: socket.socket, template: int, state: Any, memory_bytes: int, stack_bytes: int
+) -> NoReturn:
     """The life of a worker."""
     try:
         if sys.platform.startswith("linux"):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != template:  # it died before that
+                os._exit(1)
         os.nice(_NICENESS)
+        # Where memory is short the system ends this process, and not the engine.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
         # Libraries that abort say why to stderr, which is not theirs here.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         _limit(resource.RLIMIT_CORE, 0)

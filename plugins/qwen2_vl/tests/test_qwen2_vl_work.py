@@ -10,6 +10,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from golden_fixtures import GOLDEN, golden_prompts
+from golden_fixtures import GOLDEN
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -229,11 +230,10 @@ def test_closing_while_pictures_wait_tells_each() -> None:
     work.pool.close()
     for each in begun[:3] + begun[4:]:
         assert isinstance(each.exception(30), EngineDeadError)
-    assert work.stats.waiting == 0
+    eventually(lambda: work.stats.waiting, 0)
     eventually(lambda: open_files() <= before, True)
 
 
-PROMPTS = golden_prompts("qwen2vl-tiny")
 CONFIG = EngineConfig(kv_cache_memory=2**24, max_model_len=256, skip_tokenizer_init=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -243,15 +243,23 @@ def shown(*images: Any) -> Any:
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": list(images)}}
 
 
+ASKED = [(LARGE, OTHER), (OTHER,), (SMALL, LARGE)]
+
+
+@cache
+def offline(ranks: int) -> list[list[int]]:
+    """Tokens of the arrays of each of :data:`ASKED`, and of the first ones turned."""
+    prompts = [shown(*images) for images in (*ASKED, ASKED[0][::-1])]
+    with LLM(str(FOLDER), CONFIG.replace(tensor_parallel_size=ranks)) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tokens_are_the_same_by_every_way(ranks: int) -> None:
-    prompts = [shown(LARGE, OTHER), shown(OTHER), shown(SMALL, LARGE)]
-    urls = [shown(data_url(), data_url(OTHER)), shown(data_url(OTHER)), None]
-    urls[2] = shown(data_url(SMALL), data_url())
-    with LLM(str(FOLDER), CONFIG) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
-        (turned,) = llm.generate([shown(OTHER, LARGE)], GREEDY)
-    assert turned.outputs[0].token_ids != expected[0]
+    prompts = [shown(*images) for images in ASKED]
+    urls = [shown(*map(data_url, images)) for images in ASKED]
+    *expected, turned = offline(1)
+    assert turned != expected[0]
     config = CONFIG.replace(tensor_parallel_size=ranks, enable_prefix_caching=False)
 
     async def served(engine: AsyncEngine, prompt: Any) -> list[int]:
@@ -275,10 +283,7 @@ def test_tokens_are_the_same_by_every_way(ranks: int) -> None:
         assert shared_files() == []
 
     asyncio.run(scene())
-    if ranks > 1:
-        with LLM(str(FOLDER), config) as llm:
-            outputs = llm.generate(prompts, GREEDY)
-        assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert offline(ranks) == [*expected, turned]
 
 
 def shared_in(pid: int) -> int:
@@ -308,7 +313,7 @@ def test_nothing_is_left_after_aborts_and_the_death_of_the_engine() -> None:
             await streams[2].aclose()
             async for output in streams[3]:
                 assert output.outputs[0].error is None
-                assert len(shared_files()) == 0  # since its first token
+                assert len(shared_files()) == (not output.finished)
             eventually(lambda: shared_in(engine.pid), 0)
             # Cancelled while it is processed.
             huge = shown(data_url(np.zeros((3000, 3000, 3), np.uint8)))
@@ -326,6 +331,28 @@ def test_nothing_is_left_after_aborts_and_the_death_of_the_engine() -> None:
                 async for _ in stream:
                     pass
             assert shared_files() == []
+        finally:
+            await engine.close()
+
+    asyncio.run(scene())
+
+
+def test_memory_of_requests_under_way_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A megabyte and some: one large picture is within it, two are not.
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr("engine_core.engine.frontend._SHARE_OF_MEMORY", 1.5 * 2**20 / memory)
+    long = GREEDY.replace(max_tokens=100)
+
+    async def scene() -> None:
+        engine = await AsyncEngine.start(str(FOLDER), CONFIG)
+        try:
+            streams = [await engine.add_request(shown(data_url()), long) for _ in range(3)]
+            streams.append(await engine.add_request(shown(data_url(OTHER)), long))
+            with pytest.raises(QueueFullError, match="of 4 requests under way take 2 MiB"):
+                await engine.add_request(shown(data_url(SMALL)), long)
+            streams.append(await engine.add_request([5, 6], long))
+            await streams[3].aclose()
+            await engine.add_request(shown(data_url(SMALL)), long)
         finally:
             await engine.close()
 
