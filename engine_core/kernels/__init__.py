@@ -7,7 +7,7 @@ between these and torch's operations. Triton is imported when a CUDA tensor is f
 numba when a CPU tensor is.
 """
 
-from engine_core.kernels.activation import gelu_and_mul, silu_and_mul
+from engine_core.kernels.activation import gelu_and_mul, quick_gelu, silu_and_mul
 from engine_core.kernels.attention import paged_attention
 from engine_core.kernels.decode_inputs import DecodeInputs, decode_inputs
 from engine_core.kernels.gpu import GPU, gpu_of
@@ -30,14 +30,17 @@ from engine_core.kernels.rotary import apply_rotary, rotary_angles
 from engine_core.kernels.rotary_store import is_fused as rotary_store_is_fused
 from engine_core.kernels.rotary_store import rotary_store
 from engine_core.kernels.sampling import sample_tokens
+from engine_core.kernels.segments import Segments, attend_segments
 
 __all__ = [
     "GPU",
     "Activation",
     "DecodeInputs",
     "DeferredRMSNorm",
+    "Segments",
     "adds_residual",
     "apply_rotary",
+    "attend_segments",
     "choose_greedy",
     "decode_inputs",
     "fits_head_norms",
@@ -51,6 +54,7 @@ __all__ = [
     "linear_add_norm",
     "linear_rotary_store",
     "paged_attention",
+    "quick_gelu",
     "rms_norm",
     "rotary_angles",
     "rotary_store",

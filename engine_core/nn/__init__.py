@@ -35,6 +35,7 @@ from engine_core.nn.linear import (
     build_rowwise_linear,
 )
 from engine_core.nn.loading import Weights, load_stacked_weights, load_weight, stacked_loader
+from engine_core.nn.media import finished
 from engine_core.nn.norm import LayerNorm, RMSNorm
 from engine_core.nn.rotary import (
     ApplyRotaryEmb,
@@ -87,6 +88,7 @@ __all__ = [
     "build_rotary_embedding_from_config",
     "build_rowwise_linear",
     "cached_layers",
+    "finished",
     "link_layers",
     "load_stacked_weights",
     "load_weight",

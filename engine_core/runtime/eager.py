@@ -39,7 +39,7 @@ class ForwardPass:
 
     @property
     def model_name(self) -> str:
-        """What the model's class is called."""
+        """The name of the model's class."""
         return type(self._model).__name__
 
     @property

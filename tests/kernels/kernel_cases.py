@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from engine_core.kernels.rotary import reference as rotary_reference
 from engine_core.kernels.rotary_store import reference as rotary_store_reference
 from engine_core.kernels.sampling import Adjustments, SamplingState
 from engine_core.kernels.sampling.philox import uniform
+from engine_core.kernels.segments import reference as segments_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -179,6 +180,8 @@ def native_matrix(device: str) -> Iterator[Case]:
     for dtype in DTYPES:
         yield from _norm_cases(device, dtype)
         yield from _activation_cases(device, dtype)
+        yield from _quick_gelu_cases(device, dtype)
+        yield from _segment_cases(device, dtype)
         yield from _rotary_cases(device, dtype)
         yield from _store_cases(device, dtype)
         yield from _rotary_store_cases(device, dtype)
@@ -266,6 +269,39 @@ def _activation_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
                 dtype,
                 lambda r=rows, s=size, a=activation: run(r, s, a),  # type: ignore[misc]
             )
+
+
+def _quick_gelu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(rows: int, size: int) -> float:
+        x = 3 * _randn(rows, size, device=device, dtype=dtype)
+        return error(kernels.quick_gelu(x), activation_reference.quick_gelu(x.float()))
+
+    for rows, size in [(1, 1), (63, 63), (1024, 5120)]:
+        yield Case("quick_gelu", f"{rows}x{size}", dtype, lambda r=rows, s=size: run(r, s))  # type: ignore[misc]
+
+
+def _segment_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(runs: Sequence[tuple[int, int]], heads: int, width: int) -> float:
+        segments = kernels.Segments(runs, torch.device(device))
+        qkv = _randn(segments.length, 3, heads, width, device=device, dtype=dtype)
+        q, k, v = qkv.unbind(1)
+        got = kernels.attend_segments(q, k, v, segments)
+        parts = (part.float() for part in (q, k, v))
+        return error(got, segments_reference.attend_segments(*parts, runs, width**-0.5))
+
+    for runs, heads, width in [
+        ([(1, 1)], 1, 8),
+        ([(2, 64), (3, 16), (1, 7)], 2, 80),
+        ([(4, 256)], 16, 64),
+        ([(1, 1025), (1, 63)], 4, 72),
+    ]:
+        name = "+".join(f"{count}x{size}" for count, size in runs)
+        yield Case(
+            "attend_segments",
+            f"{name}-{heads}x{width}",
+            dtype,
+            lambda r=runs, h=heads, w=width: run(r, h, w),  # type: ignore[misc]
+        )
 
 
 def _rotary_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_cases import TOLERANCE, error
 
-from engine_core.kernels import gelu_and_mul, silu_and_mul
+from engine_core.kernels import gelu_and_mul, quick_gelu, silu_and_mul
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -33,6 +33,18 @@ def test_definitions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert error(silu_and_mul(x), expected(x, "silu")) < TOLERANCE[dtype]
     assert error(gelu_and_mul(x), expected(x, "gelu_tanh")) < TOLERANCE[dtype]
     assert error(gelu_and_mul(x, "none"), expected(x, "gelu")) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quick_gelu(dtype: torch.dtype, launch_device: str) -> None:
+    from engine_core.kernels.activation import triton
+
+    x = (4 * torch.randn(3, 700)).to(dtype)
+    wanted = x.double() / (1 + torch.exp(-1.702 * x.double()))
+    assert error(quick_gelu(x), wanted) < TOLERANCE[dtype]
+    assert error(triton.quick_gelu(x.to(launch_device)).cpu(), wanted) < TOLERANCE[dtype]
+    with pytest.raises(ValueError, match="contiguous"):
+        quick_gelu(torch.zeros(4, 2).t())
 
 
 @pytest.mark.usefixtures("cpu_path")

@@ -1,14 +1,15 @@
-"""The gated activations of feed-forward layers (Shazeer 2020)."""
+"""Activations of feed-forward layers: gated ones (Shazeer 2020), and a quick GELU."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from engine_core.kernels.activation import cpu
 
-__all__ = ["gelu_and_mul", "silu_and_mul"]
+__all__ = ["gelu_and_mul", "quick_gelu", "silu_and_mul"]
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -42,6 +43,27 @@ def gelu_and_mul(x: Tensor, approximate: Literal["tanh", "none"] = "tanh") -> Te
     if approximate not in ("tanh", "none"):
         raise ValueError(f"gelu_and_mul: approximate must be 'tanh' or 'none', got {approximate!r}")
     return _act_and_mul("gelu_and_mul", x, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """``x * sigmoid(1.702 x)`` (Hendrycks and Gimpel, 2016); one launch on a GPU.
+
+    Args:
+        x: ``[..., I]``, contiguous.
+
+    Returns:
+        The same shape and dtype; computed in float32 on a GPU, and rounded once.
+
+    Raises:
+        ValueError: x is not contiguous.
+    """
+    if not x.is_contiguous():
+        raise ValueError(f"quick_gelu: x must be contiguous, got strides {x.stride()}")
+    if x.is_cuda:
+        from engine_core.kernels.activation import triton
+
+        return triton.quick_gelu(x)
+    return x * torch.sigmoid(1.702 * x)
 
 
 def _act_and_mul(op: str, x: Tensor, activation: str) -> Tensor:

@@ -12,6 +12,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """``x * sigmoid(1.702 x)``."""
+    return (x.float() * (1.702 * x.float()).sigmoid()).to(x.dtype)
+
+
 def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     """``gelu(gate) * up`` of ``x [..., 2 * I]``."""
     gate, up = x.float().chunk(2, dim=-1)

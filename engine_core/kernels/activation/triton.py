@@ -12,9 +12,11 @@ from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wa
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """The activation of float32 values; "silu", "gelu_tanh" or "gelu"."""
+    """The activation of float32 values; "silu", "quick_gelu", "gelu_tanh" or "gelu"."""
     if ACTIVATION == "silu":
         y = x * tl.sigmoid(x)
+    elif ACTIVATION == "quick_gelu":
+        y = x * tl.sigmoid(1.702 * x)
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(u)) / 2 is sigmoid(2u); 2 * sqrt(2 / pi) = 1.5957691216.
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -44,6 +46,27 @@ def _act_and_mul_kernel(
     up = tl.load(x_ptr + row * x_stride + SIZE + cols, mask=mask, other=0.0).to(tl.float32)
     y = activated(gate, ACTIVATION) * up
     tl.store(out_ptr + row * SIZE + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _quick_gelu_kernel(out_ptr, x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_dependents(PDL)
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < count
+    wait(PDL)
+    x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    y = activated(x, "quick_gelu")
+    tl.store(out_ptr + places, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """``x * sigmoid(1.702 x)`` of a contiguous x."""
+    out = torch.empty_like(x)
+    if out.numel():
+        _quick_gelu_kernel[(triton.cdiv(out.numel(), 2048),)](
+            out, x, out.numel(), BLOCK=2048, num_warps=4, **pdl_options(x.device)
+        )
+    return out
 
 
 def act_and_mul(x: Tensor, activation: str) -> Tensor:

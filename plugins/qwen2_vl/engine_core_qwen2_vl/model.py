@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
+from engine_core.kernels import Segments, attend_segments, quick_gelu, rotary_angles
 from engine_core.nn import (
     ApplyRotaryEmb,
     CosSin,
@@ -24,16 +25,13 @@ from engine_core.nn import (
     SelfAttention,
     Weights,
     build_replicated_linear,
+    finished,
     load_stacked_weights,
 )
 from engine_core.step_context import StepContext, StepContextManager
 
 Grid = tuple[int, int, int]
 """Patches of an item in time, height and width."""
-
-Segments = Sequence[tuple[int, int]]
-"""Patches that see each other: how many such groups of equal size follow, and that size."""
-
 
 Norm = type[LayerNorm] | type[RMSNorm]
 
@@ -52,22 +50,8 @@ class VisionAttention(nn.Module):
         """``[N, E]`` to ``[N, E]``."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
         q, k = self.rotate(q, k, *cos_sin)
-        lengths = [count * size for count, size in segments]
-        out = [
-            # No items together: an item's embeddings must not depend on those beside it.
-            _attend(*(part.unflatten(0, segment) for part in parts))
-            for segment, *parts in zip(
-                segments, q.split(lengths), k.split(lengths), v.split(lengths), strict=True
-            )
-        ]
-        attended: Tensor = self.proj(torch.cat(out))
-        return attended
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``[count, size, heads, D]`` each, to ``[count * size, heads * D]``."""
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    return out.transpose(1, 2).flatten(2).flatten(0, 1)
+        out: Tensor = self.proj(attend_segments(q, k, v, segments).flatten(1))
+        return out
 
 
 class VisionMLP(nn.Module):
@@ -80,8 +64,7 @@ class VisionMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, E]`` to ``[N, E]``."""
-        x = self.fc1(x)
-        out: Tensor = self.fc2(x * torch.sigmoid(1.702 * x))
+        out: Tensor = self.fc2(quick_gelu(self.fc1(x)))
         return out
 
 
@@ -95,11 +78,13 @@ class VisionBlock(nn.Module):
         self.norm2 = norm(vision.embed_dim, 1e-6)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, cos_sin: CosSin, segments: Segments) -> Tensor:
-        """``[N, E]`` to ``[N, E]``."""
-        x = x + self.attn(self.norm1(x), cos_sin, segments)
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+    def forward(
+        self, x: Tensor, residual: Tensor, cos_sin: CosSin, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """The next addition to the residual, ``[N, E]``, and it: each norm adds what is due."""
+        x, residual = self.norm1(x, residual)
+        x, residual = self.norm2(self.attn(x, cos_sin, segments), residual)
+        return self.mlp(x), residual
 
 
 class PatchEmbed(nn.Module):
@@ -129,9 +114,10 @@ class PatchMerger(nn.Module):
             build_replicated_linear(width, vision.hidden_size, bias=True),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[N, E]`` to ``[N / merged, H]``."""
-        out: Tensor = self.mlp(self.ln_q(x).unflatten(0, (-1, self.merged)).flatten(1))
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``[N, E]``, and what it is added to, to ``[N / merged, H]``."""
+        normed = self.ln_q(x, residual)[0]
+        out: Tensor = self.mlp(normed.unflatten(0, (-1, self.merged)).flatten(1))
         return out
 
 
@@ -165,31 +151,37 @@ class VisionTower(nn.Module):
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Patches ``[N, patch]`` of all items to their embeddings ``[N / merged, H]``."""
+        return finished(self.parts(patches, grids))
+
+    def parts(self, patches: Tensor, grids: Sequence[Grid]) -> Generator[float, None, Tensor]:
+        """As :meth:`forward`; says after each layer which share of them is done.
+
+        The grids are the host's: nobody waits for the device, which computes all else from them.
+        """
         x = self.patch_embed(patches)
+        frames = Segments(((frames, high * wide) for frames, high, wide in grids), x.device)
         cos_sin = self.angles(grids)
-        for block in self.blocks:
-            x = block(x, cos_sin, _frames(grids))
-        out: Tensor = self.merger(x)
+        residual = torch.zeros_like(x)
+        for number, block in enumerate(self.blocks):
+            x, residual = block(x, residual, cos_sin, frames)
+            yield (number + 1) / len(self.blocks)
+        out: Tensor = self.merger(x, residual)
         return out
 
     def angles(self, grids: Sequence[Grid]) -> CosSin:
         """Cosines and sines ``[N, D / 2]`` of each patch's place in its frame."""
-        places = torch.cat([self._places(grid) for grid in grids]).to(self.inv_freq.device)
-        angles = (places.float().unsqueeze(-1) * self.inv_freq).flatten(1)
-        return angles.cos(), angles.sin()
+        places = torch.cat([self._places(grid) for grid in grids])
+        cos, sin = rotary_angles(places, self.inv_freq)
+        return cos.flatten(1), sin.flatten(1)
 
     def _places(self, grid: Grid) -> Tensor:
         """``[N, 2]``: row and column of each patch, in the order in which they are merged."""
         frames, high, wide = grid
-        merge = self.merge_size
-        rows, columns = torch.arange(high, device="cpu"), torch.arange(wide, device="cpu")
+        merge, device = self.merge_size, self.inv_freq.device
+        rows, columns = torch.arange(high, device=device), torch.arange(wide, device=device)
         places = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1)
         blocks = places.view(high // merge, merge, wide // merge, merge, 2).transpose(1, 2)
         return blocks.reshape(-1, 2).repeat(frames, 1)
-
-
-def _frames(grids: Sequence[Grid]) -> Segments:
-    return [(frames, high * wide) for frames, high, wide in grids]
 
 
 class WindowedVisionTower(VisionTower):
@@ -209,16 +201,19 @@ class WindowedVisionTower(VisionTower):
         """The feed-forward part of a layer, split over the ranks."""
         return GatedMLP(vision.embed_dim, vision.intermediate_size, "silu", bias=True)
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """As :meth:`VisionTower.forward`."""
-        indices, windows = self._windows(grids)
-        order = indices.to(patches.device)
-        x = self._ordered(self.patch_embed(patches), order)
+    def parts(self, patches: Tensor, grids: Sequence[Grid]) -> Generator[float, None, Tensor]:
+        """As :meth:`VisionTower.parts`."""
+        x = self.patch_embed(patches)
+        order, windows = self._windows(grids)
+        frames = Segments(((frames, high * wide) for frames, high, wide in grids), x.device)
+        x = self._ordered(x, order)
         cos, sin = (self._ordered(part, order) for part in self.angles(grids))
+        residual = torch.zeros_like(x)
         for number, block in enumerate(self.blocks):
-            full = number in self.full_layers
-            x = block(x, (cos, sin), _frames(grids) if full else windows)
-        merged: Tensor = self.merger(x)
+            seen = frames if number in self.full_layers else windows
+            x, residual = block(x, residual, (cos, sin), seen)
+            yield (number + 1) / len(self.blocks)
+        merged: Tensor = self.merger(x, residual)
         out = torch.empty_like(merged)
         out[order] = merged
         return out
@@ -228,26 +223,38 @@ class WindowedVisionTower(VisionTower):
         return ordered
 
     def _windows(self, grids: Sequence[Grid]) -> tuple[Tensor, Segments]:
-        """The places of embeddings in the order of their windows, and the windows in patches."""
+        """The places of embeddings in the order of their windows, and the windows in patches.
+
+        Windows at the edges of a frame are smaller; those of one size stand together.
+        """
+        device = self.inv_freq.device
         order: list[Tensor] = []
         segments: list[tuple[int, int]] = []
         first = 0
         for frames, high, wide in grids:
-            shape = high // self.merge_size, wide // self.merge_size
-            places = torch.arange(math.prod(shape), device="cpu").view(shape)
-            windows = [
-                window.flatten()
-                for rows in places.split(self.window)
-                for window in rows.split(self.window, dim=1)
-            ]
-            # Those at the edges are smaller; windows of one size are attended to at once.
-            windows.sort(key=len)
-            sizes = Counter(len(window) * self.merge_size**2 for window in windows)
+            sides = [self._sides(length // self.merge_size) for length in (high, wide)]
+            sizes = Counter(math.prod(size) for size in product(*sides))
+            # A window's size and number, which sort its embeddings.
+            heights, widths = (torch.arange(sum(side), device=device) for side in sides)
+            areas = self._extents(heights)[:, None] * self._extents(widths)
+            numbers = (heights // self.window)[:, None] * len(sides[1]) + widths // self.window
+            keys = areas * math.prod(map(len, sides)) + numbers
+            places = torch.argsort(keys.flatten(), stable=True)
             for _ in range(frames):
-                order += [first + window for window in windows]
-                segments += [(count, size) for size, count in sizes.items()]
-                first += places.numel()
-        return torch.cat(order), segments
+                order.append(first + places)
+                segments += [(sizes[size], size * self.merge_size**2) for size in sorted(sizes)]
+                first += len(places)
+        return torch.cat(order), Segments(segments, device)
+
+    def _sides(self, length: int) -> list[int]:
+        """The windows along one side of a frame."""
+        whole, rest = divmod(length, self.window)
+        return [self.window] * whole + [rest] * (rest > 0)
+
+    def _extents(self, places: Tensor) -> Tensor:
+        """How long the window of each place along a side is."""
+        left: Tensor = len(places) - places // self.window * self.window
+        return left.clamp(max=self.window)
 
 
 class Qwen2VLForConditionalGeneration(RotaryCausalLM):
@@ -284,11 +291,19 @@ class Qwen2VLForConditionalGeneration(RotaryCausalLM):
 
         Args:
             kind: "image" or "video"; to the tower an image is a video of one frame.
-            items: ``pixel_values [N, patch]`` and ``grid_thw [3]`` of each.
+            items: ``pixel_values [N, patch]`` and ``grid_thw [3]`` of each; the latter on the host.
         """
+        return finished(self.embed_media_parts(kind, items))
+
+    def embed_media_parts(
+        self, kind: str, items: Sequence[Mapping[str, Tensor]]
+    ) -> Generator[float, None, list[Tensor]]:
+        """As :meth:`embed_media`; says after each layer which share of the work is done."""
         del kind
         grids: list[Grid] = [tuple(item["grid_thw"].tolist()) for item in items]
-        out = self.visual(torch.cat([item["pixel_values"] for item in items]), grids)
+        pixels = [item["pixel_values"] for item in items]
+        patches = pixels[0] if len(pixels) == 1 else torch.cat(pixels)
+        out = yield from self.visual.parts(patches, grids)
         merged = self.visual.merge_size**2
         return list(out.split([math.prod(grid) // merged for grid in grids]))
 
