@@ -35,7 +35,7 @@ from engine_core.nn.linear import (
     build_rowwise_linear,
 )
 from engine_core.nn.loading import Weights, load_stacked_weights, load_weight, stacked_loader
-from engine_core.nn.media import finished
+from engine_core.nn.media import finished, sent
 from engine_core.nn.norm import LayerNorm, RMSNorm
 from engine_core.nn.rotary import (
     ApplyRotaryEmb,
@@ -93,5 +93,6 @@ __all__ = [
     "load_stacked_weights",
     "load_weight",
     "rope_lengths",
+    "sent",
     "stacked_loader",
 ]

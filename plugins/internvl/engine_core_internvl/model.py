@@ -17,6 +17,7 @@ from engine_core.nn import (
     RMSNorm,
     Weights,
     build_replicated_linear,
+    sent,
     stacked_loader,
 )
 from engine_core.step_context import StepContextManager
@@ -193,7 +194,8 @@ class InternVLModel(AroundTextModel):
             kind: "image" or "video".
             items: ``pixel_values`` of each: tiles ``[n, S, S, 3]`` uint8, or ``[n, 3, S, S]``
                 float32 that are normalised. A video, whose frames are a tile each, also has the
-                tokens of its span, ``token_ids``, and where the tiles' embeddings go, ``places``.
+                tokens of its span, ``token_ids``, and where the tiles' embeddings go, ``places``,
+                both on the host.
         """
         counts = [len(item["pixel_values"]) for item in items]
         tiles = torch.cat([self._normalised(item["pixel_values"]) for item in items])
@@ -203,7 +205,9 @@ class InternVLModel(AroundTextModel):
             return out
         embed = self.get_input_embeddings()
         return [
-            embed(item["token_ids"]).index_copy(0, item["places"], part)
+            embed(sent(item["token_ids"], part.device)).index_copy(
+                0, sent(item["places"], part.device), part
+            )
             for item, part in zip(items, out, strict=True)
         ]
 
