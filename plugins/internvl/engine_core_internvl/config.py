@@ -140,18 +140,18 @@ class InternVLChatConfigBuilder:
                 "places images take; give the tokenizer's files with the checkpoint, or set "
                 "image_token_id with hf_overrides"
             )
-        template = stated.get("template")
-        system = stated.get("system_message")
-        (text_architecture,) = llm.get("architectures") or [None]
         found, end = chat_template(
-            template, system, begins=text_architecture == "InternLM2ForCausalLM"
+            stated.get("template"),
+            stated.get("system_message"),
+            begins=llm.get("architectures") == ["InternLM2ForCausalLM"],
         )
         config = _build(
             cls.architecture, llm, model_path, values, tile_size, stated["downsample_ratio"], tokens
         )
-        more = () if end is None else tuple(tokens[name] for name in [end] if name in tokens)
+        # The original code ends an answer there, whatever else the checkpoint says.
+        ends = (*config.eos_token_ids, *(tokens[name] for name in tokens if name == end))
         return config.replace(
-            eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))),
+            eos_token_ids=tuple(dict.fromkeys(ends)),
             chat_template=found,
             **kwargs,
         )

@@ -72,7 +72,8 @@ def _resized(pixels: Pixels, height: int, width: int) -> Pixels:
     from PIL import Image
 
     image = Image.fromarray(np.ascontiguousarray(pixels))
-    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+    # A copy: PIL's own memory cannot be written to, which torch wants of arrays.
+    return np.array(image.resize((width, height), Image.Resampling.BICUBIC))
 
 
 def to_pixels(image: Any) -> Pixels:
