@@ -157,6 +157,24 @@ class InputProcessor(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class MediaLimit:
+    """The most that an item of a kind takes, by the checkpoint and without a request's options.
+
+    Attributes:
+        num_embeddings: of the largest item; None if items have no largest one, as videos.
+        largest: what that is, in words, as in "1003520 pixels".
+        activations: numbers, of the model's dtype, that ``embed_media`` holds at once for each
+            embedding that it computes, features included and weights not; at most.
+        modules: names of the model's modules that do nothing but encode.
+    """
+
+    num_embeddings: int | None = None
+    largest: str = ""
+    activations: int = 0
+    modules: tuple[str, ...] = ()
+
+
 @runtime_checkable
 class MediaProcessor(InputProcessor, Protocol):
     """An input processor of a family whose prompts may show pictures, videos or sounds.
@@ -165,6 +183,9 @@ class MediaProcessor(InputProcessor, Protocol):
     of a copy of what ``__init__`` left. If it has an attribute ``reuses_items``, and this is true,
     then an item of ``media`` may also be a :class:`MediaItem` that it made of an earlier prompt,
     with the same options: the span is another, the digest and the features stay.
+
+    It may have a method ``media_limits()``, which gives a :class:`MediaLimit` by kind. Memory for
+    the encoder is then planned before the KV cache's, and ``check-model`` tells the limits.
 
     Attributes:
         media_kinds: those that it takes.

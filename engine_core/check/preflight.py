@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -28,6 +28,7 @@ from engine_core.check.report import (
     Code,
     Comparison,
     FusionInfo,
+    MediaInfo,
     MemoryInfo,
     ModelInfo,
     PluginInfo,
@@ -52,9 +53,11 @@ from engine_core.errors import (
     ConfigError,
     EngineError,
     ErrorCode,
+    PluginError,
     RequestError,
     WeightsMismatchError,
 )
+from engine_core.inputs import MediaLimit
 from engine_core.kernels import GPU, gpu_of
 from engine_core.nn.attention import cache_specs
 from engine_core.nn.fusions import fusions
@@ -62,12 +65,13 @@ from engine_core.nn.quantization import QuantizationScheme
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
 from engine_core.runtime.loader import build_on_meta, check_weights
-from engine_core.runtime.memory import CachePlan, check_memory, plan_cache
+from engine_core.runtime.memory import CachePlan, MediaPlan, check_memory, plan_cache, plan_media
 from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.source import (
     check_deterministic,
     check_revision,
     find_scheme,
+    media_limits,
     open_files,
     option_scheme,
     read_config,
@@ -144,6 +148,7 @@ class _Check:
     scheme: QuantizationScheme | None = None
     dtype: str | None = None
     tokenizer: Tokenizer | None = None
+    media: Mapping[str, MediaLimit | None] = field(default_factory=dict)
     network: nn.Module | None = None
     memory_info: MemoryInfo | None = None
     comparison: Comparison | None = None
@@ -216,7 +221,7 @@ class _Check:
         with self._collecting():
             self.model_class = registry.model_class(self.model_config.architecture)
         with self._collecting():
-            registry.input_processor(self.model_config)
+            self.media = media_limits(registry.input_processor(self.model_config))
         self.dtype = platform.resolve_dtype(self.config, device, self.model_config.dtype)
         self._check_special_ids(self.model_config, checkpoint)
         with self._collecting("generation-config-invalid"):
@@ -370,15 +375,17 @@ class _Check:
     def _plan(self, network: nn.Module, specs: tuple[CacheSpec, ...], max_model_len: int) -> None:
         config, device = self.config, self.device
         weights = weight_bytes(network)
+        media = self._plan_media()
+        taken = weights + media.total
         source: Literal["memory", "gpu", "machine"] = "machine"
         if self.memory is not None:
-            source, total, budget = "memory", self.memory, self.memory - weights
+            source, total, budget = "memory", self.memory, self.memory - taken
         elif self.gpu is not None:
             source, total = "gpu", self.gpu.memory
-            budget = platform.gpu_cache_budget(total - weights, total)
+            budget = platform.gpu_cache_budget(total - taken, total)
         elif device is not None:
             total = platform.total_memory(device)
-            budget = platform.cache_budget(config, device, pending=weights)
+            budget = platform.cache_budget(config, device, pending=taken)
         else:
             return
         if weights > total:
@@ -392,12 +399,13 @@ class _Check:
             )
         elif config.kv_cache_memory is not None and source != "machine":
             budget = config.kv_cache_memory
-            if weights + budget > total:
+            if taken + budget > total:
+                encoder = f", the encoder {media.total}" if media.total else ""
                 self._add(
                     "memory-cache-too-small",
                     "error",
-                    f"the weights take {weights} bytes and kv_cache_memory is {budget}, together "
-                    f"more than the {total} that there are",
+                    f"the weights take {weights} bytes{encoder} and kv_cache_memory is {budget}, "
+                    f"together more than the {total} that there are",
                 )
         budget = max(budget, 0)
         block_size = platform.resolve_block_size(config, device or torch.device("cuda"))
@@ -411,7 +419,7 @@ class _Check:
             if weights <= total:
                 self._add("memory-cache-too-small", "error", str(error))
         else:
-            self._check_batch(plan, source, total)
+            self._check_batch(plan, source, total, media)
         planned = 0 if plan is None else plan.max_model_len
         if 0 < planned < max_model_len:
             self._add(
@@ -420,6 +428,11 @@ class _Check:
                 f"the KV cache holds {planned} tokens, so sequences may be no longer than that, "
                 f"not the {max_model_len} that the model can do",
             )
+        self._check_items(planned)
+        modules = {name for limit in self.media.values() if limit for name in limit.modules}
+        encoder_weights = 0
+        with self._collecting():
+            encoder_weights = sum(map(weight_bytes, _named_modules(network, modules)))
         counts = Counter(specs)
         self.memory_info = MemoryInfo(
             source=source,
@@ -427,6 +440,9 @@ class _Check:
             num_ranks=config.tensor_parallel_size,
             total_bytes=total,
             weights_bytes=weights,
+            encoder_weights_bytes=encoder_weights,
+            encoder_cache_bytes=media.cache,
+            encoder_activation_bytes=media.activations,
             kv_bytes_per_token=block_bytes // block_size,
             block_size=block_size,
             cache_bytes=budget,
@@ -436,7 +452,28 @@ class _Check:
             groups=tuple(CacheGroupInfo.of(spec, count) for spec, count in counts.items()),
         )
 
-    def _check_batch(self, plan: CachePlan, source: str, total: int) -> None:
+    def _plan_media(self) -> MediaPlan:
+        assert self.model_config is not None, "its network was built"
+        assert self.dtype is not None, "its network was built"
+        size, itemsize = self.model_config.hidden_size, getattr(torch, self.dtype).itemsize
+        return plan_media(self.media, self.config.encoder_cache_tokens, size, itemsize)
+
+    def _check_items(self, max_model_len: int) -> None:
+        """Say which items are refused although the model could take them."""
+        limits = {"encoder_cache_tokens": self.config.encoder_cache_tokens}
+        if max_model_len:
+            limits["max_model_len"] = max_model_len
+        option, most = min(limits.items(), key=lambda item: item[1])
+        for kind, limit in self.media.items():
+            if limit is not None and (limit.num_embeddings or 0) > most:
+                self._add(
+                    "media-too-large",
+                    "warning",
+                    f"an {kind} of {limit.largest} takes {limit.num_embeddings} tokens, and "
+                    f"{option} is {most}: the largest are refused",
+                )
+
+    def _check_batch(self, plan: CachePlan, source: str, total: int, media: MediaPlan) -> None:
         if source == "memory" or any(p.code == "memory-cache-too-small" for p in self.problems):
             # The memory given is for weights and cache alone.
             return
@@ -452,6 +489,7 @@ class _Check:
                 vocab_size=self.model_config.vocab_size,
                 hidden_bytes=self.model_config.hidden_size * getattr(torch, self.dtype).itemsize,
                 total=total,
+                media=media,
             )
 
     def ask_fusions(self) -> None:
@@ -539,6 +577,14 @@ class _Check:
             weights=self._weights_info(),
             tokenizer=self._tokenizer_info(),
             memory=self.memory_info,
+            media=tuple(
+                MediaInfo(
+                    kind=kind,
+                    max_tokens=limit.num_embeddings if limit else None,
+                    largest=limit.largest or None if limit else None,
+                )
+                for kind, limit in self.media.items()
+            ),
             comparison=self.comparison,
             fusions=self.fusions,
             plugins=tuple(
@@ -608,6 +654,17 @@ class _Check:
         )
         if problem not in self.problems:
             self.problems.append(problem)
+
+
+def _named_modules(network: nn.Module, names: set[str]) -> Iterator[nn.Module]:
+    for name in names:
+        try:
+            yield network.get_submodule(name)
+        except AttributeError:
+            raise PluginError(
+                f"the input processor's media_limits name a module {name!r}, and "
+                f"{type(network).__name__} has none"
+            ) from None
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ HINTS = {
     "generation-config-invalid": "Correct the key that is named, or remove it.",
     "generation-config-unread": "Remove the key to say that it is not wanted.",
     "length-cut": "Give the cache more memory, or set max_model_len to accept the shorter length.",
+    "media-too-large": "Raise the option, or make items smaller with mm_processor_kwargs.",
     "memory-cache-too-small": "Give more memory, or set max_model_len to the length that fits, "
     "if the message names one.",
     "memory-weights-too-large": "Take a smaller dtype, a smaller model, more memory or more GPUs.",
@@ -151,6 +152,13 @@ class MemoryInfo(_Model):
     num_ranks: int = Field(description="Processes or GPUs that share the model.")
     total_bytes: int = Field(description="Memory of the device, or the one given.")
     weights_bytes: int = Field(description="Parameters in the dtype that it runs with.")
+    encoder_weights_bytes: int = Field(
+        description="Those that only encode pictures, videos and sounds, if the family says."
+    )
+    encoder_cache_bytes: int = Field(description="Embeddings that are kept; 0 for a text model.")
+    encoder_activation_bytes: int = Field(
+        description="What the encoder takes while it computes as many, at most; 0 if not known."
+    )
     kv_bytes_per_token: int = Field(description="What all layers together keep of one token.")
     block_size: int = Field(description="Tokens in a block of the cache.")
     cache_bytes: int = Field(description="What is left for the KV cache.")
@@ -158,6 +166,16 @@ class MemoryInfo(_Model):
     max_model_len: int = Field(description="Longest sequence; 0 if none fits.")
     full_sequences: int = Field(description="Sequences of max_model_len that fit at once.")
     groups: tuple[CacheGroupInfo, ...]
+
+
+class MediaInfo(_Model):
+    """A kind of media that the model takes."""
+
+    kind: str = Field(description="image, video or audio.")
+    max_tokens: int | None = Field(
+        description="Most tokens of an item; null if there is no most, or the family does not say."
+    )
+    largest: str | None = Field(description="The largest item, in words; null as max_tokens.")
 
 
 class FusionInfo(_Model):
@@ -225,6 +243,9 @@ class CheckReport(_Model):
     weights: WeightsInfo | None
     tokenizer: TokenizerInfo | None
     memory: MemoryInfo | None
+    media: tuple[MediaInfo, ...] = Field(
+        default=(), description="What it takes besides text; empty for a text model."
+    )
     comparison: Comparison | None
     fusions: tuple[FusionInfo, ...] | None = Field(
         default=None, description="Only if they were asked for and the model was built."

@@ -14,6 +14,7 @@ from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine_core.check import CheckReport
+    from engine_core.check.report import MediaInfo
 
 ENGINE_OPTIONS = OptionGroup(EngineConfig)
 _MARKS = {"error": "ERROR", "warning": "warning", "info": "note"}
@@ -61,6 +62,8 @@ def _rows(report: CheckReport) -> dict[str, str]:
         rows["tokenizer"] = (
             f"{tokenizer.vocab_size} tokens, chat template: {tokenizer.chat_template}"
         )
+    if report.media:
+        rows["takes"] = "; ".join(("text", *map(_media_text, report.media)))
     if report.dtype is not None:
         rows["runs as"] = f"{report.dtype} on {report.device}"
     if report.memory is not None:
@@ -71,11 +74,23 @@ def _rows(report: CheckReport) -> dict[str, str]:
             f"{_bytes(memory.total_bytes)} ({where[memory.source]}{each}): weights "
             f"{_bytes(memory.weights_bytes)}, KV cache {_bytes(memory.cache_bytes)}"
         )
+        if report.media:
+            rows["encoder"] = (
+                f"weights {_bytes(memory.encoder_weights_bytes)} of these, cache "
+                f"{_bytes(memory.encoder_cache_bytes)}, activations "
+                f"{_bytes(memory.encoder_activation_bytes)}{each}"
+            )
         rows["KV cache"] = (
             f"{_bytes(memory.kv_bytes_per_token)} a token, {memory.max_tokens} tokens: "
             f"{memory.full_sequences} sequences of {memory.max_model_len}"
         )
     return rows
+
+
+def _media_text(media: MediaInfo) -> str:
+    largest = "" if media.largest is None else f" of up to {media.largest}"
+    tokens = "" if media.max_tokens is None else f" ({media.max_tokens} tokens)"
+    return f"{media.kind}{largest}{tokens}"
 
 
 def _comparison_lines(report: CheckReport) -> list[str]:

@@ -237,6 +237,7 @@ def _plan_cache(
         vocab_size=source.model_config.vocab_size,
         hidden_bytes=source.model_config.hidden_size * source.dtype.itemsize,
         total=platform.rank_memory(source.device, config.tensor_parallel_size),
+        media=source.plan_media(config),
     )
     if plan.max_model_len < max_model_len:
         logger.warning(

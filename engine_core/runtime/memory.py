@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine_core.configs import CacheConfig, CacheGroup, CacheSpec, EngineConfig
 from engine_core.errors import CacheMemoryError, OptionError
+
+if TYPE_CHECKING:
+    from engine_core.inputs import MediaLimit
 
 # What a row of the persistent batch takes besides its block tables. For each token of the
 # vocabulary: whether it is in the prompt, its count in the output and its bias, once a request asks
@@ -59,6 +63,44 @@ class CachePlan:
     def bytes_per_block(self) -> int:
         """Bytes that one block takes over all layers of any one group."""
         return sum(self.planes)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlan:
+    """Memory that pictures, videos and sounds take beside weights and KV cache, in bytes.
+
+    Attributes:
+        cache: embeddings that are kept.
+        activations: what the encoder takes, at most, while it computes as many.
+    """
+
+    cache: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.cache + self.activations
+
+
+_NO_MEDIA = MediaPlan()
+
+
+def plan_media(
+    limits: Mapping[str, MediaLimit | None], num_embeddings: int, hidden_size: int, itemsize: int
+) -> MediaPlan:
+    """The memory for an encoder cache; none for a model that takes text alone.
+
+    Args:
+        limits: of each kind that the model takes; None where the family states none.
+        num_embeddings: ``encoder_cache_tokens``. A step computes no more than it keeps.
+        hidden_size: numbers of an embedding.
+        itemsize: bytes of a number.
+    """
+    if not limits:
+        return _NO_MEDIA
+    each = max(limit.activations if limit else 0 for limit in limits.values())
+    return MediaPlan(num_embeddings * hidden_size * itemsize, num_embeddings * each * itemsize)
 
 
 def plan_cache(
@@ -194,6 +236,7 @@ def check_memory(
     vocab_size: int,
     hidden_bytes: int,
     total: int,
+    media: MediaPlan = _NO_MEDIA,
 ) -> None:
     """Refuse a cache, a batch and a step that the memory could not hold if it were empty.
 
@@ -204,16 +247,23 @@ def check_memory(
         vocab_size: columns of the logits.
         hidden_bytes: bytes of one token's hidden state.
         total: bytes of memory.
+        media: of the encoder.
 
     Raises:
-        OptionError: the cache is larger, or the batch or a step is too large beside it; names the
-            setting.
+        OptionError: the cache or the encoder's memory is larger, or the batch or a step is too
+            large beside it; names the setting.
     """
     cache = plan.bytes_per_block * plan.cache_config.num_blocks
     if cache > total:
         raise OptionError(
             f"kv_cache_memory makes a KV cache of {cache} bytes, but the memory has {total}: set "
             "kv_cache_memory lower"
+        )
+    if media.total > total - cache:
+        raise OptionError(
+            f"encoder_cache_tokens makes the encoder take {media.total} bytes, {media.cache} of "
+            f"them to keep embeddings, but the KV cache leaves {total - cache} of the {total} "
+            "bytes of memory: set encoder_cache_tokens lower"
         )
     groups = plan.cache_config.groups
     blocks = sum(-(-plan.max_model_len // group.block_size) for group in groups)

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine_core.checkpoint import Checkpoint, is_local, open_checkpoint, resolve_model
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig
-from engine_core.errors import ConfigError, CorruptCheckpointError, ErrorCode, OptionError
+from engine_core.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    ErrorCode,
+    OptionError,
+    PluginError,
+)
 from engine_core.inputs import PromptState
 from engine_core.nn.quantization import QuantizationScheme
+from engine_core.plugin_code import contained, failed_at, package_of
 from engine_core.registry import Registry
 from engine_core.runtime import platform
+from engine_core.runtime.memory import MediaPlan, plan_media
+
+if TYPE_CHECKING:
+    from engine_core.inputs import InputProcessor, MediaLimit
 
 # Keys of config.json under which tools leave how they quantised the weights.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -40,6 +52,7 @@ class ModelSource:
         dtype: the element type that it will run with.
         has_input_processor: whether the family has an input processor for the model.
         prompt_state: what is kept of each row and token; None if the first request shows it.
+        media: what an item of each kind that the model takes besides text takes at most.
         scheme: how its weights are quantised; None if they are not.
     """
 
@@ -53,6 +66,12 @@ class ModelSource:
     has_input_processor: bool
     prompt_state: PromptState | None
     scheme: QuantizationScheme | None = None
+    media: Mapping[str, MediaLimit | None] = field(default_factory=dict)
+
+    def plan_media(self, config: EngineConfig) -> MediaPlan:
+        """The memory that pictures, videos and sounds will take."""
+        size, itemsize = self.model_config.hidden_size, self.dtype.itemsize
+        return plan_media(self.media, config.encoder_cache_tokens, size, itemsize)
 
 
 class _GGUFAdapters(Mapping[str, type]):
@@ -103,7 +122,30 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
         has_input_processor=processor is not None,
         prompt_state=getattr(processor, "prompt_state", None) if processor else PromptState(),
         scheme=scheme,
+        media=media_limits(processor),
     )
+
+
+def media_limits(processor: InputProcessor | None) -> dict[str, MediaLimit | None]:
+    """The limit of each kind that a processor takes, None where it states none; {} for text.
+
+    Raises:
+        PluginError: it fails at it, or gives no limits.
+    """
+    kinds: tuple[str, ...] = getattr(processor, "media_kinds", ())
+    if not kinds:
+        return {}
+    name = f"{type(processor).__name__}.media_limits"
+    try:
+        with contained():
+            given: Any = getattr(processor, "media_limits", dict)()
+    except Exception as error:
+        place = failed_at(error, package_of(type(processor)))
+        raise PluginError(f"{name} failed: {type(error).__name__}: {error}{place}") from error
+    fine = isinstance(given, Mapping) and set(given) <= set(kinds)
+    if not fine or not all(type(limit).__name__ == "MediaLimit" for limit in given.values()):
+        raise PluginError(f"{name} is to give a MediaLimit by kind of {kinds}, it gave {given!r}")
+    return {kind: given.get(kind) for kind in kinds}
 
 
 def option_scheme(

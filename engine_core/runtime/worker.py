@@ -97,7 +97,9 @@ class Worker:
                 )
         phases["weights"] -= packing
         phases["packing"] = packing
-        return WorkerReport(specs, platform.cache_budget(config, source.device), phases)
+        media = source.plan_media(config).total
+        budget = platform.cache_budget(config, source.device, pending=media)
+        return WorkerReport(specs, budget, phases)
 
     def start(
         self,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from engine_core.errors import RequestError
 from engine_core.inputs import (
     MediaItem,
+    MediaLimit,
     ProcessedPrompt,
     PromptState,
     media_digest,
@@ -95,8 +96,23 @@ class Qwen2VLProcessor:
             for kind, settings in self._settings.items()
         }
         self._merge: int = config.vision_config["spatial_merge_size"]
+        self._activations = _activations(config.vision_config)
         # None where time goes on by one with each pair of frames.
         self._per_second: float | None = config.vision_config.get("tokens_per_second")
+
+    def media_limits(self) -> dict[str, MediaLimit]:
+        """The largest image, and what the tower takes for an embedding of it."""
+        factor = next(iter(self._patchers.values())).patch_size * self._merge
+        pixels = {kind: settings["max_pixels"] for kind, settings in self._settings.items()}
+        images = pixels["image"] // factor**2
+        return {
+            "image": MediaLimit(
+                images, f"{pixels['image']} pixels", self._activations, ("visual",)
+            ),
+            "video": MediaLimit(
+                None, f"{pixels['video']} pixels a frame", self._activations, ("visual",)
+            ),
+        }
 
     def process(self, token_ids: Sequence[int]) -> ProcessedPrompt:
         """A prompt of text.
@@ -324,3 +340,18 @@ class Qwen2VLProcessor:
         if not np.isfinite(values).all():
             raise RequestError(f"{names[0]} has values that are not finite")
         return Patches(values, (frames, high, wide))
+
+
+def _activations(vision: Mapping[str, Any]) -> int:
+    """Numbers that the tower holds at once for an embedding, at most; see ``model.py``.
+
+    Of each patch its pixels, twice in float32 and once in the model's type, its angles, and in a
+    layer the larger of attention (residual, normed, queries, keys and values, two of them
+    rotated, by way of float32, and the output) and the feed-forward part.
+    """
+    patch: int = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    width: int = vision["embed_dim"]
+    inner: int = vision.get("intermediate_size", int(width * vision.get("mlp_ratio", 4)))
+    merged: int = vision["spatial_merge_size"] ** 2
+    angles: int = 4 * width // vision["num_heads"]
+    return merged * (5 * patch + angles + max(15 * width, 3 * width + 3 * inner))

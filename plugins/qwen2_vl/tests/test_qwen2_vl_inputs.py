@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from golden_fixtures import GOLDEN
 from numpy.typing import NDArray
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine_core.configs import HFConfig
 from engine_core.errors import ConfigError, RequestError
 from engine_core.inputs import MediaProcessor
-from engine_core_qwen2_vl.config import Qwen2VLConfigBuilder
+from engine_core.runtime.loader import build_on_meta, dummy_weights
+from engine_core.step_context import BuildContext
+from engine_core_qwen2_vl.config import Qwen2VLConfigBuilder, Qwen25VLConfigBuilder
 from engine_core_qwen2_vl.inputs import Qwen2VLProcessor
+from engine_core_qwen2_vl.model import (
+    Qwen2VLForConditionalGeneration,
+    Qwen25VLForConditionalGeneration,
+)
 
 FOLDER = GOLDEN / "qwen2vl-tiny"
 IMAGE, VIDEO = 304, 305
@@ -222,3 +233,67 @@ def test_preprocessors_that_are_refused(
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(stated))
     with pytest.raises(ConfigError, match=message):
         processor(tmp_path)
+
+
+class Allocated(TorchDispatchMode):
+    """The most bytes that tensors made in a ``with`` block had at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._here: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._here:
+                    self._here.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        return out
+
+    def _freed(self, key: int, size: int) -> None:
+        self._here.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_the_tower_takes_no_more_memory_than_is_said(family: str, dtype: torch.dtype) -> None:
+    """With the proportions of the published towers, where a layer is wider than a patch."""
+    vision = {"depth": 2, "num_heads": 4, "patch_size": 4}
+    builder: type[Qwen2VLConfigBuilder] = Qwen2VLConfigBuilder
+    model_class: type[Qwen2VLForConditionalGeneration] = Qwen2VLForConditionalGeneration
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": 256, "mlp_ratio": 4, "hidden_size": 64}
+    else:
+        builder, model_class = Qwen25VLConfigBuilder, Qwen25VLForConditionalGeneration
+        vision |= {"hidden_size": 256, "intermediate_size": 684, "out_hidden_size": 64}
+        vision |= {"window_size": 32, "fullatt_block_indexes": [1]}
+    stated = HFConfig.from_folder(FOLDER).to_dict()
+    stated |= {"architectures": [builder.architecture], "vision_config": vision}
+    config = builder.build(HFConfig(stated), None)
+    model: Any = build_on_meta(model_class, config, BuildContext(dtype=dtype))
+    dummy_weights(model, torch.device("cpu"), 0)
+    grids = [(1, 16, 24), (1, 8, 8)]
+    with torch.inference_mode(), Allocated() as allocated:
+        items = [
+            {"pixel_values": torch.zeros(math.prod(grid), 96), "grid_thw": torch.tensor(grid)}
+            for grid in grids
+        ]
+        model.embed_media("image", items)
+    embeddings = sum(math.prod(grid) for grid in grids) // 4
+    said = Qwen2VLProcessor(config).media_limits()["image"].activations
+    measured = allocated.peak / embeddings / dtype.itemsize
+    assert measured <= said <= 1.6 * measured
+
+
+def test_the_largest_picture_is_as_large_as_is_said() -> None:
+    limit = processor().media_limits()["image"]
+    prompt = processor().process_media([IMAGE], {"image": [picture(1120, 896, 3)]}, {})
+    assert prompt.media[0].num_embeddings == limit.num_embeddings == 1280
+    prompt = processor().process_media([IMAGE], {"image": [picture(1800, 1500, 3)]}, {})
+    assert 0.95 * 1280 < prompt.media[0].num_embeddings <= 1280
