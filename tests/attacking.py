@@ -122,9 +122,9 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    """Wait ten seconds at most."""
-    deadline = time.monotonic() + 10
+def wait_until(done: Callable[[], bool], seconds: float = 10) -> None:
+    """Wait so many seconds at most."""
+    deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -37,8 +37,8 @@ MAX_VALUES = 2**21
 _READ_TIMEOUT = 30.0
 # Bytes still read of a refused body, so that its sender gets to see the reason.
 _DISCARD_TIMEOUT = 2.0
-# A body of this many bytes is parsed in a thread. Those of many more take turns, so that the
-# threads in which they are do not keep the event loop waiting one after the other.
+# A body of this many bytes is parsed in a thread. Those of many more take turns, so that their
+# threads do not keep the event loop waiting one after the other.
 _LARGE = 64 * 1024
 _HUGE = 1024 * 1024
 _HUGE_PARSER = ThreadPoolExecutor(1, thread_name_prefix="huge-body")

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.utils import get_remote_addr
 
@@ -36,23 +36,27 @@ class Writer:
 
     Whoever sends an ASGI message needs a task, and each wrapper of ``send`` one more call. Pieces
     of a stream that come for hundreds of clients at once are written here instead.
+
+    Attributes:
+        cycle: uvicorn's state of the request and its response.
     """
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
-        self._cycle = connection.cycle
+        self.cycle = connection.cycle
         self._transport: asyncio.Transport = connection.transport
 
     @property
     def paused(self) -> bool:
         """Whether the client leaves too much unread."""
-        paused: bool = self._cycle.flow.write_paused
+        paused: bool = self.cycle.flow.write_paused
         return paused
 
     def write(self, piece: bytes) -> None:
         """Write a piece; lost if the client is gone."""
-        if not self._cycle.disconnected:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        if not self.cycle.disconnected:
+            chunk = b"%x\r\n%b\r\n" % (len(piece), piece)
+            self._transport.write(chunk if self.cycle.chunked_encoding else piece)
 
     def on_resume(self, call: Callable[[], None] | None) -> None:
         """Have ``call`` called whenever the client has read most of what was unread."""
@@ -90,8 +94,8 @@ def connection_class(
         # came in the same piece.
         _framing = 0
         _handshake: asyncio.Task[None] | None = None
-        # Whether what comes is HTTP.
-        _begun = False
+        # Whether what comes is HTTP, and whether it is to be read no more.
+        _begun = _ignores = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """There is a client."""
@@ -159,6 +163,8 @@ def connection_class(
             if not self._begun:
                 self._early.append(data)
                 return
+            if self._ignores:
+                return
             # In pieces, so that no more than two limits are ever kept.
             for start in range(0, len(data), max_header_size):
                 if self.transport.is_closing():
@@ -204,6 +210,8 @@ def connection_class(
                 if not connections.enter_forwarded(host):
                     self.app = _only_health(app, _TOO_MANY["address"])
             self._forwarded.append(host)
+            if self.parser.get_http_version() == "1.0":
+                self.app = _without_chunks(self.app)
             super().on_headers_complete()
             self.app = app
             if self._reserved or self.parser.should_upgrade():
@@ -234,7 +242,9 @@ def connection_class(
             if self.transport.is_closing():
                 return
             connections.count(refusal.code or "")
-            if self._is_idle:
+            if self._answers_first(refusal):
+                return
+            if self._is_idle or self._awaits_body:
                 response = refusal.response()
                 self.transport.write(
                     STATUS_LINE[refusal.status_code]
@@ -243,6 +253,21 @@ def connection_class(
                     + response.body
                 )
             self.transport.close()
+
+        @property
+        def _awaits_body(self) -> bool:
+            """Whether the only request has neither all of its body nor any of its answer."""
+            cycle = self.cycle
+            return cycle.more_body and not cycle.response_started and not self.pipeline
+
+        def _answers_first(self, refusal: ApiError) -> bool:
+            """Whether a complete request has its answer before the bytes after it end all."""
+            first = not self._is_idle and not self.cycle.more_body and not self.pipeline
+            if first and refusal.code == "invalid_http":
+                self._ignores = True
+                self.cycle.keep_alive = False
+                return True
+            return False
 
         def _await_head(self) -> None:
             loop = asyncio.get_running_loop()
@@ -336,6 +361,33 @@ def _only_health(app: Any, refusal: ApiError) -> Any:
             await app(scope, receive, send)
         else:
             await refusal.response()(scope, receive, send)
+
+    return answer
+
+
+def _without_chunks(app: Any) -> Any:
+    """``app`` for a client of HTTP/1.0: an answer without a length ends where the connection does.
+
+    uvicorn would write chunks, which such a client does not know.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        writer: Writer = scope[WRITER]
+        unbounded = False
+
+        async def unframed(message: Message) -> None:
+            nonlocal unbounded
+            if message["type"] == "http.response.start":
+                unbounded = all(name.lower() != b"content-length" for name, _ in message["headers"])
+                if unbounded:
+                    writer.cycle.chunked_encoding = False
+            elif unbounded:
+                # uvicorn counts down, to nothing in the end.
+                size, more = len(message.get("body", b"")), message.get("more_body", False)
+                writer.cycle.expected_content_length = size + more
+            await send(message)
+
+        await app(scope, receive, unframed)
 
     return answer
 
