@@ -106,10 +106,10 @@ def _case_with_config(package: str) -> Any:
 
 
 def _case_source(module: str, case: Any) -> tuple[dict[str, str], set[str]]:
-    """What a case says beside its name, architecture and config, as it is written.
+    """The arguments of a case beside its name, architecture and config, as they are written.
 
     Returns:
-        The source of these arguments by their names, and the names of the module that they need.
+        Their source by their names, and the names of the module that they need.
 
     Raises:
         PluginLoadError: no call in the module has the case's name.

@@ -13,10 +13,10 @@ PICTURE = 3  # the placeholder
 
 
 class LooksProcessor:
-    """A picture's tokens all stand at one position, its rows being told by another one.
+    """An array ``[H, W, 3]`` of uint8 gives an embedding a pixel, all at one position.
 
-    An array ``[H, W, 3]`` of uint8 gives an embedding a pixel. The option ``light`` is added to
-    its numbers. How many pictures a prompt has enters every token.
+    The row of the pixel is a number of its own, the option ``light`` is added to its values, and
+    how many pictures a prompt has enters every token.
     """
 
     media_kinds: ClassVar[tuple[str, ...]] = ("image",)
@@ -50,9 +50,10 @@ class LooksProcessor:
                 position, index = position + 1, index + 1
                 continue
             if not pictures:
-                raise RequestError("more placeholders than pictures")
+                raise RequestError("more placeholders than pictures", param="multi_modal_data")
             picture = np.asarray(pictures.pop(0))
             high, wide = picture.shape[:2]
+            # One placeholder, or all of them.
             whole = list(token_ids[index : index + high * wide]) == [PICTURE] * high * wide
             index += high * wide if whole else 1
             start = len(ids)
@@ -64,7 +65,7 @@ class LooksProcessor:
             digest = media_digest(picture, light)
             items.append(MediaItem("image", digest, (start, start + high * wide), features))
         if pictures:
-            raise RequestError("more pictures than placeholders")
+            raise RequestError("more pictures than placeholders", param="multi_modal_data")
         return ProcessedPrompt(
             token_ids=ids,
             row_state={"later": position - len(ids), "pictures": len(items)},

@@ -68,13 +68,15 @@ class LooksForCausalLM(RotaryCausalLM):
         context: StepContext | None = None,
     ) -> dict[str, Any]:
         inputs = super().prepare_inputs_for_generation(past_key_values, inputs_embeds, context)
-        rows, position = context.row_ids, context.position_ids[0]
-        state, places = context.row_state, context.token_state["places"]
+        rows, position, state = context.row_ids, context.position_ids[0], context.row_state
+        place, row = context.token_state["places"]
+        # Tokens after the prompt have no token state: they go on from the last position.
         prompted = position < state["prompt_len"][rows]
-        places = torch.where(prompted, places[0], position + state["later"][rows])
+        places = torch.where(prompted, place, position + state["later"][rows])
         inputs["position_ids"] = places[None]
-        embeds = self.get_input_embeddings()(context.input_ids)
-        embeds = embeds if inputs_embeds is None else inputs_embeds
-        row = torch.where(prompted, context.token_state["places"][1], 0)
+        embeds = inputs_embeds
+        if embeds is None:
+            embeds = self.get_input_embeddings()(context.input_ids)
+        row = torch.where(prompted, row, 0)
         inputs["inputs_embeds"] = embeds + self.rows(row) + self.counts(state["pictures"][rows])
         return inputs
