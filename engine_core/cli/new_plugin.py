@@ -285,9 +285,9 @@ def _template(file: str, values: Mapping[str, str]) -> str:
     return Template(text).substitute(values)
 
 
-def _module_map(architecture: str, module: str) -> str:
+def _module_map(architecture: str, target: str) -> str:
     """The module map's literal, as the formatter writes it."""
-    key, value = f'"{architecture}":', f'"{module}.{architecture}"'
+    key, value = f'"{architecture}":', f'"{target}"'
     whole = f"{{{key} {value}}}"
     if len(whole) <= _WIDTH - len("    return "):
         return whole
@@ -365,7 +365,7 @@ def _package_files(
         "api": pattern.report.requires_api or API_VERSION,
         "core": f"{major}.{minor}",
         "next_core": f"{major}.{int(minor) + 1}",
-        "module_map": _module_map(architecture, rename.name(model_module)),
+        "module_map": _module_map(architecture, rename.name(f"{model_module}.{model_class}")),
         "builder": rename.name(pattern.builder.__name__),
         "imports": "\n".join(sorted(imports)),
         "config": _literal(config, 8),

@@ -79,6 +79,7 @@ class _Module:
             used.add("TYPE_CHECKING")
         text: list[str] = []
         gap = end = 0
+        after_imports = False
         for node in self._body:
             first, last = self._span(node)
             gap = max(gap, min(first - end, 2))
@@ -88,7 +89,10 @@ class _Module:
             elif names.intersection(defined(node)):
                 lines = self._lines[first:last]
             if lines:
-                text += [""] * gap + lines
+                # After imports two lines are for definitions alone.
+                block = isinstance(node, ast.ClassDef | ast.FunctionDef)
+                text += [""] * (gap if block or not after_imports else min(gap, 1)) + lines
+                after_imports = isinstance(node, ast.Import | ast.ImportFrom | ast.If)
                 gap = 0
             end = last
         return "\n".join(text).strip("\n") + "\n"

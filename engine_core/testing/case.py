@@ -75,6 +75,8 @@ class ConformanceCase:
             files bring theirs.
         media: prompts with pictures, videos or sounds, of every kind that the family takes. Golden
             files bring theirs.
+        kinds_elsewhere: of media that the family's own tests show, because they need what a tiny
+            checkpoint lacks, such as a tokenizer.
         unused_weights: ends of the names of tensors that checkpoints have and the model has no use
             for, such as tables that follow from the config.
     """
@@ -85,6 +87,7 @@ class ConformanceCase:
     reference: Reference = "transformers"
     prompts: Sequence[Sequence[int]] | None = None
     media: Sequence[MediaPrompt] = ()
+    kinds_elsewhere: tuple[str, ...] = ()
     unused_weights: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

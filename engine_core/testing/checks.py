@@ -209,7 +209,7 @@ def logits(subject: Subject) -> None:
 
 
 def _hint(subject: Subject, prompt: Prompt) -> str:
-    """What is known to be right of a prompt that shows something."""
+    """The end of a message: where to look in a prompt that shows something."""
     if prompt.shown is None or prompt.inputs_embeds is None:
         return ""
     ours = subject.model.first_input(prompt.token_ids, prompt.shown)

@@ -77,7 +77,7 @@ def media_items(subject: Subject) -> None:
 def _check_kinds(subject: Subject) -> None:
     """No kind that the architecture takes goes unchecked."""
     cases = [c for c in subject.family.cases if c.architecture == subject.case.architecture]
-    shown = {kind for case in cases for kind in kinds_of(case)}
+    shown = {kind for case in cases for kind in (*kinds_of(case), *case.kinds_elsewhere)}
     processor = subject.processor
     takes = processor.media_kinds if isinstance(processor, MediaProcessor) else ()
     unseen = [kind for kind in takes if kind not in shown]
@@ -85,7 +85,7 @@ def _check_kinds(subject: Subject) -> None:
         raise ConformanceError(
             f"{type(processor).__name__} takes the kinds {', '.join(takes)}, and no case of "
             f"{subject.case.architecture} shows {' or '.join(unseen)}; give one a MediaPrompt in "
-            "its media"
+            "its media, or name in kinds_elsewhere what a tiny checkpoint cannot show"
         )
 
 
@@ -304,7 +304,7 @@ def media_embeddings(subject: Subject) -> None:
 
 
 def _check_inputs(subject: Subject, model: TinyModel, prompt: Prompt, shown: MediaPrompt) -> None:
-    """What the first decoder layer takes is what the reference's takes."""
+    """Compare what goes into the first decoder layers."""
     theirs = prompt.inputs_embeds
     ours = model.first_input(prompt.token_ids, shown)
     if theirs is None or ours is None or ours.shape != theirs.shape:

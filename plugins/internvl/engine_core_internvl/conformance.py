@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_core.testing import ConformanceCase
+import numpy as np
+
+from engine_core.testing import ConformanceCase, MediaPrompt
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-def reference(config: Mapping[str, Any]) -> nn.Module:
-    """transformers' class, which is none of its causal models."""
-    import transformers
-
-    theirs: Any = transformers.InternVLForConditionalGeneration
-    values = {key: value for key, value in config.items() if key != "model_type"}
-    model: nn.Module = theirs._from_config(
-        theirs.config_class(**values), attn_implementation="eager"
-    )
-    return model
 
 
 def original(config: Mapping[str, Any]) -> nn.Module:
@@ -33,7 +23,14 @@ def original(config: Mapping[str, Any]) -> nn.Module:
         "attention_bias": config["vision_config"]["qkv_bias"],
         "use_qk_norm": config["vision_config"]["qk_normalization"],
     }
-    model = reference({**_config(llm, {}), "vision_config": vision})
+    import transformers
+
+    values = {**_config(llm, {}), "vision_config": vision}
+    del values["model_type"]
+    theirs: Any = transformers.InternVLForConditionalGeneration
+    model: nn.Module = theirs._from_config(
+        theirs.config_class(**values), attn_implementation="eager"
+    )
 
     def renamed(_: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         import torch
@@ -78,6 +75,25 @@ _ORIGINAL = {
 _draw = random.Random(0)
 _PROMPTS = [[_draw.randrange(4, 160) for _ in range(length)] for length in (1, 6, 21, 45)]
 
+
+def _shown(name: str, ids: Sequence[int], *tiles: int) -> MediaPrompt:
+    """A prompt with images of so many random tiles, 4 embeddings each."""
+    draw = np.random.default_rng(len(name))
+    images = [draw.normal(size=(count, 3, 16, 16)).astype(np.float32) for count in tiles]
+    return MediaPrompt(
+        name=name,
+        token_ids=ids,
+        media={"image": [{"pixel_values": image} for image in images]},
+        reference_inputs={"pixel_values": np.concatenate(images)},
+    )
+
+
+_MEDIA = [
+    _shown("an image first", [*[3] * 4, 9, 8], 1),
+    _shown("text after two tiles", [7, 5, *[3] * 8, 9, 8, 11], 2),
+    _shown("two images", [7, *[3] * 4, 5, *[3] * 8, 6], 1, 2),
+]
+
 _TEXT = {
     "vocab_size": 160,
     "hidden_size": 64,
@@ -116,6 +132,25 @@ def _config(text: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any
 
 CASES = [
     ConformanceCase(
+        name="internvl-llama",
+        architecture="InternVLForConditionalGeneration",
+        config=_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, {}),
+        prompts=_PROMPTS,
+        media=_MEDIA,
+        kinds_elsewhere=("video",),
+    ),
+    ConformanceCase(
+        name="internvl-qwen2-6b",
+        architecture="InternVLForConditionalGeneration",
+        config=_config(
+            {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+            {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
+        ),
+        prompts=_PROMPTS,
+        media=_MEDIA,
+        kinds_elsewhere=("video",),
+    ),
+    ConformanceCase(
         name="internvl-chat",
         architecture="InternVLChatModel",
         config={
@@ -145,22 +180,7 @@ CASES = [
         },
         reference=original,
         prompts=_PROMPTS,
-    ),
-    ConformanceCase(
-        name="internvl-llama",
-        architecture="InternVLForConditionalGeneration",
-        config=_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, {}),
-        reference=reference,
-        prompts=_PROMPTS,
-    ),
-    ConformanceCase(
-        name="internvl-qwen2-6b",
-        architecture="InternVLForConditionalGeneration",
-        config=_config(
-            {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-            {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
-        ),
-        reference=reference,
-        prompts=_PROMPTS,
+        media=_MEDIA,
+        kinds_elsewhere=("video",),
     ),
 ]

@@ -86,7 +86,7 @@ class VisionAttention(nn.Module):
     def __init__(self, vision: HFConfig) -> None:
         super().__init__()
         width, self.num_heads = vision.hidden_size, vision.num_attention_heads
-        # Every rank computes the whole: InternViT-6B has 25 heads.
+        # Every rank computes the whole: the largest tower has 25 heads.
         parts = [(part, width, 0, width) for part in "qkv"]
         self.qkv = Linear(width, parts, bias=vision.qkv_bias)
         self.proj = build_replicated_linear(width, width, bias=True)
@@ -143,7 +143,7 @@ class VisionEncoder(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """InternViT, from tiles to the states of their patches; parameters as in checkpoints."""
+    """From tiles to the states of their patches; parameters as in checkpoints."""
 
     def __init__(self, config: HFConfig, dtype: torch.dtype | None) -> None:
         super().__init__()
