@@ -48,6 +48,11 @@ class ForwardPass:
         return hasattr(self._model, "embed_media")
 
     @property
+    def may_capture_media(self) -> bool:
+        """Whether the model's author lets ``embed_media`` be captured as a CUDA graph."""
+        return bool(getattr(self._model, "support_media_graph", False))
+
+    @property
     def watched(self) -> bool:
         """Whether forward hooks are registered, so that the model's parts are to be called."""
         return hooks_registered(self._model)
@@ -107,6 +112,12 @@ class ForwardPass:
         if not isinstance(given, list | tuple) or len(given) != count:
             raise refuse(self._model, method, given, f"a list of {count} tensors is expected")
         return list(given)
+
+    def usual_media(self) -> list[tuple[str, Sequence[Mapping[str, Tensor]]]]:
+        """Items that the model's author expects often: a kind, and the features of each."""
+        name = "usual_media"
+        with silent():
+            return list(getattr(self._model, name)()) if hasattr(self._model, name) else []
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         """``[1, T]`` to ``[1, T, H]``, for a model whose steps take embeddings.

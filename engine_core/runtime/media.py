@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from engine_core.errors import ModelError
 from engine_core.runtime.block_tables import IntArray
 from engine_core.runtime.eager import ForwardPass
+from engine_core.runtime.media_graphs import MediaGraphs, is_content
 from engine_core.runtime.platform import to_device
 from engine_core.steps import MediaWork
 
@@ -26,6 +27,7 @@ class MediaEmbeddings:
 
     Attributes:
         table: ``[capacity, H]``.
+        graphs: of the encoder; None for none.
     """
 
     def __init__(self, forward: ForwardPass, capacity: int, device: torch.device) -> None:
@@ -33,6 +35,7 @@ class MediaEmbeddings:
         none = torch.zeros(1, 1, dtype=torch.int64, device=device)
         like = forward.embed_tokens(none)
         self.table = like.new_empty(capacity, like.shape[-1])
+        self.graphs: MediaGraphs | None = None
         self._forward = forward
         self._device = device
         self._free = np.arange(capacity)
@@ -63,14 +66,19 @@ class MediaEmbeddings:
             elif work.slot not in self._rows:  # else it came to its end earlier than expected
                 self._go_on(work, item)
         for kind, items in whole.items():
-            given = self._forward.embed_media(kind, [self._sent(item) for item in items.values()])
+            features = [_features(item) for item in items.values()]
+            given = None
+            if self.graphs is not None and not self._forward.watched:
+                given = self.graphs.run(kind, features)
+            if given is None:
+                given = self._forward.embed_media(kind, [self._sent(each) for each in features])
             for (slot, item), embeddings in zip(items.items(), given, strict=True):
                 self._keep(slot, item, embeddings)
 
     def _go_on(self, work: MediaWork, item: MediaItem) -> None:
         """Compute at least the share of an item that a plan wants."""
         if work.begin == 0:
-            parts = self._forward.embed_media_parts(item.kind, [self._sent(item)])
+            parts = self._forward.embed_media_parts(item.kind, [self._sent(_features(item))])
             self._begun[work.slot] = parts, 0.0
         parts, done = self._begun[work.slot]
         try:
@@ -82,14 +90,11 @@ class MediaEmbeddings:
         else:
             self._begun[work.slot] = parts, done
 
-    def _sent(self, item: MediaItem) -> dict[str, Tensor]:
+    def _sent(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """An item's features, on the device but for integers, which say shapes: nobody waits."""
-        tensors = {
-            name: torch.as_tensor(np.asarray(value)) for name, value in item.features.items()
-        }
         return {
-            name: to_device(tensor, self._device) if _is_content(tensor) else tensor
-            for name, tensor in tensors.items()
+            name: to_device(tensor, self._device) if is_content(tensor) else tensor
+            for name, tensor in features.items()
         }
 
     def _keep(self, slot: int, item: MediaItem, embeddings: Tensor) -> None:
@@ -106,5 +111,5 @@ class MediaEmbeddings:
         )
 
 
-def _is_content(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.dtype is torch.uint8
+def _features(item: MediaItem) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(np.asarray(value)) for name, value in item.features.items()}

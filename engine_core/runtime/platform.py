@@ -168,14 +168,17 @@ def gpu_cache_budget(free: int, total: int) -> int:
     return max(0, int(free - (1 - _GPU_CACHE_SHARE) * total))
 
 
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor where a copy of it to ``device`` does not wait for all work before."""
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor on ``device``, without waiting for what the device is doing.
 
     From pageable memory a copy to a GPU would wait for all work before it.
     """
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return pinned(tensor, device).to(device, non_blocking=True)
 
 
 def all_to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:

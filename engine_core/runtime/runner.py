@@ -23,6 +23,7 @@ from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, lar
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.kv_cache import KVCache
 from engine_core.runtime.media import MediaEmbeddings
+from engine_core.runtime.media_graphs import MediaGraphs
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.platform import all_to_device, to_device
 from engine_core.runtime.recording import RecordedSteps
@@ -185,6 +186,7 @@ class ModelRunner:
             self._recorded_steps = RecordedSteps(self._state, forward)
         self._decode_graphs: DecodeGraphs | None = None
         self._graph_steps: GraphSteps | None = None
+        self._media_graphs: MediaGraphs | None = None
         if device.type == "cuda" and repeats:
             step_bytes = largest_step_bytes(model, scheduler_config.max_num_batched_tokens + rows)
             state = GraphState(self._state, forward, lambda: self._sampler.state, step_bytes)
@@ -194,6 +196,8 @@ class ModelRunner:
                 _launch_bound_tokens(model, len(layers)),
                 scheduler_config.max_num_batched_tokens,
             )
+            if self._media is not None and forward.may_capture_media:
+                self._media.graphs = self._media_graphs = MediaGraphs(forward, device)
             if prompt_state is not None and not forward.watched:
                 with torch.inference_mode():
                     self._decode_graphs.capture_at_start()
@@ -214,7 +218,7 @@ class ModelRunner:
             return False
         return any(
             graphs is not None and graphs.capture_next()
-            for graphs in (self._decode_graphs, self._graph_steps)
+            for graphs in (self._decode_graphs, self._graph_steps, self._media_graphs)
         )
 
     @torch.inference_mode()

@@ -32,7 +32,9 @@ from engine_core.errors import EngineError, OptionError
 from engine_core.inputs import ProcessedPrompt, PromptState
 from engine_core.nn import Embedding
 from engine_core.runtime.block_tables import BlockTables, IntArray
+from engine_core.runtime.eager import ForwardPass
 from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, largest_step_bytes
+from engine_core.runtime.media_graphs import MediaGraphs
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.runner import ModelRunner
 from engine_core.runtime.sampler import Sampler
@@ -574,6 +576,60 @@ def test_declared_state_is_there_before_the_first_request(device: Device) -> Non
     }
     assert [state[name][0].tolist() for name in given] == [7, [1.0, 2.0]]
     assert len(state["mark"]) == len(state["span"]) == ROWS + 1
+
+
+class Showing(Successor):
+    """A model whose embedding is the token, and those of an item its values, twice."""
+
+    support_media_graph = True
+
+    def get_input_embeddings(self) -> Any:
+        return lambda token_ids: token_ids.unsqueeze(-1).float()
+
+    def embed_media(self, kind: str, items: list[dict[str, Tensor]]) -> list[Tensor]:
+        if kind == "video":
+            raise RuntimeError("it waits for the device")
+        return [2 * item["values"].unsqueeze(-1) for item in items]
+
+    def usual_media(self) -> list[tuple[str, list[dict[str, Tensor]]]]:
+        return [("image", [{"values": torch.zeros(3)}])]
+
+
+def test_encoders_are_captured_for_usual_sizes_and_for_those_that_come_again(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = MediaGraphs(ForwardPass(Showing(), []), torch.device("cpu"))
+
+    def values(count: int, places: list[int]) -> list[dict[str, Tensor]]:
+        return [{"values": torch.ones(count), "places": torch.tensor(places)}]
+
+    usual = [{"values": torch.ones(3)}]
+    assert graphs.run("image", usual) is None
+    assert graphs.capture_next()
+    # A replay, which does nothing here: what was computed at the capture, of zeros.
+    (given,) = graphs.run("image", usual) or []
+    assert given.shape == (3, 1)
+    assert not graphs.capture_next()
+    for places in ([1], [2], [1]):
+        assert not graphs.capture_next()
+        assert graphs.run("image", values(5, places)) is None
+    assert graphs.capture_next()
+    assert not graphs.capture_next()
+    assert graphs.run("image", values(5, [1])) is not None
+    assert graphs.run("image", values(5, [2])) is None
+    assert graphs.run("image", [*usual, *usual]) is None
+    # One that fails is the last; what was captured before is replayed.
+    for _ in range(2):
+        assert graphs.run("video", usual) is None
+    with caplog.at_level(logging.WARNING):
+        while graphs.capture_next():
+            pass
+    assert "Showing.embed_media could not be captured as a CUDA graph" in caplog.text
+    assert "it waits for the device" in caplog.text
+    assert graphs.run("image", usual) is not None
+    for _ in range(3):
+        assert graphs.run("image", values(6, [])) is None
+    assert not graphs.capture_next()
 
 
 def test_decode_steps_without_a_graph_do_not_take_those_of_mixed_steps(

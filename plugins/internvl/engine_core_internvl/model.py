@@ -162,6 +162,7 @@ class InternVLModel(AroundTextModel):
 
     pixel_mean: Tensor
     pixel_std: Tensor
+    support_media_graph = True
 
     def __init__(
         self,
@@ -209,6 +210,14 @@ class InternVLModel(AroundTextModel):
                 0, sent(item["places"], part.device), part
             )
             for item, part in zip(items, out, strict=True)
+        ]
+
+    def usual_media(self) -> list[tuple[str, list[dict[str, Tensor]]]]:
+        """Pictures of one tile, and of two to six with a small one of the whole."""
+        size = self.vision_model.embeddings.side * self.vision_model.embeddings.patch_size
+        return [
+            ("image", [{"pixel_values": torch.zeros(n, size, size, 3, dtype=torch.uint8)}])
+            for n in (1, *range(3, 8))
         ]
 
     def _normalised(self, tiles: Tensor) -> Tensor:

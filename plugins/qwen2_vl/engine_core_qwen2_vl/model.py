@@ -261,6 +261,7 @@ class Qwen2VLForConditionalGeneration(RotaryCausalLM):
     """Qwen2 with three positions a token, and a tower that makes embeddings of pictures."""
 
     tower: type[VisionTower] = VisionTower
+    support_media_graph = True
 
     def __init__(
         self,
