@@ -343,10 +343,14 @@ class TokenRows(_Rows[RowResult]):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results of a step, in the order of the plan's rows. Written by the runner."""
+    """Results of a step, in the order of the plan's rows. Written by the runner.
+
+    ``encode_seconds`` are those that its pictures, videos and sounds took on the device.
+    """
 
     step_id: int
     rows: Sequence[RowResult]
+    encode_seconds: float = 0.0
 
 
 class TokenUpdate(NamedTuple):
@@ -454,6 +458,8 @@ class EngineStats(NamedTuple):
         prefix_cache_queries: prompt tokens looked up in the prefix cache.
         prefix_cache_hits: those that were found there.
         num_preemptions: how often a sequence lost its blocks and got a row again.
+        encoder_cache_queries: pictures, videos and sounds that chunks asked for.
+        encoder_cache_hits: those whose embeddings were there.
         last_plan: id of the last plan whose results are in; -1 before the first.
         timings: histograms, as ``Timings.encode`` of ``engine.timings`` gives them.
     """
@@ -469,6 +475,8 @@ class EngineStats(NamedTuple):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    encoder_cache_queries: int = 0
+    encoder_cache_hits: int = 0
     last_plan: int = -1
     timings: bytes = b""
 

@@ -122,6 +122,8 @@ class EngineCore:
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
             num_preemptions=scheduler.num_preemptions,
+            encoder_cache_queries=scheduler.encoder_cache.queries,
+            encoder_cache_hits=scheduler.encoder_cache.hits,
             last_plan=self._last_plan,
             timings=self._timings.encode(),
         )
@@ -227,6 +229,8 @@ class EngineCore:
             ended = stats.waited(done)
             seconds = ended - max(planned, self._last_end)
             self._timings.observe(f"step_{done.kind}", seconds / done.repeat, done.repeat)
+            if result.encode_seconds:
+                self._timings.observe("encode", result.encode_seconds)
             self._last_end = ended
             updates = self.scheduler.update(result)
             if failed:

@@ -14,6 +14,7 @@ _STEP: tuple[float, ...] = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0
 _STEP += (0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _BOUNDS = {"queue": _REQUEST, "prefill": _REQUEST}
 _BOUNDS |= {f"step_{kind}": _STEP for kind in ("decode", "prefill", "mixed")}
+_BOUNDS["encode"] = _STEP
 _WAYS = ("graph", "recorded", "eager")
 # A histogram is its sum, the counts of its buckets, and the count of values above all buckets.
 _ENDS = list(accumulate(len(bounds) + 2 for bounds in _BOUNDS.values()))
@@ -25,7 +26,8 @@ class Timings:
     """Histograms by name, and counts of steps by how they were run.
 
     ``queue`` and ``prefill`` are of sequences, in seconds: until they are first planned, and from
-    there to their first token. ``step_decode``, ``step_prefill`` and ``step_mixed`` are of steps.
+    there to their first token. ``step_decode``, ``step_prefill`` and ``step_mixed`` are of steps,
+    ``encode`` of what pictures, videos and sounds take in those that compute some.
 
     Args:
         data: what :meth:`encode` gave; all zero if empty.

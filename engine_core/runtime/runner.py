@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -153,6 +154,7 @@ class ModelRunner:
         num_slots = scheduler_config.num_swap_blocks
         self._swap_space = SwapSpace(self._cache.planes, num_slots) if num_slots > 0 else None
         self._rows: dict[int, _Row] = {}
+        self._encoding: _Clock | None = None  # of the step that is being submitted
         # The choice of each row's sequence; -1 for None.
         self._choices = np.full(rows, -1, dtype=np.int64)
         # One row more than there are sequences: a graph's padding is computed in it.
@@ -320,7 +322,12 @@ class ModelRunner:
                 "in prompts need"
             )
         self._media.drop(plan.freed_media)
+        if not plan.media_work:
+            return
+        clock = _Clock(self.device)
         self._media.run([(work, self._rows[work.row].media[work.item]) for work in plan.media_work])
+        clock.stop()
+        self._encoding = clock
 
     def _touched(self, plan: StepPlan) -> list[tuple[int, int, IntArray]]:
         """The embeddings that a plan's chunks touch, as :meth:`StepState.batch` takes them."""
@@ -414,6 +421,7 @@ class ModelRunner:
         """
         on_gpu = self.device.type == "cuda"
         result = _Results(plan)
+        result.encoding, self._encoding = self._encoding, None
         for turn, outputs in enumerate(turns):
             if outputs.hidden is not None:
                 result.prompt_logprobs = self._prompt_logprobs(plan, outputs.hidden)
@@ -492,6 +500,35 @@ class ModelRunner:
         return out
 
 
+class _Clock:
+    """Times work on a device, from its making to :meth:`stop`, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._begin, self._taken = time.perf_counter(), 0.0
+        if device.type == "cuda":
+            self._events = (
+                torch.cuda.Event(enable_timing=True),
+                torch.cuda.Event(enable_timing=True),
+            )
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """The work is submitted."""
+        self._taken = time.perf_counter() - self._begin
+        if self._events is not None:
+            self._events[1].record()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that it took, once it is done."""
+        if self._events is None:
+            return self._taken
+        begin, end = self._events
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1000
+
+
 class _Results:
     """The tokens that the repeats of a plan chose, in flight to the host.
 
@@ -505,10 +542,12 @@ class _Results:
         reports: for each turn with log-probabilities the plan rows ``[W]`` that want them, of how
             many tokens each, the logits ``[W, V]``, and the tokens chosen ``[W]``.
         prompt_logprobs: by plan row.
+        encoding: timed the step's pictures, videos and sounds; None if it had none to compute.
     """
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
+        self.encoding: _Clock | None = None
         self.places: Sequence[int] = range(len(plan.rows))
         self.tokens: Tensor | None = None
         self.status: Tensor | None = None
@@ -521,6 +560,7 @@ class _Results:
         """The result; waits for it."""
         if self.event is not None:
             self.event.synchronize()
+        seconds = 0.0 if self.encoding is None else self.encoding.seconds
         columns: list[tuple[int, ...]] = []
         wrong = bool(self.failures)
         if self.tokens is not None and self.status is not None:
@@ -529,7 +569,7 @@ class _Results:
             plain = not (wrong or self.reports or self.prompt_logprobs)
             if plain and isinstance(self.plan.rows, PlanRows) and self.plan.repeat == 1:
                 tokens = TokenRows(self.plan.rows, self.tokens[0].numpy(), self.places)
-                return StepResult(self.plan.step_id, tokens)
+                return StepResult(self.plan.step_id, tokens, seconds)
             columns = list(zip(*self.tokens.tolist(), strict=True))
         if wrong or self.reports or self.prompt_logprobs:
             rows = self._rows(columns)
@@ -538,7 +578,7 @@ class _Results:
                 RowResult(row.sequence_id, columns[place] if row.sample else ())
                 for row, place in zip(self.plan.rows, self.places, strict=True)
             ]
-        return StepResult(self.plan.step_id, tuple(rows))
+        return StepResult(self.plan.step_id, tuple(rows), seconds)
 
     def _rows(self, columns: Sequence[tuple[int, ...]]) -> list[RowResult]:
         """Each row's result, of all kinds that a row can give."""

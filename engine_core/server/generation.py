@@ -277,15 +277,22 @@ class Generation:
                 except RequestError as error:
                     of_calls = bool(alternatives) and index == 1
                     raise _named_by_field(error, body, of_calls=of_calls) from None
-            streams = await engine.add_requests(
-                prompts,
-                params,
-                request_ids=[f"{identifier}-{index}" for index in range(len(prompts))],
-                priority=body.priority or 0,
-                timeout=min(limits, default=None),
-                arrival_time=context.arrival,
-                cache_salts=context.cache_salts(body.cache_salt),
-            )
+            media = engine.frontend.media
+            shows = any("multi_modal_data" in each for each in prompts if isinstance(each, dict))
+            with (
+                service.metrics.preparing_media(lambda: media.stats)
+                if shows
+                else contextlib.nullcontext()
+            ):
+                streams = await engine.add_requests(
+                    prompts,
+                    params,
+                    request_ids=[f"{identifier}-{index}" for index in range(len(prompts))],
+                    priority=body.priority or 0,
+                    timeout=min(limits, default=None),
+                    arrival_time=context.arrival,
+                    cache_salts=context.cache_salts(body.cache_salt),
+                )
         except EngineDeadError:
             if service.phase == "draining":
                 raise unavailable(DRAINING, "draining") from None

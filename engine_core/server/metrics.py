@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -21,12 +22,31 @@ from prometheus_client.registry import Collector
 from engine_core.engine.timings import Timings
 
 if TYPE_CHECKING:
+    from engine_core.media import MediaStats
     from engine_core.steps import EngineStats
 
 _FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+# Name and meaning of the metric for each count of MediaStats that goes out.
+_MEDIA_COUNTS = {
+    "cache_queries": (
+        "processor_cache_queries_items",
+        "Pictures, videos and sounds looked up among those that were processed before.",
+    ),
+    "cache_hits": (
+        "processor_cache_hits_items",
+        "Pictures, videos and sounds that had been processed before.",
+    ),
+    "refused": ("media_refused_prompts", "Prompts refused for what they show."),
+    "decode_seconds": ("media_decode_seconds", "Seconds in which workers decoded."),
+    "process_seconds": (
+        "media_process_seconds",
+        "Seconds in which what was decoded was processed.",
+    ),
+}
 
 
 class _EngineCollector(Collector):
@@ -58,6 +78,14 @@ class _EngineCollector(Collector):
                 "Prompt tokens found in the prefix cache.",
                 stats.prefix_cache_hits,
             ),
+            "encoder_cache_queries_items": (
+                "Pictures, videos and sounds looked up in the encoder cache.",
+                stats.encoder_cache_queries,
+            ),
+            "encoder_cache_hits_items": (
+                "Pictures, videos and sounds whose embeddings were in the encoder cache.",
+                stats.encoder_cache_hits,
+            ),
             "preemptions": (
                 "How often a sequence lost its cache blocks to others.",
                 stats.num_preemptions,
@@ -72,14 +100,13 @@ class _EngineCollector(Collector):
         yield from self._timings(Timings(stats.timings))
 
     def _timings(self, timings: Timings) -> Iterable[Metric]:
-        for name, text in (
-            ("queue", "From the engine's taking a sequence to its first step."),
-            ("prefill", "From a sequence's first step to its first token."),
+        for name, timed, text in (
+            ("request_queue", "queue", "From the engine's taking a sequence to its first step."),
+            ("request_prefill", "prefill", "From a sequence's first step to its first token."),
+            ("encoder", "encode", "Of pictures, videos and sounds in a step that computes some."),
         ):
-            buckets, total = timings.histogram(name)
-            yield HistogramMetricFamily(
-                f"engine_core_request_{name}_time_seconds", text, buckets, total
-            )
+            buckets, total = timings.histogram(timed)
+            yield HistogramMetricFamily(f"engine_core_{name}_time_seconds", text, buckets, total)
         steps = HistogramMetricFamily(
             "engine_core_step_time_seconds",
             "From the end of the step before, or its own planning if that was later, to its end.",
@@ -130,6 +157,25 @@ class Metrics:
             ("kind",),
             registry=self._registry,
         )
+        for kind in ("image", "video", "audio"):
+            self.media_items.labels(kind)
+        self._media_waiting = Gauge(
+            "engine_core_media_requests_waiting",
+            "Requests whose pictures, videos and sounds are being processed, or wait for it.",
+            registry=self._registry,
+            multiprocess_mode="livesum",
+        )
+        self._media_time = Histogram(
+            "engine_core_media_preparation_time_seconds",
+            "Until a request's pictures, videos and sounds are processed, waiting included.",
+            buckets=_FIRST_TOKEN,
+            registry=self._registry,
+        )
+        self._media_counts = {
+            name: Counter(f"engine_core_{metric}", text, registry=self._registry)
+            for name, (metric, text) in _MEDIA_COUNTS.items()
+        }
+        self._media_seen = dict.fromkeys(_MEDIA_COUNTS, 0.0)
         self.refused_connections = Counter(
             "engine_core_refused_connections",
             "Connections or requests refused before their key was looked at, by reason.",
@@ -161,6 +207,24 @@ class Metrics:
             buckets=_WHOLE,
             registry=self._registry,
         )
+
+    @contextmanager
+    def preparing_media(self, stats: Callable[[], MediaStats]) -> Iterator[None]:
+        """Count and time what goes on in the ``with`` block as the processing of a request's media.
+
+        ``stats`` gives the counts of this process.
+        """
+        self._media_waiting.inc()
+        try:
+            with self._media_time.time():
+                yield
+        finally:
+            self._media_waiting.dec()
+            now = stats()
+            for name, counter in self._media_counts.items():
+                value = getattr(now, name)
+                counter.inc(value - self._media_seen[name])
+                self._media_seen[name] = value
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format 0.0.4."""

@@ -27,6 +27,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.multiprocess import mark_process_dead
+
 from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine.async_engine import AsyncEngine
@@ -301,6 +303,7 @@ class _Supervisor:
             await asyncio.to_thread(process.join)
         code = process.exitcode
         assert code is not None, "it was waited for"
+        mark_process_dead(process.pid)  # type: ignore[no-untyped-call]  # its gauges go with it
         return code
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 from seeing_model import IMAGE_TOKEN, character, write_seeing_model
 from serving import ServerProcess
 
@@ -76,6 +77,10 @@ def test_a_picture_over_http_is_what_it_is_offline(server: ServerProcess, model:
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(offline.prompt_token_ids) > 7
     assert offline.prompt_token_ids.count(IMAGE_TOKEN) == answer.usage.prompt_tokens - 7
+    details = answer.usage.prompt_tokens_details
+    assert details is not None
+    assert details.model_dump()["image_tokens"] == answer.usage.prompt_tokens - 7
+    assert offline.metrics.media_tokens == {"image": [6, 6]}
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -285,3 +290,44 @@ def test_other_services_take_pictures_in_their_own_parts(server: ServerProcess) 
         {"messages": message(url), "max_tokens": 1, "mm_processor_kwargs": {"max_pixels": 3136}},
     )
     assert small["usage"]["prompt_tokens"] < tokens
+
+
+def figures(server: ServerProcess) -> dict[str, float]:
+    """All figures by name and labels, as Prometheus' own parser reads them."""
+    server.wait_for("engine_core_requests_running", 0)
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    return {
+        ",".join([sample.name.removeprefix("engine_core_"), *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_of_pictures(server: ServerProcess) -> None:
+    url = server.url + "/v1/chat/completions"
+    new = np.random.default_rng(7).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    before = figures(server)
+    for urls in ([data_url(new)], [data_url(new), data_url(255 - new)], []):
+        # No two prompts begin alike: blocks of the prefix cache would spare the encoder the asking.
+        messages = message(*urls)
+        messages[0]["content"].insert(0, {"type": "text", "text": character(90 + len(urls))})
+        body = {**ASKED, "messages": messages}
+        httpx.post(url, json=body, timeout=60).raise_for_status()
+    broken = {**ASKED, "messages": message("data:image/png;base64,aGVsbG8=")}
+    assert httpx.post(url, json=broken, timeout=60).status_code == 400
+    after = figures(server)
+    more = {name: value - before[name] for name, value in after.items() if name in before}
+    assert more["media_items_total,image"] == 3
+    assert more["media_items_total,video"] == 0
+    assert more["processor_cache_queries_items_total"] == 4
+    assert more["processor_cache_hits_items_total"] == 1
+    assert more["encoder_cache_queries_items_total"] == 3
+    assert more["encoder_cache_hits_items_total"] == 1
+    # Two steps computed pictures, three requests had some to prepare.
+    assert more["encoder_time_seconds_count"] == 2
+    assert 0 < more["encoder_time_seconds_sum"] < 60
+    assert more["media_preparation_time_seconds_count"] == 3
+    assert more["media_decode_seconds_total"] > 0
+    assert more["media_process_seconds_total"] > 0
+    assert more["media_refused_prompts_total"] == 1
+    assert after["media_requests_waiting"] == 0
