@@ -523,13 +523,11 @@ def _check_state(processor: InputProcessor, owner: str) -> None:
     """Refuse a declaration of state that is none."""
     import numpy as np
 
-    from engine_core.inputs import PromptState
-
     declared: Any = getattr(processor, "prompt_state", None)
     if declared is None:
         return
     try:
-        fine = isinstance(declared, PromptState) and "prompt_len" not in declared.row_state
+        fine = "prompt_len" not in declared.row_state
         for dtype, shape in declared.row_state.values():
             fine = fine and np.zeros(shape, dtype).dtype.kind in "biuf"
         fine = fine and all(type(k) is int and k > 0 for k in declared.token_state.values())

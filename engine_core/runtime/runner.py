@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from engine_core.configs import SamplingParams, SchedulerConfig
 from engine_core.errors import ModelError
-from engine_core.inputs import MediaItem, PromptState
 from engine_core.kernels import choose_greedy, compiled
 from engine_core.nn.attention import cached_layers
 from engine_core.runtime.block_tables import BlockTables, IntArray
@@ -43,8 +42,10 @@ from engine_core.steps import (
     TokenRows,
 )
 
+if TYPE_CHECKING:
+    from engine_core.inputs import MediaItem, PromptState
+
 Way = Literal["graph", "recorded", "eager"]
-_NO_STATE = PromptState()
 
 # Signed integers, by their bytes.
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -112,7 +113,8 @@ class ModelRunner:
         *,
         eos_token_ids: tuple[int, ...] = (),
         eager: bool = False,
-        prompt_state: PromptState | None = _NO_STATE,
+        capture_at_start: bool = True,
+        prompt_state: PromptState | None = None,
         grammar_compiler: Callable[[], GrammarCompiler] | None = None,
         vocab_size: int | None = None,
     ) -> None:
@@ -127,8 +129,10 @@ class ModelRunner:
             eos_token_ids: what ``min_tokens`` forbids besides a request's own stop tokens.
             eager: launch every kernel one by one, also where CUDA graphs could be replayed or, on a
                 CPU, recorded steps.
-            prompt_state: what is kept of each row and token; with it, what the first greedy request
-                with a short prompt needs is captured now. None if the first request shows it.
+            capture_at_start: capture now what the first greedy request with a short prompt needs;
+                False if what a row keeps is not known before the first request.
+            prompt_state: what a family keeps of rows and tokens; what it does not declare, the
+                first request shows.
             grammar_compiler: makes the compiler of grammars, at the first guided request.
             vocab_size: that of the logits; None if it is not known.
         """
@@ -200,11 +204,11 @@ class ModelRunner:
             )
             if self._media is not None and forward.may_capture_media:
                 self._media.graphs = self._media_graphs = MediaGraphs(forward, device)
-            if prompt_state is not None and not forward.watched:
+            if capture_at_start and not forward.watched:
                 with torch.inference_mode():
                     self._decode_graphs.capture_at_start()
                     self._graph_steps.capture_at_start()
-        self._state_known = prompt_state is not None
+        self._state_known = capture_at_start
         # How the last run went, and its tokens, padding included.
         self._ran: tuple[Way, int] = ("eager", 0)
 

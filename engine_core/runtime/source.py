@@ -18,7 +18,6 @@ from engine_core.errors import (
     OptionError,
     PluginError,
 )
-from engine_core.inputs import PromptState
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.plugin_code import contained, failed_at, package_of
 from engine_core.registry import Registry
@@ -26,7 +25,7 @@ from engine_core.runtime import platform
 from engine_core.runtime.memory import MediaPlan, plan_media
 
 if TYPE_CHECKING:
-    from engine_core.inputs import InputProcessor, MediaLimit
+    from engine_core.inputs import InputProcessor, MediaLimit, PromptState
 
 # Keys of config.json under which tools leave how they quantised the weights.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -51,7 +50,7 @@ class ModelSource:
         device: where it will run.
         dtype: the element type that it will run with.
         has_input_processor: whether the family has an input processor for the model.
-        prompt_state: what is kept of each row and token; None if the first request shows it.
+        prompt_state: the state that the input processor declares; None if it declares none.
         media: what an item of each kind that the model takes besides text takes at most.
         scheme: how its weights are quantised; None if they are not.
     """
@@ -72,6 +71,11 @@ class ModelSource:
         """The memory that pictures, videos and sounds will take."""
         size, itemsize = self.model_config.hidden_size, self.dtype.itemsize
         return plan_media(self.media, config.encoder_cache_tokens, size, itemsize)
+
+    @property
+    def state_known(self) -> bool:
+        """Whether it is known what is kept of rows and tokens, or the first request shows it."""
+        return self.prompt_state is not None or not self.has_input_processor
 
 
 class _GGUFAdapters(Mapping[str, type]):
@@ -120,7 +124,7 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
         device=device,
         dtype=getattr(torch, platform.resolve_dtype(config, device, model_config.dtype)),
         has_input_processor=processor is not None,
-        prompt_state=getattr(processor, "prompt_state", None) if processor else PromptState(),
+        prompt_state=getattr(processor, "prompt_state", None),
         scheme=scheme,
         media=media_limits(processor),
     )

@@ -125,6 +125,7 @@ class Worker:
                 eos_token_ids=eos_token_ids,
                 # Collectives inside a captured step have not been tried.
                 eager=self._config.eager or self._context.tp_size > 1,
+                capture_at_start=self._source.state_known,
                 prompt_state=self._source.prompt_state,
                 grammar_compiler=grammar_compiler,
                 vocab_size=self._source.model_config.vocab_size,
