@@ -233,7 +233,7 @@ class MediaIntake:
         name = None
         if part.uuid is not None:
             # What was made with other options is another item.
-            name = content_key(("uuid", *salts), part.kind, part.uuid, options)
+            name = content_key(("uuid", part.owner, *salts), part.kind, part.uuid, options)
         key = name if part.value is None else content_key(salts, part.kind, part.value, options)
         known = None if key is None else self.cache.get(key)
         if known is None and part.value is None:

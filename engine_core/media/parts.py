@@ -33,12 +33,14 @@ class MediaPart(NamedTuple):
             whatever else the user of ``LLM`` gave; None if it is known by its ``uuid``.
         param: where it stands, as in "messages.0.content.1.image_url".
         uuid: the user's name for it, or None.
+        owner: of that name: nobody else's means the same, whatever else they share.
     """
 
     kind: str
     value: Any
     param: str
     uuid: str | None = None
+    owner: bytes = b""
 
 
 def split_media(
@@ -171,7 +173,7 @@ def _located(value: Any) -> Any:
 
 def _checked(part: MediaPart) -> MediaPart:
     """The part, which has a content or a uuid."""
-    kind, value, param, uuid = part
+    kind, value, param, uuid, _ = part
     if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= _LONGEST_UUID):
         raise RequestError(
             f"{param}: its uuid is a text of 1 to {_LONGEST_UUID} characters, got {shown(uuid)}",

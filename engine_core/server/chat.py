@@ -195,7 +195,9 @@ class Chat:
         self._body = body
         self.messages, parts = split_media(template_messages(body.messages))
         # What the prompt shows, by kind, as the engine takes it.
-        self.media = service.engine.frontend.shown(parts)
+        self.media = service.engine.frontend.shown(
+            [part._replace(owner=context.key) for part in parts]
+        )
         choice = body.tool_choice
         self._tool_choice = (
             choice if choice is None or isinstance(choice, str) else choice.model_dump()

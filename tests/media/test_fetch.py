@@ -103,7 +103,7 @@ def dialled(port: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
 
 def read(sources: MediaSources, value: Any) -> Any:
     (part,) = sources.begin([MediaPart("image", value, "here")]).result(30)
-    assert part[2:] == ("here", None)
+    assert (part.param, part.uuid) == ("here", None)
     return part.value
 
 

@@ -126,7 +126,7 @@ def test_items_of_prompts_have_their_uuids() -> None:
         ({"image": [PIXELS, None]}, None, "multi_modal_data.image.1"),
         ({"image": PIXELS}, {"image": 7}, "multi_modal_data.image.0"),
     ],
-    ids=str,
+    ids=["a list", "a list of names", "two names", "another kind", "no name", "a number"],
 )
 def test_items_that_do_not_fit_are_refused(data: Any, uuids: Any, param: str) -> None:
     with pytest.raises(RequestError) as refused:
