@@ -41,7 +41,15 @@ from engine_core.server.generation import (
 )
 from engine_core.server.logprobs import chat_logprobs, prompt_logprobs
 from engine_core.server.parts import Form, PartEvents
-from engine_core.server.protocol import CHAT_BODY, ChatBody, Message, TextPart, Tool
+from engine_core.server.protocol import (
+    CHAT_BODY,
+    AllowedToolChoice,
+    ChatBody,
+    Message,
+    NamedToolChoice,
+    TextPart,
+    Tool,
+)
 from engine_core.server.service import Service
 
 if TYPE_CHECKING:
@@ -186,6 +194,23 @@ def refuse_to_count(parts: Sequence[MediaPart]) -> None:
         )
 
 
+def _tool_choice(body: ChatBody) -> str | dict[str, Any] | None:
+    """The choice among the tools that are offered.
+
+    Raises:
+        ApiError: 400; a tool is allowed that is not there.
+    """
+    choice = body.tool_choice
+    if isinstance(choice, AllowedToolChoice):
+        names = {tool.function.name for tool in body.offered.values()}
+        for allowed in choice.allowed_tools.tools:
+            if (name := allowed.function.name) not in names:
+                message = f"tool_choice allows {name[:100]!r}, which is not one of the tools"
+                raise ApiError(400, message, param="tool_choice", code="invalid_request")
+        return choice.allowed_tools.mode
+    return choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
+
+
 class Chat:
     """One request and its answer."""
 
@@ -198,11 +223,8 @@ class Chat:
         self.media = service.engine.frontend.shown(
             [part._replace(owner=context.key) for part in parts]
         )
-        choice = body.tool_choice
-        self._tool_choice = (
-            choice if choice is None or isinstance(choice, str) else choice.model_dump()
-        )
-        self._offered = template_tools(body.tools)
+        self._tool_choice = _tool_choice(body)
+        self._offered = template_tools(list(body.offered.values()))
         # A model that must not call functions is not told of them.
         self.tools = None if self._tool_choice == "none" else self._offered
         self._id = f"chatcmpl-{uuid.uuid4().hex}"

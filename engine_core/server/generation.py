@@ -159,7 +159,8 @@ def _tool_field(body: ChatBody, inner: str) -> tuple[str, str]:
     found = re.match(r"\$defs\.tool_(\d+)(?:\.|$)", inner)
     if found is None:
         return "tools", ""
-    return f"tools.{found[1]}.function.parameters", inner[found.end() :]
+    place = list(body.offered)[int(found[1])]
+    return f"tools.{place}.function.parameters", inner[found.end() :]
 
 
 def check_common(body: GenerationBody, service: Service) -> None:

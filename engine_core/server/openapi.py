@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fastapi import Request
@@ -46,13 +46,16 @@ from engine_core.server.responses import (
     VersionAnswer,
 )
 from engine_core.server.responses_api import (
+    INPUT_ITEMS_QUERY,
     create_response,
     delete_response,
+    list_input_items,
     retrieve_response,
 )
 from engine_core.server.responses_protocol import (
     RESPONSES_BODY,
     DeletedResponse,
+    InputItems,
     ResponseAnswer,
     ResponseEvent,
 )
@@ -81,6 +84,7 @@ _PHRASES = {
 }
 _RETRY = (429, 503)
 _ONE_RESPONSE = "/v1/responses/{response_id}"
+_INPUT_ITEMS = f"{_ONE_RESPONSE}/input_items"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class Operation:
         body: the request body's model, or None.
         chunk: the model of each server-sent event, if it can stream.
         done: whether a stream ends with a word.
+        query: the schema of each parameter in the query.
         tag: the part of the API that it belongs to.
     """
 
@@ -106,12 +111,14 @@ class Operation:
     chunk: type[Answer] | None = None
     tag: Literal["OpenAI", "Anthropic", "Text", "Server"] = "OpenAI"
     done: bool = True
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """Its id in the document."""
-        name = self.path.strip("/").split("/{")[0].replace("/", "_")
-        name += "_one" if "{" in self.path else ""
+        first, _, last = self.path.strip("/").partition("/{")
+        name = first.replace("/", "_") + ("_one" if last else "")
+        name += last.partition("}")[2].replace("/", "_")
         return f"delete_{name}" if self.method == "DELETE" else name
 
     @property
@@ -129,7 +136,7 @@ class Operation:
             errors |= {400, 404, 408, 413, 415}
         if self.chunk is not None:
             errors.add(429)
-        if self.path == _ONE_RESPONSE:
+        if self.path in (_ONE_RESPONSE, _INPUT_ITEMS):
             errors.add(400)
         return errors | {404} if "{" in self.path else errors
 
@@ -145,6 +152,7 @@ OPERATIONS = (
     Operation("POST", "/v1/completions", *_COMPLETION),
     Operation("POST", "/v1/responses", *_RESPONSE, done=False),
     Operation("GET", _ONE_RESPONSE, retrieve_response, ResponseAnswer),
+    Operation("GET", _INPUT_ITEMS, list_input_items, InputItems, query=INPUT_ITEMS_QUERY),
     Operation("DELETE", _ONE_RESPONSE, delete_response, DeletedResponse),
     Operation("POST", "/v1/messages", *_MESSAGE, tag="Anthropic", done=False),
     Operation("POST", "/v1/messages/count_tokens", *_COUNT, tag="Anthropic"),
@@ -260,11 +268,15 @@ def _describe(operation: Operation, schemas: Mapping[str, Any], with_keys: bool)
             "required": True,
             "content": {_JSON: {"schema": schemas[f"{operation.name} body"]}},
         }
-    if names := _IN_PATH.findall(operation.path):
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in _IN_PATH.findall(operation.path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()
+    ]
+    if parameters:
+        described["parameters"] = parameters
     if with_keys and operation.protected:
         described["security"] = [{"ApiKey": []}, {"ApiKeyHeader": []}]
     return described

@@ -7,7 +7,9 @@ beginning and an end; what they share is here, and how they write it is their :c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi.responses import Response
@@ -34,6 +36,8 @@ class Part:
         name: of the function that is called.
         call_id: of the call.
         pieces: its text, or the arguments of the call.
+        logprobs: of a text's tokens, as chats have them, if they are asked for.
+        newest: those of its last piece.
     """
 
     kind: Kind
@@ -41,6 +45,8 @@ class Part:
     name: str = ""
     call_id: str = ""
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    newest: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -104,6 +110,35 @@ class Form(ABC):
         """The object of an answer that is not streamed."""
 
 
+class _Tokens:
+    """Log-probabilities of tokens that are not in a part yet, and the bytes of each."""
+
+    def __init__(self) -> None:
+        self._logprobs: list[dict[str, Any]] = []
+
+    def add(self, logprobs: list[dict[str, Any]]) -> None:
+        """Take those of further tokens."""
+        self._logprobs += logprobs
+
+    def take(self, text: str) -> list[dict[str, Any]]:
+        """Those of the tokens that a part's next piece has; what is before them is in no part.
+
+        The piece is looked for at the end: before it there may be tags, after it only the beginning
+        of one. Without its bytes, as where a character is not whole, all tokens count as its own.
+        """
+        if not self._logprobs:
+            return []
+        whole = [bytes(each["bytes"] or ()) for each in self._logprobs]
+        place = b"".join(whole).rfind(text.encode())
+        first, count = 0, len(whole)
+        if place >= 0:
+            ends = list(accumulate(map(len, whole)))
+            first = bisect_right(ends, place)
+            count = bisect_left(ends, place + len(text.encode())) + 1
+        taken, self._logprobs = self._logprobs[first:count], self._logprobs[count:]
+        return taken
+
+
 class PartEvents(Events):
     """The parts of an answer that has one completion, and the events of its stream."""
 
@@ -117,7 +152,8 @@ class PartEvents(Events):
         self._open: Part | None = None
         # White space at a text's beginning, which may be all between two other parts.
         self._blank = ""
-        self.takes_text = not chat.logs
+        self.takes_text = not chat.logs and not chat.body.logprobs
+        self._tokens = _Tokens()
 
     async def whole(self) -> Response:
         """The response that has the whole answer."""
@@ -136,6 +172,9 @@ class PartEvents(Events):
         for completion in output.outputs:
             self._chat.note(completion)
             ended = completion.finish_reason is not None
+            logprobs = self._chat.logprobs(completion)
+            if logprobs is not None:
+                self._tokens.add(logprobs["content"])
             piece += self._take(self._chat.parse(completion.index, completion.text, ended=ended))
             if ended:
                 self._answer.finish_reason = self._chat.finish_reason(completion)
@@ -207,6 +246,9 @@ class PartEvents(Events):
             piece += self._form.open(part) if self._streams else b""
         if text:
             part.pieces.append(text)
+            part.newest = self._tokens.take(text)
+            if part.kind == "text":
+                part.logprobs += part.newest
             piece += self._form.more(part, text) if self._streams else b""
         return piece
 

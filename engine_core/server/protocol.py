@@ -544,6 +544,20 @@ class NamedToolChoice(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Items(1, MAX_TOOLS)]
+
+
+class AllowedToolChoice(Body):
+    """The functions that the model may call; it is not told of others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -589,9 +603,12 @@ class ChatBody(GenerationBody, Conversation):
     """Report the log-probability of each token."""
     top_logprobs: Top | None = None
     """Report so many of the most probable tokens too; needs logprobs."""
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    """Whether the model may call functions, must, or which it must call; auto if there are
-    tools."""
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedToolChoice | AllowedToolChoice, Field(discriminator="type")]
+        | None
+    ) = None
+    """Whether the model may call functions, must, or which; auto if there are tools."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls; so if not set. Only the first is reported if
     not."""
@@ -609,6 +626,15 @@ class ChatBody(GenerationBody, Conversation):
     """It is code, which the server's owner chooses."""
     functions: None = None
     function_call: None = None
+
+    @property
+    def offered(self) -> dict[int, Tool]:
+        """The tools that may be called, by their places."""
+        tools = dict(enumerate(self.tools or ()))
+        if not isinstance(self.tool_choice, AllowedToolChoice):
+            return tools
+        allowed = {choice.function.name for choice in self.tool_choice.allowed_tools.tools}
+        return {place: tool for place, tool in tools.items() if tool.function.name in allowed}
 
 
 TokenPrompt = Annotated[_TokenIds, Items(1, MAX_TOKEN_IDS), _Integrals]

@@ -26,6 +26,7 @@ from engine_core.server.protocol import CHAT_BODY, ChatBody, CommonBody
 from engine_core.server.response_store import StoredResponse
 from engine_core.server.responses_protocol import (
     RESPONSES_BODY,
+    AllowedChoice,
     CallItem,
     CallOutputItem,
     Content,
@@ -48,6 +49,13 @@ _FIELD_NAMES = (
     (r"messages(\..*)?|multi_modal_data", "input"),
     ("max_tokens|max_completion_tokens", "max_output_tokens"),
 )
+# Items of a page if the query does not say, and at most.
+_PAGE, _LONGEST_PAGE = 20, 100
+INPUT_ITEMS_QUERY: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": _LONGEST_PAGE, "default": _PAGE},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
+}
 _FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 _ECHOED = (
     *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
@@ -68,6 +76,65 @@ async def retrieve_response(request: Request) -> Response:
         )
     answer = _stored(request).answer
     return Response(answer, media_type="application/json")
+
+
+async def list_input_items(request: Request) -> Response:
+    """The conversation before a stored response, as items."""
+    found = _stored(request)
+    query = request.query_params
+    limit = query.get("limit", str(_PAGE))
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= _LONGEST_PAGE):
+        raise _wrong_query("limit", limit, f"a number from 1 to {_LONGEST_PAGE}")
+    if (order := query.get("order", "desc")) not in ("asc", "desc"):
+        raise _wrong_query("order", order, "'asc' or 'desc'")
+    messages = orjson.loads(found.messages)[:-1]
+    items = _input_items(messages, request.path_params["response_id"].removeprefix("resp_"))
+    if order == "desc":
+        items.reverse()
+    names = [item["id"] for item in items]
+    if (after := query.get("after")) is not None:
+        if after not in names:
+            raise _wrong_query("after", after, "the id of one of the items")
+        items = items[names.index(after) + 1 :]
+    page = items[: int(limit)]
+    made = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > len(page),
+    }
+    return Response(encode(made), media_type="application/json")
+
+
+def _wrong_query(name: str, value: str, wanted: str) -> ApiError:
+    message = f"{name}: must be {wanted}, got {value[:100]!r}"
+    return ApiError(400, message, param=name, code="invalid_value")
+
+
+def _input_items(messages: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Items that the messages of a chat are; their ids have ``name``, and stay the same."""
+    items: list[dict[str, Any]] = []
+
+    def add(prefix: str, kind: str, **fields: Any) -> None:
+        items.append({"id": f"{prefix}_{name}{len(items)}", "type": kind, **fields})
+
+    done = {"status": "completed"}
+    for message in messages:
+        role, text = message["role"], message.get("content")
+        if role == "tool":
+            call_id = message["tool_call_id"]
+            add("fco", "function_call_output", **done, call_id=call_id, output=text)
+            continue
+        if thoughts := message.get("reasoning_content"):
+            content = [{"type": "reasoning_text", "text": thoughts}]
+            add("rs", "reasoning", summary=[], content=content)
+        if text or role != "assistant":
+            kind = "output_text" if role == "assistant" else "input_text"
+            add("msg", "message", **done, role=role, content=[{"type": kind, "text": text}])
+        for call in message.get("tool_calls", ()):
+            add("fc", "function_call", **done, call_id=call["id"], **call["function"])
+    return items
 
 
 async def delete_response(request: Request) -> Response:
@@ -156,9 +223,14 @@ def _chat_body(body: ResponsesBody, conversation: list[dict[str, Any]]) -> ChatB
         instructions.append({"role": "system", "content": body.instructions})
     text, choice = body.text, body.tool_choice
     if isinstance(choice, FunctionChoice):
-        made["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        made["tool_choice"] = _chosen(choice)
+    elif isinstance(choice, AllowedChoice):
+        allowed = {"mode": choice.mode, "tools": [_chosen(tool) for tool in choice.tools]}
+        made["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
     else:
         made["tool_choice"] = choice
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
+        made |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.tools:
         made["tools"] = [
             {"type": "function", "function": tool.model_dump(exclude={"type"})}
@@ -178,6 +250,10 @@ def _chat_body(body: ResponsesBody, conversation: list[dict[str, Any]]) -> ChatB
         "chat_template_kwargs": body.chat_template_kwargs,
     }
     return validated(made, CHAT_BODY)
+
+
+def _chosen(choice: FunctionChoice) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _messages(items: str | Sequence[Item]) -> list[dict[str, Any]]:
@@ -315,7 +391,7 @@ class _Response(Form):
             },
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "top_logprobs": 0,
+            "top_logprobs": body.top_logprobs or 0,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": tool_choice
             if isinstance(tool_choice, str)
@@ -338,24 +414,22 @@ class _Response(Form):
         piece = self._event("output_item.added", output_index=part.index, item=item)
         if part.kind == "call":
             return piece
-        place = self._place(part, of_text=False)
-        return piece + self._event("content_part.added", **place, part=_content(part))
+        return piece + self._event("content_part.added", **self._place(part), part=_content(part))
 
     def more(self, part: Part, text: str) -> bytes:
         """See :class:`Form`."""
-        return self._event(f"{_CONTENTS[part.kind]}.delta", **self._place(part), delta=text)
+        place = self._place(part, part.newest)
+        return self._event(f"{_CONTENTS[part.kind]}.delta", **place, delta=text)
 
     def close(self, part: Part, answer: PartAnswer) -> bytes:
         """See :class:`Form`."""
         done = f"{_CONTENTS[part.kind]}.done"
-        place = self._place(part)
+        place = self._place(part, part.logprobs)
         if part.kind == "call":
             piece = self._event(done, **place, name=part.name, arguments=part.text)
         else:
             piece = self._event(done, **place, text=part.text)
-            piece += self._event(
-                "content_part.done", **self._place(part, of_text=False), part=_content(part)
-            )
+            piece += self._event("content_part.done", **self._place(part), part=_content(part))
         item = self._item(part, _status(answer))
         return piece + self._event("output_item.done", output_index=part.index, item=item)
 
@@ -407,12 +481,14 @@ class _Response(Form):
         number, self._number = self._number, self._number + 1
         return named_event({"type": f"response.{kind}", "sequence_number": number, **fields})
 
-    def _place(self, part: Part, *, of_text: bool = True) -> dict[str, Any]:
-        """Fields of an event about a part; one about its text has log-probabilities."""
+    def _place(self, part: Part, logprobs: list[Any] | None = None) -> dict[str, Any]:
+        """Fields of an event about a part; one about its text has ``logprobs``."""
         place: dict[str, Any] = {"item_id": self._id(part), "output_index": part.index}
         if part.kind != "call":
             place["content_index"] = 0
-        return place | {"logprobs": []} if part.kind == "text" and of_text else place
+        if part.kind == "text" and logprobs is not None:
+            place["logprobs"] = logprobs
+        return place
 
     def _id(self, part: Part) -> str:
         prefix = {"call": "fc", "reasoning": "rs", "text": "msg"}[part.kind]
@@ -440,7 +516,7 @@ def _content(part: Part) -> dict[str, Any]:
     """The content of an item that is no call."""
     if part.kind == "reasoning":
         return {"type": "reasoning_text", "text": part.text}
-    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": part.logprobs}
 
 
 def _status(answer: PartAnswer) -> str:

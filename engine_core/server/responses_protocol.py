@@ -21,8 +21,9 @@ from engine_core.server.protocol import (
     OpenBody,
     Text,
     TextResponseFormat,
+    Top,
 )
-from engine_core.server.responses import Answer, MediaTokens
+from engine_core.server.responses import Answer, MediaTokens, TokenLogprob
 
 
 class InputText(OpenBody):
@@ -185,6 +186,14 @@ class FunctionChoice(Body):
     name: Text
 
 
+class AllowedChoice(Body):
+    """The functions that the model may call; it is not told of others."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Items(1, MAX_TOOLS)]
+
+
 class ResponseStreamOptions(Body):
     """Options of a stream."""
 
@@ -200,6 +209,7 @@ Included = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
     "reasoning.encrypted_content",
+    "message.output_text.logprobs",
 ]
 
 
@@ -223,9 +233,12 @@ class ResponsesBody(CommonBody, Labels):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: Annotated[list[FunctionTool], Items(0, MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    """Whether the model may call functions, must, or which it must call; auto if there are
-    tools."""
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[FunctionChoice | AllowedChoice, Field(discriminator="type")]
+        | None
+    ) = None
+    """Whether the model may call functions, must, or which; auto if there are tools."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls; so if not set. Only the first is reported if
     not."""
@@ -235,10 +248,12 @@ class ResponsesBody(CommonBody, Labels):
     """Further variables for the chat template."""
     stream_options: ResponseStreamOptions | None = None
     include: Annotated[list[Included], Items(0, 16)] | None = None
-    """No effect: there is nothing of these."""
+    """No effect but for the log-probabilities of the text: there is nothing of the others."""
     max_tool_calls: Count | None = None
     """No effect: it is of tools that the server runs, and there are none."""
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    top_logprobs: Top | None = None
+    """Report so many of the most probable tokens too; implies the log-probabilities of the text
+    unless it is 0."""
     background: OnlyFalse | None = None
     conversation: None = None
     prompt: None = None
@@ -255,7 +270,7 @@ class OutputText(Answer):
     type: Literal["output_text"]
     text: str
     annotations: list[Any] = Field(max_length=0)
-    logprobs: list[Any] = Field(max_length=0)
+    logprobs: list[TokenLogprob]
 
 
 class OutputReasoningText(Answer):
@@ -362,7 +377,7 @@ class ResponseAnswer(Answer):
     reasoning: dict[str, Any]
     temperature: float
     top_p: float
-    top_logprobs: Literal[0]
+    top_logprobs: int = Field(ge=0, le=20)
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
@@ -379,6 +394,52 @@ class DeletedResponse(Answer):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
+
+
+class InputItemText(Answer):
+    """Text of a message."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class InputMessage(Answer):
+    """A message."""
+
+    type: Literal["message"]
+    id: str
+    status: Literal["completed"]
+    role: str
+    content: list[InputItemText]
+
+
+class InputReasoning(Answer):
+    """Thoughts of the model."""
+
+    type: Literal["reasoning"]
+    id: str
+    summary: list[Any] = Field(max_length=0)
+    content: list[OutputReasoningText]
+
+
+class InputCallOutput(Answer):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    id: str
+    status: Literal["completed"]
+    call_id: str
+    output: str
+
+
+class InputItems(Answer):
+    """Items of the conversation before a response."""
+
+    object: Literal["list"]
+    data: list[InputMessage | InputReasoning | OutputCall | InputCallOutput]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ResponseEvent(Answer):
@@ -412,4 +473,4 @@ class ResponseEvent(Answer):
     text: str = ""
     name: str = ""
     arguments: str = ""
-    logprobs: list[Any] = Field(default=[], max_length=0)
+    logprobs: list[TokenLogprob] = Field(default=[])

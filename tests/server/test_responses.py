@@ -255,6 +255,145 @@ def test_a_function_that_is_named_is_called(client: openai.OpenAI) -> None:
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
 
 
+def test_only_allowed_functions_are_called(server: ServerProcess, client: openai.OpenAI) -> None:
+    others = [{**WEATHER, "name": f"get_{name}"} for name in ("time", "news")]
+    asked: dict[str, Any] = {**ASKED, "max_output_tokens": 200, "parallel_tool_calls": False}
+    choice = ALLOWED["get_weather"]
+    tools = [others[0], WEATHER, others[1]]
+    made = client.responses.create(**asked, tools=tools, tool_choice=choice)
+    (call,) = made.output
+    assert call.type == "function_call"
+    assert call.name == "get_weather"
+    assert [tool.name for tool in made.tools] == ["get_time", "get_weather", "get_news"]  # type: ignore[union-attr]
+    assert made.tool_choice.to_dict() == choice  # type: ignore[union-attr]
+    # The model is not told of the others: the prompt is that of the one tool.
+    alone = client.responses.create(**asked, tools=[WEATHER], tool_choice="required")
+    assert made.usage is not None
+    assert alone.usage is not None
+    assert made.usage.input_tokens == alone.usage.input_tokens
+    # In a chat it is written otherwise, and an error names the tool by its own place.
+    functions = [
+        {"type": "function", "function": {"name": tool["name"], "parameters": tool["parameters"]}}
+        for tool in tools
+    ]
+    functions[1]["function"]["parameters"] = {"properties": {"a": {"type": "strin"}}}
+    named = [{"type": "function", "function": {"name": "get_weather"}}]
+    body = {
+        "model": "tiny",
+        "messages": [QUESTION],
+        "tools": functions,
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "required", "tools": named},
+        },
+    }
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "tools.1.function.parameters.properties.a"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_log_probabilities_are_those_of_a_chat(client: openai.OpenAI, streamed: bool) -> None:
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": ASKED["input"]}],
+        temperature=0,
+        max_tokens=12,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    logprobs = chat.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    expected = [each.model_dump() for each in logprobs.content]
+    asked: dict[str, Any] = {**ASKED, "max_output_tokens": 12, "top_logprobs": 2}
+    asked["include"] = ["message.output_text.logprobs"]
+    pieces: list[Any] = []
+    if streamed:
+        for event in client.responses.create(**asked, stream=True):
+            if event.type == "response.output_text.delta":
+                pieces += [each.to_dict() for each in event.logprobs]
+            elif event.type == "response.output_text.done":
+                assert [each.to_dict() for each in event.logprobs] == pieces
+            elif event.type in ("response.completed", "response.incomplete"):
+                made = event.response
+    else:
+        made = client.responses.create(**asked)
+    (message,) = made.output
+    assert message.type == "message"
+    (content,) = message.content
+    assert content.type == "output_text"
+    found = [each.to_dict() for each in content.logprobs or ()]
+    assert found == expected[: len(found)]
+    # What is left is the end of the text, which is no text.
+    assert len(expected) - len(found) <= 1
+    assert made.top_logprobs == 2
+    if streamed:
+        assert pieces == found
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_log_probabilities_are_of_the_text_alone(codex: openai.OpenAI, streamed: bool) -> None:
+    asked = {**TASK, "input": [QUESTION], "include": ["message.output_text.logprobs"]}
+    if streamed:
+        with codex.responses.stream(**asked) as stream:
+            made = stream.get_final_response()
+    else:
+        made = codex.responses.create(**asked)
+    _results(made)
+    (content,) = made.output[1].content
+    assert [each.token for each in content.logprobs] == ["Let me", " look."]
+    assert all(each.top_logprobs == [] for each in content.logprobs)
+    without = codex.responses.create(**TASK, input=[QUESTION])
+    assert without.output[1].content[0].logprobs == []  # type: ignore[union-attr]
+
+
+def test_the_conversation_before_a_response_is_listed(
+    agent: ServerProcess, codex: openai.OpenAI
+) -> None:
+    called = codex.responses.create(**TASK, input=[QUESTION], instructions="Be brief.")
+    answered = codex.responses.create(
+        **TASK, input=_results(called), previous_response_id=called.id
+    )
+    items = [item.to_dict() for item in codex.responses.input_items.list(answered.id, order="asc")]
+    kinds = [
+        "message",
+        "reasoning",
+        "message",
+        *["function_call"] * 2,
+        *["function_call_output"] * 2,
+    ]
+    assert [item["type"] for item in items] == kinds
+    assert items[0]["content"] == [{"type": "input_text", "text": QUESTION["content"]}]
+    assert items[1]["content"] == [{"type": "reasoning_text", "text": "Two cities."}]
+    assert items[2]["role"] == "assistant"
+    assert [json.loads(item["arguments"])["city"] for item in items[3:5]] == ["Rome", "Oslo"]
+    assert [item["output"] for item in items[5:]] == ["Rainy.", "Sunny."]
+    assert [item["call_id"] for item in items[3:5]] == [item["call_id"] for item in items[5:]]
+    # In pages, the last one first; ids stay the same.
+    page = codex.responses.input_items.list(answered.id, limit=3)
+    names = [item.id for item in page.data]
+    assert (page.has_more, page.first_id, page.last_id) == (True, names[0], names[-1])  # type: ignore[attr-defined]
+    assert [item.id for item in page] == [item["id"] for item in reversed(items)]
+    document = httpx.get(f"{agent.url}/openapi.json").json()
+    headers = {"Authorization": "Bearer secret"}
+    url = f"{agent.url}/v1/responses/{answered.id}/input_items"
+    answer = httpx.get(url, headers=headers).json()
+    jsonschema.validate(answer, {**document, "$ref": "#/components/schemas/InputItems"})
+    # As input they are the same conversation.
+    again = codex.responses.create(**TASK, input=items)  # type: ignore[arg-type]
+    assert again.output_text == answered.output_text
+    assert again.usage is not None
+    assert answered.usage is not None
+    assert again.usage.input_tokens == answered.usage.input_tokens
+    with _client(agent, "other") as other, pytest.raises(openai.NotFoundError):
+        other.responses.input_items.list(answered.id)
+    for query in ("limit=0", "limit=101", "limit=x", "limit=-1", "order=up", "after=msg_1"):
+        refused = httpx.get(f"{url}?{query}", headers=headers)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == query.partition("=")[0]
+
+
 def test_the_oldest_turns_are_left_out_of_what_is_too_long(
     server: ServerProcess, client: openai.OpenAI
 ) -> None:
@@ -286,6 +425,14 @@ def test_the_oldest_turns_are_left_out_of_what_is_too_long(
         client.responses.create(**{**asked, "input": word * 20}, truncation="auto")
 
 
+ALLOWED = {
+    name: {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": name}],
+    }
+    for name in ("get_weather", "other")
+}
 IMAGE = {"type": "input_image", "image_url": "https://example.org/a.png", "detail": "auto"}
 
 
@@ -302,8 +449,10 @@ IMAGE = {"type": "input_image", "image_url": "https://example.org/a.png", "detai
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0", "item_reference"),
         ({"background": True}, "background", "only false is supported"),
         ({"conversation": "c"}, "conversation", "not supported here"),
-        ({"top_logprobs": 2}, "top_logprobs", "less than or equal to 0"),
-        ({"include": ["message.output_text.logprobs"]}, "include.0", "output_text.logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"include": ["message.input_audio"]}, "include.0", "input_audio"),
+        ({"tools": [WEATHER], "tool_choice": ALLOWED["other"]}, "tool_choice", "allows 'other'"),
+        ({"tool_choice": ALLOWED["get_weather"]}, "tool_choice", "allows 'get_weather'"),
         ({"unknown": 1}, "unknown", "unknown field"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "is not stored here"),
         ({"input": "word " * 2000}, "input", "the longest taken here"),
