@@ -324,6 +324,7 @@ def _flattened(first: Future[_First], then: Callable[[_First], Future[_Then]]) -
             if made.set_running_or_notify_cancel():
                 made.set_exception(error)
         else:
+            _follow(work, made)
             work.add_done_callback(ended)
 
     first.add_done_callback(begun)
@@ -333,9 +334,8 @@ def _flattened(first: Future[_First], then: Callable[[_First], Future[_Then]]) -
 def _then(
     work: Future[Made], end: Callable[[Future[Made]], ProcessedPrompt]
 ) -> Future[list[ProcessedPrompt]]:
-    """The future of ``[end(work)]``; whoever cancels it cancels the work, if it has not begun."""
+    """The future of ``[end(work)]``."""
     made: Future[list[ProcessedPrompt]] = Future()
-    begun = weakref.ref(work)  # so that the two are no circle
 
     def ended(work: Future[Made]) -> None:
         if made.set_running_or_notify_cancel():
@@ -344,13 +344,20 @@ def _then(
             except BaseException as error:
                 made.set_exception(error)
 
-    def cancelled(made: Future[list[ProcessedPrompt]]) -> None:
+    _follow(work, made)
+    work.add_done_callback(ended)
+    return made
+
+
+def _follow(work: Future[Any], made: Future[Any]) -> None:
+    """Cancel ``work``, unless it has begun, when ``made`` of it is cancelled."""
+    begun = weakref.ref(work)  # so that the two are no circle
+
+    def ended(made: Future[Any]) -> None:
         if made.cancelled() and (work := begun()) is not None:
             work.cancel()
 
-    made.add_done_callback(cancelled)
-    work.add_done_callback(ended)
-    return made
+    made.add_done_callback(ended)
 
 
 __all__ = ["MediaIntake"]

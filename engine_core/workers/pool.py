@@ -40,6 +40,10 @@ class WorkerError(Exception):
         self.repeatable = repeatable
 
 
+class _TemplateDiedError(WorkerError):
+    """The template ended while a worker was at a task."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds on what a task may take.
@@ -257,6 +261,13 @@ class Workers:
         return self._initializer, self._arguments(), limits.memory_bytes, limits.stack_bytes
 
     def _run(self, function: str, arguments: tuple[Any, ...]) -> Any:
+        try:
+            return self._run_once(function, arguments)
+        except _TemplateDiedError:
+            # No task can end it: it was killed by somebody, or for lack of memory.
+            return self._run_once(function, arguments)
+
+    def _run_once(self, function: str, arguments: tuple[Any, ...]) -> Any:
         channel = self._ready_template().fork()
         deadline = time.monotonic() + self._limits.seconds
         incoming = template.Incoming(channel)
@@ -294,7 +305,7 @@ class Workers:
     def _death(self, code: int | None) -> WorkerError:
         """Why a worker is gone."""
         if code is None:
-            return WorkerError(f"{self._what} ended with all of its work", repeatable=False)
+            return _TemplateDiedError(f"{self._what} ended with all of its work", repeatable=False)
         if code >= 0:
             return WorkerError(f"{self._what} ended with exit code {code}")
         name = signal.Signals(-code).name

@@ -219,17 +219,25 @@ def test_closing_ends_every_process() -> None:
         workers.start()
 
 
-def test_a_template_that_was_killed_is_replaced() -> None:
+def test_a_template_that_was_killed_is_replaced_and_its_work_done_again_once() -> None:
     pool = WorkerPool()
     workers = setup(pool)
     *_, template = run(workers, "look", "")
+
+    def kill() -> None:
+        while not (children := psutil.Process(template).children()):
+            time.sleep(0.01)
+        os.kill(template, signal.SIGKILL)
+        assert gone([child.pid for child in children])
+
     lost = workers.submit("worker_tasks:sleep", 60)
-    while not (children := psutil.Process(template).children()):
-        time.sleep(0.01)
-    os.kill(template, signal.SIGKILL)
+    kill()
+    *_, other = run(workers, "look", "")
+    assert other != template
+    template = other
+    kill()
     with pytest.raises(WorkerError, match="ended with all of its work"):
         lost.result(10)
-    assert gone([child.pid for child in children])
     assert run(workers, "look", "")[3] != template
     pool.close()
 
