@@ -180,9 +180,15 @@ class MediaIntake:
             known = {kind: [next(left) for _ in each] for kind, each in media.items()}
             return self._begin(token_ids, known, options, salts, here=here)
 
+        def release(done: Future[list[MediaPart]]) -> None:
+            if done.exception() is None:
+                self._sources.release(parts, done.result())
+
         coming = self._sources.begin(parts)
         coming.add_done_callback(lambda done: self._count(refused=done.exception() is not None))
-        return _flattened(coming, begin)
+        made = _flattened(coming, begin)
+        made.add_done_callback(lambda _: coming.add_done_callback(release))
+        return made
 
     def _begin(
         self,

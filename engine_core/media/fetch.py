@@ -23,7 +23,9 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from engine_core.errors import EngineDeadError, QueueFullError, RequestError
 from engine_core.media.parts import MediaPart
 
-MAX_BYTES = 256 * 2**20
+MAX_BYTES = 128 * 2**20
+# Of all that is held for prompts that wait for a worker, or for more of what they show.
+_MAX_HELD = 2**30
 _SECONDS = 20.0
 # Threads that wait for other hosts.
 _AT_ONCE = 8
@@ -32,13 +34,33 @@ _QUEUED = 256
 _PORTS = {"http": 80, "https": 443}
 
 
+class _Room:
+    """What is left of the bytes that a prompt's files may have together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = self._left = max_bytes
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        if self._left < 0:
+            raise RequestError(
+                f"the files that the prompt names have more than {self._max_bytes} bytes together; "
+                "send fewer of them, or smaller ones"
+            )
+
+    def take(self, size: int) -> None:
+        with self._lock:
+            self._left -= size
+        self.check()
+
+
 class MediaSources:
     """Reads what parts name. It may be used from several threads.
 
     Args:
         local_path: the folder below which ``file:`` addresses may be read; None for none.
         domains: hosts from which may be fetched, each with a port if it is not its scheme's own.
-        max_bytes: of a file.
+        max_bytes: of the files that one prompt names.
         seconds: that one may take to come.
     """
 
@@ -56,6 +78,7 @@ class MediaSources:
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="engine-core-media")
         self._lock = threading.Lock()
         self._waiting = 0
+        self._held = 0
         self._closed = False
 
     def begin(self, parts: Sequence[MediaPart]) -> Future[list[MediaPart]]:
@@ -72,20 +95,21 @@ class MediaSources:
         """
         made: Future[list[MediaPart]] = Future()
         coming: dict[int, Future[bytes]] = {}
+        room = _Room(self._max_bytes)
         with self._lock:
             if self._closed:
                 raise EngineDeadError("the engine is being shut down and takes no more requests")
             for place, part in enumerate(parts):
                 if names_source(part):
-                    coming[place] = self._threads.submit(self._content, part)
+                    coming[place] = self._threads.submit(self._content, part, room)
             self._waiting += len(coming)
-            if self._waiting > _QUEUED:
+            if self._waiting > _QUEUED or (coming and self._held > _MAX_HELD):
                 self._waiting -= len(coming)
                 for each in coming.values():
                     each.cancel()
                 raise QueueFullError(
-                    f"{self._waiting} pictures, videos and sounds are being read already; this one "
-                    "can be served later"
+                    f"{self._waiting} pictures, videos and sounds are being read already, and "
+                    f"{self._held >> 20} MiB of others wait for their turn; send it again later"
                 )
         left = len(coming)
 
@@ -103,6 +127,8 @@ class MediaSources:
             except Exception as error:
                 made.set_exception(error)
             else:
+                with self._lock:
+                    self._held += sum(map(len, read.values()))
                 made.set_result(
                     [
                         part._replace(value=read.get(place, part.value))
@@ -116,17 +142,29 @@ class MediaSources:
             made.set_result(list(parts))
         return made
 
+    def release(self, parts: Sequence[MediaPart], read: Sequence[MediaPart]) -> None:
+        """What was read in place of ``parts`` is not held any more."""
+        with self._lock:
+            self._held -= sum(
+                len(after.value)
+                for before, after in zip(parts, read, strict=True)
+                if names_source(before)
+            )
+
     def close(self) -> None:
         """Read nothing more."""
         with self._lock:
             self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _content(self, part: MediaPart) -> bytes:
+    def _content(self, part: MediaPart, room: _Room) -> bytes:
         try:
-            return self._read(part.value)
+            room.check()
+            content = self._read(part.value)
+            room.take(len(content))
         except RequestError as error:
             raise RequestError(f"{part.param}: {error}", param=part.param) from None
+        return content
 
     def _read(self, value: str | Path) -> bytes:
         if isinstance(value, Path):

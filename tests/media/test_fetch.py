@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from engine_core.errors import EngineDeadError, RequestError
+from engine_core.errors import EngineDeadError, QueueFullError, RequestError
+from engine_core.media import fetch
 from engine_core.media.fetch import MediaSources, _is_public
 from engine_core.media.parts import MediaPart
 
@@ -225,4 +226,33 @@ def test_files_below_the_allowed_folder(tmp_path: Path) -> None:
             read(sources, url)
     # What the program itself gives as a path is its own affair.
     assert read(sources, outside / "a b.png") == CONTENT
+    sources.close()
+
+
+def test_the_files_of_a_prompt_are_bounded_together(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / str(number)).write_bytes(bytes(40_000))
+    sources = MediaSources(max_bytes=100_000)
+    parts = [MediaPart("image", tmp_path / str(number), f"part.{number}") for number in range(3)]
+    assert [len(part.value) for part in sources.begin(parts[:2]).result(30)] == [40_000] * 2
+    with pytest.raises(RequestError, match="more than 100000 bytes together"):
+        sources.begin(parts).result(30)
+    sources.close()
+
+
+def test_what_waits_for_a_worker_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_MAX_HELD", 50_000)
+    (tmp_path / "a").write_bytes(bytes(40_000))
+    part = MediaPart("image", tmp_path / "a", "here")
+    sources = MediaSources()
+    held = [sources.begin([part]).result(30) for _ in range(2)]
+    with pytest.raises(QueueFullError, match="send it again later"):
+        sources.begin([part])
+    # What needs no reading is not held up.
+    data = MediaPart("image", b"", "there")
+    assert sources.begin([data]).result(30) == [data]
+    sources.release([part], held[0])
+    assert sources.begin([part]).result(30)
     sources.close()
