@@ -34,7 +34,13 @@ from engine_core.nn.linear import (
     build_replicated_linear,
     build_rowwise_linear,
 )
-from engine_core.nn.loading import Weights, load_stacked_weights, load_weight, stacked_loader
+from engine_core.nn.loading import (
+    Weights,
+    empty_parameter,
+    load_stacked_weights,
+    load_weight,
+    stacked_loader,
+)
 from engine_core.nn.media import finished, sent
 from engine_core.nn.norm import LayerNorm, RMSNorm
 from engine_core.nn.rotary import (
@@ -88,6 +94,7 @@ __all__ = [
     "build_rotary_embedding_from_config",
     "build_rowwise_linear",
     "cached_layers",
+    "empty_parameter",
     "finished",
     "link_layers",
     "load_stacked_weights",

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from allocated import Allocated
 from golden_fixtures import GOLDEN
 from numpy.typing import NDArray
 from PIL import Image
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from engine_core.configs import HFConfig
 from engine_core.errors import ConfigError, RequestError
@@ -233,31 +231,6 @@ def test_preprocessors_that_are_refused(
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(stated))
     with pytest.raises(ConfigError, match=message):
         processor(tmp_path)
-
-
-class Allocated(TorchDispatchMode):
-    """The most bytes that tensors made in a ``with`` block had at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._here: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._here:
-                    self._here.add(storage._cdata)
-                    self.now += storage.nbytes()
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
-        return out
-
-    def _freed(self, key: int, size: int) -> None:
-        self._here.discard(key)
-        self.now -= size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

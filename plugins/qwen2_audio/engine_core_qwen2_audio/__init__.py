@@ -1,0 +1,1 @@
+"""Qwen2-Audio for engine-core: text and sounds."""
