@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 from engine_core import LLM, RequestOutput, SamplingParams
 
 _ROOT = Path(__file__).parents[1]
-# The second one's are in a wheel too, for the conformance kit.
+# Those of packages are in their wheels too, for the conformance kit.
 _FOLDERS = (
     _ROOT / "tests" / "golden",
     _ROOT / "plugins" / "chatglm" / "engine_core_chatglm" / "golden",
+    _ROOT / "plugins" / "qwen_vl" / "engine_core_qwen_vl" / "golden",
 )
 
 

@@ -1,0 +1,57 @@
+"""From pictures to pixels, as the original code makes them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_core.errors import RequestError
+
+_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
+_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+
+
+def image_pixels(image: Any, size: int) -> NDArray[np.float32]:
+    """A PIL image or an array ``[H, W, 3]`` of uint8 as normalised pixels ``[3, size, size]``.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    from PIL import Image
+
+    if not hasattr(image, "convert"):
+        pixels = np.asarray(image)
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
+            raise RequestError(
+                "an image must be a PIL image or an array [height, width, 3] of uint8, got "
+                f"{type(image).__name__} of {pixels.dtype} {list(pixels.shape)}"
+            )
+        image = Image.fromarray(pixels)
+    try:
+        image = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+    except (OSError, SyntaxError) as error:  # PIL reads a file when its pixels are wanted.
+        raise RequestError(f"an image cannot be read: {error}") from None
+    normalised = (np.asarray(image).astype(np.float32) / 255 - _MEAN) / _STD
+    return np.ascontiguousarray(normalised.transpose(2, 0, 1))
+
+
+def given_pixels(features: Mapping[str, Any], size: int) -> NDArray[np.float32]:
+    """Pixels that are made already, as ``[3, size, size]``.
+
+    Raises:
+        RequestError: they are none.
+    """
+    if set(features) != {"pixel_values"}:
+        raise RequestError(f"features of an image are pixel_values, got {', '.join(features)}")
+    try:
+        pixels = np.ascontiguousarray(features["pixel_values"], dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"pixel_values must be an array: {error}") from None
+    if pixels.shape not in ((3, size, size), (1, 3, size, size)):
+        raise RequestError(f"pixel_values must be [3, {size}, {size}], got {list(pixels.shape)}")
+    if not np.isfinite(pixels).all():
+        raise RequestError("pixel_values has values that are not finite")
+    return pixels.reshape(3, size, size)
