@@ -187,6 +187,10 @@ class MediaProcessor(InputProcessor, Protocol):
     It may have a method ``media_limits()``, which gives a :class:`MediaLimit` by kind. Memory for
     the encoder is then planned before the KV cache's, and ``check-model`` tells the limits.
 
+    It may have a method ``named_media(token_ids)``, for prompts whose own tokens name files: by
+    kind the path or address of each, and nothing where items come with the prompt. They are read
+    like addresses in a request, where that is allowed, and given to :meth:`process_media`.
+
     Attributes:
         media_kinds: those that it takes.
     """

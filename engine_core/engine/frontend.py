@@ -359,9 +359,9 @@ class Frontend:
         self, prompt: Prompt, cache_salts: tuple[Hashable, ...] = ()
     ) -> TokenizedPrompt:
         """The same without holding up the event loop."""
-        if not _takes_long(prompt):
+        if not _takes_long(prompt) and not self.media.finds_names:
             return self.tokenize(prompt, cache_salts)
-        if _shows(prompt):
+        if _shows(prompt) or self.media.finds_names:
             self._check_room()
         tokenized, shown = await asyncio.to_thread(self._begin, prompt, cache_salts, here=False)
         if shown is None:
@@ -387,17 +387,18 @@ class Frontend:
         self, prompt: Prompt, cache_salts: tuple[Hashable, ...], *, here: bool
     ) -> tuple[TokenizedPrompt, Future[list[ProcessedPrompt]] | None]:
         """A prompt's tokens as given, and what becomes of it if it shows something."""
-        if not isinstance(prompt, Mapping) or not _MEDIA_KEYS & set(prompt):
-            return self._tokenize(prompt), None
-        plain: Any = {key: value for key, value in prompt.items() if key not in _MEDIA_KEYS}
+        given: Any = {}
+        plain: Any = prompt
+        if isinstance(prompt, Mapping):
+            given = prompt
+            plain = {key: value for key, value in given.items() if key not in _MEDIA_KEYS}
         tokenized = self._tokenize(plain)
-        options: Any = prompt.get("mm_processor_kwargs") or {}
+        options: Any = given.get("mm_processor_kwargs") or {}
         if not isinstance(options, Mapping):
             name = "mm_processor_kwargs"
             raise RequestError(f"{name} is a dictionary, got {shown(options)}", param=name)
-        data: Any = prompt.get("multi_modal_data")
-        uuids: Any = prompt.get("multi_modal_uuids")
-        media = prompt_media(data, uuids)
+        media = prompt_media(given.get("multi_modal_data"), given.get("multi_modal_uuids"))
+        media = media or self.media.named(tokenized.token_ids)
         self.media.check(media)
         if options and not media:
             raise RequestError(

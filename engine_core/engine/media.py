@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from engine_core.configs import EngineConfig, ModelConfig
@@ -137,6 +138,31 @@ class MediaIntake:
                     "are taken at most (limit_mm_per_prompt)",
                     param=param,
                 )
+
+    @property
+    def finds_names(self) -> bool:
+        """Whether a prompt's own tokens may name what it shows."""
+        return hasattr(self._processor, "named_media")
+
+    def named(self, token_ids: Sequence[int]) -> dict[str, list[MediaPart]]:
+        """Files that a prompt's own tokens name, by kind; what is not allowed is not read.
+
+        A path is below ``allowed_local_media_path``, unless it begins at the root.
+
+        Raises:
+            RequestError: the family's processor refuses the prompt.
+        """
+        if not self.finds_names:
+            return {}
+        processor: Any = self._processor
+        root = Path(self._config.allowed_local_media_path or "/").absolute()
+        return {
+            kind: [
+                MediaPart(kind, each if "://" in each else (root / each).as_uri(), "prompt")
+                for each in names
+            ]
+            for kind, names in processor.named_media(token_ids).items()
+        }
 
     def close(self) -> None:
         """Read and fetch nothing more, and forget the items of earlier prompts."""

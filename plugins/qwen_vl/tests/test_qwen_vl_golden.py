@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from golden_fixtures import GOLDEN
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine_core import LLM, RequestOutput, SamplingParams
+from engine_core.errors import RequestError
 
 TINY, LONG = "qwenvl1-tiny", "qwenvl1-ntk-logn"
 VOCAB = 320
@@ -237,3 +240,51 @@ def test_without_visual_it_is_the_text_model_alone(
         outputs = engine.generate([prompt.ids for prompt in every], params(with_prompt=True))
     for output, prompt in zip(outputs, every, strict=True):
         check(output, prompt)
+
+
+def test_files_that_tokens_name_are_read_where_that_is_allowed() -> None:
+    folder = str(GOLDEN / TINY)
+    shown = [prompt for prompt in prompts(TINY) if prompt.files]
+    with llm(TINY, allowed_local_media_path=folder) as engine:
+        outputs = engine.generate([prompt.ids for prompt in shown], params())
+        frontend = engine.engine.frontend
+        # As a server does, in a worker.
+        tokenized = asyncio.run(frontend.tokenize_async(shown[-1].ids))
+    assert tokenized.processed is not None
+    for output, prompt in zip(outputs, shown, strict=True):
+        check(output, prompt)
+    for item, expected in zip(tokenized.processed.media, shown[-1].pixels, strict=True):
+        pixels = torch.as_tensor(np.asarray(item.features["pixel_values"]))
+        torch.testing.assert_close(pixels, expected["pixel_values"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("img0.png", "prompt: files are not read; .*allowed_local_media_path"),
+        ("/etc/passwd", "prompt: files are not read"),
+        ("https://example.org/a.png", "prompt: addresses at 'example.org' are not fetched"),
+    ],
+)
+def test_files_are_not_read_where_nobody_allowed_it(path: str, said: str) -> None:
+    with llm(TINY) as engine, pytest.raises(RequestError, match=said):
+        engine.generate([BEGIN, *path.encode(), PAD, END], params())
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("../README.md", "not below the folder that the server allows"),
+        ("/etc/passwd", "not below the folder that the server allows"),
+        ("none.png", "'none.png' cannot be read: No such file"),
+        ("config.json", "prompt: .*picture"),
+        ("a\0b", "no path"),
+    ],
+)
+def test_other_files_than_pictures_below_the_folder_are_refused(path: str, said: str) -> None:
+    folder = str(GOLDEN / TINY)
+    with (
+        llm(TINY, allowed_local_media_path=folder) as engine,
+        pytest.raises(RequestError, match=said),
+    ):
+        engine.generate([BEGIN, *path.encode(), PAD, END], params())
