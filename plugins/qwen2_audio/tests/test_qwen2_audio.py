@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import wave
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,6 +194,26 @@ def test_one_placeholder_stands_for_a_whole_sound_and_features_for_samples(
             given: Any = {"prompt_token_ids": short, "multi_modal_data": {"audio": audio}}
             (output,) = engine.generate(given, params())
             check(output, prompt)
+
+
+def test_a_file_is_heard_as_its_samples_are(folder: Path, tmp_path: Path) -> None:
+    """Of two channels, of which the mean is heard, and of another rate than the model's."""
+    left, right = (np.round(sound(0.4, seed) * 2**14).astype("<i2") for seed in (1, 2))
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setnchannels(2)
+        file.setsampwidth(2)
+        file.setframerate(22050)
+        file.writeframes(np.stack([left, right], axis=1).tobytes())
+    mean = (left.astype(np.float32) + right) / 2 / 2**15
+    with llm(folder) as engine:
+        outputs = []
+        for audio in (str(tmp_path / "a.wav"), (mean, 22050)):
+            given: Any = {"prompt_token_ids": [5, AUDIO, 9], "multi_modal_data": {"audio": audio}}
+            outputs += engine.generate(given, params())
+    ours, theirs = (output.outputs[0] for output in outputs)
+    assert len(outputs[0].prompt_token_ids) == 2 + embeddings(6400 / 22050)
+    assert ours.token_ids == theirs.token_ids
+    assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-4)
 
 
 def test_both_layouts_of_checkpoints(folder: Path, prompts: list[Prompt], tmp_path: Path) -> None:
