@@ -88,7 +88,7 @@ class QWenVLProcessor(QWenProcessor):
 
     def media_limits(self) -> dict[str, MediaLimit]:
         """Every image is as large, and the tower takes the same for each."""
-        largest = f"any, made {self._size} x {self._size} pixels"
+        largest = f"{self._size} x {self._size} pixels after resizing"
         return {"image": MediaLimit(EMBEDDINGS, largest, self._activations, ("visual",))}
 
     def named_media(self, token_ids: Sequence[int]) -> Mapping[str, Sequence[str]]:
