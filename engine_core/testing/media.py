@@ -70,8 +70,32 @@ def media_items(subject: Subject) -> None:
                 f"{variant.how}: processed once more, after others, it has other {what}; an input "
                 "processor keeps nothing of a prompt"
             )
+        _check_reuse(subject, variant)
     _check_digests(variants)
     _check_prefixes(variants)
+
+
+def _check_reuse(subject: Subject, variant: _Variant) -> None:
+    """A processor that takes its own items again makes the same prompt of them."""
+    if not getattr(subject.processor, "reuses_items", False):
+        return
+    made: dict[str, list[MediaItem]] = {}
+    for item in variant.prompt.media:
+        # As if they were from another prompt.
+        elsewhere = replace(item, span=(item.span[0] + 1, item.span[1] + 1))
+        made.setdefault(item.kind, []).append(elsewhere)
+    try:
+        again = _process(subject, replace(variant.shown, media=made))
+    except Exception as error:
+        raise ConformanceError(
+            f"{variant.how}: with its own items of another prompt in place of what they were made "
+            f"of, {type(error).__name__}: {error}; reuses_items says that it takes them"
+        ) from error
+    if what := _unlike(variant.prompt, again):
+        raise ConformanceError(
+            f"{variant.how}: with its own items of another prompt in place of what they were made "
+            f"of, it has other {what}; reuses_items says that only spans are made anew"
+        )
 
 
 def _check_kinds(subject: Subject) -> None:
@@ -286,6 +310,7 @@ def media_embeddings(subject: Subject) -> None:
         "computed together with the others": model.embed(given),
         "computed together with the others in reverse": model.embed(given[::-1])[::-1],
         "computed alone after others": [model.embed([item])[0] for item in given],
+        "computed by embed_media_parts": model.embed(given, in_parts=True),
         "after others were computed": alone,  # They may be views of what is kept.
     }
     for how, embeddings in ways.items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.inputs import InputProcessor, MediaItem, ProcessedPrompt
-from engine_core.nn import cached_layers
+from engine_core.nn import cached_layers, finished
 from engine_core.runtime.layer_trace import decoder_layers
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 from engine_core.testing.case import ConformanceError, MediaPrompt
@@ -133,21 +133,16 @@ class TinyModel:
         return processed
 
     @torch.inference_mode()
-    def embed(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """The embeddings ``[n, H]`` of each of some items, all of a kind at once."""
-        network: Any = self.network
+    def embed(self, items: Sequence[MediaItem], *, in_parts: bool = False) -> list[Tensor]:
+        """The embeddings ``[n, H]`` of each of some items, all of a kind at once.
+
+        ``in_parts`` is by the model's ``embed_media_parts``, if it has one.
+        """
         found: list[Tensor | None] = [None] * len(items)
         for kind in dict.fromkeys(item.kind for item in items):
             places = [place for place, item in enumerate(items) if item.kind == kind]
-            features = [
-                {
-                    # As in the engine what the model writes to them reaches the item.
-                    name: torch.as_tensor(np.require(value, requirements="W")).to(self.device)
-                    for name, value in items[place].features.items()
-                }
-                for place in places
-            ]
-            given = network.embed_media(kind, features)
+            features = [self._sent(items[place]) for place in places]
+            given = self._embedded(kind, features, in_parts)
             if not isinstance(given, list | tuple) or len(given) != len(places):
                 raise ConformanceError(
                     f"embed_media of {len(places)} {kind} items returned {type(given).__name__} "
@@ -162,6 +157,26 @@ class TinyModel:
                     )
                 found[place] = embeddings
         return [embeddings for embeddings in found if embeddings is not None]
+
+    def _sent(self, item: MediaItem) -> dict[str, Tensor]:
+        """An item's features as the engine passes them: integers, which are sizes, stay here."""
+        tensors = {
+            # What the model writes to them reaches the item.
+            name: torch.as_tensor(np.require(value, requirements="W"))
+            for name, value in item.features.items()
+        }
+        return {
+            name: tensor.to(self.device)
+            if tensor.is_floating_point() or tensor.dtype is torch.uint8
+            else tensor
+            for name, tensor in tensors.items()
+        }
+
+    def _embedded(self, kind: str, features: Sequence[dict[str, Tensor]], in_parts: bool) -> Any:
+        network: Any = self.network
+        if in_parts and hasattr(network, "embed_media_parts"):
+            return finished(network.embed_media_parts(kind, features))
+        return network.embed_media(kind, features)
 
     @torch.inference_mode()
     def first_input(self, token_ids: Sequence[int], shown: MediaPrompt) -> Tensor | None:

@@ -213,6 +213,25 @@ FAULTS = {
             "test_logits": r"'three pictures': logits differ",
         },
     ),
+    "a processor that does not take its own items again": Fault(
+        "inputs.py",
+        "    @classmethod\n    def condition",
+        "    reuses_items: ClassVar[bool] = True\n\n    @classmethod\n    def condition",
+        {
+            "test_media_items": r"with its own items of another prompt in place of what they were "
+            r"made of, ValueError: .*reuses_items says that it takes them"
+        },
+    ),
+    "parts that give something else than the whole": Fault(
+        "model.py",
+        "    def prepare_inputs_for_generation(",
+        "    def embed_media_parts(self, kind, items):\n"
+        "        for number, _ in enumerate(items):\n"
+        "            yield number / len(items)\n"
+        "        return self.embed_media(kind, items)[::-1]\n\n"
+        "    def prepare_inputs_for_generation(",
+        {"test_media_embeddings": r"item 0: its embeddings, computed by embed_media_parts, differ"},
+    ),
     "features of half the bits": Fault(
         "inputs.py",
         ".astype(np.float32)",
