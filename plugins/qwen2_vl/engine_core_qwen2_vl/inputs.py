@@ -354,4 +354,4 @@ def _activations(vision: Mapping[str, Any]) -> int:
     inner: int = vision.get("intermediate_size", int(width * vision.get("mlp_ratio", 4)))
     merged: int = vision["spatial_merge_size"] ** 2
     angles: int = 4 * width // vision["num_heads"]
-    return merged * (5 * patch + angles + max(15 * width, 3 * width + 3 * inner))
+    return merged * (5 * patch + angles + max(17 * width, 4 * width + 3 * inner))

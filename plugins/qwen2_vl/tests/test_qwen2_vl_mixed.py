@@ -14,7 +14,6 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from random_examples import examples
 from seeing_model import IMAGE_TOKEN, character, write_seeing_model
 from serving import ServerProcess
 
@@ -86,7 +85,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_hundred_mixed_requests_are_answered_as_offline(model: Path) -> None:
     source = conversations(1)
-    asked = [next(source) for _ in range(examples(REQUESTS))]
+    asked = [next(source) for _ in range(REQUESTS)]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     # Each alone, with room for all: no neighbours, chunks or evictions.
     alone = EngineConfig(kv_cache_memory=2**25, max_model_len=512, enable_prefix_caching=False)
