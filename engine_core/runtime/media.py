@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -112,4 +113,7 @@ class MediaEmbeddings:
 
 
 def _features(item: MediaItem) -> dict[str, Tensor]:
-    return {name: torch.as_tensor(np.asarray(value)) for name, value in item.features.items()}
+    with warnings.catch_warnings():
+        # Arrays of shared memory are read-only, and nobody writes to these tensors.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return {name: torch.as_tensor(np.asarray(value)) for name, value in item.features.items()}
