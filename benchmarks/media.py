@@ -320,7 +320,7 @@ def processed(config: Any, prompt: dict[str, Any]) -> Any:
 
 
 def features_of(config: Any, picture: Any) -> dict[str, torch.Tensor]:
-    """What the model computes a picture's embeddings from."""
+    """Features that the model computes a picture's embeddings from."""
     (item,) = processed(config, Prompts(config).shown(picture, 1, 1)).media
     return {key: torch.from_numpy(np.array(value)) for key, value in item.features.items()}
 

@@ -1,4 +1,4 @@
-"""What the tests that attack a server share: raw connections, and a client that is served well."""
+"""Shared by the tests that attack a server: raw connections, and a client that is served well."""
 
 from __future__ import annotations
 

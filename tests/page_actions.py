@@ -1,4 +1,4 @@
-"""What the tests of the web page do in it."""
+"""Actions of the tests in the web page."""
 
 from __future__ import annotations
 

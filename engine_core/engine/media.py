@@ -113,7 +113,7 @@ class MediaIntake:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the model takes besides text: "image", "video" or "audio"."""
+        """Kinds that the model takes besides text: "image", "video" or "audio"."""
         return () if self._processor is None else self._processor.media_kinds
 
     def check(self, media: Mapping[str, Sequence[MediaPart]]) -> None:
@@ -292,7 +292,7 @@ class MediaIntake:
         return Made(made, 0.0, time.perf_counter() - begin)
 
     def _end(self, work: Future[Made], asked: Mapping[str, Sequence[_Asked]]) -> ProcessedPrompt:
-        """What came of it; new items are kept."""
+        """The processed prompt; new items are kept."""
         parts = [each.part for of_kind in asked.values() for each in of_kind]
         try:
             made = work.result()

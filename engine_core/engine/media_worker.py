@@ -67,7 +67,7 @@ def process(
 
 
 def _decoded(part: MediaPart) -> Any:
-    """What the family's processor takes."""
+    """The item as the family's processor takes it."""
     if not isinstance(part.value, str | bytes):
         return part.value
     try:

@@ -124,7 +124,7 @@ class MediaCache:
 
 
 def item_bytes(item: MediaItem) -> int:
-    """What an item takes in memory."""
+    """Bytes that an item takes in memory."""
     size: int | None = getattr(item.features, "nbytes", None)
     if size is None:
         size = sum(np.asarray(value).nbytes for value in item.features.values())
@@ -150,7 +150,7 @@ def content_key(
 
 
 def _contents(value: Any) -> list[Any]:
-    """What tells ``value`` from any other, for a digest.
+    """Bytes that tell ``value`` from any other, for a digest.
 
     Raises:
         TypeError: it is of another type.

@@ -35,7 +35,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class _Room:
-    """What is left of the bytes that a prompt's files may have together."""
+    """Bytes that the files of a prompt may still have together."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = self._left = max_bytes
@@ -143,7 +143,7 @@ class MediaSources:
         return made
 
     def release(self, parts: Sequence[MediaPart], read: Sequence[MediaPart]) -> None:
-        """What was read in place of ``parts`` is not held any more."""
+        """Give back the room of what was read in place of ``parts``."""
         with self._lock:
             self._held -= sum(
                 len(after.value)

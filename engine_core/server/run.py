@@ -141,7 +141,7 @@ def _read_template(given: str | None) -> str | None:
 
 
 def _certificate(settings: ServerSettings) -> ssl.SSLContext | None:
-    """What HTTPS is spoken with, if it is asked for.
+    """The options of HTTPS, if it is asked for.
 
     Raises:
         ConfigError: the certificate or its key cannot be used.

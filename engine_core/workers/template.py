@@ -65,7 +65,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Incoming:
-    """What arrives of a message, in pieces.
+    """The content of a message as it arrives, in pieces.
 
     Args:
         end: of the socket.

@@ -1,4 +1,4 @@
-"""What check-model says of a model that sees, and that the engine plans its memory alike."""
+"""The report of check-model on a model that sees, and that the engine plans its memory alike."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_wrong_values_everywhere_are_refused_by_name(
 
 
 def _prompt(messages: list[tuple[str, str]]) -> str:
-    """What the template of the tests makes of them."""
+    """The text that the template of the tests makes of them."""
     turns = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
     return f"{turns}<|im_start|>assistant\n"
 
