@@ -285,11 +285,14 @@ class Workers:
             message = f"it took more than {self._limits.seconds:g} s"
             raise WorkerError(message, repeatable=False) from None
         except ConnectionError:
-            incoming.content.clear()
+            pass  # how it ends if the worker has not read all that it was sent
         except OSError as error:
             raise WorkerError(f"{self._what} failed: {error}", repeatable=False) from None
         content = incoming.content
-        code = STATUS.unpack(content[-STATUS.size :])[0] if len(content) >= STATUS.size else None
+        code = None
+        if len(content) >= STATUS.size:
+            mark, status = STATUS.unpack(content[-STATUS.size :])
+            code = status if mark == template.MARK else None
         if code != 0:
             raise self._death(code)
         fine, answer = incoming.message(-STATUS.size)

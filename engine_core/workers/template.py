@@ -25,8 +25,9 @@ from typing import Any, NoReturn
 
 from engine_core.workers.shared import SharedBytes
 
-STATUS = struct.Struct("<i")
-"""A worker's exit code, negative for a signal: the last bytes of its channel."""
+STATUS = struct.Struct("<4si")
+"""A mark, and a worker's exit code, negative for a signal: the last bytes of its channel."""
+MARK = b"exit"
 
 _HEADER = struct.Struct("<QQ")  # bytes of the content, and how many times files come before it
 _FILES = 64  # at a time; the system allows 253
@@ -177,7 +178,7 @@ def _serve(control: socket.socket, state: Any, memory_bytes: int, stack_bytes: i
                     with contextlib.suppress(KeyError):
                         poll.unregister(channel)
                     with contextlib.suppress(OSError), channels.pop(pid) as channel:
-                        channel.sendall(STATUS.pack(os.waitstatus_to_exitcode(status)))
+                        channel.sendall(STATUS.pack(MARK, os.waitstatus_to_exitcode(status)))
             if os.getppid() != parent:
                 return
             if control.fileno() not in events:

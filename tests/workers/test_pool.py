@@ -104,6 +104,20 @@ def test_a_death_is_told_by_name(workers: Workers, name: str) -> None:
     assert run(workers, "look", "!")[0] == "state!"
 
 
+def test_a_worker_that_dies_before_it_has_read_its_task_is_told_by_name() -> None:
+    pool = WorkerPool()
+    workers = setup(pool)
+    *_, template = run(workers, "look", "")
+    assert gone([child.pid for child in psutil.Process(template).children()])
+    task = workers.submit("worker_tasks:echo", bytes(200 * MIB))
+    while not (children := psutil.Process(template).children()):
+        assert not task.done()
+    os.kill(children[0].pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="the worker ended by SIGKILL"):
+        task.result(10)
+    pool.close()
+
+
 def test_time_has_a_limit() -> None:
     pool = WorkerPool()
     workers = setup(pool, Limits(0.3, 64 * MIB, MIB), what="the sleeper")
