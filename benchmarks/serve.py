@@ -407,9 +407,11 @@ class Server:
         start_s: seconds from its start until it was ready.
     """
 
+    COMMAND: Sequence[str] = (sys.executable, "-m", "engine_core.cli")
+
     def __init__(self, model: str, options: Sequence[str], **environment: str) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        command = [sys.executable, "-m", "engine_core.cli", "serve", model, "--port", "0"]
+        command = [*self.COMMAND, "serve", model, "--port", "0"]
         begin = time.monotonic()
         self._process = subprocess.Popen(
             [*command, *options], stderr=self._log, env={**os.environ, **environment}, cwd=ROOT

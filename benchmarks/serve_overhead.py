@@ -2,6 +2,7 @@
 
     python benchmarks/serve_overhead.py [--rounds 3] [--model .cache/models/SmolLM2-...gguf]
     python benchmarks/serve_overhead.py --crowd 900 [--rounds 5]
+    python benchmarks/serve_overhead.py --limits [--rounds 5]
 
 Two figures, each the median of rounds in which both sides take turns on this machine:
 
@@ -12,7 +13,9 @@ Two figures, each the median of rounds in which both sides take turns on this ma
 
 With ``--crowd``, instead, 100 streams on the model of almost no weight, in turns alone and beside
 so many connections of a process of its own: of ten, eight wait after an answer, one sends its
-headers a byte at a time, and one its body.
+headers a byte at a time, and one its body. With ``--limits`` two servers take turns, one of which
+holds its clients to no limits of connections, headers, times and reading. Both print the HTTP
+process's own seconds too, which other work on the machine changes less than a throughput.
 
 The load generator (benchmarks/serve.py) runs on the same cores as the server.
 """
@@ -31,6 +34,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 # In place of this folder, whose kernels.py is not the package of that name that transformers knows.
 sys.path.pop(0)
@@ -112,11 +117,59 @@ def beside_a_crowd(served: Served, count: int, rounds: int) -> None:
         if turn:
             for side, figures in zip(turns, (alone, beside), strict=True):
                 side.append(figures)
-    for name in ("tokens_s", "ttft_ms"):
+    show(turns, f"alone and beside {count}")
+
+
+def show(turns: list[list[dict[str, float]]], sides: str) -> None:
+    """Print the figures of both sides, and the median and quartiles of the turns' ratios."""
+    for name in turns[0][0]:
         first, second = ([run[name] for run in side] for side in turns)
-        ratio = statistics.median(second) / statistics.median(first)
-        each = "; ".join(f"{x:.0f} and {y:.0f}" for x, y in zip(first, second, strict=True))
-        print(f"{name}, alone and beside {count}: {each}; medians {ratio:.0%}")
+        ratios = [y / x for x, y in zip(first, second, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        medians = statistics.median(first), statistics.median(second)
+        print(
+            f"{name}, {sides}: medians {medians[0]:.3g} and {medians[1]:.3g}, "
+            f"{medians[1] / medians[0]:.1%}; ratios of {len(ratios)} turns: median {middle:.1%}, "
+            f"quartiles {low:.1%} and {high:.1%}"
+        )
+
+
+def serve_without_limits() -> None:
+    """``engine-core`` with uvicorn's own connections, that write as ours do."""
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    from engine_core.cli.app import main
+    from engine_core.server import run
+    from engine_core.server.connection import WRITER, Writer
+
+    class Connection(HttpToolsProtocol):
+        resumed: Any = None
+
+        def on_headers_complete(self) -> None:
+            super().on_headers_complete()
+            self.scope[WRITER] = Writer(self)  # type: ignore[literal-required]
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self.resumed is not None:
+                self.resumed()
+
+    run.connection_class = lambda *_: Connection  # type: ignore[assignment]
+    sys.argv[1:2] = []
+    main()
+
+
+def with_and_without_limits(tiny: Path, flags: list[str], rounds: int) -> None:
+    """Print what streams get from a server with limits, and from one without."""
+    turns: list[list[dict[str, float]]] = [[], []]
+    with Unlimited(str(tiny), flags) as without, Served(str(tiny), flags) as limited:
+        for turn in range(rounds + 1):
+            sides = [(0, without), (1, limited)]
+            for side, server in sides if turn % 2 else sides[::-1]:
+                figures = server.run(BESIDE_A_CROWD)
+                if turn:
+                    turns[side].append(figures)
+    show(turns, "without and with limits")
 
 
 class Offline:
@@ -180,8 +233,14 @@ def serve_offline(model: str, options: dict[str, Any]) -> None:
 class Served(Server):
     """``engine-core serve`` on a free port."""
 
+    def cpu_s(self) -> float:
+        """Seconds of a processor that the HTTP process has had."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system
+
     def run(self, load: Load) -> dict[str, float]:
         """Figures of a load, as its clients see them."""
+        before = self.cpu_s()
         with tempfile.NamedTemporaryFile(suffix=".jsonl") as result:
             options = {
                 "--url": self.url,
@@ -201,7 +260,14 @@ class Served(Server):
         return {
             "ttft_ms": figures["first_token_ms"]["p50"],
             "tokens_s": figures["output_tokens_s"],
+            "http_cpu_ms_per_request": (self.cpu_s() - before) / load["requests"] * 1e3,
         }
+
+
+class Unlimited(Served):
+    """The same without limits for clients."""
+
+    COMMAND = (sys.executable, __file__, "--unlimited")
 
 
 def compare(
@@ -213,12 +279,16 @@ def compare(
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--unlimited"]:
+        serve_without_limits()
+        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", type=Path, default=SMOLLM2)
     parser.add_argument("--crowd", type=int, default=0, help="connections beside 100 streams")
+    parser.add_argument("--limits", action="store_true", help="what the limits cost")
     parser.add_argument("--serve-offline", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--be-a-crowd", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -239,6 +309,9 @@ def main() -> None:
         tiny = write_tiny_model(Path(folder) / "tiny")
         settings = {"enable_prefix_caching": False, "kv_cache_memory": "64MiB"}
         flags = ["--no-enable-prefix-caching", "--kv-cache-memory", "64MiB"]
+        if options.limits:
+            with_and_without_limits(tiny, flags, options.rounds)
+            return
         if options.crowd:
             theirs = Served(str(tiny), flags)
             beside_a_crowd(theirs, options.crowd, options.rounds)

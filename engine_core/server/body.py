@@ -13,7 +13,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
@@ -21,8 +21,9 @@ from typing import Any, NoReturn, TypeVar
 from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
 
+from engine_core import own_process
 from engine_core.server.context import RequestContext
-from engine_core.server.errors import ApiError, ClientGone
+from engine_core.server.errors import ApiError, ClientGone, unavailable
 
 Model = TypeVar("Model")
 
@@ -42,26 +43,71 @@ _DISCARD_TIMEOUT = 2.0
 _LARGE = 64 * 1024
 _HUGE = 1024 * 1024
 _HUGE_PARSER = ThreadPoolExecutor(1, thread_name_prefix="huge-body")
+# Bodies of the largest size that may be read and parsed at once, or more smaller ones.
+_BODIES_AT_ONCE = 16
+# Bytes of bodies after which their memory is given back to the system.
+_MUCH = 32 * 2**20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # A string that does not end is taken too, and nothing is tried twice: the time is linear.
 _STRING_OR_SIGN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{:,]', re.DOTALL)
 _SHOWN = 80
 
 
-async def read_body(request: Request, model: TypeAdapter[Model], max_size: int) -> Model:
+class BodyRoom:
+    """Bytes that all bodies that are being read and parsed may have.
+
+    The first 64 KiB of each do not count, so that whoever sends little is always read.
+
+    Args:
+        max_size: bytes of one body at most.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
+        self._most = _BODIES_AT_ONCE * max_size
+        self._held = self._highest = 0
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[Callable[[int], bool]]:
+        """Room for one body: what is yielded says whether there is enough for so many bytes."""
+        own = 0
+
+        def grow(size: int) -> bool:
+            nonlocal own
+            more = max(0, size - _LARGE) - own
+            if self._held + more > self._most:
+                return False
+            own += more
+            self._held += more
+            self._highest = max(self._highest, self._held)
+            return True
+
+        try:
+            yield grow
+        finally:
+            self._held -= own
+            if not self._held:
+                if self._highest > _MUCH:
+                    # It lies in pieces that the heap would keep.
+                    own_process.return_freed_memory()
+                self._highest = 0
+
+
+async def read_body(request: Request, model: TypeAdapter[Model], room: BodyRoom) -> Model:
     """The request's body as ``model``.
 
     Raises:
-        ApiError: 400, 408, 413 or 415; says which field is at fault.
+        ApiError: 400, 408, 413, 415 or 503; says which field is at fault.
     """
     _check_content_type(request)
-    raw = await _read(request, max_size)
-    RequestContext.of(request).body_size = len(raw)
-    if len(raw) >= _LARGE:
-        executor = _HUGE_PARSER if len(raw) >= _HUGE else None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(executor, _parse, raw, model)
-    return _parse(raw, model)
+    with room.place() as grow:
+        raw = await _read(request, room.max_size, grow)
+        RequestContext.of(request).body_size = len(raw)
+        if len(raw) >= _LARGE:
+            executor = _HUGE_PARSER if len(raw) >= _HUGE else None
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(executor, _parse, raw, model)
+        return _parse(raw, model)
 
 
 def _parse(raw: bytes, model: TypeAdapter[Model]) -> Model:
@@ -101,20 +147,21 @@ def _check_content_type(request: Request) -> None:
         )
 
 
-async def _read(request: Request, max_size: int) -> bytes:
+async def _read(request: Request, max_size: int, grow: Callable[[int], bool]) -> bytes:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_size:
         await _discard(request)
         raise _too_large(max_size)
     chunks: list[bytes] = []
     size = 0
-    more = True
+    more = fits = True
     try:
         async with asyncio.timeout(_READ_TIMEOUT):
-            while more and size <= max_size:
+            while more and fits and size <= max_size:
                 chunk, more = await _receive(request)
                 size += len(chunk)
                 chunks.append(chunk)
+                fits = grow(min(size, max_size))
     except TimeoutError:
         raise ApiError(
             408,
@@ -122,11 +169,11 @@ async def _read(request: Request, max_size: int) -> bytes:
             code="timeout",
             headers={"Connection": "close"},
         ) from None
-    if size > max_size:
+    if size > max_size or not fits:
         chunks.clear()
         if more:
             await _discard(request)
-        raise _too_large(max_size)
+        raise _too_large(max_size) if size > max_size else _no_room()
     return b"".join(chunks)
 
 
@@ -144,6 +191,15 @@ async def _discard(request: Request) -> None:
             more = True
             while more:
                 _, more = await _receive(request)
+
+
+def _no_room() -> ApiError:
+    return unavailable(
+        "the bodies of other requests take all the room that there is for large ones; try again "
+        "soon",
+        "too_many_bodies",
+        headers={"Connection": "close"},
+    )
 
 
 def _too_large(max_size: int) -> ApiError:

@@ -119,7 +119,7 @@ async def create_chat_completion(request: Request) -> Response:
     service = Service.of(request)
     context = RequestContext.of(request)
     service.check_room()
-    body = await read_body(request, CHAT_BODY, service.settings.max_body_size)
+    body = await read_body(request, CHAT_BODY, service.bodies)
     check_common(body, service)
     context.field_names = _FIELD_NAMES
     chat, params, prompt = await service.run_text(
@@ -147,7 +147,7 @@ async def answer_in_form(
     service = Service.of(request)
     context = RequestContext.of(request)
     service.check_room()
-    body = await read_body(request, model, service.settings.max_body_size)
+    body = await read_body(request, model, service.bodies)
     context.field_names = field_names
     chat, params, prompt, form = await service.run_text(
         context.body_size, partial(translated, service, context, body)

@@ -39,7 +39,7 @@ async def create_completion(request: Request) -> Response:
     service = Service.of(request)
     context = RequestContext.of(request)
     service.check_room()
-    body = await read_body(request, COMPLETION_BODY, service.settings.max_body_size)
+    body = await read_body(request, COMPLETION_BODY, service.bodies)
     check_common(body, service)
     context.field_names = (("multi_modal_data", "prompt"),)
     given: list[str | list[int]] = _prompts(body)

@@ -104,9 +104,9 @@ def conflict(message: str, param: str) -> ApiError:
     return ApiError(400, message, param=param, code="conflicting_fields")
 
 
-def unavailable(message: str, code: str) -> ApiError:
-    """Status 503 with the time after which to try again."""
-    headers = {"Retry-After": str(RETRY_UNAVAILABLE)}
+def unavailable(message: str, code: str, headers: Mapping[str, str] | None = None) -> ApiError:
+    """Status 503 with the time after which to try again, and further headers."""
+    headers = {"Retry-After": str(RETRY_UNAVAILABLE), **(headers or {})}
     return ApiError(503, message, code=code, headers=headers)
 
 

@@ -71,7 +71,7 @@ async def count_tokens(request: Request) -> Response:
     """The tokens of the prompt that a conversation makes, in Anthropic's form."""
     service = Service.of(request)
     context = RequestContext.of(request)
-    body = await read_body(request, COUNT_BODY, service.settings.max_body_size)
+    body = await read_body(request, COUNT_BODY, service.bodies)
     context.field_names = _FIELD_NAMES
 
     def count() -> int:

@@ -61,7 +61,7 @@ async def tokenize(request: Request) -> Response:
     """The tokens of a text, or of the prompt that a conversation makes."""
     service = Service.of(request)
     engine = service.engine
-    body = await read_body(request, TOKENIZE_BODY, service.settings.max_body_size)
+    body = await read_body(request, TOKENIZE_BODY, service.bodies)
     service.check_model(body.model)
     tokenizer = engine.tokenizer
     if tokenizer is None:
@@ -96,7 +96,7 @@ async def detokenize(request: Request) -> Response:
     """The text of tokens, special ones included."""
     service = Service.of(request)
     engine = service.engine
-    body = await read_body(request, DETOKENIZE_BODY, service.settings.max_body_size)
+    body = await read_body(request, DETOKENIZE_BODY, service.bodies)
     service.check_model(body.model)
     tokenizer = engine.tokenizer
     if tokenizer is None:

@@ -12,7 +12,7 @@ from fastapi import Request
 
 from engine_core.engine.shared_count import SharedCount
 from engine_core.errors import EngineDeadError
-from engine_core.server.body import now
+from engine_core.server.body import BodyRoom, now
 from engine_core.server.errors import ApiError, busy, conflict, unavailable
 from engine_core.server.metrics import Metrics
 from engine_core.server.protocol import Conversation
@@ -51,6 +51,7 @@ class Service:
 
     def __init__(self, settings: ServerSettings, in_flight: SharedCount | None = None) -> None:
         self.settings = settings
+        self.bodies = BodyRoom(settings.max_body_size)
         self.names = settings.served_model_name
         self.created = now()
         self.in_flight = in_flight or SharedCount()

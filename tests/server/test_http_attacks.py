@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import random
+import select
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -298,6 +299,26 @@ def test_bodies_large_in_every_way_stop_nobody(server: ServerProcess, healthy: H
     with healthy.beside(), ThreadPoolExecutor(4) as pool:
         assert set(pool.map(post, bodies)) == {400}
     assert memory_of(server) - before < 200 * 2**20
+
+
+def test_bodies_that_are_not_ended_leave_room(server: ServerProcess, healthy: Healthy) -> None:
+    before = memory_of(server)
+    sent = _post(b"Content-Length: 8000000\r\n", b" " * 7_000_000)
+    with healthy.beside(), contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(connect(server)) for _ in range(40)]
+        for connection in crowd:
+            send(connection, sent)
+        # All but those for whom there is room.
+        wait_until(lambda: len(select.select(crowd, [], [], 0)[0]) > 16, 20)
+        refused = select.select(crowd, [], [], 1)[0]
+        assert len(crowd) - len(refused) >= 16
+        assert all(b"too_many_bodies" in read_all(connection) for connection in refused)
+        assert memory_of(server) - before < 300 * 2**20
+        # Who sends less is not concerned.
+        small = {**ASKED, "prompt": [5] * 500, "user": "a" * 50_000}
+        answer = httpx.post(f"{server.url}/v1/completions", json=small, headers=KEY)
+        assert answer.status_code == 200
+    wait_until(lambda: memory_of(server) - before < 32 * 2**20)
 
 
 def test_clients_that_expect_to_go_on_and_do_not(server: ServerProcess, healthy: Healthy) -> None:
