@@ -66,10 +66,44 @@ def check(outputs: list[RequestOutput]) -> None:
         check_output(output, prompt)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_tokens_and_logits_are_those_of_the_original_code(settings: dict[str, Any]) -> None:
-    with golden_llm(NAME, **settings) as llm:
+def test_tokens_and_logits_are_those_of_the_original_code(
+    settings: dict[str, Any], device: str
+) -> None:
+    with golden_llm(NAME, device=device, **settings) as llm:
         check(llm.generate(every_prompt(), greedy_params(NAME, with_prompt=True)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 7, 13])
+def test_on_a_gpu_a_chunk_may_end_anywhere(budget: int) -> None:
+    """Steps whose logits of the prompt nobody wants are captured."""
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": budget}
+    with golden_llm(NAME, device="cuda", **sizes) as llm:
+        check(llm.generate(every_prompt(), greedy_params(NAME)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_on_a_gpu_graphs_take_pictures_and_change_nothing(eager: bool) -> None:
+    """Cold, from the encoder cache, and with encoders that are captured after they came twice."""
+    prompts = [each for each in every_prompt() if each["multi_modal_data"]["image"]]
+    expected = [p.new_tokens for i, p in enumerate(golden_prompts(NAME)) if images(i)]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    # So little room that each of the pictures is computed anew.
+    small = {"enable_prefix_caching": False, "encoder_cache_tokens": 24}
+    with golden_llm(NAME, device="cuda", eager=eager, **small) as llm:
+        runner = llm.engine.core.executor.runner
+        for _ in range(3):
+            for prompt, tokens in zip(prompts, expected, strict=True):
+                (first,) = llm.generate(prompt, params.replace(max_tokens=1))
+                assert runner._ran[0] == ("eager" if eager else "graph")
+                assert first.outputs[0].token_ids == tokens[:1]
+            outputs = llm.generate(prompts * 2, params)
+            assert [each.outputs[0].token_ids for each in outputs] == expected * 2
+            llm.warmup()
+        assert eager or len(runner._media.graphs._graphs) > 0
 
 
 def test_prompts_by_themselves_are_the_same_cold_and_from_the_prefix_cache() -> None:
