@@ -60,7 +60,8 @@ class EncoderCache:
             del self._idle[oldest]
             gone = self._entries.pop(oldest)
             self._used -= gone.size
-            self._freed.append(gone.slot)
+            if gone.computed:  # else no plan says anything of it
+                self._freed.append(gone.slot)
         self._entries[key] = _Entry(self._next_slot, size, 1)
         self._next_slot += 1
         self._used += size
@@ -88,7 +89,7 @@ class EncoderCache:
             self._idle[key] = None
 
     def take_freed(self) -> tuple[int, ...]:
-        """Slots that nobody has any more, since the last call."""
+        """Slots that have embeddings and nobody needs any more, since the last call."""
         freed = tuple(self._freed)
         self._freed.clear()
         return freed

@@ -71,6 +71,7 @@ class _Draft:
         grown: the same by row, of members of the lockstep.
         admitted: sequences that got a row.
         beside: whether sequences decode, so that items are computed within the budget.
+        chunked: whether a sequence with more than one token left was looked at.
         media: items that are touched: the sequence, which of its items, the slot of its embeddings.
         media_work: embeddings that are computed, by slot: the sequence, the item, from where on and
             up to which one.
@@ -84,6 +85,7 @@ class _Draft:
     prompts: int
     repeat: int
     beside: bool = False
+    chunked: bool = False
     singles: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     new_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -276,7 +278,7 @@ class Scheduler:
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._deferred: dict[int, list[_Holding]] = {}
         self._lockstep = Lockstep(config.max_num_seqs)
-        # Whether the last plan computed more than one token of some sequence.
+        # Whether the last plan was made with more than one token left of some sequence.
         self._had_chunks = False
         self._next_step = 0
         self._completed_step = -1
@@ -346,13 +348,38 @@ class Scheduler:
             self.repeat_limit > 1 or len(self._running) < self.lockstep_from
         ):
             lockstep.leave(lockstep.order)
+        preempted = self.num_preemptions
+        draft = self._draft()
+        while not (self._in_flight or self._has_rows(draft)) and (
+            draft.media_work or self.num_preemptions > preempted
+        ):
+            # Who was to decode was preempted in the making, or waits for the item of its last
+            # token. So nobody decodes, and items need not be computed within a budget beside that.
+            preempted = self.num_preemptions
+            draft = self._draft(alone=True)
+        if not self._has_rows(draft):
+            return None
+        repeat = self._allocate_ahead(draft)
+        return self._submit(draft, repeat)
+
+    def _has_rows(self, draft: _Draft) -> bool:
+        lockstep = self._lockstep
+        advances = bool(lockstep.order.size) and lockstep.can_advance()
+        return bool(draft.singles or draft.chunks or advances)
+
+    def _draft(self, *, alone: bool = False) -> _Draft:
+        """Plan by rank; with the budget of a step beside which nobody decodes if ``alone``."""
+        lockstep = self._lockstep
         draft = _Draft(0, 0, 0, self.repeat_limit)
         if lockstep.order.size:
             self._feed_lockstep(draft)
         running: list[Sequence] = []
         if lockstep.order.size < len(self._running):
             running = [sequence for sequence in self._running if not sequence.in_lockstep]
-        draft.budget, draft.prompts, draft.beside = self._prompt_budget(running)
+        if alone:
+            draft.budget = self.config.max_num_batched_tokens
+        else:
+            draft.budget, draft.prompts, draft.beside = self._prompt_budget(running)
         draft.whole_budget = draft.budget
         planned = 0
         # By rank: the running sequences before the first waiting one, that one, and so on.
@@ -368,10 +395,7 @@ class Scheduler:
             if planned < len(running) and running[planned] is first:
                 planned += 1  # preempted a moment ago, and back already
         self._continue_running(running[planned:], draft)
-        if not (draft.singles or draft.chunks or (lockstep.order.size and lockstep.can_advance())):
-            return None
-        repeat = self._allocate_ahead(draft)
-        return self._submit(draft, repeat)
+        return draft
 
     def update(self, result: StepResult) -> TokenUpdates:
         """Take in the results of the oldest step in flight.
@@ -854,7 +878,7 @@ class Scheduler:
             *self._planned_media(draft, sequences, len(all_rows) - len(sequences)),
         )
         self._in_flight.append((plan, sequences))
-        self._had_chunks = bool(draft.chunks or draft.media_work)
+        self._had_chunks = draft.chunked
         return plan
 
     def _planned_media(
@@ -1070,6 +1094,7 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, start: int, num_tokens: int, draft: _Draft) -> int:
         """How many of the known tokens from ``start`` on fit the budget with no span split."""
         budget = draft.budget
+        draft.chunked = True
         draft.prompts -= 1
         if draft.prompts > 0 and num_tokens - start > budget:
             budget = -(-budget // 2)
@@ -1116,7 +1141,8 @@ class Scheduler:
     def _compute_ahead(self, sequence: Sequence, start: int, draft: _Draft) -> None:
         """Spend budget on the next item of a sequence that is not computed.
 
-        Whatever chunks would need at once is held at once.
+        Whatever chunks would need at once is held at once, and so is all that is needed before it.
+        Else an item could take the room of an earlier one, and wait for it for ever.
         """
         assert self.media_cost is not None, "items are computed within the budget"
         budget = draft.budget if draft.prompts <= 1 else -(-draft.budget // 2)
@@ -1128,7 +1154,7 @@ class Scheduler:
             for span in sequence.prompt.atomic_spans:
                 if span[0] < last and first < span[1]:
                     first, last = min(first, span[0]), max(last, span[1])
-            needed = list(_touched(sequence, first, last))
+            needed = list(_touched(sequence, min(start, first), last))
             if not self.encoder_cache.fits(
                 (_media_key(sequence, each), each.num_embeddings) for _, each in needed
             ):

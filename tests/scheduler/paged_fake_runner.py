@@ -495,6 +495,7 @@ class Workload:
             self.scheduler.prompt_budget = budgets and (
                 lambda rows, tokens, cached, of=budgets: of[tokens > 2 * of[0]]
             )
+            self.held = [each.request for each in self.outcomes if each.request.media_slots]
             plan = self.scheduler.schedule()
             self._check()
             self._check_first(plan)
@@ -529,7 +530,11 @@ class Workload:
             self.scheduler.check()
 
     def _check_first(self, plan: StepPlan | None) -> None:
-        """The first of the unfinished requests goes on, if nothing in flight is waited for."""
+        """The first of the unfinished requests goes on, if nothing in flight is waited for.
+
+        Only for the room of its items does it wait, as long as others hold theirs: of them and of
+        those before them somebody goes on.
+        """
         unfinished = [
             self.outcomes[number].request
             for number in self.added
@@ -537,10 +542,17 @@ class Workload:
         ]
         if self.runner.flight or not unfinished:
             return
-        first = min(unfinished, key=lambda request: (request.priority, request.order))
+        unfinished.sort(key=lambda request: (request.priority, request.order))
+        first = unfinished[0]
+        until = 1
+        if any(item.span[1] > first.num_computed for item in first.prompt.media):
+            holders = [place for place, request in enumerate(unfinished) if request in self.held]
+            until = max(holders, default=0) + 1
         planned = [] if plan is None else [row.sequence_id for row in plan.rows]
         shown = [] if plan is None else [work.row for work in plan.media_work]
-        goes_on = first.sequence_id in planned or first.row in shown
+        goes_on = any(
+            request.sequence_id in planned or request.row in shown for request in unfinished[:until]
+        )
         expect(goes_on, f"{first} is first and does not go on")
 
     def _check_order(self, plan: StepPlan) -> None:

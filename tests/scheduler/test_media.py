@@ -133,6 +133,25 @@ def test_beside_a_sequence_that_decodes_an_item_is_computed_within_the_budget(
     assert chunks == ([(4, 6), (10, 7)] if in_parts else [(4, 10), (14, 3), (17, 1)])
 
 
+def test_an_item_does_not_take_the_room_of_an_earlier_one_of_its_sequence() -> None:
+    """Room for one of two pictures, and the first is shown twice with the second behind it."""
+    sched = scheduler(encoder_cache_tokens=4, max_num_batched_tokens=32)
+    sched.prompt_budget = lambda rows, tokens, cached: 5
+    sched.media_cost = lambda size: 0.25
+    shown = (picture(1, 5), picture(5, 9), picture(9, 13, b"q"))
+    prompts = ProcessedPrompt((1,) * 2), ProcessedPrompt((1,) * 14, media=shown)
+    for name, prompt in zip("ab", prompts, strict=True):
+        sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+        sched.add(Sequence(name, prompt, sampling, arrival_time=0.0, max_model_len=64))
+        answer(sched, planned(sched))
+    chunks = []
+    for _ in range(4):
+        plan = planned(sched)
+        answer(sched, plan)
+        chunks += [(row.start, row.num_tokens) for row in plan.rows if row.sequence_id == "b"]
+    assert chunks == [(1, 4), (5, 4), (9, 4), (13, 1)]
+
+
 def test_a_preempted_sequence_gives_its_items_back() -> None:
     jobs = [job(24, picture(2, 20)), job(24, picture(2, 20, b"q"), arrival=2, priority=-1)]
     given = workload(*jobs, room=18, blocks=9)
