@@ -219,7 +219,8 @@ FAULTS = {
         "    reuses_items: ClassVar[bool] = True\n\n    @classmethod\n    def condition",
         {
             "test_media_items": r"with its own items of another prompt in place of what they were "
-            r"made of, ValueError: .*reuses_items says that it takes them"
+            r"made of, ValueError: .*reuses_items says that it takes them",
+            "test_media_caches": r"LooksProcessor.process_media failed: ValueError: not enough",
         },
     ),
     "parts that give something else than the whole": Fault(
