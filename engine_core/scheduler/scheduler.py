@@ -1146,7 +1146,10 @@ class Scheduler:
         """
         assert self.media_cost is not None, "items are computed within the budget"
         budget = draft.budget if draft.prompts <= 1 else -(-draft.budget // 2)
-        for index, item in _touched(sequence, start, start + budget):
+        until = start + budget
+        # A span that does not fit is computed whole all the same, so its items are needed.
+        begun = [last for first, last in sequence.prompt.atomic_spans if first < until]
+        for index, item in _touched(sequence, start, max([until, *begun])):
             done, size = self._computed(sequence, item, draft), item.num_embeddings
             if done == size:
                 continue

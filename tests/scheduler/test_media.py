@@ -152,6 +152,21 @@ def test_an_item_does_not_take_the_room_of_an_earlier_one_of_its_sequence() -> N
     assert chunks == [(1, 4), (5, 4), (9, 4), (13, 1)]
 
 
+def test_an_item_late_in_a_span_larger_than_the_budget_is_computed() -> None:
+    sched = scheduler(encoder_cache_tokens=4, max_num_batched_tokens=32)
+    sched.prompt_budget = lambda rows, tokens, cached: 5
+    sched.media_cost = lambda size: 0.25
+    spanned = ProcessedPrompt((1,) * 14, atomic_spans=((1, 13),), media=(picture(9, 13),))
+    for name, prompt in zip("ab", (ProcessedPrompt((1,) * 2), spanned), strict=True):
+        sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+        sched.add(Sequence(name, prompt, sampling, arrival_time=0.0, max_model_len=64))
+        answer(sched, planned(sched))
+    plan = planned(sched)
+    # The rest of the budget is less than the span, which is the first thing that is left.
+    assert [(row.sequence_id, row.num_tokens) for row in plan.rows] == [("a", 1)]
+    assert [(work.begin, work.end) for work in plan.media_work] == [(0, 4)]
+
+
 def test_a_preempted_sequence_gives_its_items_back() -> None:
     jobs = [job(24, picture(2, 20)), job(24, picture(2, 20, b"q"), arrival=2, priority=-1)]
     given = workload(*jobs, room=18, blocks=9)
