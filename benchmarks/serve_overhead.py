@@ -63,10 +63,10 @@ THROUGHPUT: Load = {
 
 
 BESIDE_A_CROWD: Load = {**FIRST_TOKEN, "requests": 400, "concurrency": 100}
-_HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+_HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 # What each of ten connections sends at once, and what again and again.
 MEMBERS = (
-    *[(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"")] * 8,
+    *[(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"")] * 8,
     (_HEADERS, b"a"),
     (_HEADERS + b"Content-Length: 9999\r\n\r\n{", b" "),
 )

@@ -16,7 +16,12 @@ from engine_core.errors import EngineError
 from engine_core.registry import build_registry
 from engine_core.server.context import RequestContext
 from engine_core.server.errors import as_api_error
-from engine_core.server.middleware import ApiKeyMiddleware, RequestMiddleware
+from engine_core.server.middleware import (
+    ApiKeyMiddleware,
+    HostMiddleware,
+    RequestMiddleware,
+    names_of,
+)
 from engine_core.server.openapi import OPERATIONS, Endpoint, build_document
 from engine_core.server.pages import page_routes
 from engine_core.server.service import Service
@@ -66,7 +71,7 @@ def create_app(
         app.add_api_route(
             path,
             _endpoint(by_method),
-            methods=list(by_method),
+            methods=[*by_method, "HEAD"] if "GET" in by_method else list(by_method),
             include_in_schema=False,
             response_model=None,
         )
@@ -83,10 +88,12 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allow_origin,
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
+    if (allowed_hosts := names_of(settings)) is not None:
+        app.add_middleware(HostMiddleware, allowed=allowed_hosts)
     app.add_middleware(RequestMiddleware, service=service)
     return app
 
@@ -95,7 +102,8 @@ def _endpoint(by_method: Mapping[str, Endpoint]) -> Endpoint:
     """One for all methods of a path, so that a refusal of others names all of them."""
 
     async def answer(request: Request) -> Response:
-        return await by_method[request.method](request)
+        # uvicorn leaves out the body of an answer to HEAD.
+        return await by_method["GET" if request.method == "HEAD" else request.method](request)
 
     return answer
 

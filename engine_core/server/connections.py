@@ -122,7 +122,7 @@ class Connections:
 
     def is_proxy(self, host: str) -> bool:
         """Whether it is one whose word is taken."""
-        address = _address(host)
+        address = address_of(host)
         return address is not None and any(address in network for network in self._proxies)
 
     def count(self, reason: str) -> None:
@@ -147,14 +147,14 @@ class Connections:
 
 def network_of(host: str) -> str:
     """The address as which ``host`` counts: of IPv6 the network of 64 bits that one client has."""
-    address = _address(host)
+    address = address_of(host)
     if isinstance(address, ipaddress.IPv6Address):
         return str(ipaddress.ip_network((address, 64), strict=False))
     return host[:64] if address is None else str(address)
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a proxy or a socket wrote, which may have a port or a zone."""
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a client, a proxy or a socket wrote, which may have a port or a zone."""
     if host.startswith("["):
         host = host[1:].partition("]")[0]
     elif host.count(":") == 1:

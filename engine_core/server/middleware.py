@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine_core.server.connections import address_of
 from engine_core.server.context import RequestContext
 from engine_core.server.errors import ApiError, ClientGone, as_api_error
 from engine_core.server.logs import log
 from engine_core.server.pages import PAGE
 from engine_core.server.service import Service
+from engine_core.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +160,59 @@ class ApiKeyMiddleware:
         for digest in self._keys:
             known |= hmac.compare_digest(given, digest)
         return known
+
+
+class HostMiddleware:
+    """Refuses requests that call the server by a name which is not its own.
+
+    A web page may have its own name resolved to this machine's address (DNS rebinding). The browser
+    then takes the server for the page's own origin. An address needs no resolving, and what is no
+    browser may leave the host out.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] == "http":
+            for host in Headers(scope=scope).getlist("host"):
+                if not self._is_own(host):
+                    refusal = ApiError(
+                        421,
+                        f"the host {host[:80]!r} is none of this server's names; if it is to be "
+                        "one, start it with --allowed-hosts NAME",
+                        code="unknown_host",
+                    )
+                    await refusal.response(RequestContext.of(HTTPConnection(scope)))(
+                        scope, receive, send
+                    )
+                    return
+        await self._app(scope, receive, send)
+
+    def _is_own(self, host: str) -> bool:
+        name = host.partition(":")[0].lower().removesuffix(".")
+        own = name in self._allowed or name.endswith(".localhost")
+        return own or address_of(host) is not None
+
+
+def names_of(settings: ServerSettings) -> Collection[str] | None:
+    """The names by which requests may call the server, besides addresses; None for any."""
+    host = settings.host.lower()
+    if "*" in settings.allowed_hosts:
+        return None
+    if not settings.allowed_hosts and not _is_local(host):
+        return None
+    return {"localhost", host, *settings.allowed_hosts}
+
+
+def _is_local(host: str) -> bool:
+    """Whether only this machine reaches who listens there."""
+    with contextlib.suppress(OSError):
+        host = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    address = address_of(host)
+    return address is not None and address.is_loopback
 
 
 def _given_digest(key: str) -> bytes:

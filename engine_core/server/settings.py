@@ -15,6 +15,7 @@ from engine_core.configs.engine import Bytes
 # What a browser sends as Origin: lower case, without a path and without the scheme's own port.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _OWN_PORTS = (("http://", ":80"), ("https://", ":443"))
+_HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 
 class ServerSettings(FrozenConfig):
@@ -32,6 +33,9 @@ class ServerSettings(FrozenConfig):
     itself."""
     allow_origin: tuple[str, ...] = ()
     """Web origin whose pages may call the server, * for any; none if not set."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Name by which requests may call the server (their Host), besides localhost, --host and IP
+    addresses; * for any. If not set: any, but none where it listens on this machine alone."""
     max_connections: int | None = Field(default=None, gt=0)
     """Connections at most. If not set: 4096, or as many as the limit of open files allows."""
     max_connections_per_address: int | None = Field(default=None, gt=0)
@@ -124,6 +128,17 @@ class ServerSettings(FrozenConfig):
                     f"{text!r} is no address or network of a proxy, such as 10.0.0.2 or "
                     f"10.0.0.0/8: {error}"
                 ) from None
+        return value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _host_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name != "*" and not _HOST_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} is no name of a host as browsers send it, such as llm.example: "
+                    "lower case, without a scheme, a port or a path"
+                )
         return value
 
     @field_validator("allow_origin")

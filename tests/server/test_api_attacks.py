@@ -338,7 +338,7 @@ def test_loops_of_calls_end(session: httpx.Client, healthy: Healthy, name: str) 
 
 def _head(path: str, content: bytes) -> bytes:
     return (
-        f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+        f"POST /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer key\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     ).encode() + content
 

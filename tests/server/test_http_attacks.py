@@ -45,13 +45,13 @@ def healthy(server: ServerProcess) -> Iterator[Healthy]:
     client.session.close()
 
 
-def _get(line: bytes, headers: bytes = b"Host: x\r\n") -> bytes:
+def _get(line: bytes, headers: bytes = b"Host: 127.0.0.1\r\n") -> bytes:
     return b"%b\r\n%b\r\n" % (line, headers)
 
 
 def _post(headers: bytes, body: bytes, version: bytes = b"1.1", key: bytes = b"key") -> bytes:
     return (
-        b"POST /v1/completions HTTP/%b\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/%b\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         b"Authorization: Bearer %b\r\n%b\r\n%b" % (version, key, headers, body)
     )
 
@@ -62,6 +62,18 @@ ODD = {
     "an absolute address without a path": (_get(b"GET http://evil.example HTTP/1.1"), 400),
     "an authority": (_get(b"CONNECT evil.example:443 HTTP/1.1"), 400),
     "an asterisk": (_get(b"OPTIONS * HTTP/1.1"), 404),
+    "another's name": (_get(b"GET /health HTTP/1.1", b"Host: evil.example:8000\r\n"), 421),
+    "a name that begins as its own": (
+        _get(b"GET / HTTP/1.1", b"Host: localhost.evil.example\r\n"),
+        421,
+    ),
+    "another's name behind its own": (
+        _get(b"GET /metrics HTTP/1.1", b"Host: localhost\r\nHost: evil.example\r\n"),
+        421,
+    ),
+    "its own name": (_get(b"GET /health HTTP/1.1", b"Host: LOCALHOST.:8000\r\n"), 200),
+    "its own address": (_get(b"HEAD /health HTTP/1.1", b"Host: [::1]:8000\r\n"), 200),
+    "no name": (b"GET /health HTTP/1.0\r\n\r\n", 200),
     "no slash": (_get(b"GET health HTTP/1.1"), 400),
     "two slashes": (_get(b"GET //v1/models HTTP/1.1"), 404),
     "a key's path by its dots": (_get(b"GET /x/../v1/models HTTP/1.1"), 404),
@@ -80,7 +92,7 @@ ODD = {
     "a trace": (_get(b"TRACE /health HTTP/1.1"), 405),
     "a header with a zero": (_get(b"GET /health HTTP/1.1", b"a: \x00\r\n"), 400),
     "a header with a return": (_get(b"GET /health HTTP/1.1", b"a: b\rc: d\r\n"), 400),
-    "lines without returns": (b"GET /health HTTP/1.1\nHost: x\n\n", 400),
+    "lines without returns": (b"GET /health HTTP/1.1\nHost: 127.0.0.1\n\n", 400),
     "a header that is folded": (_get(b"GET /health HTTP/1.1", b"a: b\r\n c\r\n"), 400),
     "no letters in a name": (_get(b"GET /health HTTP/1.1", b"\xff: b\r\n"), 400),
     "a key in Latin-1": (_get(b"GET /v1/models HTTP/1.1", b"Authorization: Bearer \xff\r\n"), 401),
@@ -153,7 +165,7 @@ def test_mutations_of_a_request_stop_nobody(server: ServerProcess, healthy: Heal
         b"HTTP/1.1",
         b"%",
     ]
-    statuses = {200, 400, 401, 404, 405, 408, 413, 415, 431, 501}
+    statuses = {200, 400, 401, 404, 405, 408, 413, 415, 421, 431, 501}
     before = memory_of(server)
 
     def attack(seed: int) -> None:

@@ -18,6 +18,10 @@ from serving import ServerProcess
 from slow_llama import OPTIONS as SLOW
 from tokenizers import Tokenizer
 
+from engine_core.errors import ConfigError
+from engine_core.server.middleware import names_of
+from engine_core.server.settings import ServerSettings
+
 pytestmark = pytest.mark.slow
 
 KEYS = ("first-key", "schlüssel")
@@ -37,6 +41,7 @@ def strict(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         *("--request-timeout", "60", "--kv-cache-memory", "16MiB", "--max-n", "2"),
         *("--api-key-file", str(keys), "--log-format", "json", "--served-model-name", "tiny"),
         *("--served-model-name", "other", "--allow-origin", "https://page.example"),
+        *("--allowed-hosts", "llm.example"),
     ]
     environment = {"ENGINE_CORE_API_KEY": KEYS[0]}
     with ServerProcess(tiny_model, *options, environment=environment) as process:
@@ -96,6 +101,60 @@ def test_only_named_origins_may_call(strict: ServerProcess, session: httpx.Clien
     assert "access-control-allow-origin" not in other.headers
     plain = session.get("/v1/models", headers={"Origin": "https://page.example"})
     assert plain.headers["access-control-allow-origin"] == "https://page.example"
+
+
+def test_a_page_whose_name_is_resolved_to_the_server_reads_nothing(
+    strict: ServerProcess, session: httpx.Client
+) -> None:
+    port = strict.url.rpartition(":")[2]
+    for name in ("llm.example", "localhost", "here.localhost", "127.0.0.1", "192.0.2.7", "[::1]"):
+        for host in (name, f"{name}:{port}"):
+            assert session.get("/v1/models", headers={"Host": host}).status_code == 200, host
+    ask = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    for host in ("evil.example", f"evil.example:{port}", "llm.example.evil.example", "", "127.0.0"):
+        for path in ("/", "/health", "/v1/models", "/nothing"):
+            assert _error(session.get(path, headers={"Host": host})) == (421, "unknown_host", None)
+        preflight = session.options("/v1/completions", headers={"Host": host, **ask})
+        assert preflight.status_code == 421
+        assert "access-control-allow-origin" not in preflight.headers
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, {"localhost", "127.0.0.1"}),
+        ({"host": "::1"}, {"localhost", "::1"}),
+        ({"host": "localhost"}, {"localhost"}),
+        ({"host": "0.0.0.0"}, None),
+        ({"host": "::"}, None),
+        ({"host": "0.0.0.0", "allowed_hosts": ["llm.example"]}, {"localhost", "0.0.0.0"}),
+        ({"allowed_hosts": ["*"]}, None),
+    ],
+)
+def test_who_listens_on_this_machine_alone_has_local_names(
+    settings: dict[str, Any], names: set[str] | None
+) -> None:
+    given = set(settings.get("allowed_hosts", ()))
+    assert names_of(ServerSettings(**settings)) == (names if names is None else names | given)
+
+
+@pytest.mark.parametrize("name", ["", "https://llm.example", "llm.example:8000", "LLM.example"])
+def test_a_host_is_a_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_hosts"):
+        ServerSettings(allowed_hosts=(name,))
+
+
+def test_head_is_get_without_a_body(session: httpx.Client) -> None:
+    for path in ("/", "/health", "/health/live", "/ping", "/metrics", "/version", "/v1/models"):
+        head, whole = session.head(path), session.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+        assert path == "/metrics" or head.headers["content-length"] == str(len(whole.content))
+    assert session.head("/v1/models/nobody").status_code == 404
+    assert session.head("/v1/completions").status_code == 405
+    assert httpx.head(str(session.base_url.join("/v1/models"))).status_code == 401
+    # The connection is as it was.
+    assert session.get("/health").json() == {"status": "ready"}
 
 
 def test_every_name_serves_the_same_model(session: httpx.Client) -> None:
@@ -584,8 +643,9 @@ def test_a_client_that_leaves_is_noticed_at_once(
         aborted = strict.metric("engine_core_aborted_sequences_total")
         content = json.dumps({**LONG, "stream": stream, "n": 2}).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+            f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            f"Authorization: Bearer {KEYS[0]}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n"
         )
         address = strict.url.removeprefix("http://").split(":")
         with socket.create_connection((address[0], int(address[1]))) as connection:

@@ -70,7 +70,7 @@ def test_an_address_has_its_share_of_handshakes(server: ServerProcess) -> None:
             stack.enter_context(connect(server, "127.0.2.1"))
         for path, status in ((b"/version", 429), (b"/health", 200)):
             with _secure(server, connect(server, "127.0.2.1")) as connection:
-                connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+                connection.sendall(b"GET %b HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % path)
                 assert status_of(connection.recv(65536)) == status
     assert _metric(server, "address") - refused == 2
 
@@ -79,7 +79,7 @@ SILENT = {
     "nothing": b"",
     "a piece of a hello": HELLO,
     "no hello": b"\x16\x03\x01\x00\x05aaaaa",
-    "plain HTTP": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    "plain HTTP": b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     "bytes": bytes(range(256)) * 64,
 }
 
@@ -118,7 +118,7 @@ def test_a_client_that_leaves_within_a_handshake_has_no_place(server: ServerProc
             for _ in range(20):
                 raw = connect(server, "127.0.3.1")
                 connection = stack.enter_context(_secure(server, raw))
-                connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+                connection.sendall(b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
                 statuses.append(status_of(connection.recv(65536)))
         return set(statuses) == {200}
 
