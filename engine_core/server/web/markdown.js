@@ -109,6 +109,11 @@ function maskFormulas(text, mask) {
   return masked.result;
 }
 
+const DEEPEST_LIST = 40;
+// Whether an address ends it is asked at each of its signs.
+const LONG_WORD = /^(?:[A-Za-z0-9.#%&'+/=?{|}^-]|\$(?!\$)){256,}/;
+let listDepth = 0;
+
 const marked = new Marked({
   gfm: true,
   extensions: formulas,
@@ -117,6 +122,27 @@ const marked = new Marked({
     lheading(text) {
       const end = formulaLinesIn(text);
       return end < 0 ? false : Tokenizer.prototype.lheading.call(this, text.slice(0, end));
+    },
+    // Rows are filled up to the columns of the first one: a few of many columns and many of a few
+    // would be millions of cells.
+    table(text) {
+      const found = this.rules.block.table.exec(text);
+      const cells = found && found[1].split("|").length * (found[3] ?? "").split("\n").length;
+      return cells > found?.[0].length ? undefined : false;
+    },
+    // Each level reads again what is in it.
+    list(text) {
+      if (listDepth === DEEPEST_LIST) return undefined;
+      listDepth += 1;
+      try {
+        return Tokenizer.prototype.list.call(this, text);
+      } finally {
+        listDepth -= 1;
+      }
+    },
+    inlineText(text) {
+      const word = LONG_WORD.exec(text)?.[0];
+      return word ? { type: "text", raw: word, text: word, escaped: false } : false;
     },
     // What stands in a formula ends no emphasis. Each sign costs a look at the whole paragraph.
     emStrong(text, mask, before) {

@@ -4,6 +4,10 @@ import "./vendor/purify.min.js";
 import { el } from "./dom.js";
 
 const LONGEST_CODE = 50_000;
+// Some languages' patterns take the square of a line's length.
+const LONG_LINE = /.{1001}/;
+// The page answers to its user at least this often.
+const BREAK_AFTER_MS = 100;
 const MOST_KEPT = 500;
 const PLAIN = /^(?:|text|txt|plain|plaintext|none|output)$/i;
 
@@ -39,11 +43,24 @@ class Library {
     this.#fill = fill;
   }
 
+  /** Fills items; `isLate` if those that are not in the page any more may have been in it. */
+  async #fillAll(items, isLate = false) {
+    let start = performance.now();
+    for (const item of items) {
+      if (performance.now() > start + BREAK_AFTER_MS) {
+        await new Promise((resolve) => setTimeout(resolve));
+        start = performance.now();
+        isLate = true;
+      }
+      if (!isLate || item.node.isConnected) this.#fill(this.#loaded, item);
+    }
+  }
+
   /** Fills items now, or when the library has come; if it never does they stay as they are. */
   async use(items) {
     if (!items.length) return;
     if (this.#loaded) {
-      for (const item of items) this.#fill(this.#loaded, item);
+      await this.#fillAll(items);
     } else if (this.#waiting) {
       this.#waiting = this.#waiting.filter(({ node }) => node.isConnected).concat(items);
     } else {
@@ -53,8 +70,9 @@ class Library {
       } catch {
         return;
       }
-      for (const item of this.#waiting) if (item.node.isConnected) this.#fill(this.#loaded, item);
+      const waiting = this.#waiting;
       this.#waiting = null;
+      await this.#fillAll(waiting, true);
       document.dispatchEvent(new Event("filled"));
     }
   }
@@ -137,7 +155,8 @@ export function enrich(formulas, code) {
   mathematics.use(formulas);
   highlighting.use(
     code.filter(
-      ({ node, language }) => !PLAIN.test(language) && node.textContent.length <= LONGEST_CODE,
+      ({ node: { textContent: text }, language }) =>
+        !PLAIN.test(language) && text.length <= LONGEST_CODE && !LONG_LINE.test(text),
     ),
   );
 }

@@ -112,7 +112,9 @@ function checked(value) {
   if (typeof value?.id !== "string" || !Array.isArray(value.messages)) return null;
   const wasStreaming = value.messages.at(-1)?.status === "streaming";
   const messages = checkedMessages(value.messages);
-  const conversation = { ...newConversation(), ...value, settings: { ...value.settings }, messages };
+  const names = SETTINGS.filter((name) => isText(value.settings?.[name]));
+  const settings = Object.fromEntries(names.map((name) => [name, value.settings[name]]));
+  const conversation = { ...newConversation(), ...value, settings, messages };
   conversation.draft = String(conversation.draft ?? "");
   conversation.title = String(conversation.title ?? "");
   conversation.pictures = checkedPictures(conversation.pictures);
