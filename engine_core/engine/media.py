@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,7 +46,7 @@ class _Asked(NamedTuple):
     part: MediaPart
     key: Hashable | None
     name: Hashable | None
-    known: MediaItem | None
+    known: MediaItem | None = None
 
 
 class MediaIntake:
@@ -83,11 +84,14 @@ class MediaIntake:
         self._sources = MediaSources(config.allowed_local_media_path, config.allowed_media_domains)
         self._stats = MediaStats()
         self._lock = threading.Lock()
+        # Items that are being made for a prompt, by their keys.
+        self._coming: dict[Hashable, Future[list[ProcessedPrompt]]] = {}
         size = int(config.mm_processor_cache_gb * 2**30)
         if not getattr(processor, "reuses_items", False):
             size = 0
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.cache = MediaCache(size, open_files // 4, self._stats)
+        self._keeps = size > 0
         self._workers = pool.setup(
             f"{_ROOM}:open_processor",
             lambda: (model_config, config.custom_module_map),
@@ -208,12 +212,14 @@ class MediaIntake:
 
         def release(done: Future[list[MediaPart]]) -> None:
             if done.exception() is None:
-                self._sources.release(parts, done.result())
+                came = zip(parts, done.result(), strict=True)
+                size = sum(len(after.value) for before, after in came if names_source(before))
+                made.add_done_callback(lambda _: self._sources.release(size))
 
         coming = self._sources.begin(parts)
         coming.add_done_callback(lambda done: self._count(refused=done.exception() is not None))
         made = _flattened(coming, begin)
-        made.add_done_callback(lambda _: coming.add_done_callback(release))
+        coming.add_done_callback(release)
         return made
 
     def _begin(
@@ -226,9 +232,27 @@ class MediaIntake:
         here: bool,
     ) -> Future[list[ProcessedPrompt]]:
         """The same of parts whose content is there."""
-        asked: dict[str, list[_Asked]] = {
+        asked = {
             kind: [self._asked(part, options, salts) for part in parts]
             for kind, parts in media.items()
+        }
+        return self._made(token_ids, asked, options, here=here)
+
+    def _made(
+        self,
+        token_ids: Sequence[int],
+        asked: Mapping[str, Sequence[_Asked]],
+        options: Mapping[str, Any],
+        *,
+        here: bool,
+    ) -> Future[list[ProcessedPrompt]]:
+        """The same of parts whose keys are known; after what is being made for another prompt."""
+        asked = {
+            kind: [
+                each if each.key is None else each._replace(known=self.cache.get(each.key))
+                for each in of_kind
+            ]
+            for kind, of_kind in asked.items()
         }
         wanted = {
             kind: [
@@ -238,45 +262,72 @@ class MediaIntake:
             for kind, of_kind in asked.items()
         }
         parts = [part for each in wanted.values() for part in each]
-        self._count(items=len(parts))
-        work: Future[Made]
+        made: Future[list[ProcessedPrompt]] = Future()
+        work: Future[Made] = Future()
         if all(isinstance(part.value, MediaItem) for part in parts) or (
-            here and not any(isinstance(part.value, str | bytes) for part in parts)
+            here and not any(isinstance(part.value, str | bytes | None) for part in parts)
         ):
-            work = Future()
-            try:
-                work.set_result(self._process_here(token_ids, wanted, options))
-            except Exception as error:
-                work.set_exception(error)
+            _settle(work, partial(self._process_here, token_ids, wanted, options))
         else:
-            work = self._workers.submit(
-                f"{_ROOM}:process", packed_token_ids(token_ids), wanted, options
-            )
-        return _then(work, lambda made: self._end(made, asked))
+            new = [each for of_kind in asked.values() for each in of_kind if each.known is None]
+            other = self._come([key for each in new for key in (each.key, each.name)], made)
+            if other is not None:
+                return _flattened(
+                    _ended(other), lambda _: self._made(token_ids, asked, options, here=here)
+                )
+            try:
+                self._check_content(parts)
+                work = self._workers.submit(
+                    f"{_ROOM}:process", packed_token_ids(token_ids), wanted, options
+                )
+            except BaseException:
+                made.cancel()
+                raise
+        self._count(items=len(parts))
+        _then(work, made, lambda work: self._end(work, asked), partial(self._told, parts))
+        return made
 
     def _asked(
         self, part: MediaPart, options: Mapping[str, Any], salts: tuple[Hashable, ...]
     ) -> _Asked:
-        """A part with what is known of it.
-
-        Raises:
-            RequestError: it has no content, and nothing is known by its uuid.
-        """
+        """A part with its keys."""
         name = None
         if part.uuid is not None:
             # What was made with other options is another item.
             name = content_key(("uuid", part.owner, *salts), part.kind, part.uuid, options)
         key = name if part.value is None else content_key(salts, part.kind, part.value, options)
-        known = None if key is None else self.cache.get(key)
-        if known is None and part.value is None:
-            self._count(refused=1)
-            raise RequestError(
-                f"{part.param}: no {part.kind} is known by the uuid {part.uuid!r}: none was given "
-                "with the same key, cache_salt and mm_processor_kwargs, or it was forgotten; send "
-                "it again",
-                param=part.param,
-            )
-        return _Asked(part, key, name, known)
+        return _Asked(part, key, name)
+
+    def _check_content(self, parts: Sequence[MediaPart]) -> None:
+        """Refuse a part that has no content, and of whose uuid nothing is known."""
+        for part in parts:
+            if part.value is None:
+                self._count(refused=1)
+                raise RequestError(
+                    f"{part.param}: no {part.kind} is known by the uuid {part.uuid!r}: none was "
+                    "given with the same key, cache_salt and mm_processor_kwargs, or it was "
+                    "forgotten; send it again",
+                    param=part.param,
+                )
+
+    def _come(
+        self, keys: Sequence[Hashable | None], made: Future[list[ProcessedPrompt]]
+    ) -> Future[list[ProcessedPrompt]] | None:
+        """Take note that ``made`` brings items, unless another, which is returned, brings one."""
+        new = {key: made for key in keys if key is not None and self._keeps}
+
+        def come(_: Future[list[ProcessedPrompt]]) -> None:
+            with self._lock:
+                for key in new:
+                    del self._coming[key]
+
+        with self._lock:
+            for key in new:
+                if key in self._coming:
+                    return self._coming[key]
+            self._coming.update(new)
+        made.add_done_callback(come)
+        return None
 
     def _process_here(
         self, token_ids: Sequence[int], wanted: Mapping[str, Sequence[MediaPart]], options: Any
@@ -291,22 +342,19 @@ class MediaIntake:
             made = replace(made, media=tuple(own))
         return Made(made, 0.0, time.perf_counter() - begin)
 
-    def _end(self, work: Future[Made], asked: Mapping[str, Sequence[_Asked]]) -> ProcessedPrompt:
+    def _told(self, parts: Sequence[MediaPart], error: BaseException) -> BaseException:
+        """Why what is shown was not processed, with its place in the request."""
+        place = _place(parts)
+        self._count(refused=not isinstance(error, EngineError) or isinstance(error, RequestError))
+        if isinstance(error, RequestError) and error.param in (None, "multi_modal_data"):
+            return type(error)(str(error), param=place)
+        if isinstance(error, EngineError):
+            return error
+        what = "processed" if isinstance(error, WorkerError) else "handed to a worker"
+        return RequestError(f"{place}: what is shown was not {what}: {error}", param=place)
+
+    def _end(self, made: Made, asked: Mapping[str, Sequence[_Asked]]) -> ProcessedPrompt:
         """The processed prompt; new items are kept."""
-        parts = [each.part for of_kind in asked.values() for each in of_kind]
-        try:
-            made = work.result()
-        except EngineError as error:
-            self._count(refused=isinstance(error, RequestError))
-            if isinstance(error, RequestError) and error.param in (None, "multi_modal_data"):
-                raise type(error)(str(error), param=_place(parts)) from None
-            raise
-        except Exception as error:
-            self._count(refused=1)
-            param = _place(parts)
-            what = "processed" if isinstance(error, WorkerError) else "handed to a worker"
-            message = f"{param}: what is shown was not {what}: {error}"
-            raise RequestError(message, param=param) from None
         self._count(decode_seconds=made.decode_seconds, process_seconds=made.process_seconds)
         items = list(made.prompt.media)
         for kind, of_kind in asked.items():
@@ -342,43 +390,66 @@ def _flattened(first: Future[_First], then: Callable[[_First], Future[_Then]]) -
 
     def ended(work: Future[_Then]) -> None:
         if made.set_running_or_notify_cancel():
-            try:
+            error = work.exception()
+            if error is None:
                 made.set_result(work.result())
-            except BaseException as error:
+            else:
                 made.set_exception(error)
 
     def begun(done: Future[_First]) -> None:
         if made.cancelled():
             return
-        try:
-            work = then(done.result())
-        except BaseException as error:
-            if made.set_running_or_notify_cancel():
-                made.set_exception(error)
-        else:
-            _follow(work, made)
-            work.add_done_callback(ended)
+        error = done.exception()
+        if error is None:
+            try:
+                work = then(done.result())
+            except BaseException as refused:
+                error = refused.with_traceback(None)  # whose frames hold ``made``
+            else:
+                _follow(work, made)
+                work.add_done_callback(ended)
+                return
+        if made.set_running_or_notify_cancel():
+            made.set_exception(error)
 
     first.add_done_callback(begun)
     return made
 
 
+def _ended(other: Future[Any]) -> Future[None]:
+    """A future that is done when ``other`` is, however that ends."""
+    ended: Future[None] = Future()
+    other.add_done_callback(lambda _: ended.set_result(None))
+    return ended
+
+
 def _then(
-    work: Future[Made], end: Callable[[Future[Made]], ProcessedPrompt]
-) -> Future[list[ProcessedPrompt]]:
-    """The future of ``[end(work)]``."""
-    made: Future[list[ProcessedPrompt]] = Future()
+    work: Future[Made],
+    made: Future[list[ProcessedPrompt]],
+    end: Callable[[Made], ProcessedPrompt],
+    told: Callable[[BaseException], BaseException],
+) -> None:
+    """Have ``made`` be ``[end(work)]``, or what ``told`` makes of an error."""
 
     def ended(work: Future[Made]) -> None:
-        if made.set_running_or_notify_cancel():
-            try:
-                made.set_result([end(work)])
-            except BaseException as error:
-                made.set_exception(error)
+        if not made.set_running_or_notify_cancel():
+            return
+        error = work.exception()
+        if error is None:
+            _settle(made, lambda: [end(work.result())])
+        else:
+            made.set_exception(told(error))
 
     _follow(work, made)
     work.add_done_callback(ended)
-    return made
+
+
+def _settle(future: Future[_Then], value: Callable[[], _Then]) -> None:
+    """Give a future the value, or what is raised instead."""
+    try:
+        future.set_result(value())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _follow(work: Future[Any], made: Future[Any]) -> None:

@@ -15,7 +15,7 @@ import ssl
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -118,38 +118,38 @@ class MediaSources:
             with self._lock:
                 left -= 1
                 self._waiting -= 1
-                if left or not made.set_running_or_notify_cancel():
+                if left:
                     return
-            try:
-                read = {place: each.result() for place, each in coming.items()}
-            except CancelledError:
-                made.set_exception(EngineDeadError("the engine is being shut down"))
-            except Exception as error:
-                made.set_exception(error)
-            else:
-                with self._lock:
-                    self._held += sum(map(len, read.values()))
-                made.set_result(
-                    [
-                        part._replace(value=read.get(place, part.value))
-                        for place, part in enumerate(parts)
-                    ]
-                )
+            # Errors are not raised here, nor are the tasks kept, so that nothing that was read has
+            # to wait for a collection.
+            tasks = dict(coming)
+            coming.clear()
+            if not made.set_running_or_notify_cancel():
+                return
+            failed = next((each for each in tasks.values() if _failure(each)), None)
+            if failed is not None:
+                made.set_exception(_failure(failed))
+                return
+            read = {place: each.result() for place, each in tasks.items()}
+            with self._lock:
+                self._held += sum(map(len, read.values()))
+            made.set_result(
+                [
+                    part._replace(value=read.get(place, part.value))
+                    for place, part in enumerate(parts)
+                ]
+            )
 
-        for each in coming.values():
-            each.add_done_callback(ended)
         if not coming:
             made.set_result(list(parts))
+        for each in list(coming.values()):
+            each.add_done_callback(ended)
         return made
 
-    def release(self, parts: Sequence[MediaPart], read: Sequence[MediaPart]) -> None:
-        """Give back the room of what was read in place of ``parts``."""
+    def release(self, size: int) -> None:
+        """Give back the room of so many bytes that were read."""
         with self._lock:
-            self._held -= sum(
-                len(after.value)
-                for before, after in zip(parts, read, strict=True)
-                if names_source(before)
-            )
+            self._held -= size
 
     def close(self) -> None:
         """Read nothing more."""
@@ -261,6 +261,13 @@ class MediaSources:
             if answer.length:
                 raise http.client.IncompleteRead(b"", answer.length)
             return content
+
+
+def _failure(task: Future[bytes]) -> BaseException | None:
+    """Why nothing was read."""
+    if task.cancelled():
+        return EngineDeadError("the engine is being shut down")
+    return task.exception()
 
 
 def names_source(part: MediaPart) -> bool:

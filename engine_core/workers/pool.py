@@ -162,23 +162,57 @@ class WorkerPool:
             self._threads.submit(self._run, chosen, *chosen._waiting.popleft())
 
     def _run(
-        self, setup: Workers, future: Future[Any], function: str, arguments: tuple[Any, ...]
+        self, setup: Workers, future: _Given, function: str, arguments: tuple[Any, ...]
     ) -> None:
         try:
             if future.set_running_or_notify_cancel():
                 try:
-                    answer = setup._run(function, arguments)
+                    future.set_result(setup._run(future.line, function, arguments))
                 except BaseException as error:
+                    # Its frames and what they hold, this future too, would wait for a collection.
+                    error.__traceback__ = error.__context__ = None
                     future.set_exception(_closed() if self._closed else error)
-                else:
-                    future.set_result(answer)
         finally:
             with self._lock:
                 setup._running -= 1
                 self._dispatch()
 
 
-_Task = tuple[Future[Any], str, tuple[Any, ...]]
+class _Line:
+    """The channel to the worker that is at a task, once there is one, for who may hang up."""
+
+    def __init__(self) -> None:
+        self._channel: socket.socket | None = None
+        self.hung_up = False
+
+    def connect(self, channel: socket.socket) -> None:
+        self._channel = channel
+        if self.hung_up:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """End the worker: its template kills it."""
+        self.hung_up = True
+        if self._channel is not None:
+            with contextlib.suppress(OSError):  # it is closed
+                self._channel.shutdown(socket.SHUT_RDWR)
+
+
+class _Given(Future[Any]):
+    """The future of a task; to cancel it while it runs ends its worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = _Line()
+
+    def cancel(self) -> bool:
+        if super().cancel():
+            return True
+        self.line.hang_up()
+        return False
+
+
+_Task = tuple[_Given, str, tuple[Any, ...]]
 
 
 def _closed() -> EngineDeadError:
@@ -228,13 +262,14 @@ class Workers:
 
         The future raises what the function raised, :class:`WorkerError`, or
         :class:`EngineDeadError` if the pool is closed. ``asyncio.wrap_future`` makes it one to
-        await.
+        await. Cancelling it ends a worker that is at the task, and the future raises
+        :class:`WorkerError`.
 
         Raises:
             QueueFullError: too many tasks wait.
             EngineDeadError: the pool is closed.
         """
-        future: Future[Any] = Future()
+        future = _Given()
         self._pool._submit(self, (future, function, arguments))
         return future
 
@@ -260,15 +295,16 @@ class Workers:
         limits = self._limits
         return self._initializer, self._arguments(), limits.memory_bytes, limits.stack_bytes
 
-    def _run(self, function: str, arguments: tuple[Any, ...]) -> Any:
+    def _run(self, line: _Line, function: str, arguments: tuple[Any, ...]) -> Any:
         try:
-            return self._run_once(function, arguments)
+            return self._run_once(line, function, arguments)
         except _TemplateDiedError:
             # No task can end it: it was killed by somebody, or for lack of memory.
-            return self._run_once(function, arguments)
+            return self._run_once(line, function, arguments)
 
-    def _run_once(self, function: str, arguments: tuple[Any, ...]) -> Any:
+    def _run_once(self, line: _Line, function: str, arguments: tuple[Any, ...]) -> Any:
         channel = self._ready_template().fork()
+        line.connect(channel)
         deadline = time.monotonic() + self._limits.seconds
         incoming = template.Incoming(channel)
         try:
@@ -288,6 +324,8 @@ class Workers:
             pass  # how it ends if the worker has not read all that it was sent
         except OSError as error:
             raise WorkerError(f"{self._what} failed: {error}", repeatable=False) from None
+        if line.hung_up:
+            raise WorkerError("nobody waits for it any more", repeatable=False)
         content = incoming.content
         code = None
         if len(content) >= STATUS.size:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -145,6 +147,43 @@ def test_the_queue_has_a_limit() -> None:
         with pytest.raises(EngineDeadError, match="shut down"):
             future.result(10)
     assert workers.unfinished == 0
+
+
+def test_a_worker_ends_when_its_task_is_cancelled() -> None:
+    pool = WorkerPool(max_workers=1)
+    workers = setup(pool)
+    *_, template = run(workers, "look", "")
+    task = workers.submit("worker_tasks:sleep", 60)
+    early = workers.submit("worker_tasks:sleep", 60)
+    waiting = workers.submit("worker_tasks:look", "next")
+    while not psutil.Process(template).children():
+        assert not task.done()
+    assert not task.cancel()
+    with pytest.raises(WorkerError, match="nobody waits for it any more"):
+        task.result(10)
+    # Before it has a worker, too.
+    while not early.running():
+        assert not early.done()
+    assert not early.cancel()
+    assert isinstance(early.exception(10), WorkerError)
+    assert waiting.result(10)[0] == "statenext"
+    pool.close()
+
+
+def test_an_error_holds_nothing_that_was_sent(workers: Workers) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        task = workers.submit("worker_tasks:fail", "a culprit")
+        assert task.exception(60)
+        gone = weakref.ref(task)
+        del task
+        deadline = time.monotonic() + 5
+        while gone() is not None:  # the thread that had it goes on to its next one
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        gc.enable()
 
 
 def test_tasks_of_one_setup_hold_up_no_others() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import os
 import signal
 import struct
@@ -49,6 +50,10 @@ class Work(MediaIntake):
         self.pool = WorkerPool(max_workers=2, max_queued=settings.pop("max_queued", 64))
         super().__init__(Qwen2VLProcessor(config), config, EngineConfig(**settings), self.pool)
 
+    def close(self) -> None:
+        super().close()
+        self.pool.close()
+
     def made(self, *images: Any, here: bool = False, **settings: Any) -> ProcessedPrompt:
         made: ProcessedPrompt = self.begun(*images, here=here, **settings).result(60).pop()
         return made
@@ -63,7 +68,7 @@ class Work(MediaIntake):
 def work() -> Iterator[Work]:
     made = Work(mm_processor_cache_gb=0)
     yield made
-    made.pool.close()
+    made.close()
 
 
 def data_url(pixels: NDArray[np.uint8] = LARGE, kind: str = "png") -> str:
@@ -158,6 +163,23 @@ def test_what_the_family_refuses_keeps_its_words(work: Work) -> None:
         work.made(lambda: None)
 
 
+def test_what_was_refused_is_forgotten_at_once(work: Work) -> None:
+    def parts() -> int:
+        return sum(type(each) is MediaPart for each in gc.get_objects())
+
+    gc.collect()
+    before = parts()
+    gc.disable()  # nothing is to wait for a collection
+    try:
+        for url in (data_url()[:-2000], "https://example.org/a.png", "data:image/png;base64,a$b="):
+            begun = work.begun(url)
+            assert isinstance(begun.exception(60), RequestError)
+        del begun
+        eventually(parts, before)
+    finally:
+        gc.enable()
+
+
 def test_what_is_known_is_not_processed_again() -> None:
     work = Work()
     first = work.made(data_url())
@@ -175,7 +197,7 @@ def test_what_is_known_is_not_processed_again() -> None:
     for others in ({"salts": ("somebody",)}, {"max_pixels": 10_000}):
         with pytest.raises(EngineDeadError):
             work.made(data_url(), **others)
-    without.pool.close()
+    without.close()
 
 
 def test_the_cache_keeps_within_its_bytes() -> None:
@@ -191,7 +213,7 @@ def test_the_cache_keeps_within_its_bytes() -> None:
     assert len(shared_files()) == before + 2
     work.cache.clear()
     assert len(shared_files()) == before
-    work.pool.close()
+    work.close()
 
 
 def children(work: Work) -> list[psutil.Process]:
@@ -218,11 +240,56 @@ def test_a_worker_that_is_killed_ends_its_request_and_a_template_none() -> None:
     assert parent is not None
     os.kill(parent.pid, signal.SIGKILL)
     assert len(begun.result(30).pop().media) == 2
-    work.pool.close()
+    work.close()
+
+
+def test_a_worker_ends_when_nobody_waits_for_its_work() -> None:
+    work = Work()
+    work.made(data_url(SMALL))
+    begun = work.begun(data_url(np.zeros((6000, 6000, 3), np.uint8)))
+    while not children(work):
+        assert not begun.done()
+    begun.cancel()
+    eventually(lambda: (children(work), work.stats.waiting), ([], 0))
+    assert len(work.made(data_url(), data_url(SMALL)).media) == 2
+    work.close()
+
+
+def test_equal_pictures_that_come_at_once_are_processed_once() -> None:
+    work = Work()
+    work.start()
+    huge = data_url(np.zeros((3000, 3000, 3), np.uint8))
+    begun = [work.begun(huge), work.begun(huge, data_url(SMALL)), work.begun(huge, salts=("a",))]
+    one, two, other = [each.result(60).pop().media for each in begun]
+    assert two[0].features is one[0].features is not other[0].features
+    assert two[0].digest == other[0].digest
+    assert work.stats.cache_items == 3
+    # Whoever comes first may leave, or be refused for something else.
+    assert isinstance(work.made(data_url(SMALL)).media[0].features, dict)
+    black = data_url(np.zeros((3000, 2999, 3), np.uint8))
+    for bad in (None, "data:image/png;base64,a$b="):
+        shown = [black] if bad is None else [data_url(OTHER), bad]
+        first, second = work.begun(*shown), work.begun(shown[0])
+        if bad is None:
+            assert first.cancel()
+        else:
+            with pytest.raises(RequestError, match="its base64 is wrong"):
+                first.result(60)
+        assert len(second.result(60).pop().media) == 1
+    # A uuid is known as soon as its picture is.
+    named = [
+        work.begin(
+            [5, IMAGE], {"image": [MediaPart("image", value, "part", "u")]}, {}, (), here=False
+        )
+        for value in (data_url(LARGE // 3), None)
+    ]
+    one, two = [each.result(60).pop().media for each in named]
+    assert one[0].features is two[0].features
+    work.close()
 
 
 def test_closing_while_pictures_wait_tells_each() -> None:
-    work = Work(max_queued=3)
+    work = Work(max_queued=3, mm_processor_cache_gb=0)
     work.start()
     before = open_files()
     huge = data_url(np.zeros((4000, 4000, 3), np.uint8))
@@ -263,6 +330,7 @@ def offline(ranks: int) -> list[list[int]]:
 def test_tokens_are_the_same_by_every_way(ranks: int) -> None:
     prompts = [shown(*images) for images in ASKED]
     urls = [shown(*map(data_url, images)) for images in ASKED]
+    gc.collect()  # what other tests left
     *expected, turned = offline(1)
     assert turned != expected[0]
     config = CONFIG.replace(tensor_parallel_size=ranks, enable_prefix_caching=False)
@@ -305,6 +373,7 @@ def shared_in(pid: int) -> int:
 
 
 def test_nothing_is_left_after_aborts_and_the_death_of_the_engine() -> None:
+    gc.collect()  # what other tests left
     config = CONFIG.replace(mm_processor_cache_gb=0)
     long = GREEDY.replace(max_tokens=100)
 
