@@ -308,6 +308,33 @@ def test_llama2_by_the_scores_of_its_pieces(tmp_path, prefix):
     )
 
 
+@pytest.mark.parametrize("space", ["▁", " "])
+def test_pieces_that_are_taken_whole(tmp_path, space):
+    """Gemma's runs of spaces and line ends, as older and newer conversions write them."""
+    runs = [space * 2, space * 3, "\n\n", "<b>"]
+    pieces = ["<bos>", *runs, *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "▁", "a", "b"]
+    types = [CONTROL, *[USER_DEFINED] * 4, *[BYTE] * 256, *[NORMAL] * 4]
+
+    def fill(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(pieces)
+        writer.add_token_scores([-float(index) for index in range(len(pieces))])
+        writer.add_token_types(types)
+        writer.add_bos_token_id(0)
+        writer.add_add_space_prefix(False)
+
+    ours, _ = convert(tmp_path, fill, "gemma2")
+    for text, wanted in {
+        " a": ["▁a"],
+        "  a": [runs[0], "a"],
+        "   a b": [runs[1], "a", "▁", "b"],
+        "a     a": ["a", runs[1], runs[0], "a"],
+        "\n\n<b>\n": ["\n\n", "<b>", "<0x0A>"],
+    }.items():
+        assert ours.encode(text).ids == [0, *(pieces.index(piece) for piece in wanted)], text
+        assert ours.decode(ours.encode(text).ids) == text
+
+
 def test_several_ends_of_a_sequence(tmp_path):
     path = tmp_path / "x.gguf"
     tokens = struct.pack("<IQ", 8, 5) + b"".join(GGUFBytes.string(f"t{i}") for i in range(5))
