@@ -86,7 +86,9 @@ def _overridden(rope: Any, override: Any) -> Any:
         return {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else None
     if not isinstance(override, Mapping):
         return override
-    merged = {**rope, **override}
+    # A base of its own for each kind of layer is an object in the object.
+    inner = {key: _overridden(rope.get(key), value) for key, value in override.items()}
+    merged = {**rope, **inner}
     if "type" in override and "rope_type" not in override:
         merged.pop("rope_type", None)  # It would count before the older name.
     return merged

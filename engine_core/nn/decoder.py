@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -82,9 +82,21 @@ class RotaryCausalLM(CausalLM, ABC):
 
     Attributes:
         norm_offset: the final norm's, as :class:`RMSNorm` takes it; 1 in Gemma.
+        stacked_weights: layers of the checkpoint that are merged, as :func:`load_stacked_weights`
+            takes them.
+        unused_weights: beginnings or ends of the names of tensors that the model has no use for.
     """
 
     norm_offset = 0.0
+    stacked_weights: ClassVar[Mapping[str, tuple[str, Any]]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+    # Old checkpoints store the table.
+    unused_weights: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
 
     def __init__(
         self,
@@ -165,14 +177,9 @@ class RotaryCausalLM(CausalLM, ABC):
     def load_weights(self, weights: Weights) -> None:
         """Fill the parameters from a checkpoint in transformers' naming."""
         load_stacked_weights(
-            self,
-            weights,
-            {
-                "q_proj": ("qkv_proj", "q"),
-                "k_proj": ("qkv_proj", "k"),
-                "v_proj": ("qkv_proj", "v"),
-                "gate_proj": ("gate_up_proj", 0),
-                "up_proj": ("gate_up_proj", 1),
-            },
-            ignore=("rotary_emb.inv_freq",),  # Old checkpoints store the table.
+            self, weights, self.stacked_weights, rename=self.weight_name, ignore=self.unused_weights
         )
+
+    def weight_name(self, name: str) -> str:
+        """A tensor's name in transformers' naming, of the one that the checkpoint has."""
+        return name
