@@ -132,8 +132,8 @@ def check_prefix_cache(name: str, **settings: Any) -> None:
             check_output(output, prompt)
 
 
-def check_preemption(name: str) -> None:
-    """Requests that lost their cache blocks on the way end the same."""
+def check_preemption(name: str, copies: int = 3) -> None:
+    """Requests that lost their cache blocks on the way end the same; ``copies`` of each prompt."""
     prompts = golden_prompts(name)
     with golden_llm(name, block_size=4) as llm:
         plan = llm.engine.cache_plan
@@ -141,9 +141,9 @@ def check_preemption(name: str) -> None:
     memory = plan.bytes_per_block * (1 + plan.cache_config.max_blocks(160, 256))
     settings = {"block_size": 4, "kv_cache_memory": memory, "max_num_batched_tokens": 256}
     with golden_llm(name, **settings) as llm:
-        outputs = llm.generate([p.input_ids for p in prompts] * 3, greedy_params(name))
+        outputs = llm.generate([p.input_ids for p in prompts] * copies, greedy_params(name))
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    for output, prompt in zip(outputs, list(prompts) * 3, strict=True):
+    for output, prompt in zip(outputs, list(prompts) * copies, strict=True):
         check_output(output, prompt)
 
 
