@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 from engine_core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from engine_core.configs import BeamSearchParams, EngineConfig, GuidedParams, SamplingParams
+    from engine_core.configs import (
+        BeamSearchParams,
+        EngineConfig,
+        GuidedParams,
+        PoolingParams,
+        SamplingParams,
+    )
     from engine_core.engine import LLM, AsyncEngine, Engine
     from engine_core.registry.hookspecs import API_VERSION, hookimpl
     from engine_core.steps import CompletionOutput, Logprob, RequestOutput
@@ -19,7 +25,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "engine_core.configs": "BeamSearchParams EngineConfig GuidedParams SamplingParams",
+    "engine_core.configs": (
+        "BeamSearchParams EngineConfig GuidedParams PoolingParams SamplingParams"
+    ),
     "engine_core.engine": "AsyncEngine Engine LLM",
     "engine_core.registry.hookspecs": "API_VERSION hookimpl",
     "engine_core.steps": "CompletionOutput Logprob RequestOutput",
@@ -35,6 +43,7 @@ __all__ = [
     "EngineConfig",
     "GuidedParams",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "hookimpl",

@@ -53,6 +53,7 @@ class ErrorCode(StrEnum):
     CACHE_MEMORY = "memory-cache-too-small"
     REQUEST = "request-invalid"
     CHAT_TEMPLATE = "chat-template-invalid"
+    TASK = "task-unsupported"
     QUEUE_FULL = "queue-full"
     TIMEOUT = "timeout"
     ENGINE_DEAD = "engine-dead"

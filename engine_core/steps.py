@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from engine_core.configs import SamplingParams
+    from engine_core.configs import PoolingParams, SamplingParams
     from engine_core.errors import ErrorCode
     from engine_core.inputs import ProcessedPrompt
 
@@ -37,6 +37,7 @@ class NewSequence(NamedTuple):
         arrival_time: ``time.monotonic`` seconds.
         priority: lower runs first; sequences of equal priority run in the order of their arrival.
         number: by which its frontend knows it, in [0, 2**40); none is used twice.
+        pooling: what vector or score it gives in place of tokens; None for tokens.
     """
 
     sequence_id: str
@@ -45,6 +46,7 @@ class NewSequence(NamedTuple):
     arrival_time: float
     priority: int = 0
     number: int = 0
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Admission:
         prompt_len: length of the prompt alone; differs from ``len(token_ids)`` after a preemption.
         sampling: the request's sampling parameters, with its own seed.
         prompt: what the family's input processor returned (row state, token state).
+        pooling: as in :class:`NewSequence`.
     """
 
     sequence_id: str
@@ -67,6 +70,7 @@ class Admission:
     prompt_len: int
     sampling: SamplingParams
     prompt: ProcessedPrompt
+    pooling: PoolingParams | None = None
 
 
 class PlanRow(NamedTuple):
@@ -309,6 +313,7 @@ class RowResult(NamedTuple):
             the request asked for prompt logprobs.
         error: the reason why the row has no usable result (NaN logits, say); the request ends with
             it.
+        pooled: the vector or score of a row that samples and gives one: float32, as bytes.
     """
 
     sequence_id: str
@@ -316,6 +321,7 @@ class RowResult(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: RowError | None = None
+    pooled: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -370,6 +376,7 @@ class TokenUpdate(NamedTuple):
         num_cached_tokens: prompt tokens taken from the prefix cache.
         num_preemptions: how often it lost its blocks until now.
         number: as in :class:`NewSequence`.
+        pooled: as in :class:`RowResult`.
     """
 
     sequence_id: str
@@ -382,6 +389,7 @@ class TokenUpdate(NamedTuple):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     number: int = 0
+    pooled: bytes | None = None
 
     @property
     def finished(self) -> bool:
@@ -496,6 +504,7 @@ class CompletionOutput:
         stop_reason: the stop string or token id that ended it; None for end of sequence.
         error: what went wrong if finish_reason is "error".
         error_code: the same for programs.
+        pooled: the vector or score that it gives in place of text: float32, as bytes.
     """
 
     index: int
@@ -507,6 +516,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     error_code: ErrorCode | None = None
+    pooled: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

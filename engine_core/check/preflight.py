@@ -76,6 +76,7 @@ from engine_core.runtime.source import (
     option_scheme,
     read_config,
 )
+from engine_core.runtime.task import with_task, without_head
 from engine_core.step_context import BuildContext
 from engine_core.testing.reference import Prompt
 from engine_core.text import Tokenizer
@@ -220,6 +221,9 @@ class _Check:
             return
         with self._collecting():
             self.model_class = registry.model_class(self.model_config.architecture)
+            self.model_config = with_task(
+                self.model_config, self.model_class, checkpoint, self.config
+            )
         with self._collecting():
             self.media = media_limits(registry.input_processor(self.model_config))
         self.dtype = platform.resolve_dtype(self.config, device, self.model_config.dtype)
@@ -327,7 +331,8 @@ class _Check:
             return
         if checkpoint.has_weights:
             try:
-                account = check_weights(self.network, checkpoint, self.model)
+                weights = without_head(self.network, checkpoint, model_config)
+                account = check_weights(self.network, weights, self.model)
                 for pair in account.uncompared:
                     self._add(
                         "tied-head-unread",
@@ -337,7 +342,7 @@ class _Check:
                         pair,
                     )
                 if self.scheme is not None:
-                    self.scheme.match(self.network, checkpoint, account)
+                    self.scheme.match(self.network, weights, account)
             except WeightsMismatchError as error:
                 self._add_mismatch(error)
             except EngineError as error:

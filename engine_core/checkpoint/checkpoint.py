@@ -41,6 +41,7 @@ class Checkpoint:
         generation_config: ``generation_config.json``, or an empty dictionary.
         has_weights: false if it was opened with the dummy format.
         gguf: the tensors of a GGUF file that was opened without conversion, else None.
+        headless: whether it is a decoder that was saved without its head.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Checkpoint:
         gguf: GGUFWeights | None = None,
     ) -> None:
         self.gguf = gguf
+        self.headless = False
         self.folder = folder
         self.hf_config = hf_config
         self.generation_config = generation_config

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from engine_core.configs.engine import EngineConfig, SchedulerConfig
     from engine_core.configs.hf_config import HFConfig
     from engine_core.configs.model import ModelConfig
+    from engine_core.configs.pooling import PoolingConfig, PoolingParams
     from engine_core.configs.rope import longest_sequence, refuse_partial_rotary, rope_keys
     from engine_core.configs.sampling import BeamSearchParams, GuidedParams, SamplingParams
     from engine_core.configs.tokenizer import SentencePieceFormat
@@ -31,6 +32,7 @@ _HOMES = {
     "engine_core.configs.engine": "EngineConfig SchedulerConfig",
     "engine_core.configs.hf_config": "HFConfig",
     "engine_core.configs.model": "ModelConfig",
+    "engine_core.configs.pooling": "PoolingConfig PoolingParams",
     "engine_core.configs.rope": "longest_sequence refuse_partial_rotary rope_keys",
     "engine_core.configs.sampling": "BeamSearchParams GuidedParams SamplingParams",
     "engine_core.configs.tokenizer": "SentencePieceFormat",
@@ -49,6 +51,8 @@ __all__ = [
     "HFConfig",
     "KVCacheSpec",
     "ModelConfig",
+    "PoolingConfig",
+    "PoolingParams",
     "SamplingParams",
     "SchedulerConfig",
     "SentencePieceFormat",

@@ -125,19 +125,20 @@ class CacheConfig(FrozenConfig):
     """The paged cache: groups of layers that draw blocks of equal bytes from one pool.
 
     Attributes:
-        groups: the cache groups of the model. Each block size is a multiple of the smallest.
+        groups: the cache groups of the model; none if its layers keep nothing. Each block size is a
+            multiple of the smallest.
         num_blocks: blocks of the pool, the null block 0 included.
         enable_prefix_caching: whether full blocks are kept and shared by their hash.
     """
 
-    groups: tuple[CacheGroup, ...] = Field(min_length=1)
+    groups: tuple[CacheGroup, ...]
     num_blocks: int = Field(gt=1)
     enable_prefix_caching: bool = True
 
     @model_validator(mode="after")
     def _check(self) -> CacheConfig:
         sizes = [group.block_size for group in self.groups]
-        largest = max(sizes)
+        largest = max(sizes, default=0)
         if any(largest % size or size % min(sizes) for size in sizes):
             raise ValueError(f"block sizes must divide one another, got {sizes}")
         return self
@@ -145,7 +146,7 @@ class CacheConfig(FrozenConfig):
     @cached_property
     def block_size(self) -> int:
         """Tokens of the smallest block."""
-        return min(group.block_size for group in self.groups)
+        return min((group.block_size for group in self.groups), default=1)
 
     def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
         """The most blocks of all groups together that a sequence holds when it runs alone.

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, field_serializer
 from engine_core.configs.base import FrozenConfig
 from engine_core.configs.dtypes import DType
 from engine_core.configs.hf_config import HFConfig
+from engine_core.configs.pooling import PoolingConfig
 from engine_core.configs.tokenizer import SentencePieceFormat
 
 
@@ -45,6 +46,8 @@ class ModelConfig(FrozenConfig):
         reasoning_parser: name of the parser of its reasoning, one of the hook
             ``reasoning_parsers``; or None.
         text_model: the config of the text model inside, where another family's is.
+        pooling: how vectors or scores are made, in place of text; None if text is generated. The
+            engine fills it in.
         texts: texts that the family's input processor puts into prompts. A builder leaves their
             tokens empty; the engine fills them in if it has a tokenizer.
     """
@@ -71,6 +74,7 @@ class ModelConfig(FrozenConfig):
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     text_model: ModelConfig | None = None
+    pooling: PoolingConfig | None = None
     texts: Mapping[str, tuple[int, ...]] = Field(default_factory=dict, exclude=True)
 
     @field_serializer("hf_config")

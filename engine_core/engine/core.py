@@ -149,6 +149,7 @@ class EngineCore:
             max_model_len=self._max_model_len,
             priority=new.priority,
             number=new.number,
+            pooling=new.pooling,
         )
         if new.sampling.guided is not None:
             check_sequence(sequence, self._scheduler_config)
@@ -377,7 +378,8 @@ class EngineCore:
         prefilling = self._prefilling
         for update in updates.others:
             generated += len(update.new_token_ids)
-            if prefilling and update.new_token_ids and update.sequence_id in prefilling:
+            came = update.new_token_ids or update.pooled
+            if prefilling and came and update.sequence_id in prefilling:
                 since = prefilling.pop(update.sequence_id)
                 self._timings.observe("prefill", now - since)
                 if self.trace is not None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
+from engine_core.configs import EngineConfig, ModelConfig, PoolingParams, SamplingParams
 from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.core import EngineCore
 from engine_core.engine.frontend import (
     Frontend,
     HasFrontend,
     Prompt,
+    State,
+    TokenizedPrompt,
     choose_tokenizer,
     with_texts,
 )
@@ -21,7 +23,7 @@ from engine_core.engine.step_stats import StepStats
 from engine_core.errors import RequestError
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.scheduler import Scheduler
-from engine_core.steps import RequestOutput
+from engine_core.steps import NewSequence, RequestOutput
 from engine_core.text import Tokenizer
 
 
@@ -126,15 +128,47 @@ class Engine(HasFrontend):
             streaming=streaming,
             priority=priority,
         )
+        return self._queue(state, sequences)
+
+    def add_pooled(
+        self, prompts: Sequence[TokenizedPrompt], params: PoolingParams, *, priority: int = 0
+    ) -> str:
+        """Queue one request for the vectors or scores of several prompts.
+
+        Args:
+            prompts: as ``frontend.tokenize_all`` returned them.
+            params: what is wanted of each.
+            priority: see :meth:`add_request`.
+
+        Returns:
+            The request's id; its output has a completion for each prompt.
+
+        Raises:
+            RequestError: one cannot be served, which it names; nothing is kept then.
+            EngineDeadError: the engine has stopped.
+        """
+        self.core.check_alive()
+        params = self.frontend.pooling.resolve(params)
+        state, sequences = self.frontend.prepare_pooled(prompts, params, priority=priority)
+        # Prompts of one length are computed side by side.
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].packed))
+        return self._queue(state, [sequences[index] for index in order], order)
+
+    def _queue(
+        self, state: State, sequences: list[NewSequence], places: Sequence[int] | None = None
+    ) -> str:
+        """Hand sequences to the core; ``places`` are those of their prompts, for errors."""
         added: list[str] = []
         try:
             for sequence in sequences:
                 self.core.add(sequence)
                 added.append(sequence.sequence_id)
-        except RequestError:
+        except RequestError as error:
             for child in added:
                 self.core.abort(child)
-            raise
+            if places is None:
+                raise
+            raise RequestError(f"prompt {places[len(added)]}: {error}", param=error.param) from None
         self.frontend.keep(state)
         return state.request_id
 

@@ -22,13 +22,25 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_core.checkpoint import resolve_model
-from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
+from engine_core.configs import (
+    EngineConfig,
+    ModelConfig,
+    PoolingConfig,
+    PoolingParams,
+    SamplingParams,
+)
 from engine_core.configs.generation import Recommendation, read_recommendation
 from engine_core.engine.guided import GrammarTrials
 from engine_core.engine.media import MediaIntake
 from engine_core.engine.prompt_inputs import fitted_state, process_prompt
 from engine_core.engine.sampling import resolve_sampling
-from engine_core.errors import CheckpointNotFoundError, QueueFullError, RequestError, shown
+from engine_core.errors import (
+    CheckpointNotFoundError,
+    ErrorCode,
+    QueueFullError,
+    RequestError,
+    shown,
+)
 from engine_core.inputs import (
     InputProcessor,
     MediaItem,
@@ -83,6 +95,8 @@ class MediaPrompt(TypedDict, total=False):
 Prompt = str | list[int] | TextPrompt | TokensPrompt | MediaPrompt
 Message = Mapping[str, Any]
 _MEDIA_KEYS = frozenset({"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"})
+# Of sequences that choose no tokens.
+_NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 # Texts longer than this are tokenised in a thread, so that an event loop goes on meanwhile.
 _LONG_TEXT = 4096
 # Of the host's memory, what features of requests under way may take until no more are processed.
@@ -97,12 +111,14 @@ class TokenizedPrompt(NamedTuple):
         token_ids: its tokens.
         packed: the same, as :func:`packed_token_ids` makes them.
         processed: what the family's input processor says of it, if it shows something.
+        types: of its tokens, for models that tell the two texts of a pair apart; None for all 0.
     """
 
     text: str | None
     token_ids: list[int]
     packed: array[int]
     processed: ProcessedPrompt | None = None
+    types: list[int] | None = None
 
 
 @dataclass(slots=True)
@@ -124,6 +140,7 @@ class Completion:
         num_tokens: all tokens, taken or not.
         num_preemptions: how often it lost its blocks.
         changed: whether anything came since :meth:`State.delta`.
+        pooled: the vector or score that it gives in place of text.
     """
 
     sequence_id: str
@@ -140,6 +157,7 @@ class Completion:
     num_tokens: int = 0
     num_preemptions: int = 0
     changed: bool = False
+    pooled: bytes | None = None
 
     def output(self, index: int) -> CompletionOutput:
         """All output so far, which is kept."""
@@ -171,6 +189,7 @@ class Completion:
             stop_reason=self.stop_reason,
             error=None if self.error is None else self.error.message,
             error_code=None if self.error is None else self.error.code,
+            pooled=self.pooled,
         )
 
     def take_text(self) -> tuple[str, int] | None:
@@ -510,6 +529,7 @@ class Frontend:
                 "sampling_params must be a SamplingParams, or None for the checkpoint's defaults; "
                 f"got {sampling_params!r}"
             )
+        self.check_task("generate")
         params = resolve_sampling(sampling_params, self._model_config.vocab_size, self._tokenizer)
         if params.logits_processors and self._config.tensor_parallel_size > 1:
             raise RequestError(
@@ -606,6 +626,140 @@ class Frontend:
         self._row_state = fitted | self._row_state
         return replace(processed, row_state=fitted)
 
+    def check_task(self, task: str) -> None:
+        """Refuse what the model does not run for: "generate", or "pool" for vectors and scores.
+
+        Raises:
+            RequestError: it runs for another task.
+        """
+        pooling = self._model_config.pooling
+        if (pooling is None) == (task == "generate"):
+            return
+        if pooling is None:
+            raise RequestError(
+                "the model generates text here, and gives no vectors or scores; start the engine "
+                "with task='embed' for those",
+                code=ErrorCode.TASK,
+            )
+        made = "vectors" if pooling.task == "embed" else "scores"
+        raise RequestError(
+            f"the model runs for the task {pooling.task!r}: it gives {made} of texts and generates "
+            f"none; use {'embed or score' if pooling.task == 'embed' else 'score'}",
+            code=ErrorCode.TASK,
+        )
+
+    @property
+    def pooling(self) -> PoolingConfig:
+        """How vectors or scores are made.
+
+        Raises:
+            RequestError: none are.
+        """
+        self.check_task("pool")
+        assert self._model_config.pooling is not None, "it was checked"
+        return self._model_config.pooling
+
+    def tokenize_all(
+        self,
+        inputs: Sequence[Any],
+        *,
+        prompt_name: str | None = None,
+        most: int | None = None,
+    ) -> list[TokenizedPrompt]:
+        """Texts, lists of token ids and pairs of texts (tuples), to be pooled.
+
+        Args:
+            inputs: all of one kind, or texts and lists of token ids mixed.
+            prompt_name: of the prompt that goes before each text; the model's default one if None.
+            most: tokens that are kept of each; -1 for as many as the model takes, None for all.
+
+        Raises:
+            RequestError: one is of another kind, or there is no tokenizer or no such prompt.
+        """
+        pooling = self.pooling
+        name = pooling.default_prompt if prompt_name is None else prompt_name
+        if name is not None and name not in pooling.prompts:
+            raise RequestError(
+                f"the model has no prompt {shown(name)}; it has "
+                f"{', '.join(map(repr, pooling.prompts)) or 'none'}",
+                param="prompt_name",
+            )
+        before = "" if name is None else pooling.prompts[name]
+        if most == -1:
+            most = self._config.max_model_len or find_max_length(self._model_config)
+        texts: list[Any] = [each for each in inputs if isinstance(each, str | tuple)]
+        if texts and self._tokenizer is None:
+            raise RequestError(
+                "prompts must be token ids, got text: this engine has no tokenizer "
+                "(skip_tokenizer_init)"
+            )
+        if pooling.lower_case:
+            texts = [_lower(each) for each in texts]
+        if before:
+            texts = [before + each if isinstance(each, str) else each for each in texts]
+        encoded = iter(self._tokenizer.encode_all(texts, most) if self._tokenizer else ())
+        done = []
+        for index, each in enumerate(inputs):
+            if isinstance(each, str | tuple):
+                ids, types = next(encoded)
+                text = each if isinstance(each, str) else None
+                own = types if any(types) else None
+                done.append(TokenizedPrompt(text, ids, packed_token_ids(ids), None, own))
+                continue
+            try:
+                tokenized = self._tokenize(each)
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}", param=error.param) from error
+            ids = tokenized.token_ids[:most]
+            done.append(tokenized._replace(token_ids=ids, packed=tokenized.packed[:most]))
+        return done
+
+    def prepare_pooled(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        params: PoolingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        unique_ids: bool = False,
+        arrival_time: float | None = None,
+        cache_salts: tuple[Hashable, ...] = (),
+    ) -> tuple[State, list[NewSequence]]:
+        """One request for what each of several prompts gives; the arguments are :meth:`prepare`'s.
+
+        The prompts are its completions, in their order. ``params`` fit the model.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
+        whole = self.pooling.whole
+        priority = _priority(priority)
+        serial = next(self._serials)
+        request_id = f"request-{serial}" if request_id is None else request_id
+        if request_id in self._states:
+            raise RequestError(f"there is already a request {request_id!r}; choose another id")
+        arrived = time.monotonic() if arrival_time is None else arrival_time
+        state = State(request_id, None, [], arrived, streaming=False, unfinished=len(prompts))
+        base = f"{request_id}@{self._name}{serial}" if unique_ids else request_id
+        sequences = []
+        for index, prompt in enumerate(prompts):
+            processed = self._processed(prompt)
+            changes: dict[str, Any] = {}
+            if prompt.types is not None:
+                changes["token_state"] = {**processed.token_state, "token_type_ids": [prompt.types]}
+            if whole:
+                changes["atomic_spans"] = ((0, len(prompt.packed)),)
+            if cache_salts and not whole:
+                changes["cache_salts"] = processed.cache_salts + cache_salts
+            if changes:
+                processed = replace(processed, **changes)
+            number, child = next(self._numbers), f"{base}#{index}"
+            sequences.append(
+                NewSequence(child, processed, _NO_SAMPLING, arrived, priority, number, params)
+            )
+            state.completions.append(Completion(child, number, None, include_stop=False))
+        return state, sequences
+
     def keep(self, state: State) -> None:
         """Expect updates for a request."""
         self._states[state.request_id] = state
@@ -700,6 +854,7 @@ class Frontend:
         completion.finish_reason = reason = update.finish_reason
         completion.stop_reason = update.stop_reason
         completion.error = update.error
+        completion.pooled = update.pooled
         completion.num_preemptions = update.num_preemptions
         if completion is state.completions[0]:
             state.num_cached_tokens = update.num_cached_tokens
@@ -778,6 +933,17 @@ class HasFrontend:
 def _with_media(tokenized: TokenizedPrompt, made: ProcessedPrompt) -> TokenizedPrompt:
     packed = packed_token_ids(made.token_ids)
     return TokenizedPrompt(tokenized.text, list(made.token_ids), packed, made)
+
+
+def find_max_length(model_config: ModelConfig) -> int:
+    """Tokens of the longest sequence, as the checkpoint says."""
+    pooling = model_config.pooling
+    longest = model_config.max_position_embeddings
+    return longest if pooling is None else min(longest, pooling.max_length or longest)
+
+
+def _lower(text: str | tuple[str, str]) -> str | tuple[str, str]:
+    return text.lower() if isinstance(text, str) else (text[0].lower(), text[1].lower())
 
 
 def _shows(prompt: Any) -> bool:

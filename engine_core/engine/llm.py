@@ -9,17 +9,34 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
+from engine_core.configs import EngineConfig, ModelConfig, PoolingParams, SamplingParams
 from engine_core.configs.sampling import BeamSearchParams
 from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.beam import BeamSearchOutput, beam_search
 from engine_core.engine.core import CALLED_FROM_STEP
 from engine_core.engine.engine import Engine
-from engine_core.engine.frontend import MediaPrompt, Message, Prompt, TokensPrompt
+from engine_core.engine.frontend import (
+    MediaPrompt,
+    Message,
+    Prompt,
+    TokenizedPrompt,
+    TokensPrompt,
+)
 from engine_core.engine.interrupts import held_interrupt
+from engine_core.engine.pooled import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    Vector,
+    paired,
+    similarities,
+    vector,
+)
 from engine_core.errors import RequestError
 from engine_core.media import split_media
 from engine_core.steps import RequestOutput
@@ -192,6 +209,124 @@ class LLM:
         # Up to its first yield: a generator that never began would not clean up after itself.
         next(outputs)
         return outputs
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of one or many prompts, from a model that embeds (``task``).
+
+        Args:
+            prompts: as in :meth:`generate`, without pictures.
+            pooling_params: dimensions and normalisation; the model's own if None.
+            prompt_name: which of the checkpoint's prompts goes before each text; its default one,
+                if it has one, if None.
+            truncate_prompt_tokens: keep only so many tokens of each prompt, its first and the
+                special ones; -1 for as many as the model takes. A longer prompt is refused if None.
+            priority: lower runs first.
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            RequestError: a prompt cannot be served, which it names, or the model generates text.
+            ModelError: the model gave a vector that is not finite.
+            EngineDeadError: the model failed, or was closed.
+        """
+        self.engine.core.check_alive()
+        pooling = self.engine.frontend.pooling
+        if pooling.task != "embed":
+            raise RequestError("the model scores pairs of texts and gives no vectors; use score")
+        texts = [_plain(prompt) for prompt in _as_prompts(prompts)]
+        tokenized = self._tokenized(texts, truncate_prompt_tokens, prompt_name)
+        request_id, vectors = self._pool(tokenized, pooling_params, priority)
+        return [
+            EmbeddingRequestOutput(f"{request_id}#{i}", prompt.token_ids, EmbeddingOutput(each))
+            for i, (prompt, each) in enumerate(zip(tokenized, vectors, strict=True))
+        ]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go with others: a cross encoder's score, or how alike two vectors are.
+
+        Args:
+            queries: one text for all of ``documents``, or as many.
+            documents: likewise.
+            pooling_params: whether a cross encoder's score passes its activation.
+            truncate_prompt_tokens: see :meth:`embed`; of a pair the longer text is cut first.
+            priority: lower runs first.
+
+        Returns:
+            One output per pair, in their order.
+
+        Raises:
+            RequestError: a text cannot be served, or the model generates text.
+            ModelError: the model gave a score that is not finite.
+            EngineDeadError: the model failed, or was closed.
+        """
+        self.engine.core.check_alive()
+        pooling = self.engine.frontend.pooling
+        ones, others = paired(queries, documents)
+        if pooling.task == "score":
+            pairs = list(zip(ones, others, strict=True))
+            tokenized = self._tokenized(pairs, truncate_prompt_tokens)
+            request_id, given = self._pool(tokenized, pooling_params, priority)
+            scores = [float(each[0]) for each in given]
+            ids = [prompt.token_ids for prompt in tokenized]
+        else:
+            each = list(dict.fromkeys((*ones, *others)))
+            tokenized = self._tokenized(each, truncate_prompt_tokens)
+            request_id, given = self._pool(tokenized, pooling_params, priority)
+            found = dict(zip(each, zip(tokenized, given, strict=True), strict=True))
+            first, second = (
+                np.array([found[text][1] for text in texts]) for texts in (ones, others)
+            )
+            scores = similarities(first, second, pooling.similarity) if ones else []
+            ids = [
+                found[one][0].token_ids + found[other][0].token_ids
+                for one, other in zip(ones, others, strict=True)
+            ]
+        return [
+            ScoringRequestOutput(f"{request_id}#{i}", ids[i], ScoringOutput(score))
+            for i, score in enumerate(scores)
+        ]
+
+    def _tokenized(
+        self, inputs: Sequence[Any], most: int | None, prompt_name: str | None = None
+    ) -> list[TokenizedPrompt]:
+        frontend = self.engine.frontend
+        return frontend.tokenize_all(inputs, prompt_name=prompt_name, most=most)
+
+    def _pool(
+        self, prompts: Sequence[TokenizedPrompt], params: PoolingParams | None, priority: int
+    ) -> tuple[str, list[Vector]]:
+        """The id of a request for these prompts, and what it gave for each."""
+        if not isinstance(params, PoolingParams | None):
+            raise RequestError(f"pooling_params must be a PoolingParams or None, got {params!r}")
+        if not prompts:
+            return "", []
+        with self._entered():
+            params = params or PoolingParams()
+            request_id = self.engine.add_pooled(prompts, params, priority=priority)
+            self._inboxes[request_id] = deque()
+        try:
+            (output,) = self._run([request_id], progress=False)
+        except BaseException:
+            self._drop(request_id)
+            raise
+        return request_id, [vector(completion) for completion in output.outputs]
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
@@ -437,6 +572,18 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     if prompts and all(issubclass(kind, int) for kind in set(map(type, prompts))):
         return [list(prompts)]
     return list(prompts)
+
+
+def _plain(prompt: Any) -> Any:
+    """The text or the token ids of a prompt."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+        raise RequestError(
+            "a prompt to embed has a key 'prompt' or 'prompt_token_ids' and no other, got "
+            f"{sorted(map(str, prompt))}"
+        )
+    return next(iter(prompt.values()))
 
 
 def _as_conversations(messages: Any) -> list[Sequence[Message]]:

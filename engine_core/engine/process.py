@@ -500,7 +500,7 @@ def _serve(
             if guides is not None:
                 guides.exception()  # a guided request would say it
             # Else what a family's rows need is known with their first request.
-            if source.state_known:
+            if source.state_known and source.model_config.pooling is None:
                 core.time_steps(_TRIAL_SECONDS[kind])
         plan = pickle.dumps(loaded.cache_plan)
         links.greet(Ready(loaded.scheduler_config, plan, dict(opened.phases)))

@@ -15,6 +15,7 @@ from engine_core.configs.generation import (
     read_recommendation,
     unread_keys,
 )
+from engine_core.engine.frontend import find_max_length
 from engine_core.engine.grammar_source import find_grammar_compiler
 from engine_core.errors import OptionError, shown
 from engine_core.kernels import compiled
@@ -122,6 +123,10 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
         EngineError: the model cannot run; the subclass says why.
     """
     source, config, phases = opened.source, opened.config, opened.phases
+    pooling = source.model_config.pooling
+    if pooling is not None and pooling.kind != "last":
+        # Tokens that are not computed would be missing in the mean.
+        config = config.replace(enable_prefix_caching=False)
     if source.device.type == "cpu" and not compiled.available():
         logger.info("decode steps would be faster with numba: pip install 'engine-core-llm[cpu]'")
     executor = build_executor(source, config)
@@ -206,7 +211,7 @@ def find_max_model_len(model_config: ModelConfig, config: EngineConfig, model: s
         OptionError: more is asked for than the model can do.
     """
     longest = model_config.max_position_embeddings
-    wanted = config.max_model_len or longest
+    wanted = config.max_model_len or find_max_length(model_config)
     if wanted > longest and not model_config.may_exceed_length:
         stretch = (
             ", or stretch the model with a rope_scaling of type linear or yarn in hf_overrides"

@@ -20,7 +20,8 @@ from engine_core.nn.blocks import (
 from engine_core.nn.causal_lm import CausalLM
 from engine_core.nn.decoder import Decoder, RotaryCausalLM
 from engine_core.nn.embedding import Embedding, LMHead, build_embedding, build_lm_head
-from engine_core.nn.epilogue import CosSin
+from engine_core.nn.encoder import EncoderAttention, step_segments
+from engine_core.nn.epilogue import Activated, CosSin
 from engine_core.nn.linear import (
     Linear,
     LinearMethod,
@@ -54,6 +55,7 @@ from engine_core.nn.text_model import AroundTextModel
 
 __all__ = [
     "MLP",
+    "Activated",
     "ApplyRotaryEmb",
     "AroundTextModel",
     "Attention",
@@ -64,6 +66,7 @@ __all__ = [
     "Decoder",
     "DecoderLayer",
     "Embedding",
+    "EncoderAttention",
     "GatedMLP",
     "GeluAndMul",
     "KVCacheLayer",
@@ -102,4 +105,5 @@ __all__ = [
     "rope_lengths",
     "sent",
     "stacked_loader",
+    "step_segments",
 ]

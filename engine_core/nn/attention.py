@@ -62,7 +62,7 @@ def cached_layers(model: nn.Module) -> list[CachedLayer]:
 
 
 def cache_specs(model: nn.Module) -> tuple[CacheSpec, ...]:
-    """The cache specs of :func:`cached_layers`, in their order.
+    """The cache specs of :func:`cached_layers`, in their order; none of a model that only encodes.
 
     Raises:
         PluginLoadError: there is none, or one fails or contradicts itself; names the layer.
@@ -79,10 +79,10 @@ def cache_specs(model: nn.Module) -> tuple[CacheSpec, ...]:
         if fault is not None:
             raise PluginLoadError(f"{name} ({type(layer).__name__}): its cache spec {fault}")
         specs.append(spec)
-    if not specs:
+    if not specs and not getattr(model, "encoder_only", False):
         raise PluginLoadError(
             f"{type(model).__name__} has no layer that keeps anything in the cache; derive one "
-            "from CachedLayer"
+            "from CachedLayer, or set encoder_only if it attends in both directions"
         )
     return tuple(specs)
 

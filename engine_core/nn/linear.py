@@ -81,6 +81,19 @@ class LinearMethod(Protocol):
         raise NotImplementedError(f"{type(self).__name__} says that it fuses {epilogue}")
 
 
+# oneDNN's names for the activations that it computes where a product leaves its registers.
+_GELU_FORMS = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def _onednn_gelu(layer: Linear, epilogue: Epilogue) -> str | None:
+    """The form of GELU that a CPU's product may end with; None if the epilogue is no GELU."""
+    if not isinstance(epilogue, Activated) or not isinstance(layer.packed, OneDNNMatrix):
+        return None
+    if getattr(epilogue.module, "gated", True):
+        return None
+    return _GELU_FORMS.get(getattr(epilogue.module, "activation", ""))
+
+
 _NEEDS_CUBLAS = "for so many rows cuBLAS and operations of their own are faster"
 _NEEDS_ALONE = "a batch-invariant norm rounds as a kernel of its own, which more rows have"
 
@@ -123,6 +136,8 @@ class UnquantizedLinearMethod(LinearMethod):
         Deterministic mode takes an activation, and norms of heads, rotation and storing: of a row
         their kernels make the same, bit for bit, as the operations one by one do for more rows.
         """
+        if _onednn_gelu(layer, epilogue) is not None:
+            return None
         if call.gpu is None or layer.packed is not None:
             return "no kernel on this device fuses it"
         deterministic = layer.context.deterministic
@@ -186,6 +201,10 @@ class UnquantizedLinearMethod(LinearMethod):
         self, layer: Linear, x: Tensor | DeferredRMSNorm, epilogue: Epilogue, *operands: Any
     ) -> Any:
         """One launch, or one with the norm after it."""
+        form = _onednn_gelu(layer, epilogue)
+        if form is not None:
+            packed: Any = layer.packed
+            return packed.multiply(x, layer.bias, "gelu", form)
         product = (x, layer.weight, layer.bias)
         deterministic = layer.context.deterministic
         if isinstance(epilogue, Activated):

@@ -70,9 +70,11 @@ class OneDNNMatrix:
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
         self.nbytes = weight.nbytes
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ matrix.T + bias``."""
-        out: Tensor = _linear_pointwise(x, self._weight, bias, "none", [], "")
+    def multiply(
+        self, x: Tensor, bias: Tensor | None, activation: str = "none", form: str = ""
+    ) -> Tensor:
+        """``x @ matrix.T + bias``, and an activation of oneDNN's, such as "gelu" in a form."""
+        out: Tensor = _linear_pointwise(x, self._weight, bias, activation, [], form)
         return out
 
     def dense(self) -> Tensor:

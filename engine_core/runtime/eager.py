@@ -146,6 +146,16 @@ class ForwardPass:
         shape = (hidden.shape[0], self._vocab_size)
         return check_shape(self._model, method, given, *shape, names="S V")
 
+    def classify(self, states: Tensor) -> Tensor:
+        """Pooled states ``[S, H]`` to scores ``[S, 1]``, by the model's own head.
+
+        Raises:
+            ModelError: the model returned something else.
+        """
+        method = "classify"
+        given = self._call(method, states)
+        return check_shape(self._model, method, given, len(states), 1, names="S 1")
+
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the model; what goes on in it is checked the first time."""
         call = self._model if method == "forward" else getattr(self._model, method)
@@ -166,9 +176,11 @@ class ForwardPass:
 class EagerSteps:
     """Runs every step by the model itself."""
 
-    def __init__(self, state: StepState, forward: ForwardPass) -> None:
+    def __init__(self, state: StepState, forward: ForwardPass, *, pools: bool = False) -> None:
+        """``pools``: nobody wants logits."""
         self._state = state
         self._forward = forward
+        self._pools = pools
 
     def run(self, batch: StepBatch) -> StepOutputs:
         """Run a step; see :class:`~engine_core.runtime.step_batch.Steps`."""
@@ -178,6 +190,8 @@ class EagerSteps:
         parts = self._state.split(batch, to_device(batch.numbers, device))
         context = self._state.context(batch, parts)
         hidden = self._forward.hidden(context)
+        if self._pools:
+            return StepOutputs(hidden=hidden)
         if batch.decodes:
             return StepOutputs(self._forward.logits(hidden))
         if not batch.sampled:

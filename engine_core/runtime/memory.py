@@ -120,10 +120,15 @@ def plan_cache(
         budget: bytes for the cache. No more blocks are made than ``max_num_seqs`` sequences fill.
         max_model_len: longest sequence wanted.
 
+    Without specs, as of an encoder, there is nothing to divide.
+
     Raises:
         CacheMemoryError: one sequence of ``max_model_len`` does not fit and the user asked for that
             length, or not even one block does.
     """
+    if not specs:
+        nothing = CacheConfig(groups=(), num_blocks=2, enable_prefix_caching=False)
+        return CachePlan(nothing, (), (), max_model_len, config.max_num_seqs)
     members, layer_groups = _group_layers(specs, block_size)
     planes = _planes(members)
     page = sum(planes)

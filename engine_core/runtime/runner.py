@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine_core.configs import SamplingParams, SchedulerConfig
-from engine_core.errors import ModelError
+from engine_core.configs import PoolingConfig, PoolingParams, SamplingParams, SchedulerConfig
+from engine_core.errors import ErrorCode, ModelError
 from engine_core.kernels import choose_greedy, compiled
 from engine_core.nn.attention import cached_layers
 from engine_core.runtime.block_tables import BlockTables, IntArray
@@ -26,6 +26,7 @@ from engine_core.runtime.media import MediaEmbeddings
 from engine_core.runtime.media_graphs import MediaGraphs
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.platform import all_to_device, to_device
+from engine_core.runtime.pooling import Pooler
 from engine_core.runtime.recording import RecordedSteps
 from engine_core.runtime.sampler import REASONS, Sampler, is_hosted, token_logprobs
 from engine_core.runtime.step_batch import Choice, StepOutputs, Steps, StepState
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 Way = Literal["graph", "recorded", "eager"]
 
+_NOT_FINITE = RowError(ErrorCode.NOT_FINITE, "the model gave hidden states that are not finite")
+
 # Signed integers, by their bytes.
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -63,6 +66,7 @@ class _Row:
     # The captured kind of choice for its token; None if the host has a part in it, or more than the
     # token is reported.
     choice: Choice | None
+    pooling: PoolingParams | None = None
 
 
 class PendingStep:
@@ -117,6 +121,7 @@ class ModelRunner:
         prompt_state: PromptState | None = None,
         grammar_compiler: Callable[[], GrammarCompiler] | None = None,
         vocab_size: int | None = None,
+        pooling: PoolingConfig | None = None,
     ) -> None:
         """The model is loaded and on ``device``.
 
@@ -135,6 +140,7 @@ class ModelRunner:
                 first request shows.
             grammar_compiler: makes the compiler of grammars, at the first guided request.
             vocab_size: that of the logits; None if it is not known.
+            pooling: how all rows are pooled; None if they give tokens.
         """
         self.model = model
         self.device = device
@@ -185,9 +191,10 @@ class ModelRunner:
             self._state.media = self._media.table
             self._state.embed_tokens = forward.embed_tokens
         # It takes every step that none of the others, which are faster, has taken.
-        self._eager_steps = EagerSteps(self._state, forward)
+        self._eager_steps = EagerSteps(self._state, forward, pools=pooling is not None)
+        self._pooler = None if pooling is None else Pooler(forward, pooling)
         self._recorded_steps: RecordedSteps | None = None
-        repeats = not eager and _may_repeat(model, device)
+        repeats = not eager and pooling is None and _may_repeat(model, device)
         if device.type == "cpu" and repeats and compiled.available():
             self._recorded_steps = RecordedSteps(self._state, forward)
         self._decode_graphs: DecodeGraphs | None = None
@@ -352,13 +359,14 @@ class ModelRunner:
             row = admission.row
             for table in self._tables:
                 table.clear(row)
-            self._sampler.admit(
-                row,
-                admission.token_ids,
-                admission.prompt_len,
-                admission.sampling,
-                self._eos_token_ids,
-            )
+            if admission.pooling is None:
+                self._sampler.admit(
+                    row,
+                    admission.token_ids,
+                    admission.prompt_len,
+                    admission.sampling,
+                    self._eos_token_ids,
+                )
             self._rows[row] = _Row(
                 token_ids=np.asarray(admission.token_ids, dtype=np.int64),
                 prompt_len=admission.prompt_len,
@@ -369,6 +377,7 @@ class ModelRunner:
                 },
                 media=admission.prompt.media,
                 choice=_choice(admission.sampling),
+                pooling=admission.pooling,
             )
             choice = self._rows[row].choice
             self._choices[row] = -1 if choice is None else choice
@@ -427,7 +436,9 @@ class ModelRunner:
         result = _Results(plan)
         result.encoding, self._encoding = self._encoding, None
         for turn, outputs in enumerate(turns):
-            if outputs.hidden is not None:
+            if self._pooler is not None:
+                self._pool(result, outputs)
+            elif outputs.hidden is not None:
                 result.prompt_logprobs = self._prompt_logprobs(plan, outputs.hidden)
             if outputs.logits is not None:
                 outputs = self._choose(result, turn, choice, outputs.logits)
@@ -452,6 +463,19 @@ class ModelRunner:
         result.event = torch.cuda.Event()
         result.event.record()
         return PendingStep(result.read, num_tokens, way, result.event.query)
+
+    def _pool(self, result: _Results, outputs: StepOutputs) -> None:
+        """Have the vectors or scores of the rows that are done sent to the host."""
+        assert self._pooler is not None, "all rows are pooled"
+        assert outputs.hidden is not None, "they run eagerly"
+        rows = list(result.plan.rows)
+        params = {row.row: self._rows[row.row].pooling or PoolingParams() for row in rows}
+        for places, given in self._pooler(rows, outputs.hidden, params):
+            host = given
+            if given.is_cuda:
+                host = torch.empty(given.shape, pin_memory=True)
+                host.copy_(given, non_blocking=True)
+            result.pooled.append((places, host))
 
     def _choose(
         self, result: _Results, turn: int, choice: Choice | None, logits: Tensor
@@ -546,6 +570,7 @@ class _Results:
         reports: for each turn with log-probabilities the plan rows ``[W]`` that want them, of how
             many tokens each, the logits ``[W, V]``, and the tokens chosen ``[W]``.
         prompt_logprobs: by plan row.
+        pooled: places among the plan's rows, and their vectors or scores ``[N, D]`` float32.
         encoding: timed the step's pictures, videos and sounds; None if it had none to compute.
     """
 
@@ -559,12 +584,15 @@ class _Results:
         self.failures: dict[tuple[int, int], RowError] = {}
         self.reports: list[tuple[Sequence[int], Sequence[int], Tensor, Tensor]] = []
         self.prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}
+        self.pooled: list[tuple[Sequence[int], Tensor]] = []
 
     def read(self) -> StepResult:
         """The result; waits for it."""
         if self.event is not None:
             self.event.synchronize()
         seconds = 0.0 if self.encoding is None else self.encoding.seconds
+        if self.pooled:
+            return StepResult(self.plan.step_id, self._pooled_rows(), seconds)
         columns: list[tuple[int, ...]] = []
         wrong = bool(self.failures)
         if self.tokens is not None and self.status is not None:
@@ -583,6 +611,19 @@ class _Results:
                 for row, place in zip(self.plan.rows, self.places, strict=True)
             ]
         return StepResult(self.plan.step_id, tuple(rows), seconds)
+
+    def _pooled_rows(self) -> tuple[RowResult, ...]:
+        """Each row's result where rows give vectors or scores."""
+        rows = [RowResult(row.sequence_id, ()) for row in self.plan.rows]
+        for places, values in self.pooled:
+            array = values.numpy()
+            fine = np.isfinite(array).all(axis=1)
+            for index, place in enumerate(places):
+                if fine[index]:
+                    rows[place] = rows[place]._replace(pooled=array[index].tobytes())
+                else:
+                    rows[place] = rows[place]._replace(error=_NOT_FINITE)
+        return tuple(rows)
 
     def _rows(self, columns: Sequence[tuple[int, ...]]) -> list[RowResult]:
         """Each row's result, of all kinds that a row can give."""

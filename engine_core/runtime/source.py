@@ -23,6 +23,7 @@ from engine_core.plugin_code import contained, failed_at, package_of
 from engine_core.registry import Registry
 from engine_core.runtime import platform
 from engine_core.runtime.memory import MediaPlan, plan_media
+from engine_core.runtime.task import as_decoder, with_task
 
 if TYPE_CHECKING:
     from engine_core.inputs import InputProcessor, MediaLimit, PromptState
@@ -114,6 +115,7 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
     scheme = find_scheme(checkpoint.hf_config, option, registry, device)
     model_config = read_config(registry, checkpoint)
     model_class = registry.model_class(model_config.architecture)
+    model_config = with_task(model_config, model_class, checkpoint, config)
     processor = registry.input_processor(model_config)
     return ModelSource(
         name=model,
@@ -211,6 +213,7 @@ def open_files(
     )
     if scheme is not None:
         scheme.check_checkpoint(checkpoint, model)
+    as_decoder(checkpoint, config, registry)
     return checkpoint
 
 

@@ -24,6 +24,7 @@ from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.phases import Phases
 from engine_core.runtime.runner import ModelRunner, PendingStep
 from engine_core.runtime.source import ModelSource
+from engine_core.runtime.task import without_head
 from engine_core.step_context import BuildContext
 from engine_core.steps import StepPlan
 
@@ -77,7 +78,7 @@ class Worker:
                 source.model_class, source.model_config, self._context, source.scheme
             )
             specs = cache_specs(model)
-            checkpoint = source.checkpoint
+            checkpoint = without_head(model, source.checkpoint, source.model_config)
             if config.load_format != "dummy":
                 account = check_weights(model, checkpoint, source.name)
                 if source.scheme is not None:
@@ -129,6 +130,7 @@ class Worker:
                 prompt_state=self._source.prompt_state,
                 grammar_compiler=grammar_compiler,
                 vocab_size=self._source.model_config.vocab_size,
+                pooling=self._source.model_config.pooling,
             )
 
     def prepare(self, params: GuidedParams | None) -> Future[None]:

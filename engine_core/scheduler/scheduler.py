@@ -7,13 +7,14 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, abc, deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from engine_core.cache import (
     NULL_BLOCK,
+    BlockPool,
     cut_before_span,
     extend_block_keys,
     longest_cached_prefix,
@@ -131,7 +132,13 @@ def check_sequence(sequence: Sequence, config: SchedulerConfig) -> None:
             f"{name}: its max_model_len is {sequence.max_model_len}, above the engine's "
             f"{config.max_model_len}; give the engine's"
         )
-    if sequence.prompt_len >= sequence.max_model_len:
+    if sequence.pooling is not None:
+        if sequence.prompt_len > sequence.max_model_len:
+            raise RequestError(
+                f"{name}: a prompt of {sequence.prompt_len} tokens is longer than max_model_len "
+                f"{sequence.max_model_len}; shorten it, or cut it with truncate_prompt_tokens"
+            )
+    elif sequence.prompt_len >= sequence.max_model_len:
         raise RequestError(
             f"{name}: a prompt of {sequence.prompt_len} tokens leaves no room for output in "
             f"max_model_len {sequence.max_model_len}; shorten the prompt"
@@ -249,7 +256,7 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.groups = open_groups(cache)
-        self.pool = self.groups[0].pool
+        self.pool = self.groups[0].pool if self.groups else BlockPool(cache.num_blocks)
         self.repeat_limit = config.max_repeat
         self.prompt_budget: abc.Callable[[int, int, int], int] | None = None
         self.media_cost: abc.Callable[[int], float] | None = None
@@ -462,8 +469,11 @@ class Scheduler:
             )
             assert known <= sequence.limit, f"{sequence}: {known} tokens, limit {sequence.limit}"
             capacity = min(
-                len(table) * group.block_size
-                for table, group in zip(sequence.block_tables, self.groups, strict=True)
+                (
+                    len(table) * group.block_size
+                    for table, group in zip(sequence.block_tables, self.groups, strict=True)
+                ),
+                default=sequence.max_model_len,
             )
             assert capacity == sequence.capacity, (
                 f"{sequence}: blocks for {capacity} tokens, capacity {sequence.capacity}"
@@ -693,6 +703,7 @@ class Scheduler:
                 sequence.prompt_len,
                 sequence.sampling,
                 sequence.prompt,
+                sequence.pooling,
             )
         )
         return count
@@ -840,6 +851,9 @@ class Scheduler:
             if sample:
                 sequence.num_pending += repeat
             sequence.last_step = step_id
+        if not self.groups:
+            # What has no cache attends to itself alone: prompts of one length at once.
+            draft.chunks.sort(key=itemgetter(1))
         for sequence, count in draft.chunks:
             start = sequence.num_scheduled
             sample = start + count == len(sequence.token_ids)
@@ -995,7 +1009,7 @@ class Scheduler:
         else:
             found = [result.sequence_id for result in results[:count]]
             assert found == ids, f"results of {found} where the plan has {ids}"
-            alone = [len(r.token_ids) == 1 and r[2:] == (None,) * 3 for r in results[:count]]
+            alone = [len(r.token_ids) == 1 and r[2:] == (None,) * 4 for r in results[:count]]
             plain &= np.array(alone)
             given = [r.token_ids[0] if ok else -1 for r, ok in zip(results, alone, strict=False)]
             tokens = np.array(given, dtype=np.int64)
@@ -1036,7 +1050,7 @@ class Scheduler:
         """Take in one row's result; the sequence has not finished."""
         # Taken apart at once: a field of a tuple is much slower to look up than a local name.
         sequence_id, _, start, num_tokens, _, sample = row
-        result_id, new_tokens, logprobs, chunk_logprobs, error = result
+        result_id, new_tokens, logprobs, chunk_logprobs, error, pooled = result
         assert result_id == sequence_id, (
             f"result of {result_id!r} where the plan has {sequence_id!r}"
         )
@@ -1046,7 +1060,7 @@ class Scheduler:
 
         reason: str | None = None
         stop_reason: int | None = None
-        if sample:
+        if sample and sequence.pooling is None:
             sequence.num_pending -= repeat
             token_ids = sequence.token_ids
             stops = sequence.stop_token_ids
@@ -1085,11 +1099,13 @@ class Scheduler:
         if sequence.row is not None:  # a preempted sequence computes these positions again
             sequence.num_computed = end
             self._note_computed(sequence)
+        if pooled is not None:
+            reason = "stop"
         if reason is not None:
             self._finish(sequence, reason, stop_reason)
         elif not new_tokens and prompt_logprobs is None:
             return None
-        return _update(sequence, new_tokens, logprobs, prompt_logprobs)
+        return _update(sequence, new_tokens, logprobs, prompt_logprobs, pooled)
 
     def _chunk(self, sequence: Sequence, start: int, num_tokens: int, draft: _Draft) -> int:
         """How many of the known tokens from ``start`` on fit the budget with no span split."""
@@ -1245,8 +1261,11 @@ class Scheduler:
         for table, blocks in zip(sequence.block_tables, grown, strict=True):
             table.extend(blocks)
         sequence.capacity = min(
-            len(table) * group.block_size
-            for group, table in zip(self.groups, sequence.block_tables, strict=True)
+            (
+                len(table) * group.block_size
+                for group, table in zip(self.groups, sequence.block_tables, strict=True)
+            ),
+            default=sequence.max_model_len,
         )
         return grown
 
@@ -1400,6 +1419,7 @@ def _update(
     new_token_ids: tuple[int, ...],
     logprobs: tuple[TokenLogprobs, ...] | None,
     prompt_logprobs: tuple[TokenLogprobs, ...] | None,
+    pooled: bytes | None = None,
 ) -> TokenUpdate:
     """A sequence's update from a step, with its state after it."""
     return _new(
@@ -1415,5 +1435,6 @@ def _update(
             sequence.num_cached_tokens,
             sequence.num_preemptions,
             sequence.number,
+            pooled,
         ),
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 
 from engine_core.cache import BlockKey
-from engine_core.configs import SamplingParams
+from engine_core.configs import PoolingParams, SamplingParams
 from engine_core.errors import RequestError
 from engine_core.inputs import ProcessedPrompt, packed_token_ids
 from engine_core.steps import RowError, TokenLogprobs
@@ -38,6 +38,7 @@ class Sequence:
         max_model_len: tokens of the sequence, prompt and output together.
         priority: lower runs first; sequences of equal priority run in order of arrival.
         number: by which its frontend knows it.
+        pooling: what it gives in place of tokens; it ends with its prompt then.
 
     Raises:
         RequestError: a token is no integer, or does not fit 64 bits.
@@ -89,6 +90,7 @@ class Sequence:
         "num_swapped",
         "number",
         "order",
+        "pooling",
         "priority",
         "prompt",
         "prompt_len",
@@ -117,11 +119,13 @@ class Sequence:
         max_model_len: int,
         priority: int = 0,
         number: int = 0,
+        pooling: PoolingParams | None = None,
     ) -> None:
         self.sequence_id = sequence_id
         self.number = number
         self.prompt = prompt
         self.sampling = sampling
+        self.pooling = pooling
         self.eos_token_ids = () if sampling.ignore_eos else tuple(eos_token_ids)
         self.arrival_time = arrival_time
         self.max_model_len = max_model_len
@@ -135,7 +139,9 @@ class Sequence:
             raise RequestError(f"request {sequence_id!r}: {_wrong_tokens(prompt)}") from None
         self.prompt_len = len(self.token_ids)
         self.limit = max_model_len
-        if sampling.max_tokens is not None:
+        if pooling is not None:
+            self.limit = self.prompt_len + 1  # so that nothing is planned after the prompt
+        elif sampling.max_tokens is not None:
             self.limit = min(self.limit, self.prompt_len + sampling.max_tokens)
         self.stop_token_ids = frozenset(self.eos_token_ids + sampling.stop_token_ids)
         self.stop_min_len = self.prompt_len + sampling.min_tokens

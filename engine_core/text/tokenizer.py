@@ -57,6 +57,28 @@ class Tokenizer(ABC):
             RequestError: ``text`` is no string, or not one that UTF-8 can express.
         """
 
+    def encode_all(
+        self,
+        texts: Sequence[str] | Sequence[tuple[str, str]],
+        most: int | None = None,
+    ) -> list[tuple[list[int], list[int]]]:
+        """Token ids, and the type of each token, of many texts or pairs of texts.
+
+        Special tokens are added as :meth:`encode` adds them; in a pair those of the second text
+        are usually of type 1. With ``most`` texts are cut at their ends, of a pair the longer one
+        first, so that each result has at most so many tokens, special ones included.
+
+        Raises:
+            RequestError: as :meth:`encode`, or the special tokens alone are more than ``most``, or
+                this tokenizer joins no pairs.
+        """
+        if any(not isinstance(text, str) for text in texts):
+            raise RequestError(
+                f"a {type(self).__name__} knows no way to join two texts, which this needs"
+            )
+        ids = [self.encode(text)[:most] for text in texts if isinstance(text, str)]
+        return [(each, [0] * len(each)) for each in ids]
+
     @abstractmethod
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids outside the vocabulary give nothing."""
@@ -171,6 +193,31 @@ class FastTokenizer(Tokenizer):
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    def encode_all(
+        self,
+        texts: Sequence[str] | Sequence[tuple[str, str]],
+        most: int | None = None,
+    ) -> list[tuple[list[int], list[int]]]:
+        """See :meth:`Tokenizer.encode_all`."""
+        _check_all(texts)
+        backend = self._backend
+        if most is None:
+            return [(each.ids, each.type_ids) for each in backend.encode_batch_fast(texts)]
+        pairs = bool(texts) and not isinstance(texts[0], str)
+        room = _room(most, backend.num_special_tokens_to_add(is_pair=pairs))
+        flat = [text for pair in texts for text in pair] if pairs else texts
+        bare = backend.encode_batch_fast(flat, add_special_tokens=False)
+        done = []
+        for first in range(0, len(bare), 2 if pairs else 1):
+            one, other = bare[first], bare[first + 1] if pairs else None
+            own, others = _shares(len(one.ids), 0 if other is None else len(other.ids), room)
+            one.truncate(own)
+            if other is not None:
+                other.truncate(others)
+            encoding = backend.post_process(one, other)
+            done.append((encoding.ids, encoding.type_ids))
+        return done
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See :meth:`Tokenizer.decode`."""
         if self._unused_ids:
@@ -219,6 +266,23 @@ class TransformersTokenizer(Tokenizer):
         ids: list[int] = self._hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
+    def encode_all(
+        self,
+        texts: Sequence[str] | Sequence[tuple[str, str]],
+        most: int | None = None,
+    ) -> list[tuple[list[int], list[int]]]:
+        """See :meth:`Tokenizer.encode_all`."""
+        _check_all(texts)
+        if not texts:
+            return []
+        options: dict[str, Any] = {}
+        if most is not None:
+            added = self._hf_tokenizer.num_special_tokens_to_add(pair=not isinstance(texts[0], str))
+            _room(most, added)
+            options = {"truncation": "longest_first", "max_length": most}
+        made = self._hf_tokenizer(list(texts), return_token_type_ids=True, **options)
+        return list(zip(made["input_ids"], made["token_type_ids"], strict=True))
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See :meth:`Tokenizer.decode`."""
         # A Python tokenizer fails on an id that it does not know.
@@ -245,6 +309,31 @@ def component_config(component: Any) -> Mapping[str, Any] | None:
         return None
     config: Mapping[str, Any] = json.loads(component.__getstate__())
     return config
+
+
+def _check_all(texts: Sequence[str] | Sequence[tuple[str, str]]) -> None:
+    for text in texts:
+        for each in (text,) if isinstance(text, str) else text:
+            check_text(each)
+
+
+def _room(most: int, added: int) -> int:
+    """Tokens of text beside the special ones."""
+    if most < added:
+        raise RequestError(
+            f"truncate_prompt_tokens {most} leaves no room for the {added} special tokens that the "
+            "tokenizer adds; set it higher",
+            param="truncate_prompt_tokens",
+        )
+    return most - added
+
+
+def _shares(one: int, other: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts are kept: the longer one is cut first, as tokenizers cut."""
+    if one + other <= room:
+        return one, other
+    less = min(one, other, room // 2)
+    return (room - less, less) if one > other else (less, room - less)
 
 
 def check_text(text: str) -> None:

@@ -705,8 +705,6 @@ def test_block_sizes_of_groups_divide_one_another() -> None:
     assert cache(block_size=(4, 2, 8), windows=(None, 3, None)).block_size == 2
     with pytest.raises(ConfigError, match=r"divide one another, got \[2, 3\]"):
         cache(block_size=(2, 3), windows=(None, 3))
-    with pytest.raises(ConfigError, match="groups"):
-        cache(windows=())
 
 
 @pytest.mark.parametrize(

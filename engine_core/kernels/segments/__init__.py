@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ class Segments:
 
     Attributes:
         runs: how many segments of equal size follow each other, and that size.
-        length: tokens in all.
+        length: tokens in all; -1 if only the device knows.
         longest: tokens of the largest segment.
         starts: ``[segments + 1]`` int32 on a GPU, where each begins and the last one ends; None on
             a CPU.
@@ -55,6 +56,26 @@ class Segments:
             parts.append(torch.full((1,), begin, dtype=torch.int32, device=device))
             self.starts = torch.cat(parts)
 
+    @classmethod
+    def between(cls, starts: Tensor, longest: int) -> Segments:
+        """Those that begin at ``starts [segments + 1]`` int32, whose last is the end of all.
+
+        On a GPU with kernels for them nobody waits for the starts.
+        """
+        if starts.device.type != "cuda":
+            return cls([(1, size) for size in starts.diff().tolist()], starts.device)
+        made = cls.__new__(cls)
+        made.starts, made.longest, made.length = starts, longest, -1
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "runs":
+            raise AttributeError(name)
+        assert self.starts is not None, "runs are there on a CPU"
+        sizes = self.starts.diff().tolist()
+        self.runs = [(len(list(same)), size) for size, same in groupby(sizes)]
+        return self.runs
+
 
 def attend_segments(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, scale: float | None = None
@@ -77,7 +98,8 @@ def attend_segments(
     Raises:
         ValueError: shapes are not as above.
     """
-    if q.dim() != 3 or not q.shape == k.shape == v.shape or len(q) != segments.length:
+    fits = segments.length in (-1, len(q))
+    if q.dim() != 3 or not q.shape == k.shape == v.shape or not fits:
         raise ValueError(
             f"attend_segments: q, k and v must be [{segments.length}, heads, D], got "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"

@@ -1,0 +1,1 @@
+"""BERT, RoBERTa and models of their shape for engine-core."""
