@@ -15,26 +15,6 @@ WORDS = [
     *("the", "a", "cat", "dog", "sat", "on", "mat", "and", "ran", "far", "rain", "is", "near"),
     *("sun", "sea", "red", "blue", "old", "new"),
 ]
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "on",
-    "mat",
-    "and",
-    "ran",
-    "far",
-    "rain",
-    "is",
-    "near",
-    "sun",
-    "sea",
-    "red",
-    "blue",
-    "old",
-    "new",
-]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 

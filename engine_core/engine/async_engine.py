@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
-from engine_core.configs import EngineConfig, ModelConfig, SamplingParams
+from engine_core.configs import EngineConfig, ModelConfig, PoolingParams, SamplingParams
 from engine_core.engine import process
 from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.frontend import (
@@ -29,6 +29,7 @@ from engine_core.engine.frontend import (
     HasFrontend,
     Prompt,
     State,
+    TokenizedPrompt,
     choose_tokenizer,
     with_texts,
 )
@@ -561,6 +562,59 @@ class AsyncEngine(HasFrontend):
                     RequestRecord(name, ids, arrival_time, tokenized_time, now)
                 )
         return streams
+
+    def add_pooled(
+        self,
+        prompts: abc.Sequence[TokenizedPrompt],
+        params: PoolingParams,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        arrival_time: float | None = None,
+        cache_salts: tuple[abc.Hashable, ...] = (),
+        queues: bool = True,
+    ) -> RequestStream:
+        """Queue one request for the vectors or scores of several prompts.
+
+        Args:
+            prompts: as ``frontend.tokenize_all`` returned them.
+            params: what is wanted of each.
+            priority: see :meth:`add_requests`, as for the next three.
+            timeout: likewise.
+            arrival_time: likewise.
+            cache_salts: likewise.
+            queues: whether it is refused if too many wait; not the rest of what has begun.
+
+        Returns:
+            The stream of its outputs, with a completion for each prompt that is done.
+
+        Raises:
+            RequestError: one cannot be served; nothing is kept then.
+            QueueFullError: too many sequences wait already.
+            EngineDeadError: the engine process has ended, or is to end.
+        """
+        self._check_alive()
+        if queues:
+            self._check_queue(len(prompts))
+        state, sequences = self.frontend.prepare_pooled(
+            prompts,
+            self.frontend.pooling.resolve(params),
+            priority=priority,
+            unique_ids=True,
+            arrival_time=arrival_time,
+            cache_salts=cache_salts,
+        )
+        for new in sequences:
+            sequence = Sequence(
+                new.sequence_id,
+                new.prompt,
+                new.sampling,
+                arrival_time=new.arrival_time,
+                max_model_len=self.max_model_len,
+                pooling=new.pooling,
+            )
+            check_sequence(sequence, self._scheduler_config)
+        return self._queue(state, sequences, timeout)
 
     def stats(self) -> EngineStats:
         """Load of the engine after its last step, and counts since its start."""

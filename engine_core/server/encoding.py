@@ -14,7 +14,7 @@ def encode(value: Any) -> bytes:
     A lone surrogate, which no generated text has but an error message may quote, is replaced.
     """
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except orjson.JSONEncodeError:
         return orjson.dumps(_expressible(value))
 

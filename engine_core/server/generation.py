@@ -170,6 +170,7 @@ def check_common(body: GenerationBody, service: Service) -> None:
         ApiError: 400 or 404.
     """
     service.check_model(body.model)
+    service.engine.frontend.check_task("generate")
     if body.n is not None and body.n > service.settings.max_n:
         raise ApiError(
             400,

@@ -29,8 +29,19 @@ logger = logging.getLogger(__name__)
 _CLIENT_GONE = 499
 # Polled by monitoring; not worth a log line each, and answered when others are refused.
 HEALTH = ("/health", "/health/live", "/health/ready", "/ping", "/load", "/metrics")
-_GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
-_PROTECTED = ("/v1/", "/tokenize", "/detokenize")
+_GENERATION = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+    "/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+)
+_PROTECTED = ("/v1/", "/v2/", "/rerank", "/score", "/tokenize", "/detokenize")
 
 
 class RequestMiddleware:

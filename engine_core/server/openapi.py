@@ -28,7 +28,16 @@ from engine_core.server.messages_protocol import (
     MessagesErrorAnswer,
     MessagesEvent,
 )
-from engine_core.server.protocol import CHAT_BODY, COMPLETION_BODY, DETOKENIZE_BODY, TOKENIZE_BODY
+from engine_core.server.pooling import create_embedding, create_rerank, create_score
+from engine_core.server.protocol import (
+    CHAT_BODY,
+    COMPLETION_BODY,
+    DETOKENIZE_BODY,
+    EMBEDDING_BODY,
+    RERANK_BODY,
+    SCORE_BODY,
+    TOKENIZE_BODY,
+)
 from engine_core.server.responses import (
     Answer,
     ChatChunkAnswer,
@@ -36,11 +45,14 @@ from engine_core.server.responses import (
     CompletionAnswer,
     CompletionChunkAnswer,
     DetokenizeAnswer,
+    EmbeddingsAnswer,
     ErrorAnswer,
     HealthAnswer,
     LoadAnswer,
     ModelAnswer,
     ModelsAnswer,
+    RerankAnswer,
+    ScoresAnswer,
     TokenizeAnswer,
     TokenizerAnswer,
     VersionAnswer,
@@ -109,7 +121,7 @@ class Operation:
     answer: type[Answer] | None
     body: TypeAdapter[Any] | None = None
     chunk: type[Answer] | None = None
-    tag: Literal["OpenAI", "Anthropic", "Text", "Server"] = "OpenAI"
+    tag: Literal["OpenAI", "Anthropic", "Vectors", "Text", "Server"] = "OpenAI"
     done: bool = True
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -134,7 +146,7 @@ class Operation:
             errors.add(503)
         if self.body is not None:
             errors |= {400, 404, 408, 413, 415}
-        if self.chunk is not None:
+        if self.chunk is not None or self.tag == "Vectors":
             errors.add(429)
         if self.path in (_ONE_RESPONSE, _INPUT_ITEMS):
             errors.add(400)
@@ -146,6 +158,9 @@ _COMPLETION = (create_completion, CompletionAnswer, COMPLETION_BODY, CompletionC
 _MESSAGE = (create_message, MessageAnswer, MESSAGES_BODY, MessagesEvent)
 _COUNT = (count_tokens, CountAnswer, COUNT_BODY)
 _RESPONSE = (create_response, ResponseAnswer, RESPONSES_BODY, ResponseEvent)
+_EMBEDDING = (create_embedding, EmbeddingsAnswer, EMBEDDING_BODY)
+_SCORE = (create_score, ScoresAnswer, SCORE_BODY)
+_RERANK = (create_rerank, RerankAnswer, RERANK_BODY)
 _DETOKENIZE = (routes.detokenize, DetokenizeAnswer, DETOKENIZE_BODY)
 OPERATIONS = (
     Operation("POST", "/v1/chat/completions", *_CHAT),
@@ -156,6 +171,12 @@ OPERATIONS = (
     Operation("DELETE", _ONE_RESPONSE, delete_response, DeletedResponse),
     Operation("POST", "/v1/messages", *_MESSAGE, tag="Anthropic", done=False),
     Operation("POST", "/v1/messages/count_tokens", *_COUNT, tag="Anthropic"),
+    Operation("POST", "/v1/embeddings", *_EMBEDDING, tag="Vectors"),
+    Operation("POST", "/v1/score", *_SCORE, tag="Vectors"),
+    Operation("POST", "/score", *_SCORE, tag="Vectors"),
+    Operation("POST", "/v1/rerank", *_RERANK, tag="Vectors"),
+    Operation("POST", "/v2/rerank", *_RERANK, tag="Vectors"),
+    Operation("POST", "/rerank", *_RERANK, tag="Vectors"),
     Operation("GET", "/v1/models", routes.list_models, ModelsAnswer),
     Operation("GET", "/v1/models/{model:path}", routes.retrieve_model, ModelAnswer),
     Operation("POST", "/tokenize", routes.tokenize, TokenizeAnswer, TOKENIZE_BODY, tag="Text"),

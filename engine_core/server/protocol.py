@@ -37,6 +37,7 @@ _MAX_INT = 2**31 - 1
 # Far above what anyone sends; they bound what one body can cost.
 MAX_TOKEN_IDS = 2**20
 MAX_PROMPTS = 2**16
+MAX_INPUTS = 2048
 MAX_MESSAGES = 2**14
 MAX_PARTS = 1024
 MAX_CALLS = 1024
@@ -676,6 +677,80 @@ class CompletionBody(GenerationBody):
     """Filling in before a suffix is not supported."""
 
 
+class PoolingBody(Body):
+    """Fields of requests for vectors and for scores."""
+
+    model: str | None = None
+    """One of the names under which the model is served; the first of them if not set."""
+    truncate_prompt_tokens: Count | Literal[-1] | None = None
+    """Keep only so many tokens of each text, the first ones and the special ones; -1 for as many as
+    the model takes. A longer text is refused if not set."""
+    priority: Annotated[int, Field(ge=-(2**31), le=_MAX_INT), _Integral] | None = None
+    """A request of a lower value runs before others; 0 if not set."""
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    """Seconds from the request's arrival to its end at most, if the server's own limit is not
+    less."""
+    cache_salt: Text | None = None
+    """Only requests with the same salt share cached beginnings of texts."""
+    user: str | None = None
+    """A label; no effect."""
+
+
+class EmbeddingBody(PoolingBody):
+    """The body of ``POST /v1/embeddings``."""
+
+    input: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[list[Text], Items(1, MAX_INPUTS), Tag("texts")]
+        | Annotated[TokenPrompt, Tag("tokens")]
+        | Annotated[list[TokenPrompt], Items(1, MAX_INPUTS), Tag("token_lists")],
+        Discriminator(
+            _prompt_kind,
+            custom_error_type="no_prompt",
+            custom_error_message="must be text, token ids, or a list of either",
+        ),
+    ]
+    """Text, token ids, or several of either."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """Whether a vector is a list of numbers (if not set), or its float32 in base64."""
+    dimensions: Count | None = None
+    """Numbers of a vector, for models that are trained so that its beginning is one too."""
+    normalize: bool | None = None
+    """Whether vectors have length 1; as the model says if not set."""
+    prompt_name: Text | None = None
+    """Which of the checkpoint's prompts goes before each text; its default one, if it has one, if
+    not set."""
+
+
+class ScoreBody(PoolingBody):
+    """The body of ``POST /v1/score``."""
+
+    text_1: Text | Annotated[list[Text], Items(1, MAX_INPUTS)]
+    """A text for all of text_2, or as many."""
+    text_2: Text | Annotated[list[Text], Items(1, MAX_INPUTS)]
+    """A text, or several."""
+    use_activation: bool | None = None
+    """Whether a cross encoder's score passes the model's activation; so if not set."""
+
+
+class RerankText(Body):
+    """A document as an object."""
+
+    text: Text
+
+
+class RerankBody(PoolingBody):
+    """The body of ``POST /v1/rerank``, as Jina and Cohere have it."""
+
+    query: Text
+    documents: Annotated[list[Text | RerankText], Items(1, MAX_INPUTS)]
+    """What is put in order."""
+    top_n: Count | None = None
+    """How many of them the answer has at most; all if not set."""
+    return_documents: bool | None = None
+    """Whether the answer has their text; so if not set."""
+
+
 class TokenizeTextBody(Body):
     """The body of ``POST /tokenize`` for a text."""
 
@@ -713,4 +788,7 @@ TOKENIZE_BODY: TypeAdapter[TokenizeTextBody | TokenizeChatBody] = TypeAdapter(
 )
 CHAT_BODY = TypeAdapter(ChatBody)
 COMPLETION_BODY = TypeAdapter(CompletionBody)
+EMBEDDING_BODY = TypeAdapter(EmbeddingBody)
+SCORE_BODY = TypeAdapter(ScoreBody)
+RERANK_BODY = TypeAdapter(RerankBody)
 DETOKENIZE_BODY = TypeAdapter(DetokenizeBody)

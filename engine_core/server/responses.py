@@ -238,6 +238,73 @@ class CompletionChunkAnswer(_Generated):
     usage: Usage | None = None
 
 
+class PooledUsage(Answer):
+    """Tokens of the texts."""
+
+    prompt_tokens: int = Field(ge=0)
+    total_tokens: int = Field(ge=0)
+
+
+class EmbeddingItem(Answer):
+    """One vector: numbers, or their float32 in base64."""
+
+    object: Literal["embedding"]
+    index: int = Field(ge=0)
+    embedding: list[float] | str
+
+
+class EmbeddingsAnswer(Answer):
+    """A vector for each input."""
+
+    object: Literal["list"]
+    data: list[EmbeddingItem] = Field(min_length=1)
+    model: str
+    usage: PooledUsage
+
+
+class ScoreItem(Answer):
+    """The score of one pair."""
+
+    index: int = Field(ge=0)
+    object: Literal["score"]
+    score: float
+
+
+class ScoresAnswer(Answer):
+    """A score for each pair."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreItem] = Field(min_length=1)
+    usage: PooledUsage
+
+
+class RerankedText(Answer):
+    """A document."""
+
+    text: str
+
+
+class RerankItem(Answer):
+    """One document's place in the request, and its score."""
+
+    index: int = Field(ge=0)
+    relevance_score: float
+    document: RerankedText = RerankedText(text="")
+
+
+class RerankAnswer(Answer):
+    """Documents, the best first."""
+
+    id: str
+    object: Literal["list"]
+    model: str
+    results: list[RerankItem] = Field(min_length=1)
+    usage: PooledUsage
+
+
 class ModelAnswer(Answer):
     """A name under which the model is served."""
 

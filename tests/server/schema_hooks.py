@@ -36,7 +36,7 @@ def before_call(context: HookContext, case: Case, kwargs: dict[str, Any]) -> Non
     body = case.body
     if not _is_positive(case) or not isinstance(body, dict):
         return
-    for name in ("prompt", "tokens", "stop_token_ids", "allowed_token_ids"):
+    for name in ("input", "prompt", "tokens", "stop_token_ids", "allowed_token_ids"):
         if isinstance(body.get(name), list):
             body[name] = _within_vocabulary(body[name])
     if isinstance(body.get("logit_bias"), dict):
@@ -50,7 +50,7 @@ def before_call(context: HookContext, case: Case, kwargs: dict[str, Any]) -> Non
         body["timeout"] = max(60, body["timeout"])
     if "messages" in body and not body.get("max_tokens") and "/chat/" in case.path:
         body["max_tokens"] = body.get("max_completion_tokens") or 8
-    if "input" in body and not body.get("max_output_tokens"):
+    if "/responses" in case.path and not body.get("max_output_tokens"):
         body["max_output_tokens"] = 8
 
 
