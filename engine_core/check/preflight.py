@@ -216,9 +216,11 @@ class _Check:
         with self._collecting():
             self.scheme = find_scheme(checkpoint.hf_config, self.scheme, registry, device)
         with self._collecting():
-            self.model_config = read_config(registry, checkpoint)
+            self.model_config = read_config(registry, checkpoint, self.config.model_impl)
         if self.model_config is None:
             return
+        if self.model_config.caveat is not None:
+            self._add("fallback", "warning", self.model_config.caveat)
         with self._collecting():
             self.model_class = registry.model_class(self.model_config.architecture)
             self.model_config = with_task(

@@ -27,6 +27,7 @@ HINTS = {
     "device-unavailable": "Use device=cpu, or name the GPU that you plan for with --gpu.",
     "dtype-converted": "Set dtype to keep the stored type.",
     "eos-missing": "Generation ends at max_tokens; set stop_token_ids in the requests.",
+    "fallback": "It is right, and slower than a package of its own: docs/write-a-plugin.md.",
     "generation-config-invalid": "Correct the key that is named, or remove it.",
     "generation-config-unread": "Remove the key to say that it is not wanted.",
     "length-cut": "Give the cache more memory, or set max_model_len to accept the shorter length.",

@@ -41,6 +41,7 @@ def _number(value: Any) -> Any:
 
 
 _Number = BeforeValidator(_number)
+ModelImpl = Literal["native", "transformers", "auto"]
 MediaKind = Literal["image", "video", "audio"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
@@ -117,6 +118,9 @@ class EngineConfig(FrozenConfig):
     """Seconds that the trial of a guided text's grammar may take, in a process of its own."""
     seed: Annotated[int, Field(ge=0, lt=2**63), _Number] = 0
     """Seed of dummy weights and of requests without one."""
+    model_impl: ModelImpl = "auto"
+    """native runs families of installed packages, transformers has that library's own code run the
+    model (package engine-core-transformers), and auto does so if no package knows the family."""
     custom_module_map: Paths = ()
     """Python files with MODULE_MAP and CONFIG_BUILDERS; run with your rights."""
     plugin_errors: Literal["report", "strict"] = "report"

@@ -45,6 +45,7 @@ class ModelConfig(FrozenConfig):
             ``tool_parsers``; None if the config does not tell.
         reasoning_parser: name of the parser of its reasoning, one of the hook
             ``reasoning_parsers``; or None.
+        caveat: what whoever starts the model should know of how it is run; or None.
         text_model: the config of the text model inside, where another family's is.
         pooling: how vectors or scores are made, in place of text; None if text is generated. The
             engine fills it in.
@@ -73,6 +74,7 @@ class ModelConfig(FrozenConfig):
     sentencepiece: SentencePieceFormat | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    caveat: str | None = None
     text_model: ModelConfig | None = None
     pooling: PoolingConfig | None = None
     texts: Mapping[str, tuple[int, ...]] = Field(default_factory=dict, exclude=True)

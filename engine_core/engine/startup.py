@@ -96,6 +96,8 @@ def open_engine(model: str, config: EngineConfig) -> Opened:
         registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
     with phases.timed("config"):
         source = open_model(model, config, registry)
+        if source.model_config.caveat is not None:
+            logger.warning("%s", source.model_config.caveat)
         generation_config = source.checkpoint.generation_config
         eos_token_ids = find_eos_token_ids(source.model_config, generation_config)
         read_recommendation(generation_config, source.model_config)

@@ -27,8 +27,8 @@ def divide(total: int, parts: int, what: str) -> int:
 
 
 def all_reduce(x: Tensor, context: BuildContext) -> Tensor:
-    """Sum ``x`` over the group, in place; the identity on one rank."""
-    if context.tp_size > 1:
+    """Sum ``x`` over the group, in place; the identity on one rank, and on the meta device."""
+    if context.tp_size > 1 and not x.is_meta:
         torch.distributed.all_reduce(x, group=context.process_group)
     return x
 
@@ -38,5 +38,7 @@ def all_gather_last_dim(x: Tensor, context: BuildContext) -> Tensor:
     if context.tp_size == 1:
         return x
     parts = [torch.empty_like(x) for _ in range(context.tp_size)]
+    if x.is_meta:
+        return torch.cat(parts, dim=-1)
     torch.distributed.all_gather(parts, x.contiguous(), group=context.process_group)
     return torch.cat(parts, dim=-1)

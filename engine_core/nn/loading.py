@@ -179,6 +179,13 @@ def note_filled(param: nn.Parameter, tensor: Tensor) -> None:
         account.note(param, tensor, None, param.numel())
 
 
+def take(tensor: Tensor) -> None:
+    """Tell an open account that ``tensor`` is known: others are made of it, or nobody wants it."""
+    account = _ACCOUNT.get()
+    if account is not None:
+        account.ignore(tensor)
+
+
 def copy_checked(target: Tensor, tensor: Tensor) -> None:
     """Copy ``tensor`` into ``target``; on the meta device only compare their shapes.
 
@@ -293,8 +300,7 @@ def stacked_loader(
     def load(name: str, tensor: Tensor) -> None:
         target = rename(name) if rename else name
         if target.endswith(ignored) or target.startswith(ignored):
-            if account is not None:
-                account.ignore(tensor)
+            take(tensor)
             return
         shard_id = None
         *path, layer, leaf = ("", *target.split("."))

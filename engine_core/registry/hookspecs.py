@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from engine_core.configs import ConfigBuilder
     from engine_core.inputs import InputProcessor
 
-API_VERSION = "0.2"
-"""A plugin states what it was written for, as ``requires_api = "0.2"``; minor versions only add."""
+API_VERSION = "0.3"
+"""A plugin states what it was written for, as ``requires_api = "0.3"``; minor versions only add."""
 
 NAMESPACE = "engine_core"
 """Entry-point group and pluggy project name."""
@@ -30,6 +30,10 @@ class HookSpecs:
     @hookspec
     def config_builders(self) -> list[type[ConfigBuilder]]:  # type: ignore[empty-body]
         """List the classes that read this family's configs."""
+
+    @hookspec
+    def fallback_builders(self) -> list[type[ConfigBuilder]]:  # type: ignore[empty-body]
+        """List the classes that read configs of architectures that no package claims."""
 
     @hookspec
     def input_processors(self) -> list[type[InputProcessor]]:  # type: ignore[empty-body]

@@ -33,6 +33,7 @@ from engine_core.plugin_code import contained, defined_at, failed_at, package_of
 from engine_core.registry.hookspecs import API_VERSION, HOOK_NAMES, NAMESPACE, HookSpecs
 
 if TYPE_CHECKING:
+    from engine_core.configs.engine import ModelImpl
     from engine_core.configs import ConfigBuilder, HFConfig, ModelConfig
     from engine_core.inputs import InputProcessor
     from engine_core.nn.quantization import QuantizationScheme
@@ -81,6 +82,7 @@ class _Source:
     name: str
     module_map: Mapping[str, str | type] = field(default_factory=dict)
     config_builders: tuple[type[ConfigBuilder], ...] = ()
+    fallback_builders: tuple[type[ConfigBuilder], ...] = ()
     input_processors: tuple[type[InputProcessor], ...] = ()
     gguf_adapters: Mapping[str, str] = field(default_factory=dict)
     quantization_schemes: Mapping[str, str] = field(default_factory=dict)
@@ -147,8 +149,16 @@ class Registry:
                 return _load_class(source.module_map[architecture], source.name)
         raise UnknownArchitectureError(self._unknown(architecture))
 
-    def model_config(self, hf_config: HFConfig, model_path: Path | None = None) -> ModelConfig:
+    def model_config(
+        self, hf_config: HFConfig, model_path: Path | None = None, impl: ModelImpl = "native"
+    ) -> ModelConfig:
         """The model config of a checkpoint, by the one builder that matches it.
+
+        Args:
+            hf_config: the checkpoint's config.
+            model_path: its folder.
+            impl: "native" asks the packages of families, "transformers" those that run what others
+                were written for, and "auto" these if no family claims the checkpoint.
 
         Raises:
             DuplicateArchitectureError: two builders match.
@@ -162,25 +172,42 @@ class Registry:
                 f"config.json: architectures names several model classes, {names!r}; say with "
                 "hf_overrides which one it is"
             )
-        for sources in (self._custom, self._plugins):
-            matches = self._matching(sources, "config_builders", hf_config)
-            if len(matches) > 1:
-                names = " and ".join(f"{b.__name__} of {source.name!r}" for source, b in matches)
-                raise DuplicateArchitectureError(
-                    f"two config builders match this checkpoint: {names}; uninstall one, or say "
-                    "which in a custom_module_map file"
-                )
-            if matches:
-                source, builder = matches[0]
-                with self._asked():
-                    return _build(builder, hf_config, model_path, owner=source.name)
-        known = self.architectures
-        if isinstance(names, list) and names and str(names[0]) not in known:
-            model_type = hf_config.get("model_type")
-            if not isinstance(model_type, str | None):
-                raise ConfigError(f"config.json: model_type must be a string, got {model_type!r}")
-            raise UnknownArchitectureError(self._unknown(str(names[0]), model_type))
+        for sources in (self._custom, self._plugins) if impl != "transformers" else ():
+            built = self._built(sources, "config_builders", hf_config, model_path)
+            if built is not None:
+                return built
+        claimed = isinstance(names, list) and names and str(names[0]) in self.architectures
+        fallen = None
+        if impl != "native" and (impl == "transformers" or not claimed):
+            try:
+                built = self._built(self._plugins, "fallback_builders", hf_config, model_path)
+            except UnknownArchitectureError as error:
+                built, fallen = None, error
+            if built is not None:
+                return built
+        if isinstance(names, list) and names and (impl == "transformers" or not claimed):
+            raise UnknownArchitectureError(self._unknown(str(names[0]), hf_config, impl, fallen))
         return _build(DefaultConfigBuilder, hf_config, model_path)
+
+    def _built(
+        self,
+        sources: Sequence[_Source],
+        hook: Literal["config_builders", "fallback_builders"],
+        hf_config: HFConfig,
+        model_path: Path | None,
+    ) -> ModelConfig | None:
+        matches = self._matching(sources, hook, hf_config)
+        if len(matches) > 1:
+            names = " and ".join(f"{b.__name__} of {source.name!r}" for source, b in matches)
+            raise DuplicateArchitectureError(
+                f"two config builders match this checkpoint: {names}; uninstall one, or say "
+                "which in a custom_module_map file"
+            )
+        if not matches:
+            return None
+        source, builder = matches[0]
+        with self._asked():
+            return _build(builder, hf_config, model_path, owner=source.name)
 
     def input_processor(self, model_config: ModelConfig) -> InputProcessor | None:
         """The one processor whose condition holds for the model, or None.
@@ -216,6 +243,7 @@ class Registry:
         hf_config = HFConfig(architectures=[name], model_type="nobodys")
         for sources in (self._custom, self._plugins):
             self._matching(sources, "config_builders", hf_config)
+        self._matching(self._plugins, "fallback_builders", hf_config)
         sizes: dict[str, Any] = {
             key: 1 for key, info in ModelConfig.model_fields.items() if info.annotation is int
         }
@@ -253,7 +281,7 @@ class Registry:
     def _matching(
         self,
         sources: Sequence[_Source],
-        hook: Literal["config_builders", "input_processors"],
+        hook: Literal["config_builders", "fallback_builders", "input_processors"],
         subject: HFConfig | ModelConfig,
         needed: str | None = None,
     ) -> list[tuple[_Source, Any]]:
@@ -621,6 +649,7 @@ _NAMED = {
 
 _CLASS_METHODS = {
     "config_builders": ("condition", "build"),
+    "fallback_builders": ("condition", "build"),
     "input_processors": ("condition", "process"),
 }
 

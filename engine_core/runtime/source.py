@@ -11,6 +11,7 @@ import torch
 
 from engine_core.checkpoint import Checkpoint, is_local, open_checkpoint, resolve_model
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig
+from engine_core.configs.engine import ModelImpl
 from engine_core.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -113,7 +114,7 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
     option = option_scheme(config, registry, device)
     checkpoint = open_files(model, config, registry, device, option)
     scheme = find_scheme(checkpoint.hf_config, option, registry, device)
-    model_config = read_config(registry, checkpoint)
+    model_config = read_config(registry, checkpoint, config.model_impl)
     model_class = registry.model_class(model_config.architecture)
     model_config = with_task(model_config, model_class, checkpoint, config)
     processor = registry.input_processor(model_config)
@@ -281,7 +282,7 @@ def find_scheme(
     return scheme
 
 
-def read_config(registry: Registry, checkpoint: Checkpoint) -> ModelConfig:
+def read_config(registry: Registry, checkpoint: Checkpoint, impl: ModelImpl) -> ModelConfig:
     """The model config that the family's builder makes of the checkpoint's.
 
     Sizes far beyond what the files hold are refused before anything is built of that size.
@@ -292,7 +293,7 @@ def read_config(registry: Registry, checkpoint: Checkpoint) -> ModelConfig:
     """
     hf_config = checkpoint.hf_config
     _check_layers(hf_config, checkpoint)
-    model_config = registry.model_config(hf_config, checkpoint.folder)
+    model_config = registry.model_config(hf_config, checkpoint.folder, impl)
     if checkpoint.has_weights:
         _check_sizes(model_config, checkpoint)
     return model_config

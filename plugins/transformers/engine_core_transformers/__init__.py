@@ -1,0 +1,1 @@
+"""Causal models of transformers over engine-core's cache, scheduler and sampler."""

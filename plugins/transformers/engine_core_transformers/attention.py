@@ -1,0 +1,207 @@
+"""Transformers' attention interface over the paged cache, and what a model asks of it.
+
+While a model is built it runs once on the meta device under the name ``TRACED``: each call of the
+interface is noted with its heads, scale and mask, and :class:`Attention` layers are made of that.
+Later runs go under ``PAGED``, for which transformers makes no masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from engine_core.nn import Attention
+from engine_core.step_context import AttentionMetadata
+
+PAGED, TRACED = "engine_core_paged", "engine_core_traced"
+_LAYER = "_engine_core_attention"
+# What models hand on to the interface that changes no result here.
+_HARMLESS = frozenset({
+    "dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "past_key_values",
+    "position_embeddings", "layer_idx", "output_hidden_states", "return_dict", "cache_position",
+    "output_router_logits", "training", "deterministic", "batch_size",
+})  # fmt: skip
+
+
+class UnsupportedError(Exception):
+    """A model asks for what the cache or the kernels cannot do; the message says what."""
+
+
+@dataclass(slots=True)
+class Step:
+    """The caches and lengths of the step that runs now; the layers of a model share it."""
+
+    metadata: AttentionMetadata | None = None
+    alone: bool = False
+    """Whether each token sees itself only, to find out whether others reach it elsewhere."""
+
+
+class PagedAttention(Attention):
+    """The attention of one of the model's own modules."""
+
+    step: Step
+    cache: tuple[Tensor, Tensor] | None = None
+
+    def forward_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """``[1, heads, T, D]`` and the like to ``[1, T, heads, Dv]``."""
+        if self.step.alone:
+            group = query.shape[1] // value.shape[1]
+            return value.repeat_interleave(group, dim=1).transpose(1, 2)
+        assert self.cache is not None and self.step.metadata is not None, "set by the model"
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        return self(q, k, v, *self.cache, self.step.metadata)[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a module asked of the interface, on this rank."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(slots=True)
+class Trace:
+    """The modules that called the interface, in order."""
+
+    calls: dict[nn.Module, _Call] = field(default_factory=dict)
+    masks: list[tuple[Tensor, int | None]] = field(default_factory=list)
+
+
+_TRACE: ContextVar[Trace | None] = ContextVar("engine_core_transformers_trace", default=None)
+
+
+@contextmanager
+def tracing() -> Iterator[Trace]:
+    """Note what models that run under ``TRACED`` in the ``with`` block ask for."""
+    trace = Trace()
+    token = _TRACE.set(trace)
+    try:
+        yield trace
+    finally:
+        _TRACE.reset(token)
+
+
+def make_layers(trace: Trace, step: Step) -> list[PagedAttention]:
+    """The attention layers that the traced modules asked for, hung into these modules."""
+    layers = []
+    for module, call in trace.calls.items():
+        layer = PagedAttention(
+            call.heads,
+            call.head_dim,
+            num_kv_heads=call.kv_heads,
+            v_head_dim=call.v_head_dim,
+            scale=call.scale,
+            sliding_window=call.window,
+            logit_softcapping=call.softcap,
+        )
+        layer.step = step
+        module.add_module(_LAYER, layer)
+        layers.append(layer)
+    return layers
+
+
+def _paged(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    layer: PagedAttention = module._modules[_LAYER]  # type: ignore[assignment]
+    return layer.forward_heads(query, key, value), None
+
+
+def _traced(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    trace = _TRACE.get()
+    assert trace is not None, "only run inside of tracing()"
+    who = type(module).__name__
+    if module in trace.calls:
+        raise UnsupportedError(f"{who} attends twice in a step, which needs two caches")
+    scale, softcap = kwargs.pop("scaling", None), kwargs.pop("softcap", None)
+    window = kwargs.pop("sliding_window", None)
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise UnsupportedError(f"{who} sees later tokens (is_causal is false)")
+    unknown = [k for k, v in kwargs.items() if v is not None and k not in _HARMLESS]
+    if unknown:
+        raise UnsupportedError(f"{who} gives attention {unknown[0]!r}, which it cannot take here")
+    masked = [found for made, found in trace.masks if made is mask]
+    if not masked:
+        raise UnsupportedError(f"{who} attends without a mask that transformers' makers made")
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise UnsupportedError(f"{who} attends over other tokens than those of the step")
+    if query.shape[-1] != key.shape[-1]:
+        raise UnsupportedError(f"{who} has queries and keys of different sizes")
+    if window is not None and masked[0] != window:
+        raise UnsupportedError(f"{who} has a window of {window} and a mask of {masked[0]}")
+    trace.calls[module] = _Call(
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        head_dim=query.shape[-1],
+        v_head_dim=value.shape[-1],
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        window=masked[0],
+        softcap=softcap,
+    )
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _traced_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    device: Any = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """A mask that is never used, noted with the window that its function describes."""
+    trace = _TRACE.get()
+    assert trace is not None, "only run inside of tracing()"
+    mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    trace.masks.append((mask, _window(mask_function, local_size)))
+    return mask
+
+
+def _window(visible: Callable[..., Any], size: int | None) -> int | None:
+    """The window of a causal mask, None for none, found by asking it about pairs of positions.
+
+    Raises:
+        UnsupportedError: it is another mask.
+    """
+    last = 4 * (size or 16) + 8
+    keys = torch.arange(last, device="cpu")
+    near = {0, 1, last // 3, last - 1}
+    if size is not None:
+        near |= {size - 2, size - 1, size, size + 1, 2 * size, 2 * size + 1, 3 * size}
+    for query in sorted(place for place in near if 0 <= place < last):
+        zero = torch.zeros((), dtype=torch.long, device="cpu")
+        try:
+            seen = visible(zero, zero, torch.tensor(query, device="cpu"), keys)
+        except Exception as error:  # It looks at what is on the meta device, such as the prompt.
+            raise UnsupportedError("its mask depends on more than positions") from error
+        wanted = keys <= query
+        if size is not None:
+            wanted &= keys > query - size
+        if not torch.equal(seen.expand_as(wanted), wanted):
+            raise UnsupportedError(
+                "its mask is neither causal nor that of a sliding window (bidirectional, by "
+                "chunks, or by parts of the prompt)"
+            )
+    return size
+
+
+ALL_ATTENTION_FUNCTIONS.register(PAGED, _paged)
+ALL_ATTENTION_FUNCTIONS.register(TRACED, _traced)
+ALL_MASK_ATTENTION_FUNCTIONS.register(TRACED, _traced_mask)
