@@ -328,6 +328,17 @@ class Registry:
         """
         return self._named("gguf_adapters")
 
+    def gguf_advice(self, name: str) -> str:
+        """What to do about a GGUF architecture that no plugin translates."""
+        package = _package_for("gguf", name)
+        if package is not None:
+            return f"{package} does: pip install {package}.{self._broken()}"
+        return (
+            "Take the model's checkpoint in safetensors, which another package or "
+            f"{_FALLBACK} may run; or write an adapter, which a package offers by the hook "
+            f"gguf_adapters (docs/write-a-plugin.md).{self._broken()}"
+        )
+
     def gguf_adapter(self, name: str) -> type:
         """Import and return the adapter class of a GGUF architecture.
 
@@ -430,27 +441,77 @@ class Registry:
         broken = [f"{report.name}: {report.error}" for report in self.reports if report.error]
         return f" Plugins that could not be used: {'; '.join(broken)}." if broken else ""
 
-    def _unknown(self, architecture: str, model_type: str | None = None) -> str:
-        import difflib  # needed only for this message
+    def _unknown(
+        self,
+        architecture: str,
+        hf_config: HFConfig | None = None,
+        impl: ModelImpl = "native",
+        refused: UnknownArchitectureError | None = None,
+    ) -> str:
+        """What is known of an architecture that nobody claims, and what to do about it.
 
-        known = self.architectures
-        near = difflib.get_close_matches(architecture, known, n=3, cutoff=0.5)
+        ``refused`` is the error of a package that runs what others were written for.
+        """
         lines = [f"no installed plugin knows the architecture {architecture!r}."]
-        if near:
-            lines.append(f"Nearest: {', '.join(f'{n} ({known[n]})' for n in near)}.")
-        elif known:
-            lines.append(f"Known: {', '.join(sorted(known))}.")
-        else:
-            lines.append("No plugin is installed at all.")
-        family = architecture.split("For")[0].lower()
-        named = (model_type or family).replace("_", "-")
-        if all(report.distribution != f"engine-core-{named}" for report in self.reports):
-            family = named
-        lines.append(
-            f"A package for it would by convention be named engine-core-{family}; or pass a file "
-            "with MODULE_MAP as custom_module_map. docs/write-a-plugin.md says how to write either."
-        )
+        model_type = None if hf_config is None else hf_config.get("model_type")
+        if not isinstance(model_type, str | None):
+            raise ConfigError(f"config.json: model_type must be a string, got {model_type!r}")
+        if impl == "transformers" and architecture in self.architectures:
+            lines = ["model_impl 'transformers' is asked for."]
+        package = _package_for("architectures", architecture)
+        near = [name for name in self.architectures if _misspelt(architecture, name)]
+        falls_back = any(source.fallback_builders for source in self._plugins)
+        if package is not None and impl != "transformers":
+            lines.append(f"{package} does: pip install {package}.")
+        elif near:
+            lines.append(f"Nearest: {', '.join(f'{n} ({self.architectures[n]})' for n in near)}.")
+        media = sorted(set(_SENSES) & set(hf_config or ()))
+        if refused is not None:
+            lines.append(f"{refused}.")
+        elif package is None and media:
+            lines.append(f"It takes pictures or sounds ({media[0]}), and no package has it.")
+        elif impl != "native" and not falls_back:
+            lines.append(
+                f"If transformers knows it, {_FALLBACK} runs it, more slowly than a package of its "
+                f"own: pip install {_FALLBACK}."
+            )
+        elif falls_back and hf_config is not None:
+            lines.append(f"With model_impl 'auto' {_FALLBACK} may run it, slowly.")
+        if package is None:
+            family = architecture.split("For")[0].lower()
+            named = (model_type or family).replace("_", "-")
+            if all(report.distribution != f"engine-core-{named}" for report in self.reports):
+                family = named
+            lines.append(
+                f"A package for it would by convention be named engine-core-{family}; or pass a "
+                "file with MODULE_MAP as custom_module_map. docs/write-a-plugin.md says how to "
+                "write either."
+            )
         return " ".join(lines) + self._broken()
+
+
+_FALLBACK = "engine-core-transformers"
+# Keys of a config that only models have which take more than text.
+_SENSES = ("audio_config", "image_token_id", "image_token_index", "vision_config", "visual")
+
+
+def _package_for(what: Literal["architectures", "gguf"], name: str) -> str | None:
+    """The package of ours for an architecture, whether it is installed or not."""
+    import json
+
+    listed = json.loads((Path(__file__).parent / "packages.json").read_text(encoding="utf-8"))
+    return next((package for package, has in listed.items() if name in has.get(what, ())), None)
+
+
+def _misspelt(name: str, known: str) -> bool:
+    """Whether a name is ``known`` but for its case or a letter; a number makes another model."""
+    if name.lower() == known.lower():
+        return True
+    differ = [pair for pair in zip(name, known, strict=False) if pair[0] != pair[1]]
+    if len(name) != len(known):
+        return False
+    swapped = len(differ) == 2 and differ[0] == differ[1][::-1]
+    return (len(differ) == 1 or swapped) and all("".join(pair).isalpha() for pair in differ)
 
 
 _ASKED: ContextVar[Registry | None] = ContextVar("engine_core_asked_registry", default=None)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core.checkpoint import Checkpoint, is_local, open_checkpoint, resolve_model
+from engine_core.checkpoint.gguf import read_architecture
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig
 from engine_core.configs.engine import ModelImpl
 from engine_core.errors import (
@@ -18,6 +19,7 @@ from engine_core.errors import (
     ErrorCode,
     OptionError,
     PluginError,
+    UnknownArchitectureError,
 )
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.plugin_code import contained, failed_at, package_of
@@ -204,14 +206,19 @@ def open_files(
         OptionError: the quantisation asked for is not possible with these files.
         UnknownArchitectureError: no plugin reads a GGUF file of this architecture.
     """
-    checkpoint = open_checkpoint(
-        resolve_model(model, config.revision),
-        load_format=config.load_format,
-        gguf_adapters=_GGUFAdapters(registry),
-        dtype=platform.resolve_dtype(config, device, None),
-        hf_overrides=config.hf_overrides,
-        convert=convert and (scheme is None or scheme.converts_gguf),
-    )
+    path = resolve_model(model, config.revision)
+    try:
+        checkpoint = open_checkpoint(
+            path,
+            load_format=config.load_format,
+            gguf_adapters=_GGUFAdapters(registry),
+            dtype=platform.resolve_dtype(config, device, None),
+            hf_overrides=config.hf_overrides,
+            convert=convert and (scheme is None or scheme.converts_gguf),
+        )
+    except UnknownArchitectureError as error:
+        advice = registry.gguf_advice(read_architecture(path))
+        raise UnknownArchitectureError(f"{error}. {advice}") from error
     if scheme is not None:
         scheme.check_checkpoint(checkpoint, model)
     as_decoder(checkpoint, config, registry)

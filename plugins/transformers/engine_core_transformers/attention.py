@@ -115,14 +115,19 @@ def make_layers(trace: Trace, step: Step) -> list[PagedAttention]:
 
 
 def _paged(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     layer: PagedAttention = module._modules[_LAYER]  # type: ignore[assignment]
     return layer.forward_heads(query, key, value), None
 
 
 def _traced(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     trace = _TRACE.get()
     assert trace is not None, "only run inside of tracing()"
@@ -136,7 +141,7 @@ def _traced(
     unknown = [k for k, v in kwargs.items() if v is not None and k not in _HARMLESS]
     if unknown:
         raise UnsupportedError(f"{who} gives attention {unknown[0]!r}, which it cannot take here")
-    masked = [found for made, found in trace.masks if made is mask]
+    masked = [found for made, found in trace.masks if made is attention_mask]
     if not masked:
         raise UnsupportedError(f"{who} attends without a mask that transformers' makers made")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
