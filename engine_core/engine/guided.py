@@ -23,6 +23,8 @@ _ROOM = "engine_core.runtime.grammar_trial"
 _MEMORY_BYTES = 128 * 2**20
 # An engine's threads have at least 2 MiB: what passes here does not overflow there.
 _STACK_BYTES = 2**20
+# Of a JSON schema. The compiler takes no more, and writing it for the process would hold up all.
+_MOST_VALUES = 2**17
 # Verdicts kept for requests to come.
 _KEPT = 1024
 
@@ -101,6 +103,9 @@ class GrammarTrials:
         if find_spec("llguidance") is None:
             raise RequestError(NOT_INSTALLED)
         param = f"guided.{params.kind}"
+        if params.json_schema is not None and _is_large(params.json_schema):
+            message = f"{param}: it has more than {_MOST_VALUES} keys and values; make it smaller"
+            raise RequestError(message, param=param)
         try:
             content = pickle.dumps(params)
         except RecursionError:
@@ -126,6 +131,18 @@ class GrammarTrials:
         with self._lock:
             if self._verdicts.get(key) is verdict:
                 del self._verdicts[key]
+
+
+def _is_large(schema: Any) -> bool:
+    """Whether there is more in a schema than is compiled, without looking at all of it."""
+    count = 0
+    left = [schema]
+    while left and count <= _MOST_VALUES:
+        value = left.pop()
+        if isinstance(value, dict | list):
+            count += len(value)
+            left += value.values() if isinstance(value, dict) else value
+    return count > _MOST_VALUES
 
 
 def _refusal(params: GuidedParams, error: WorkerError) -> RequestError:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +35,9 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 2**18
 # An object is made in one piece, in which no other thread of the process runs: 0.15 s for so many.
 MAX_KEYS = 2**17
-# And an array: 0.1 s.
+# Array elements. Other threads run between two numbers, but not between two texts.
 MAX_VALUES = 2**21
+MAX_TEXTS = 2**18
 _READ_TIMEOUT = 30.0
 # Bytes still read of a refused body, so that its sender gets to see the reason.
 _DISCARD_TIMEOUT = 2.0
@@ -51,6 +54,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # A string that does not end is taken too, and nothing is tried twice: the time is linear.
 _STRING_OR_SIGN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{:,]', re.DOTALL)
 _SHOWN = 80
+# Their time grows with the square.
+_MOST_DIGITS = 1000
 
 
 class BodyRoom:
@@ -107,11 +112,31 @@ async def read_body(request: Request, model: TypeAdapter[Model], room: BodyRoom)
             executor = _HUGE_PARSER if len(raw) >= _HUGE else None
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(executor, _parse, raw, model)
-        return _parse(raw, model)
+        return validated(parse_json(raw), model)
 
 
 def _parse(raw: bytes, model: TypeAdapter[Model]) -> Model:
-    return validated(parse_json(raw), model)
+    with _Uncollected():
+        value = parse_json(raw)
+    return validated(value, model)
+
+
+class _Uncollected:
+    """No garbage collection: each would visit all that is made, in which no other thread runs."""
+
+    _lock = threading.Lock()
+    _count = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            _Uncollected._count += 1
+            gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            _Uncollected._count -= 1
+            if not _Uncollected._count:
+                gc.enable()
 
 
 def validated(value: Any, model: TypeAdapter[Model]) -> Model:
@@ -217,8 +242,8 @@ def parse_json(raw: bytes) -> Any:
     Raises:
         ApiError: it is not UTF-8 or not JSON; it repeats a key, nests deeper than
             :data:`MAX_DEPTH`, has more than :data:`MAX_CONTAINERS` arrays and objects,
-            :data:`MAX_KEYS` keys or :data:`MAX_VALUES` values, a number beyond a double's range or
-            a lone surrogate.
+            :data:`MAX_KEYS` keys, :data:`MAX_VALUES` values or :data:`MAX_TEXTS` texts, a number
+            beyond a double's range or a lone surrogate.
     """
     if not raw:
         raise _invalid("the body is empty; it must be a JSON object")
@@ -228,7 +253,7 @@ def parse_json(raw: bytes) -> Any:
         raise _invalid(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     brackets = raw.count(b"[") + raw.count(b"{")
     many = raw.count(b":") > MAX_KEYS or raw.count(b",") > MAX_VALUES
-    if many or brackets > MAX_CONTAINERS:
+    if many or brackets > MAX_CONTAINERS or raw.count(b'"') > 2 * MAX_TEXTS:
         _check_counts(text)
     try:
         value = _DECODER.decode(text)
@@ -236,9 +261,6 @@ def parse_json(raw: bytes) -> Any:
         raise _invalid(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise _too_deep() from None
-    except ValueError:
-        # Python refuses to read an integer of thousands of digits.
-        raise _invalid("the body has an integer that is far too large") from None
     if brackets > MAX_DEPTH and is_too_deep(value):
         raise _too_deep()
     if _SURROGATE.search(text):
@@ -272,29 +294,43 @@ def _float(text: str) -> float:
     return value
 
 
+def _int(text: str) -> int:
+    """An integer. It is called for each, so that other threads may run between two."""
+    if len(text) > _MOST_DIGITS:
+        raise _invalid("the body has an integer that is far too large")
+    return int(text)
+
+
 def _constant(text: str) -> NoReturn:
     raise _invalid(f"{text} is not a JSON number")
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_object, parse_float=_float, parse_constant=_constant, strict=True
+    object_pairs_hook=_object,
+    parse_float=_float,
+    parse_int=_int,
+    parse_constant=_constant,
+    strict=True,
 )
 
 
 def _check_counts(text: str) -> None:
-    """Check how many arrays, objects, keys and values there are, outside strings."""
-    containers = keys = values = 0
+    """Check how many arrays, objects, keys, values and texts there are."""
+    containers = keys = values = texts = 0
     for found in _STRING_OR_SIGN.finditer(text):
         sign = found[0]
         containers += sign in ("[", "{")
         keys += sign == ":"
         values += sign == ","
+        texts += sign[0] == '"'
         if containers > MAX_CONTAINERS:
             raise _invalid(f"the body has more than {MAX_CONTAINERS} arrays and objects")
         if keys > MAX_KEYS:
             raise _invalid(f"the body has more than {MAX_KEYS} keys")
         if values > MAX_VALUES:
             raise _invalid(f"the body has more than {MAX_VALUES} values")
+        if texts > MAX_TEXTS:
+            raise _invalid(f"the body has more than {MAX_TEXTS} texts")
 
 
 def is_too_deep(value: Any) -> bool:

@@ -493,6 +493,27 @@ LARGE: dict[str, tuple[str, dict[str, Any], str, str | None, str]] = {
         None,
         "the body has more than 2097152 values",
     ),
+    "texts": (
+        "/v1/chat/completions",
+        {**CHAT, "metadata": {"a": [""] * 300_000}},
+        "invalid_json",
+        None,
+        "the body has more than 262144 texts",
+    ),
+    "large numbers": (
+        "/v1/completions",
+        {"prompt": [10**1000 - 1, *[10**3000] * 2_000]},
+        "invalid_json",
+        None,
+        "the body has an integer that is far too large",
+    ),
+    "a large schema": (
+        "/v1/completions",
+        {"prompt": "a", "guided_json": {"enum": [str(number) for number in range(140_000)]}},
+        "invalid_request",
+        "guided_json",
+        "guided_json: it has more than 131072 keys and values; make it smaller",
+    ),
     "tokens to text": (
         "/detokenize",
         {"tokens": [1] * 2_000_000},
