@@ -145,7 +145,8 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
                 num_swap_blocks=count_swap_blocks(
                     config.swap_space, plan, config.tensor_parallel_size
                 ),
-                encoder_cache_tokens=config.encoder_cache_tokens,
+                # Of a family's models some may see, and others of the same class not.
+                encoder_cache_tokens=config.encoder_cache_tokens if source.media else 0,
             )
             scheduler = Scheduler(scheduler_config, plan.cache_config)
             scheduler.media_in_parts = hasattr(source.model_class, "embed_media_parts")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from engine_core.inputs import ProcessedPrompt, packed_token_ids
+from engine_core.inputs import ProcessedPrompt, PromptState, packed_token_ids
 
 if TYPE_CHECKING:
     from engine_core.configs import ModelConfig
@@ -16,6 +16,8 @@ class DynamicRopeProcessor:
 
     All keys of such a prompt are rotated by angles that follow from its length.
     """
+
+    prompt_state: ClassVar[PromptState] = PromptState()
 
     @classmethod
     def condition(cls, model_config: ModelConfig) -> bool:

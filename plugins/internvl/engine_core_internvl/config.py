@@ -37,6 +37,15 @@ _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 _ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
 _NORMS = ("layer_norm", "rms_norm")
 
+# A config may state them, but for the first of transformers' layout it is the tokenizer's files
+# that do.
+_TOKENS = {
+    "image_token_id": "<IMG_CONTEXT>",
+    "image_start_token_id": "<img>",
+    "image_end_token_id": "</img>",
+    "video_token_id": "<video>",
+}
+
 # Defaults of keys that checkpoints leave out, from the original config classes.
 _CHAT = {
     "downsample_ratio": 0.5,
@@ -130,9 +139,7 @@ class InternVLChatConfigBuilder:
         if stated.get("pad2square"):
             raise ConfigError("config.json: pad2square is not supported; only false is")
         tile_size = stated.get("force_image_size") or values["vision_config"]["image_size"]
-        tokens = _added_tokens(model_path)
-        if "image_token_id" in stated:
-            tokens["<IMG_CONTEXT>"] = stated["image_token_id"]
+        tokens = _tokens(stated, model_path)
         if "<IMG_CONTEXT>" not in tokens:
             raise ConfigError(
                 f"{model_path or 'the checkpoint'}: neither added_tokens.json nor "
@@ -219,8 +226,7 @@ class InternVLConfigBuilder:
         size = preprocessor.get("size", {})
         for edge in ("height", "width"):
             _only("preprocessor_config.json: size", size, edge, tile_size)
-        tokens = _added_tokens(model_path)
-        tokens["<IMG_CONTEXT>"] = stated.get("image_token_id", 151667)
+        tokens = _tokens({"image_token_id": 151667, **stated}, model_path)
         ratio = stated.get("downsample_ratio", 0.5)
         config = _build(cls.architecture, text, model_path, values, tile_size, ratio, tokens)
         return config.replace(**kwargs)
@@ -258,12 +264,7 @@ def _build(
     values["tiles"] = {**values["tiles"]}
     counts = {key: value for key, value in values["tiles"].items() if key.endswith("patch")}
     check_kinds(counts, dict.fromkeys(counts, 1))
-    ids = {
-        "image_token_id": tokens["<IMG_CONTEXT>"],
-        "image_start_id": tokens.get("<img>"),
-        "image_end_id": tokens.get("</img>"),
-        "video_token_id": tokens.get("<video>"),
-    }
+    ids = {key: tokens.get(text) for key, text in _TOKENS.items()}
     for key, token in ids.items():
         if token is not None and (type(token) is not int or not 0 <= token < config.vocab_size):
             raise ConfigError(
@@ -309,6 +310,12 @@ def _tower(stated: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
         message = str(error).replace("config.json:", "config.json: vision_config:")
         raise ConfigError(message) from None
     return {"vision_config": values}
+
+
+def _tokens(stated: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """The tokens of images and videos, and others that a tokenizer adds, by their texts."""
+    found: dict[str, Any] = dict(_added_tokens(folder))
+    return found | {text: stated[key] for key, text in _TOKENS.items() if key in stated}
 
 
 def _added_tokens(folder: Path | None) -> dict[str, int]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine_core.testing import ConformanceCase, MediaPrompt
 
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def original(config: Mapping[str, Any]) -> nn.Module:
-    """The same model under the original layout's names."""
+    """transformers' model under the original layout's names."""
+    import transformers
+
     llm = config["llm_config"]
     vision = {
         **config["vision_config"],
@@ -23,13 +26,11 @@ def original(config: Mapping[str, Any]) -> nn.Module:
         "attention_bias": config["vision_config"]["qkv_bias"],
         "use_qk_norm": config["vision_config"]["qk_normalization"],
     }
-    import transformers
-
     values = {**_config(llm, {}), "vision_config": vision}
-    del values["model_type"]
     theirs: Any = transformers.InternVLForConditionalGeneration
     model: nn.Module = theirs._from_config(
-        theirs.config_class(**values), attn_implementation="eager"
+        theirs.config_class(**{key: each for key, each in values.items() if key != "model_type"}),
+        attn_implementation="eager",
     )
 
     def renamed(_: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -71,29 +72,78 @@ _ORIGINAL = {
     "model.multi_modal_projector.linear_2": "mlp1.3",
 }
 
-# Text alone: neither these nor the answers to them have the token of images, 3.
-_draw = random.Random(0)
-_PROMPTS = [[_draw.randrange(4, 160) for _ in range(length)] for length in (1, 6, 21, 45)]
+# Text alone: neither these nor the answers to them have the tokens of images, 3, 4 and 5.
+_draw = random.Random(2)
+_PROMPTS = [[_draw.randrange(6, 160) for _ in range(length)] for length in (1, 6, 21, 45)]
+
+Values = NDArray[Any]
+_IMAGE, _VIDEO = [3], [4, 5]  # placeholders of one
 
 
-def _shown(name: str, ids: Sequence[int], *tiles: int) -> MediaPrompt:
-    """A prompt with images of so many random tiles, 4 embeddings each."""
-    draw = np.random.default_rng(len(name))
-    images = [draw.normal(size=(count, 3, 16, 16)).astype(np.float32) for count in tiles]
+def _tiles(count: int) -> dict[str, Values]:
+    draw = np.random.default_rng(count)
+    return {"pixel_values": draw.normal(size=(count, 3, 16, 16)).astype(np.float32)}
+
+
+def _shown(
+    name: str,
+    ids: Sequence[int | list[int]],
+    items: Sequence[tuple[str, Any, Values]],
+    options: Mapping[str, Any] | None = None,
+) -> MediaPrompt:
+    """A prompt of tokens and placeholders, with its items: kind, what is given, and its tiles."""
+    given: list[int] = []
+    whole: list[int] = []
+    counts = iter(len(tiles) for _, _, tiles in items)
+    for each in ids:
+        given += each if isinstance(each, list) else [each]
+        whole += [4, *[3] * 4 * next(counts), 5] if isinstance(each, list) else [each]
+    media: dict[str, list[Any]] = {}
+    for kind, item, _ in items:
+        media.setdefault(kind, []).append(item)
     return MediaPrompt(
         name=name,
-        token_ids=ids,
-        media={"image": [{"pixel_values": image} for image in images]},
-        reference_inputs={"pixel_values": np.concatenate(images)},
+        token_ids=given,
+        media=media,
+        options=options or {},
+        reference_ids=whole,
+        reference_inputs={"pixel_values": np.concatenate([tiles for _, _, tiles in items])},
     )
 
 
-_MEDIA = [
-    _shown("an image first", [*[3] * 4, 9, 8], 1),
-    _shown("text after two tiles", [7, 5, *[3] * 8, 9, 8, 11], 2),
-    _shown("two images", [7, *[3] * 4, 5, *[3] * 8, 6], 1, 2),
-]
+def _media(mean: Sequence[float], std: Sequence[float]) -> list[MediaPrompt]:
+    """Prompts with features, with pixels and with a video, whose frame needs no label."""
+    pixels = np.random.default_rng(9).integers(0, 256, (16, 32, 3), np.uint8)
+    halves = np.stack([pixels[:, :16], pixels[:, 16:]]).astype(np.float32) / 255
+    cut = ((halves - np.array(mean, np.float32)) / np.array(std, np.float32)).transpose(0, 3, 1, 2)
+    one, two = _tiles(1), _tiles(2)
+    first, second = one["pixel_values"], two["pixel_values"]
+    return [
+        _shown("an image first", [_IMAGE, 9, 8], [("image", one, first)]),
+        _shown("text after an image", [7, 9, _IMAGE, 9, 8, 11], [("image", two, second)]),
+        _shown(
+            "two images",
+            [7, _IMAGE, 6, 8, _IMAGE, 9],
+            [("image", two, second), ("image", one, first)],
+        ),
+        _shown(
+            "pixels without a thumbnail",
+            [7, _IMAGE, 8],
+            [("image", pixels, cut)],
+            {"use_thumbnail": False, "dynamic_image_size": True, "max_dynamic_patch": 2},
+        ),
+        _shown(
+            "a video and an image",
+            [7, _VIDEO, 9, _IMAGE, 8],
+            [("video", two | {"pixel_values": second[:1]}, second[:1]), ("image", one, first)],
+        ),
+    ]
 
+
+_MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
+_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
+_TOKENS = {"image_token_id": 3, "image_start_token_id": 4, "image_end_token_id": 5}
 _TEXT = {
     "vocab_size": 160,
     "hidden_size": 64,
@@ -113,7 +163,7 @@ def _config(text: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any
         "model_type": "internvl",
         "downsample_ratio": 0.5,
         "image_seq_length": 4,
-        "image_token_id": 3,
+        **_TOKENS,
         "tie_word_embeddings": False,
         "text_config": {**_TEXT, **text},
         "vision_config": {
@@ -132,25 +182,6 @@ def _config(text: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any
 
 CASES = [
     ConformanceCase(
-        name="internvl-llama",
-        architecture="InternVLForConditionalGeneration",
-        config=_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, {}),
-        prompts=_PROMPTS,
-        media=_MEDIA,
-        kinds_elsewhere=("video",),
-    ),
-    ConformanceCase(
-        name="internvl-qwen2-6b",
-        architecture="InternVLForConditionalGeneration",
-        config=_config(
-            {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-            {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
-        ),
-        prompts=_PROMPTS,
-        media=_MEDIA,
-        kinds_elsewhere=("video",),
-    ),
-    ConformanceCase(
         name="internvl-chat",
         architecture="InternVLChatModel",
         config={
@@ -158,7 +189,7 @@ CASES = [
             "model_type": "internvl_chat",
             "downsample_ratio": 0.5,
             "ps_version": "v2",
-            "image_token_id": 3,
+            **_TOKENS,
             "vocab_size": 160,
             "max_position_embeddings": 64,
             "llm_config": {
@@ -180,7 +211,23 @@ CASES = [
         },
         reference=original,
         prompts=_PROMPTS,
-        media=_MEDIA,
-        kinds_elsewhere=("video",),
+        media=_media(_MEAN, _STD),
+    ),
+    ConformanceCase(
+        name="internvl-llama",
+        architecture="InternVLForConditionalGeneration",
+        config=_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, {}),
+        prompts=_PROMPTS,
+        media=_media(_CLIP_MEAN, _CLIP_STD),
+    ),
+    ConformanceCase(
+        name="internvl-qwen2-6b",
+        architecture="InternVLForConditionalGeneration",
+        config=_config(
+            {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+            {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
+        ),
+        prompts=_PROMPTS,
+        media=_media(_CLIP_MEAN, _CLIP_STD),
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.errors import RequestError
-from engine_core.inputs import MediaItem, ProcessedPrompt, media_digest, packed_token_ids
+from engine_core.inputs import (
+    MediaItem,
+    MediaLimit,
+    ProcessedPrompt,
+    PromptState,
+    media_digest,
+    packed_token_ids,
+)
 from engine_core.registry import text_processor
 
 # numpy and what needs it are imported where they are used: every command imports this module.
@@ -62,14 +70,32 @@ class InternVLProcessor:
     def __init__(self, model_config: ModelConfig) -> None:
         config = model_config.hf_config
         self._context: int = config.image_token_id
-        self._ends = (config.image_start_id, config.image_end_id)
+        self._ends = (config.image_start_token_id, config.image_end_token_id)
         self._video: int | None = config.video_token_id
         self._settings: Mapping[str, Any] = config.tiles
         self._tile_size: int = config.tile_size
         side = self._tile_size // config.vision_config["patch_size"] // config.merge_size
         self._per_tile = side**2
         self._labels = model_config.texts
+        self._activations = _activations(config.vision_config, config.merge_size, self._per_tile)
         self._text = text_processor(model_config)
+        # None if the text model's family does not say.
+        self.prompt_state: PromptState | None = (
+            PromptState() if self._text is None else getattr(self._text, "prompt_state", None)
+        )
+
+    def media_limits(self) -> dict[str, MediaLimit]:
+        """The most tiles of an image, and what the tower takes for an embedding of them."""
+        stated = self._settings
+        most = stated["max_dynamic_patch"] if stated["dynamic_image_size"] else 1
+        largest = f"{most} tile{'s' * (most > 1)} of {self._tile_size} x {self._tile_size} pixels"
+        if most > 1 and stated["use_thumbnail"]:
+            most, largest = most + 1, f"{largest} and one of the whole"
+        frames, modules = f"{MOST_FRAMES} frames, a tile each", ("vision_model", "mlp1")
+        return {
+            "image": MediaLimit(most * self._per_tile, largest, self._activations, modules),
+            "video": MediaLimit(None, frames, self._activations, modules),
+        }
 
     def process(self, token_ids: Sequence[int]) -> ProcessedPrompt:
         """A prompt of text.
@@ -315,3 +341,18 @@ class InternVLProcessor:
         if not np.isfinite(tiles).all():
             raise RequestError("pixel_values has values that are not finite")
         return tiles
+
+
+def _activations(vision: Mapping[str, Any], merge: int, per_tile: int) -> int:
+    """Numbers that the tower holds at once for an embedding, at most; see ``model.py``.
+
+    Of each patch, and of a tile's class token, the larger of attention (residual, normed, queries,
+    keys and values, those normed where they are, and the output) and the feed-forward part; and
+    pixels in float32, as they come and cut.
+    """
+    width: int = vision["hidden_size"]
+    inner: int = vision["intermediate_size"]
+    pixels: int = 3 * vision["patch_size"] ** 2
+    tokens = merge**2 + 1 / per_tile
+    attention = (10 if vision["qk_normalization"] else 8) * width
+    return math.ceil(tokens * (max(attention, 3 * width + 2 * inner) + 8 * pixels))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,14 @@ from engine_core.nn import (
     RMSNorm,
     Weights,
     build_replicated_linear,
+    finished,
     sent,
     stacked_loader,
 )
 from engine_core.step_context import StepContextManager
+
+# More fill a GPU no better, and take more memory.
+_TILES_AT_ONCE = 32
 
 # Parts of the names in transformers' layout, and those of the original one, in this order.
 _NAMES = {
@@ -135,26 +139,15 @@ class VisionEncoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([VisionLayer(vision, dtype) for _ in range(depth)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[n, N, E]`` to ``[n, N, E]``."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
 
 class VisionTower(nn.Module):
-    """From tiles to the states of their patches; parameters as in checkpoints."""
+    """InternViT, named as in checkpoints; the model calls its modules one by one."""
 
     def __init__(self, config: HFConfig, dtype: torch.dtype | None) -> None:
         super().__init__()
         vision = HFConfig(config.vision_config)
         self.embeddings = VisionEmbeddings(vision, config.tile_size, dtype)
         self.encoder = VisionEncoder(vision, config.vision_depth, dtype)
-
-    def forward(self, tiles: Tensor) -> Tensor:
-        """Pixels ``[n, 3, S, S]`` to ``[n, patches, E]``, without the class token."""
-        out: Tensor = self.encoder(self.embeddings(tiles))[:, 1:]
-        return out
 
 
 class InternVLModel(AroundTextModel):
@@ -198,10 +191,24 @@ class InternVLModel(AroundTextModel):
                 tokens of its span, ``token_ids``, and where the tiles' embeddings go, ``places``,
                 both on the host.
         """
+        return finished(self.embed_media_parts(kind, items))
+
+    def embed_media_parts(
+        self, kind: str, items: Sequence[Mapping[str, Tensor]]
+    ) -> Generator[float, None, list[Tensor]]:
+        """As :meth:`embed_media`; says after each layer which share of the work is done."""
         counts = [len(item["pixel_values"]) for item in items]
         tiles = torch.cat([self._normalised(item["pixel_values"]) for item in items])
-        parts = self._merged(self.vision_model(tiles)).split(counts)
-        out = [part.flatten(0, 1) for part in parts]
+        groups = tiles.split(_TILES_AT_ONCE)
+        layers = self.vision_model.encoder.layers
+        merged = []
+        for number, group in enumerate(groups):
+            x = self.vision_model.embeddings(group)
+            for index, layer in enumerate(layers):
+                x = layer(x)
+                yield (number + (index + 1) / len(layers)) / len(groups)
+            merged.append(self._merged(x[:, 1:]))  # without the class token
+        out = [part.flatten(0, 1) for part in torch.cat(merged).split(counts)]
         if kind == "image":
             return out
         embed = self.get_input_embeddings()

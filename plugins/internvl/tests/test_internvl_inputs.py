@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from allocated import Allocated
 from golden_fixtures import GOLDEN
 from numpy.typing import NDArray
 from PIL import Image
@@ -18,8 +20,11 @@ from engine_core.configs import EngineConfig, HFConfig, ModelConfig
 from engine_core.errors import ConfigError, RequestError, UnknownArchitectureError
 from engine_core.inputs import MediaProcessor
 from engine_core.registry import build_registry
+from engine_core.runtime.loader import build_on_meta, dummy_weights
+from engine_core.step_context import BuildContext
 from engine_core_internvl.config import InternVLChatConfigBuilder, InternVLConfigBuilder
 from engine_core_internvl.inputs import InternVLProcessor
+from engine_core_internvl.model import InternVLModel
 from engine_core_internvl.pixels import Tiler
 
 CHAT, NATIVE = GOLDEN / "internvl-chat-qwen2", GOLDEN / "internvl-hf-qwen2"
@@ -314,7 +319,8 @@ def test_tokens_are_found_in_each_file_of_a_tokenizer(
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     config = chat_config(tmp_path).hf_config
-    assert [config.image_token_id, config.image_start_id, config.image_end_id] == [300, 301, 302]
+    found = [config.image_token_id, config.image_start_token_id, config.image_end_token_id]
+    assert found == [300, 301, 302]
 
 
 def test_a_checkpoint_without_the_tokens_says_so(tmp_path: Path) -> None:
@@ -353,3 +359,40 @@ def test_a_text_model_that_is_not_installed_is_named(
     (problem,) = report.errors
     assert problem.code == "architecture-unknown"
     assert "pip install engine-core-qwen2" in problem.message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", ["300M", "6B"])
+def test_the_tower_takes_no_more_memory_than_is_said(size: str, dtype: torch.dtype) -> None:
+    """With about the proportions of the published ones."""
+    vision = HFConfig.from_folder(CHAT).vision_config
+    vision = {**vision, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 4}
+    if size == "300M":
+        vision |= {"hidden_size": 256, "intermediate_size": 1024, "image_size": 64}
+        vision |= {"qk_normalization": False, "norm_type": "layer_norm", "qkv_bias": True}
+    else:
+        vision |= {"hidden_size": 320, "intermediate_size": 1280, "image_size": 64}
+        vision |= {"qk_normalization": True, "norm_type": "rms_norm", "qkv_bias": False}
+    config = chat_config(vision_config=vision, force_image_size=64)
+    context = BuildContext(dtype=dtype, model_class=build_registry(()).model_class)
+    model: Any = build_on_meta(InternVLModel, config, context)
+    dummy_weights(model, torch.device("cpu"), 0)
+    said = InternVLProcessor(config).media_limits()["image"].activations
+    for shape, kind in (((7, 64, 64, 3), torch.uint8), ((7, 3, 64, 64), torch.float32)):
+        with torch.inference_mode(), Allocated() as allocated:
+            model.embed_media("image", [{"pixel_values": torch.zeros(shape, dtype=kind)}])
+        measured = allocated.peak / (7 * 64) / dtype.itemsize
+        assert measured <= said <= 1.6 * measured
+
+
+def test_the_largest_picture_is_as_large_as_is_said() -> None:
+    for changes, tiles in (
+        ({"dynamic_image_size": True, "max_dynamic_patch": 4, "use_thumbnail": True}, 5),
+        ({"dynamic_image_size": True, "max_dynamic_patch": 4, "use_thumbnail": False}, 4),
+        ({"dynamic_image_size": True, "max_dynamic_patch": 1, "use_thumbnail": True}, 1),
+        ({"dynamic_image_size": False}, 1),
+    ):
+        made = processor(**changes)
+        prompt = made.process_media([CONTEXT], {"image": [picture(900, 900, 3)]}, {})
+        limit = made.media_limits()["image"]
+        assert limit.num_embeddings == prompt.media[0].num_embeddings == 4 * tiles

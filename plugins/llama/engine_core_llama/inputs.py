@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from engine_core.inputs import ProcessedPrompt
+from engine_core.inputs import ProcessedPrompt, PromptState
 
 if TYPE_CHECKING:
     from engine_core.configs import ModelConfig
@@ -17,6 +17,8 @@ class DynamicRopeProcessor:
     There every key is rotated by an angle that depends on the length of the prompt, so that only
     prompts of the same length may share blocks.
     """
+
+    prompt_state: ClassVar[PromptState] = PromptState()
 
     @classmethod
     def condition(cls, model_config: ModelConfig) -> bool:

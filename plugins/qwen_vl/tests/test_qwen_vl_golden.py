@@ -238,6 +238,8 @@ def test_without_visual_it_is_the_text_model_alone(
     settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 400}
     with LLM(str(tmp_path), skip_tokenizer_init=True, **settings) as engine:
         outputs = engine.generate([prompt.ids for prompt in every], params(with_prompt=True))
+        # Nothing is reserved for pictures.
+        assert engine.engine.core.scheduler.encoder_cache.capacity == 0
     for output, prompt in zip(outputs, every, strict=True):
         check(output, prompt)
 
