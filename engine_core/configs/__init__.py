@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from engine_core.configs.hf_config import HFConfig
     from engine_core.configs.model import ModelConfig
     from engine_core.configs.pooling import PoolingConfig, PoolingParams
-    from engine_core.configs.rope import longest_sequence, refuse_partial_rotary, rope_keys
+    from engine_core.configs.rope import (
+        RotaryConfigBuilder,
+        longest_sequence,
+        refuse_partial_rotary,
+        rope_keys,
+    )
     from engine_core.configs.sampling import BeamSearchParams, GuidedParams, SamplingParams
     from engine_core.configs.tokenizer import SentencePieceFormat
 
@@ -33,7 +38,9 @@ _HOMES = {
     "engine_core.configs.hf_config": "HFConfig",
     "engine_core.configs.model": "ModelConfig",
     "engine_core.configs.pooling": "PoolingConfig PoolingParams",
-    "engine_core.configs.rope": "longest_sequence refuse_partial_rotary rope_keys",
+    "engine_core.configs.rope": (
+        "RotaryConfigBuilder longest_sequence refuse_partial_rotary rope_keys"
+    ),
     "engine_core.configs.sampling": "BeamSearchParams GuidedParams SamplingParams",
     "engine_core.configs.tokenizer": "SentencePieceFormat",
 }
@@ -53,6 +60,7 @@ __all__ = [
     "ModelConfig",
     "PoolingConfig",
     "PoolingParams",
+    "RotaryConfigBuilder",
     "SamplingParams",
     "SchedulerConfig",
     "SentencePieceFormat",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.configs.builder import is_positive
+from engine_core.configs.builder import DefaultConfigBuilder, check_kinds, is_positive
+from engine_core.configs.hf_config import HFConfig
 from engine_core.errors import ConfigError, OptionError
+
+if TYPE_CHECKING:
+    from engine_core.configs.model import ModelConfig
 
 # Two names of one object. Where a config has both, transformers reads the first.
 _NAMES = ("rope_scaling", "rope_parameters")
@@ -139,3 +144,73 @@ def longest_sequence(max_position_embeddings: int, rope_scaling: Mapping[str, An
         if not is_positive(value):
             raise ConfigError(f"config.json: {key} must be a positive number, got {value!r}")
     return max(int(length * factor), int(max_position_embeddings))
+
+
+class RotaryConfigBuilder:
+    """Reads the configs of a family with rotary positions; subclasses say what they may hold.
+
+    The built ``hf_config`` has every key that is named here, and ``head_dim``.
+
+    Attributes:
+        architecture: the one that a checkpoint of the family calls itself.
+        defaults: values of keys that checkpoints leave out or set to null, usually those of
+            transformers' config class. Values must be of their kinds, see :func:`check_kinds`.
+        nullable: an example and a default for each key whose null has a meaning.
+        rope_types: supported types of ``rope_scaling``. With "dynamic" a family needs salts.
+    """
+
+    architecture: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    nullable: ClassVar[Mapping[str, tuple[Any, Any]]] = {}
+    rope_types: ClassVar[Collection[str]] = ("default", "linear", "yarn", "llama3")
+
+    @classmethod
+    def condition(cls, hf_config: HFConfig) -> bool:
+        """Whether the checkpoint calls itself by this architecture."""
+        return bool(hf_config.get("architectures") == [cls.architecture])
+
+    @classmethod
+    def build(
+        cls, hf_config: HFConfig, model_path: Path | None = None, **kwargs: Any
+    ) -> ModelConfig:
+        """The model config; its ``hf_config`` has every key that the model reads.
+
+        Raises:
+            ConfigError: a key is missing or senseless, or asks for what the model does not do.
+        """
+        given = hf_config.to_dict()
+        stated = {key: value for key, value in given.items() if value is not None}
+        values = {**cls.defaults, **stated}
+        if "num_attention_heads" in values:
+            values.setdefault("num_key_value_heads", values["num_attention_heads"])
+        kinds = {key: value for key, value in cls.defaults.items() if not key.endswith("token_id")}
+        check_kinds(values, {"intermediate_size": 1, **kinds})
+        for key, (example, default) in cls.nullable.items():
+            values[key] = given.get(key, default)
+            if values[key] is not None:
+                check_kinds(values, {key: example})
+        cls.complete(values)
+        kwargs.setdefault("max_position_embeddings", cls.longest(values))
+        kwargs.setdefault("reads_rope_scaling", True)
+        config = DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)
+        return config.replace(hf_config=HFConfig({**values, "head_dim": config.head_dim}))
+
+    @classmethod
+    def complete(cls, values: dict[str, Any]) -> None:
+        """Bring ``values`` to what the model reads: here those of :func:`rope_keys`.
+
+        Heads rotate whole unless ``partial_rotary_factor`` has a default.
+
+        Raises:
+            ConfigError: they ask for what the model does not do.
+        """
+        values.update(rope_keys(values, cls.rope_types))
+        values.pop("rope_parameters", None)
+        check_kinds(values, {"rope_theta": 1.0})
+        if "partial_rotary_factor" not in cls.defaults:
+            refuse_partial_rotary(values)
+
+    @classmethod
+    def longest(cls, values: Mapping[str, Any]) -> int:
+        """Tokens of the longest sequence, see :func:`longest_sequence`."""
+        return longest_sequence(values["max_position_embeddings"], values["rope_scaling"])

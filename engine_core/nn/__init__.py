@@ -43,7 +43,7 @@ from engine_core.nn.loading import (
     stacked_loader,
 )
 from engine_core.nn.media import finished, sent
-from engine_core.nn.norm import LayerNorm, RMSNorm
+from engine_core.nn.norm import HeadsRMSNorm, LayerNorm, RMSNorm
 from engine_core.nn.rotary import (
     ApplyRotaryEmb,
     RotaryEmbedding,
@@ -69,6 +69,7 @@ __all__ = [
     "EncoderAttention",
     "GatedMLP",
     "GeluAndMul",
+    "HeadsRMSNorm",
     "KVCacheLayer",
     "LMHead",
     "LayerNorm",

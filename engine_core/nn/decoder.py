@@ -37,23 +37,23 @@ class Decoder(nn.Module):
         self,
         config: HFConfig,
         layers: list[nn.Module],
+        norm: nn.Module,
         *,
-        norm_offset: float = 0.0,
         embedding_scale: float = 1.0,
     ) -> None:
-        """Reads ``vocab_size``, ``hidden_size`` and ``rms_norm_eps``.
+        """Reads ``vocab_size`` and ``hidden_size``.
 
         Args:
             config: the model's.
             layers: the decoder layers in their order.
-            norm_offset: that of the final norm, as :class:`RMSNorm` takes it.
+            norm: the final norm; takes ``(x, residual)`` as :class:`RMSNorm` does.
             embedding_scale: multiplies the embeddings (Gemma), rounded to their dtype before.
         """
         super().__init__()
         self.embed_tokens = build_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         link_layers(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=norm_offset)
+        self.norm = norm
         dtype = self.embed_tokens.dtype
         self.embedding_scale = torch.tensor(embedding_scale, dtype=dtype, device="cpu").item()
 
@@ -81,13 +81,11 @@ class RotaryCausalLM(CausalLM, ABC):
     q, k, v and gate, up merged.
 
     Attributes:
-        norm_offset: the final norm's, as :class:`RMSNorm` takes it; 1 in Gemma.
         stacked_weights: layers of the checkpoint that are merged, as :func:`load_stacked_weights`
             takes them.
         unused_weights: beginnings or ends of the names of tensors that the model has no use for.
     """
 
-    norm_offset = 0.0
     stacked_weights: ClassVar[Mapping[str, tuple[str, Any]]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
@@ -107,13 +105,14 @@ class RotaryCausalLM(CausalLM, ABC):
     ) -> None:
         """Reads ``num_hidden_layers`` and ``tie_word_embeddings``.
 
-        What :class:`Decoder`, :meth:`build_rotary` and :meth:`build_layer` read must be there too.
+        What :class:`Decoder`, :meth:`build_rotary`, :meth:`build_norm` and :meth:`build_layer` read
+        must be there too.
         """
         super().__init__()
         self.model = Decoder(
             config,
             [self.build_layer(config, index) for index in range(config.num_hidden_layers)],
-            norm_offset=self.norm_offset,
+            self.build_norm(config),
             embedding_scale=self.embedding_scale(config),
         )
         self.rotary_embs = nn.ModuleList(self.build_rotary(config))
@@ -138,6 +137,10 @@ class RotaryCausalLM(CausalLM, ABC):
         Here all have the one that :func:`build_rotary_embedding_from_config` makes.
         """
         return [build_rotary_embedding_from_config(config)] * config.num_hidden_layers
+
+    def build_norm(self, config: HFConfig) -> nn.Module:
+        """The final norm, of ``hidden_size``; a family's layers may take theirs from here too."""
+        return RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @abstractmethod
     def build_layer(self, config: HFConfig, index: int) -> nn.Module:

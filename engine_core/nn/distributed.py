@@ -26,6 +26,24 @@ def divide(total: int, parts: int, what: str) -> int:
     return total // parts
 
 
+def split_heads(num_heads: int, context: BuildContext, what: str) -> tuple[int, int]:
+    """How many heads this rank keeps, and the first: of fewer heads than ranks, several keep one.
+
+    Raises:
+        IndivisibleError: they do not split evenly; names ``what``.
+    """
+    size, rank = context.tp_size, context.tp_rank
+    if num_heads >= size:
+        count = divide(num_heads, size, f"number of {what} heads")
+        return count, rank * count
+    if size % num_heads:
+        raise IndivisibleError(
+            f"tensor_parallel_size ({size}) is not divisible by the number of {what} heads "
+            f"({num_heads})"
+        )
+    return 1, rank // (size // num_heads)
+
+
 def all_reduce(x: Tensor, context: BuildContext) -> Tensor:
     """Sum ``x`` over the group, in place; the identity on one rank, and on the meta device."""
     if context.tp_size > 1 and not x.is_meta:

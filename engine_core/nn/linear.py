@@ -21,7 +21,7 @@ from engine_core.kernels import (
     linear_add_norm,
     linear_rotary_store,
 )
-from engine_core.nn.distributed import IndivisibleError, all_reduce, divide
+from engine_core.nn.distributed import IndivisibleError, all_reduce, divide, split_heads
 from engine_core.nn.epilogue import Activated, AddNorm, Call, Divide, Epilogue, RotateStore
 from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
 from engine_core.nn.norm import LayerNorm, RMSNorm
@@ -515,17 +515,7 @@ class QKVLinear(Linear):
         context = current_build_context()
         size, rank = context.tp_size, context.tp_rank
         q_heads = divide(num_q_heads, size, "number of query heads")
-        if num_kv_heads >= size:
-            kv_heads = divide(num_kv_heads, size, "number of key and value heads")
-            kv_start = rank * kv_heads
-        else:
-            # Fewer heads than ranks: several ranks keep the same one.
-            if size % num_kv_heads:
-                raise IndivisibleError(
-                    f"tensor_parallel_size ({size}) is not divisible by the number of key and "
-                    f"value heads ({num_kv_heads})"
-                )
-            kv_heads, kv_start = 1, rank // (size // num_kv_heads)
+        kv_heads, kv_start = split_heads(num_kv_heads, context, "key and value")
         self.split_sizes = (
             q_heads * head_dim,
             kv_heads * head_dim,

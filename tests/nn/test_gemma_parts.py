@@ -55,7 +55,6 @@ ROPES = {
 
 
 class Gemma2(RotaryCausalLM):
-    norm_offset = 1.0
     qk_norm = False
 
     def __init__(self, config: HFConfig, *args: Any) -> None:
@@ -64,6 +63,9 @@ class Gemma2(RotaryCausalLM):
 
     def embedding_scale(self, config: HFConfig) -> float:
         return float(config.hidden_size**0.5)
+
+    def build_norm(self, config: HFConfig) -> RMSNorm:
+        return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
 
     def build_layer(self, config: HFConfig, index: int) -> DecoderLayer:
         slides = config.layer_types[index] == "sliding_attention"
@@ -80,7 +82,7 @@ class Gemma2(RotaryCausalLM):
                 logit_softcapping=None if self.qk_norm else config.attn_logit_softcapping,
             ),
             GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_activation),
-            lambda: RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0),
+            lambda: self.build_norm(config),
             sandwich=True,
         )
 

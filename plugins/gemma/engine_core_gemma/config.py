@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.configs import (
-    DefaultConfigBuilder,
     HFConfig,
+    RotaryConfigBuilder,
     check_kinds,
     longest_sequence,
     refuse_partial_rotary,
@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Dynamic scaling is not among them: cached blocks would need salts, and no checkpoint has it.
-_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-class Gemma2ConfigBuilder:
+class Gemma2ConfigBuilder(RotaryConfigBuilder):
     """Reads the configs of Gemma 2.
 
     The built config has every key that the model reads: ``layer_types`` and ``sliding_window``, the
@@ -53,35 +51,19 @@ class Gemma2ConfigBuilder:
         "bos_token_id": 2,
         "eos_token_id": 1,
     }
-    # Those that null switches off.
-    switches: ClassVar[dict[str, Any]] = {
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
+    nullable: ClassVar[dict[str, tuple[Any, Any]]] = {
+        "sliding_window": (1, 4096),
+        "attn_logit_softcapping": (1.0, 50.0),
+        "final_logit_softcapping": (1.0, 30.0),
     }
 
     @classmethod
-    def condition(cls, hf_config: HFConfig) -> bool:
-        """Whether the checkpoint calls itself by this architecture."""
-        return bool(hf_config.get("architectures") == [cls.architecture])
-
-    @classmethod
-    def build(
-        cls, hf_config: HFConfig, model_path: Path | None = None, **kwargs: Any
-    ) -> ModelConfig:
-        """The model config; its ``hf_config`` has every key that the model reads.
+    def complete(cls, values: dict[str, Any]) -> None:
+        """Say the kind of each layer, and the rotary embedding of each kind.
 
         Raises:
-            ConfigError: a key is missing or senseless, or asks for what the model does not do.
+            ConfigError: the config asks for what the model does not do.
         """
-        given = hf_config.to_dict()
-        stated = {key: value for key, value in given.items() if value is not None}
-        values = {**cls.defaults, **stated}
-        check_kinds(values, {k: v for k, v in cls.defaults.items() if not k.endswith("token_id")})
-        for key, default in cls.switches.items():
-            values[key] = given.get(key, default)
-            if values[key] is not None:
-                check_kinds(values, {key: 1 if key == "sliding_window" else 1.0})
         if values.get("use_bidirectional_attention"):
             raise ConfigError(
                 "config.json: use_bidirectional_attention is true: this is an encoder, and only "
@@ -92,9 +74,6 @@ class Gemma2ConfigBuilder:
         values.pop("rope_scaling", None)
         for rope in values["rope_parameters"].values():
             refuse_partial_rotary({**values, "rope_scaling": rope})
-        kwargs.setdefault("max_position_embeddings", cls.length(values))
-        kwargs.setdefault("reads_rope_scaling", True)
-        return DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)
 
     @classmethod
     def layer_types(cls, values: Mapping[str, Any]) -> list[str]:
@@ -136,10 +115,18 @@ class Gemma2ConfigBuilder:
         Raises:
             ConfigError: it is of a type that is not supported.
         """
-        return dict.fromkeys((_FULL, _SLIDING), _rope(values, 10000.0))
+        return dict.fromkeys((_FULL, _SLIDING), cls.rope(values, 10000.0))
 
     @classmethod
-    def length(cls, values: Mapping[str, Any]) -> int:
+    def rope(cls, values: Mapping[str, Any], base: float) -> dict[str, Any]:
+        """One of them, of the keys that :func:`rope_keys` reads; ``base`` if they have none."""
+        rope = rope_keys(values, cls.rope_types)
+        theta = base if rope["rope_theta"] is None else rope["rope_theta"]
+        check_kinds({"rope_theta": theta}, {"rope_theta": base})
+        return {**rope["rope_scaling"], "rope_theta": float(theta)}
+
+    @classmethod
+    def longest(cls, values: Mapping[str, Any]) -> int:
         """Tokens of the longest sequence."""
         return longest_sequence(values["max_position_embeddings"], values["rope_parameters"][_FULL])
 
@@ -156,30 +143,27 @@ class Gemma3ConfigBuilder(Gemma2ConfigBuilder):
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
     }
-    switches: ClassVar[dict[str, Any]] = {
-        "sliding_window": 4096,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
+    nullable: ClassVar[dict[str, tuple[Any, Any]]] = {
+        "sliding_window": (1, 4096),
+        "attn_logit_softcapping": (1.0, None),
+        "final_logit_softcapping": (1.0, None),
     }
 
     @classmethod
-    def build(
-        cls, hf_config: HFConfig, model_path: Path | None = None, **kwargs: Any
-    ) -> ModelConfig:
-        """The model config.
+    def complete(cls, values: dict[str, Any]) -> None:
+        """As for Gemma 2.
 
         Raises:
-            ConfigError: as for Gemma 2; and a cap of attention, which transformers reads and does
-                not apply.
+            ConfigError: as there; or scores are capped, which transformers reads and does not do.
         """
-        cap = hf_config.get("attn_logit_softcapping")
+        cap = values["attn_logit_softcapping"]
         if cap is not None:
             raise ConfigError(
                 f"config.json: attn_logit_softcapping is {cap!r}, but Gemma 3 caps no scores: "
                 "transformers ignores the key; if this model does too, set it to null with "
                 "hf_overrides"
             )
-        return super().build(hf_config, model_path, **kwargs)
+        super().complete(values)
 
     @classmethod
     def full_every(cls, values: Mapping[str, Any]) -> int:
@@ -224,13 +208,13 @@ class Gemma3ConfigBuilder(Gemma2ConfigBuilder):
                     f"config.json: {base_key} is {older!r}, but rope_parameters.{kind} has "
                     f"{inside!r}; give the same for both"
                 )
-            ropes[kind] = _rope({"rope_scaling": {**own, **extra}, "rope_theta": older}, base)
+            ropes[kind] = cls.rope({"rope_scaling": {**own, **extra}, "rope_theta": older}, base)
         return ropes
 
     @classmethod
-    def length(cls, values: Mapping[str, Any]) -> int:
+    def longest(cls, values: Mapping[str, Any]) -> int:
         """``max_position_embeddings``: unlike in other families it has the stretch already."""
-        super().length(values)  # It checks the scaling.
+        super().longest(values)  # It checks the scaling.
         return int(values["max_position_embeddings"])
 
 
@@ -260,10 +244,3 @@ class Gemma3WithVisionConfigBuilder(Gemma3ConfigBuilder):
             cls.architecture,
         )
         return super().build(HFConfig({**text, **whole}), model_path, **kwargs)
-
-
-def _rope(values: Mapping[str, Any], base: float) -> dict[str, Any]:
-    rope = rope_keys(values, _ROPE_TYPES)
-    theta = base if rope["rope_theta"] is None else rope["rope_theta"]
-    check_kinds({"rope_theta": theta}, {"rope_theta": base})
-    return {**rope["rope_scaling"], "rope_theta": float(theta)}
