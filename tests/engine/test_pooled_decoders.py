@@ -1,0 +1,124 @@
+"""Decoders as embedders: last-token and mean pooling over chunks, with a head or without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from golden_fixtures import GOLDEN
+from safetensors.torch import load_file, save_file
+from tiny_bert import states, write_modules
+from transformers import AutoModel
+
+from engine_core import LLM, PoolingParams, SamplingParams
+from engine_core.errors import RequestError
+
+LENGTHS = [1, 5, 40, 23, 2, 64, 17, 40]
+NAMES = ["qwen3-tiny", "llama-gqa", "llama-tied-llama3", "bloom-pow2"]
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    generator = np.random.default_rng(5)
+    return [generator.integers(0, vocab_size, size=size).tolist() for size in LENGTHS]
+
+
+def reference(name: str) -> tuple[Any, list[list[int]]]:
+    model = AutoModel.from_pretrained(GOLDEN / name, dtype=torch.float32).eval()
+    return model, prompts(model.config.vocab_size)
+
+
+def wanted(model: Any, ids: list[int], kind: str) -> np.ndarray:
+    hidden = states(model, ids)
+    pooled = {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[kind].numpy()
+    return pooled / np.linalg.norm(pooled)
+
+
+def check(llm: LLM, model: Any, given: list[list[int]], kind: str) -> None:
+    for ids, output in zip(given, llm.embed(given), strict=True):
+        np.testing.assert_allclose(output.outputs.vector, wanted(model, ids, kind), atol=1e-4)
+    llm.engine.scheduler.check()
+
+
+def copied(name: str, folder: Path) -> Path:
+    shutil.copytree(GOLDEN / name, folder / name)
+    return folder / name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_last_token_s_state_is_the_vector(name: str) -> None:
+    model, given = reference(name)
+    # Chunks, more prompts than rows, and a cache too small for all of them at once.
+    small = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "block_size": 4}
+    options: dict[str, Any] = {"task": "embed", "dtype": "float32", "skip_tokenizer_init": True}
+    with LLM(GOLDEN / name, **options, **small, max_model_len=96) as llm:
+        check(llm, model, given, "last")
+        check(llm, model, given, "last")
+        assert llm.engine.scheduler.prefix_cache_hits > 0
+        with pytest.raises(RequestError, match="runs for the task 'embed'"):
+            llm.generate([1, 2], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("kind", ["mean", "cls"])
+def test_other_poolings_add_up_over_chunks(kind: str, tmp_path: Path) -> None:
+    model, given = reference("qwen3-tiny")
+    folder = copied("qwen3-tiny", tmp_path)
+    write_modules(folder, {"pooling_mode": kind})
+    small = {"max_num_batched_tokens": 16, "max_num_seqs": 3, "block_size": 4}
+    with LLM(folder, dtype="float32", skip_tokenizer_init=True, **small) as llm:
+        assert llm.model_config.pooling is not None
+        check(llm, model, given, kind)
+        check(llm, model, given, kind)
+        # A prefix that is not computed would be missing.
+        assert llm.engine.scheduler.prefix_cache_hits == 0
+
+
+def test_preempted_prompts_begin_anew(tmp_path: Path) -> None:
+    model, given = reference("qwen3-tiny")
+    folder = copied("qwen3-tiny", tmp_path)
+    write_modules(folder, {"pooling_mode": "mean"})
+    with LLM(folder, dtype="float32", skip_tokenizer_init=True, max_num_batched_tokens=16) as llm:
+        engine = llm.engine
+        tokenized = engine.frontend.tokenize_all(given)
+        request_id = engine.add_pooled(tokenized, PoolingParams())
+        engine.step()
+        for sequence in list(engine.scheduler._running):
+            engine.scheduler._preempt(sequence)
+        outputs: list[Any] = []
+        while not outputs:
+            outputs = engine.step()
+        assert outputs[0].request_id == request_id
+        for ids, completion in zip(given, outputs[0].outputs, strict=True):
+            vector = np.frombuffer(completion.pooled, np.float32)
+            np.testing.assert_allclose(vector, wanted(model, ids, "mean"), atol=1e-4)
+
+
+def test_a_checkpoint_may_lack_the_head(tmp_path: Path) -> None:
+    """As Qwen3-Embedding is published, and as ``AutoModel`` saves decoders."""
+    model, given = reference("qwen3-tiny")
+    folder = copied("qwen3-tiny", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    bare = {
+        name.removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+        if not name.startswith("lm_head.")
+    }
+    save_file(bare, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    for architecture in ("Qwen3ForCausalLM", "Qwen3Model"):
+        (folder / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+        task = {"task": "embed"} if architecture == "Qwen3ForCausalLM" else {}
+        with LLM(folder, dtype="float32", skip_tokenizer_init=True, **task) as llm:
+            check(llm, model, given, "last")
+
+
+def test_two_ranks_embed_as_one() -> None:
+    model, given = reference("llama-gqa")
+    options: dict[str, Any] = {"task": "embed", "dtype": "float32", "skip_tokenizer_init": True}
+    with LLM(GOLDEN / "llama-gqa", **options, tensor_parallel_size=2, max_model_len=96) as llm:
+        for ids, output in zip(given, llm.embed(given), strict=True):
+            np.testing.assert_allclose(output.outputs.vector, wanted(model, ids, "last"), atol=1e-4)
