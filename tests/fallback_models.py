@@ -59,7 +59,28 @@ _SIZES: Mapping[str, Any] = {
 }
 
 # What an architecture needs beside them to be small, or to show more of what it does.
-_MORE: Mapping[str, Mapping[str, Any]] = {}
+_DECODER = {
+    "is_encoder_decoder": False, "is_decoder": True, "d_model": 64, "decoder_layers": 2,
+    "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_layers": 2,
+    "encoder_attention_heads": 4, "encoder_ffn_dim": 96,
+}  # fmt: skip
+_MLA = {"head_dim": 8, "num_key_value_heads": 4}
+_LATENT = (
+    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
+    "longcat_flash", "minicpm3", "youtu",
+)  # fmt: skip
+_MORE: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(_LATENT, _MLA),
+    "bart": _DECODER,
+    "codegen": {"rotary_dim": 8, "n_embd": 64, "n_inner": 96},
+    "dots1": {"n_shared_experts": 1},
+    "gpt_neo": {"attention_types": [[["global"], 1], [["local"], 2]], "window_size": 12},
+    "gptj": {"rotary_dim": 8},
+    "llama4_text": {"attention_chunk_size": 16, "intermediate_size_mlp": 96},
+    "marian": _DECODER,
+    "mbart": _DECODER,
+    "pegasus": _DECODER,
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +102,11 @@ def tiny_config(model_type: str, **more: Any) -> Any:
 
     kind = CONFIG_MAPPING[model_type]
     default = kind()
-    known = {key: value for key, value in _SIZES.items() if hasattr(default, key)}
+    known = {
+        key: value
+        for key, value in _SIZES.items()
+        if hasattr(default, key) and not isinstance(getattr(kind, key, None), property)
+    }
     for key in ("sliding_window", "q_lora_rank"):
         if key in known and getattr(default, key) is None:
             del known[key]
@@ -146,9 +171,7 @@ Answers = list[tuple[list[int], Tensor]]
 def difference(folder: Path, answers: Answers, **settings: Any) -> float:
     """The largest difference of a log-probability; infinite if a token differs."""
     vocab = answers[0][1].shape[-1]
-    params = SamplingParams(
-        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=vocab
-    )
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=vocab)
     asked = prompts()
     settings = {"max_num_batched_tokens": 16, "block_size": 4, **settings}
     worst = 0.0

@@ -33,8 +33,8 @@ from engine_core.plugin_code import contained, defined_at, failed_at, package_of
 from engine_core.registry.hookspecs import API_VERSION, HOOK_NAMES, NAMESPACE, HookSpecs
 
 if TYPE_CHECKING:
-    from engine_core.configs.engine import ModelImpl
     from engine_core.configs import ConfigBuilder, HFConfig, ModelConfig
+    from engine_core.configs.engine import ModelImpl
     from engine_core.inputs import InputProcessor
     from engine_core.nn.quantization import QuantizationScheme
 

@@ -90,7 +90,7 @@ BROKEN = {
     "syntax": (Point("bad", SyntaxError("invalid syntax")), "SyntaxError"),
     "exit": (Point("bad", SystemExit(3)), "SystemExit: 3"),
     "no api": (Point("bad", plugin(None, module_map={})), "states no requires_api"),
-    "newer api": (Point("bad", plugin("0.3")), "asks for plugin API 0.3, this core offers 0.3 and"),
+    "newer api": (Point("bad", plugin("0.4")), "asks for plugin API 0.4, this core offers 0.3 and"),
     "other major": (Point("bad", plugin("1.0")), "asks for plugin API 1.0, this core offers 0.3"),
     "no version": (Point("bad", plugin("0.x")), "asks for plugin API 0.x, this core offers 0.3"),
     "unknown hook": (Point("bad", plugin(modul_map={})), "unknown hook modul_map"),

@@ -54,7 +54,7 @@ class PagedAttention(Attention):
         """``[1, heads, T, D]`` and the like to ``[1, T, heads, Dv]``."""
         if self.step.alone:
             group = query.shape[1] // value.shape[1]
-            return value.repeat_interleave(group, dim=1).transpose(1, 2)
+            return value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous()
         assert self.cache is not None and self.step.metadata is not None, "set by the model"
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         return self(q, k, v, *self.cache, self.step.metadata)[None]

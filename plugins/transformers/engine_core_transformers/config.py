@@ -59,6 +59,11 @@ class FallbackConfigBuilder:
             "head_dim": _first(config, "head_dim") or config.hidden_size // heads,
             "max_position_embeddings": _first(config, "max_position_embeddings", "max_seq_len"),
         }
+        if stated["max_position_embeddings"] is None:
+            raise UnknownArchitectureError(
+                f"transformers' own code cannot run {name}: its config says no longest sequence "
+                "(max_position_embeddings)"
+            )
         values = {key: value for key, value in stated.items() if value is not None}
         built = DefaultConfigBuilder.build(
             hf_config.replace(**values, dtype=_dtype(hf_config)),
@@ -83,7 +88,7 @@ def read_config(hf_config: HFConfig) -> PreTrainedConfig:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    values = hf_config.to_dict()
+    values = _plain(hf_config.to_dict())
     for key in ("auto_map", "quantization_config", "transformers_version"):
         values.pop(key, None)
     try:
@@ -91,6 +96,15 @@ def read_config(hf_config: HFConfig) -> PreTrainedConfig:
     except Exception as error:  # Each class checks in its own way.
         cause = error.__cause__ or error
         raise ConfigError(f"config.json: transformers refuses it: {cause}") from error
+
+
+def _plain(value: Any) -> Any:
+    """A value of a config.json with the infinite numbers that transformers writes as objects."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
 
 
 def model_class(name: str) -> type:
@@ -161,9 +175,7 @@ def rope_types(parameters: Any) -> set[str]:
 
 
 def _first(config: PreTrainedConfig, *keys: str) -> Any:
-    return next(
-        (value for key in keys if (value := getattr(config, key, None)) is not None), None
-    )
+    return next((value for key in keys if (value := getattr(config, key, None)) is not None), None)
 
 
 def _dtype(hf_config: HFConfig) -> Any:

@@ -45,8 +45,8 @@ _WHOLE = (
     None, "colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce",
     "mla_kv_a_proj", "replicate",
 )  # fmt: skip
+_OTHER_WAY = "its attention does not go through transformers' interface"
 _STATEFUL = (nn.Conv1d, nn.LSTM, nn.GRU, nn.RNN, nn.BatchNorm1d)
-_NOT_COMPUTED = -(2**30)
 # Largest difference, relative to the largest number, that other tokens may make to one that does
 # not see them: matrix products of other rows may round otherwise.
 _ALONE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -77,12 +77,17 @@ class TransformersModel(CausalLM):
         except UnsupportedError as error:
             raise self._refusal(str(error)) from error
         except Exception as error:
+            if isinstance(error, KeyError) and error.args == (TRACED,):
+                raise self._refusal(_OTHER_WAY) from error
             if self._context.tp_size > 1:
                 raise OptionError(
                     f"{self._name}: transformers' own code does not run on a part of the model "
                     f"({type(error).__name__}: {error}); set tensor_parallel_size to 1"
                 ) from error
-            raise self._refusal(f"{type(error).__name__}: {error}") from error
+            raise self._refusal(
+                "its code does not run without numbers to look at, as it does when it is built "
+                f"({type(error).__name__}: {error})"
+            ) from error
 
     def _refusal(self, reason: str) -> UnknownArchitectureError:
         return UnknownArchitectureError(
@@ -98,7 +103,7 @@ class TransformersModel(CausalLM):
             hf: PreTrainedModel = model_class(self._name)(hf_config)
         _check_kind(hf)
         _keep_in_float32(hf, dtype)
-        _compute_buffers(hf)
+        _keep_buffers(hf)
         self._split(hf)
         self._tie(hf)
         for param in hf.parameters():
@@ -112,6 +117,7 @@ class TransformersModel(CausalLM):
         hf.eval()
         self._layers: list[PagedAttention] = []
         self._trace(hf)
+        _compute_buffers(hf)
         self.__dict__["_converted"] = Converted(hf, self)
 
     def _split(self, hf: PreTrainedModel) -> None:
@@ -129,7 +135,7 @@ class TransformersModel(CausalLM):
         tied = bool(hf.get_expanded_tied_weights_keys(all_submodels=False))
         plain_head = type(head) is nn.Linear and head.bias is None
         plain_embedding = type(embedding) is nn.Embedding
-        ours = plain_embedding and plain_head or not tied
+        ours = (plain_embedding and plain_head) or not tied
         for name, module in list(hf.named_modules()):
             new: nn.Module | None = None
             if module is embedding and plain_embedding and ours:
@@ -178,13 +184,15 @@ class TransformersModel(CausalLM):
             self.get_logits(hidden)
         layers = hf.config.num_hidden_layers
         if not trace.calls:
-            raise UnsupportedError("its attention does not go through transformers' interface")
+            raise UnsupportedError(_OTHER_WAY)
         if len(trace.calls) != layers:
             raise UnsupportedError(
                 f"{len(trace.calls)} of its {layers} layers attend through transformers' interface"
             )
         self._layers = make_layers(trace, self._step)
-        for config in {id(m.config): m.config for m in hf.modules() if hasattr(m, "config")}.values():
+        for config in {
+            id(m.config): m.config for m in hf.modules() if hasattr(m, "config")
+        }.values():
             if getattr(config, "_attn_implementation", None) == TRACED:
                 config._attn_implementation = PAGED
 
@@ -303,32 +311,44 @@ def _keep_in_float32(hf: PreTrainedModel, dtype: torch.dtype) -> None:
                     )
 
 
+def _keep_buffers(hf: PreTrainedModel) -> None:
+    """Make parameters of the buffers that checkpoints hold: they are loaded like these."""
+    for module in hf.modules():
+        for key, value in list(module._buffers.items()):
+            if value is not None and key not in module._non_persistent_buffers_set:
+                delattr(module, key)
+                module.register_parameter(key, nn.Parameter(value, requires_grad=False))
+
+
 def _compute_buffers(hf: PreTrainedModel) -> None:
-    """Give constants their values; buffers that checkpoints hold become parameters.
+    """Give constants their values, on the CPU.
 
     Raises:
         UnsupportedError: transformers does not say how a constant is computed.
     """
     with torch.device("cpu"), torch.no_grad():
         for name, module in hf.named_modules():
-            made: dict[str, Tensor] = {}
-            for key, value in list(module._buffers.items()):
-                if value is None:
-                    continue
-                if key not in module._non_persistent_buffers_set:
-                    delattr(module, key)
-                    module.register_parameter(key, nn.Parameter(value, requires_grad=False))
-                elif value.is_meta:
-                    fill = float("nan") if value.is_floating_point() else 0
-                    made[key] = torch.full(value.shape, fill, dtype=value.dtype)
-                    module._buffers[key] = made[key]
-            if not made:
+            meta = {
+                key: torch.full(value.shape, _unset(value), dtype=value.dtype)
+                for key, value in module._buffers.items()
+                if value is not None and value.is_meta
+            }
+            if not meta:
                 continue
+            module._buffers.update(meta)
             hf._init_weights(module)
-            for key in made:
+            for key in meta:
                 value = module._buffers[key]
-                if value.is_floating_point() and bool(value.isnan().any()):
+                assert value is not None, "it is set anew, not deleted"
+                if bool((value.isnan() if value.isnan().any() else value == _unset(value)).all()):
                     raise UnsupportedError(f"the constant {name}.{key} is not computed anew")
+
+
+def _unset(value: Tensor) -> float:
+    """A number that no constant is full of."""
+    if value.is_floating_point():
+        return float("nan")
+    return 0 if value.dtype is torch.bool else -77
 
 
 class _Given(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,8 +16,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from engine_core.nn.loading import stacked_loader, take
-from engine_core.nn.loading import Weights
+from engine_core.nn.loading import Weights, stacked_loader, take
 
 
 class Converted:
@@ -92,5 +90,3 @@ class Converted:
         made = converter.convert(target, model=self._hf, config=self._hf.config)
         for name, value in made.items():
             put(name, value[0] if isinstance(value, list) else value)
-
-

@@ -1,0 +1,153 @@
+"""Models by transformers' own code: the same tokens as its generate, or a refusal that says why."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fallback_models import TOLERANCE, difference, expected, make_checkpoint, prompts
+from torch import nn
+
+from engine_core import LLM, SamplingParams
+from engine_core.check import check_model
+from engine_core.configs import EngineConfig
+from engine_core.errors import UnknownArchitectureError
+
+# Between them: biases, a head with a bias and half-rotated heads; merged experts; norms on both
+# sides, soft caps and windows; latent attention with values of another size; a fused qkv.
+EQUAL = {
+    "phi": "PhiForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "opt": "OPTForCausalLM",
+}
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "mamba": ("mamba", "MambaForCausalLM", {}, "keeps a state|num_attention_heads"),
+    "linear attention": ("minimax", "MiniMaxForCausalLM", {}, "'linear_attention'"),
+    "sinks": ("gpt_oss", "GptOssForCausalLM", {}, "'s_aux'"),
+    "both directions": ("bert", "BertLMHeadModel", {}, "neither causal"),
+    "its own attention": ("gptj", "GPTJForCausalLM", {"rotary_dim": 8}, "not go through"),
+    "twice in a layer": ("diffllama", "DiffLlamaForCausalLM", {}, "attends twice"),
+    "chunks": ("llama4_text", "Llama4ForCausalLM", {}, "'chunked_attention'"),
+    "dynamic rope": (
+        "llama",
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+        "type 'dynamic'",
+    ),
+}
+
+
+def engine(folder: Path, **settings: Any) -> LLM:
+    settings = {"model_impl": "transformers", **settings}
+    return LLM(
+        folder, skip_tokenizer_init=True, kv_cache_memory="16MiB", max_model_len=96, **settings
+    )
+
+
+@pytest.mark.parametrize("model_type", EQUAL)
+def test_tokens_and_logits_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, model_type, EQUAL[model_type])
+    answers = [expected(model, prompt) for prompt in prompts()]
+    assert difference(tmp_path, answers) <= TOLERANCE
+
+
+def test_two_ranks_give_the_same(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "qwen3_moe", "Qwen3MoeForCausalLM")
+    answers = [expected(model, prompt) for prompt in prompts()]
+    assert difference(tmp_path, answers, tensor_parallel_size=2) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_right_is_refused_with_the_reason(case: str, tmp_path: Path) -> None:
+    model_type, name, more, reason = REFUSED[case]
+    make_checkpoint(tmp_path, model_type, name, **more)
+    with pytest.raises(UnknownArchitectureError, match=reason):
+        engine(tmp_path)
+    report = check_model(tmp_path, EngineConfig(model_impl="transformers"))
+    assert any(each.severity == "error" and name in each.message for each in report.problems)
+
+
+def edit(folder: Path, **keys: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (
+            {
+                "architectures": ["FooForCausalLM"],
+                "model_type": "foo",
+                "auto_map": {"AutoModelForCausalLM": "modeling_foo.FooForCausalLM"},
+            },
+            "code from there is never run",
+        ),
+        ({"architectures": ["FooForCausalLM"], "model_type": "foo"}, "of that name"),
+        ({"vision_config": {"depth": 2}}, "pictures or sounds"),
+    ],
+)
+def test_what_transformers_does_not_know_is_refused(
+    keys: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "olmo", "OlmoForCausalLM")
+    edit(tmp_path, **keys)
+    with pytest.raises(UnknownArchitectureError, match=reason):
+        engine(tmp_path, model_impl="auto")
+
+
+def test_it_says_that_it_is_the_fallback_and_what_that_costs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(tmp_path, "olmo", "OlmoForCausalLM")
+    with caplog.at_level(logging.WARNING), engine(tmp_path, model_impl="auto"):
+        pass
+    assert "OlmoForCausalLM is run by transformers' own code" in caplog.text
+    assert "slower" in caplog.text
+    report = check_model(tmp_path)
+    assert [each.severity for each in report.problems if each.code == "fallback"] == ["warning"]
+    with pytest.raises(UnknownArchitectureError, match="no installed plugin knows"):
+        engine(tmp_path, model_impl="native")
+
+
+def test_linears_and_vocabulary_are_quantised(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "olmo2", "Olmo2ForCausalLM")
+
+    def kept(model: nn.Module) -> set[str]:
+        return {type(part.packed).__name__ for part in model.modules() if hasattr(part, "packed")}
+
+    with engine(tmp_path, quantization="int8") as llm:
+        assert llm.apply_model(kept) == [{"Int8Matrix"}]
+        [output] = llm.generate([prompts()[2]], SamplingParams(temperature=0, max_tokens=4))
+        assert len(output.outputs[0].token_ids) == 4
+
+
+def test_a_model_without_a_plan_runs_on_one_rank_only(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "opt", "OPTForCausalLM")
+    report = check_model(tmp_path, EngineConfig(model_impl="transformers", tensor_parallel_size=2))
+    assert any("has no plan in transformers" in each.message for each in report.problems)
+
+
+def test_tokens_that_reach_each_other_outside_of_attention_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.olmo.modeling_olmo import OlmoMLP
+
+    make_checkpoint(tmp_path, "olmo", "OlmoForCausalLM")
+    forward = OlmoMLP.forward
+
+    def shifted(self: nn.Module, x: torch.Tensor) -> Any:
+        return forward(self, (x + x.roll(1, dims=1)) / 2)
+
+    monkeypatch.setattr(OlmoMLP, "forward", shifted)
+    with pytest.raises(UnknownArchitectureError, match="outside of attention"):
+        engine(tmp_path)
