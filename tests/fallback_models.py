@@ -165,6 +165,15 @@ def expected(model: Any, prompt: list[int]) -> tuple[list[int], Tensor]:
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float()
 
 
+def opened(folder: Path, **settings: Any) -> LLM:
+    """The engine with the fallback, in small chunks and blocks."""
+    settings = {"max_num_batched_tokens": 16, "block_size": 4, **settings}
+    return LLM(
+        folder, skip_tokenizer_init=True, max_model_len=MAX_LENGTH, kv_cache_memory="16MiB",
+        dtype="float32", model_impl="transformers", **settings,
+    )  # fmt: skip
+
+
 Answers = list[tuple[list[int], Tensor]]
 
 
@@ -173,12 +182,8 @@ def difference(folder: Path, answers: Answers, **settings: Any) -> float:
     vocab = answers[0][1].shape[-1]
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=vocab)
     asked = prompts()
-    settings = {"max_num_batched_tokens": 16, "block_size": 4, **settings}
     worst = 0.0
-    with LLM(
-        folder, skip_tokenizer_init=True, max_model_len=MAX_LENGTH, kv_cache_memory="16MiB",
-        dtype="float32", model_impl="transformers", **settings,
-    ) as llm:  # fmt: skip
+    with opened(folder, **settings) as llm:
         for _ in range(2):  # The second time from the prefix cache.
             outputs = llm.generate(asked, params)
             for output, (tokens, logits) in zip(outputs, answers, strict=True):
@@ -199,10 +204,18 @@ def compare(folder: Path, model_type: str, name: str, **settings: Any) -> Result
         warnings.simplefilter("ignore")
         try:
             model = make_checkpoint(folder, model_type, name)
-            answers = [expected(model, prompt) for prompt in prompts()]
         except Exception as error:
             return Result("unmade", f"{type(error).__name__}: {error}")
+        failure, answers = None, None
         try:
+            answers = [expected(model, prompt) for prompt in prompts()]
+        except Exception as error:  # It may be refused all the same.
+            failure = Result("unmade", f"{type(error).__name__}: {error}")
+        try:
+            if failure is not None or answers is None:
+                with opened(folder, **settings):
+                    assert failure is not None, "there are answers, or a failure"
+                    return failure
             worst = difference(folder, answers, **settings)
         except EngineError as error:
             return Result("refused", str(error))

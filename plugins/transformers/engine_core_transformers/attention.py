@@ -55,9 +55,11 @@ class PagedAttention(Attention):
         if self.step.alone:
             group = query.shape[1] // value.shape[1]
             return value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous()
-        assert self.cache is not None and self.step.metadata is not None, "set by the model"
+        assert self.cache is not None, "the model's forward sets it"
+        assert self.step.metadata is not None, "the model's forward sets it"
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        return self(q, k, v, *self.cache, self.step.metadata)[None]
+        out: Tensor = self(q, k, v, *self.cache, self.step.metadata)
+        return out[None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,8 +56,15 @@ class TransformersModel(CausalLM):
     """The class that transformers has for a checkpoint's architecture, over the paged cache.
 
     Attributes:
-        support_cuda_graph: False where the model's own code reads numbers on the host.
+        support_cuda_graph: False where experts are chosen on the host. Other code that reads
+            numbers there does not run on the meta device, and is refused.
     """
+
+    # Not among the modules: their parts are.
+    _hf: PreTrainedModel
+    _body: Callable[..., Any]
+    _head: Callable[..., Any]
+    _converted: Converted
 
     def __init__(
         self,
@@ -110,11 +117,11 @@ class TransformersModel(CausalLM):
             param.requires_grad_(False)
         for name, child in hf.named_children():
             self.add_module(name, child)
-        # Not among the modules: its children are.
-        self.__dict__["_hf"] = hf
-        self.__dict__["_body"] = getattr(hf, hf.base_model_prefix)
-        self.__dict__["_head"] = _head_alone(hf)
-        hf.eval()
+        body, head = getattr(hf, hf.base_model_prefix), _head_alone(hf)
+        self.__dict__.update(_hf=hf, _body=body, _head=head)
+        hf.train(False)
+        experts = getattr(hf.config, "_experts_implementation", None)
+        self.support_cuda_graph = experts in (None, "grouped_mm", "batched_mm")
         self._layers: list[PagedAttention] = []
         self._trace(hf)
         _compute_buffers(hf)
@@ -131,7 +138,8 @@ class TransformersModel(CausalLM):
                 f"{self._name} has no plan in transformers for several ranks; set "
                 "tensor_parallel_size to 1"
             )
-        embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+        embedding: Any = hf.get_input_embeddings()
+        head: Any = hf.get_output_embeddings()  # type: ignore[no-untyped-call]
         tied = bool(hf.get_expanded_tied_weights_keys(all_submodels=False))
         plain_head = type(head) is nn.Linear and head.bias is None
         plain_embedding = type(embedding) is nn.Embedding
@@ -148,24 +156,21 @@ class TransformersModel(CausalLM):
                         module.in_features, module.out_features, head.bias is not None
                     )
             elif type(module) is nn.Linear:
-                new = self._linear(name, module, plan.get(re.sub(r"\d+", "*", name)), hf)
+                new = self._linear(name, module, plan.get(re.sub(r"\d+", "*", name)))
             if new is not None:
                 hf.set_submodule(name, new)
 
-    def _linear(
-        self, name: str, old: nn.Linear, style: str | None, hf: PreTrainedModel
-    ) -> nn.Module:
-        sizes = (old.in_features, old.out_features, old.bias is not None)
-        placed = {"dtype": old.weight.dtype}
+    def _linear(self, name: str, old: nn.Linear, style: str | None) -> nn.Module:
+        size, rows, bias = old.in_features, old.out_features, old.bias is not None
+        dtype = old.weight.dtype
         if self._context.tp_size == 1 or style in _WHOLE:
-            return build_replicated_linear(*sizes, **placed)
+            return build_replicated_linear(size, rows, bias, dtype=dtype)
         if style == "colwise":
-            return build_colwise_linear(*sizes, **placed)
+            return build_colwise_linear(size, rows, bias, dtype=dtype)
         if style == "packed_colwise":
-            halves = [old.out_features // 2] * 2
-            return build_merged_colwise_linear(old.in_features, halves, sizes[2], **placed)
+            return build_merged_colwise_linear(size, [rows // 2] * 2, bias, dtype=dtype)
         if style == "rowwise":
-            return build_rowwise_linear(*sizes, **placed)
+            return build_rowwise_linear(size, rows, bias, dtype=dtype)
         raise OptionError(
             f"{self._name}: transformers' plan splits {name} as {style!r}, which is not known "
             "here; set tensor_parallel_size to 1"
@@ -190,9 +195,8 @@ class TransformersModel(CausalLM):
                 f"{len(trace.calls)} of its {layers} layers attend through transformers' interface"
             )
         self._layers = make_layers(trace, self._step)
-        for config in {
-            id(m.config): m.config for m in hf.modules() if hasattr(m, "config")
-        }.values():
+        for module in hf.modules():
+            config: Any = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == TRACED:
                 config._attn_implementation = PAGED
 
@@ -336,7 +340,7 @@ def _compute_buffers(hf: PreTrainedModel) -> None:
             if not meta:
                 continue
             module._buffers.update(meta)
-            hf._init_weights(module)
+            hf._init_weights(module)  # type: ignore[no-untyped-call]
             for key in meta:
                 value = module._buffers[key]
                 assert value is not None, "it is set anew, not deleted"
