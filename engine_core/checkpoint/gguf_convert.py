@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Raised whenever the files written here change, so that old entries of the cache are left alone.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _MAX_THREADS = 8
 _BLOCK_LEAVES = ("qweight", "scales", "minima")
 _UNQUANTISED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -50,12 +50,15 @@ class _PreTokenizer:
         whole_words: whether a piece that is itself a token is taken without merging.
         add_bos: whether a begin-of-sequence token is added if the file does not say.
         nfc: whether text is brought to Unicode's composed form first.
+        plain: added tokens that stay in texts, though files call them control tokens: llama.cpp's
+            converter does so with all that look like ``<|this|>``.
     """
 
     patterns: tuple[str, ...]
     whole_words: bool = False
     add_bos: bool = False
     nfc: bool = False
+    plain: frozenset[str] = frozenset()
 
 
 _LLAMA3 = _PreTokenizer((_CL100K.replace("{digits}", "{1,3}"),), whole_words=True, add_bos=True)
@@ -69,7 +72,13 @@ _PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
-    "qwen2": _PreTokenizer((_CL100K.replace("{digits}", ""),), nfc=True),
+    "qwen2": _PreTokenizer(
+        (_CL100K.replace("{digits}", ""),),
+        nfc=True,
+        plain=frozenset(
+            "<|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>".split()
+        ),
+    ),
     "tekken": _PreTokenizer((_TEKKEN,), whole_words=True, add_bos=True),
     "deepseek-v3": _PreTokenizer(
         (r"\p{N}{1,3}", r"[\x{4e00}-\x{9fa5}\x{3040}-\x{309f}\x{30a0}-\x{30ff}]+", _DEEPSEEK)
@@ -348,10 +357,12 @@ def _add_special_tokens(tokenizer: Tokenizer, tables: _Tables) -> None:
     from tokenizers import AddedToken, processors
 
     special = {_CONTROL} if tables.is_byte_level else {_CONTROL, _UNKNOWN}
+    ends = {tables.tokens[index] for index in tables.ids.values() if isinstance(index, int)}
+    plain = tables.pre.plain - ends
     # All at once: each call prepares the search for all of them anew, and Gemma 3 has 6400.
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=type_ in special, normalized=False)
+            AddedToken(token, special=type_ in special and token not in plain, normalized=False)
             for token, type_ in zip(tables.tokens, tables.types, strict=True)
             if type_ in special or type_ == _USER_DEFINED
         ]

@@ -65,7 +65,8 @@ def fill_from(tokenizer: Tokenizer, pre: str, **ids):
     tokens = {index: token for token, index in tokenizer.get_vocab().items()}
     types = dict.fromkeys(tokens, NORMAL)
     for added in state["added_tokens"]:
-        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+        looks = added["content"].startswith("<|") and added["content"].endswith("|>")
+        types[added["id"]] = CONTROL if added["special"] or looks else USER_DEFINED
     merges = state["model"]["merges"]
 
     def fill(writer):
@@ -115,6 +116,15 @@ def test_published_tokenizers_come_back_as_they_were(tmp_path, name, pre, ids):
     assert_same(ours, published)
     assert config["eos_token"] == published.id_to_token(ids["eos_token_id"])
     assert config["add_bos_token"] == ("bos_token_id" in ids)
+
+
+def test_tokens_that_only_look_special_stay_in_the_text(tmp_path):
+    published = Tokenizer.from_file(str(fetched("tokenizers", "qwen2_5", "tokenizer.json")))
+    ours, _ = convert(tmp_path, fill_from(published, "qwen2", eos_token_id=151645))
+    text = "<|repo_name|>a<|file_sep|>b<|fim_prefix|>c<|fim_suffix|>d<|fim_middle|>e<|fim_pad|>"
+    ids = ours.encode(f"{text}<|im_end|>").ids
+    assert ids == published.encode(f"{text}<|im_end|>").ids
+    assert ours.decode(ids) == published.decode(ids) == text
 
 
 def test_smollm2_splits_digits_and_knows_its_template(tmp_path, smollm2_gguf):
