@@ -63,6 +63,10 @@ class _PreTokenizer:
 
 _LLAMA3 = _PreTokenizer((_CL100K.replace("{digits}", "{1,3}"),), whole_words=True, add_bos=True)
 _SMOLLM = _PreTokenizer((_DIGIT, _GPT2))
+_LOOK_SPECIAL = frozenset(
+    f"<|{name}|>"
+    for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")
+)
 _PRE_TOKENIZERS = {
     "gpt-2": _PreTokenizer((_GPT2,)),
     "phi-2": _PreTokenizer((_GPT2,)),
@@ -75,9 +79,7 @@ _PRE_TOKENIZERS = {
     "qwen2": _PreTokenizer(
         (_CL100K.replace("{digits}", ""),),
         nfc=True,
-        plain=frozenset(
-            "<|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>".split()
-        ),
+        plain=_LOOK_SPECIAL,
     ),
     "tekken": _PreTokenizer((_TEKKEN,), whole_words=True, add_bos=True),
     "deepseek-v3": _PreTokenizer(

@@ -38,7 +38,7 @@ _TRANSFORMER, _POOLING, _NORMALIZE = "Transformer", "Pooling", "Normalize"
 
 
 class PoolingConfig(FrozenConfig):
-    """What an engine that generates no text makes of a prompt.
+    """Way in which an engine that generates no text makes a vector or score of a prompt.
 
     Attributes:
         task: "embed" for a vector, "score" for a cross encoder's score.

@@ -46,7 +46,7 @@ class ScoringOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingRequestOutput:
-    """What :meth:`LLM.embed` gives for a prompt; named as in vLLM.
+    """Result of :meth:`LLM.embed` for a prompt; named as in vLLM.
 
     Attributes:
         request_id: the engine's.
@@ -63,7 +63,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoringRequestOutput:
-    """What :meth:`LLM.score` gives for a pair; named as in vLLM.
+    """Result of :meth:`LLM.score` for a pair; named as in vLLM.
 
     Attributes:
         request_id: the engine's.

@@ -329,7 +329,7 @@ class Registry:
         return self._named("gguf_adapters")
 
     def gguf_advice(self, name: str) -> str:
-        """What to do about a GGUF architecture that no plugin translates."""
+        """Advice about a GGUF architecture that no plugin translates."""
         package = _package_for("gguf", name)
         if package is not None:
             return f"{package} does: pip install {package}.{self._broken()}"
@@ -448,7 +448,7 @@ class Registry:
         impl: ModelImpl = "native",
         refused: UnknownArchitectureError | None = None,
     ) -> str:
-        """What is known of an architecture that nobody claims, and what to do about it.
+        """Facts and advice about an architecture that nobody claims.
 
         ``refused`` is the error of a package that runs what others were written for.
         """

@@ -191,7 +191,7 @@ class _Pooled:
         return similarities(first, second, pooling.similarity)
 
     async def run(self, prompts: Sequence[TokenizedPrompt]) -> list[Vector]:
-        """What the model gives for each prompt.
+        """The vector or score of each prompt.
 
         Prompts go to the engine in portions, each about what a step takes.
 

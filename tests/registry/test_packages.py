@@ -1,4 +1,4 @@
-"""What is said about an architecture that no installed package knows."""
+"""Messages about an architecture that no installed package knows."""
 
 from __future__ import annotations
 

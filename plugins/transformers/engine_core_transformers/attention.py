@@ -64,7 +64,7 @@ class PagedAttention(Attention):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a module asked of the interface, on this rank."""
+    """Attention as a module asked the interface for it, on this rank."""
 
     heads: int
     kv_heads: int
