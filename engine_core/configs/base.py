@@ -65,6 +65,8 @@ class FrozenConfig(BaseModel):
             name, faults = type(self).__name__, _faults(error)
             lines = (f"{name}.{f.place}".rstrip(".") + f": {f.message}" for f in faults)
             raise ConfigError("; ".join(lines), faults=faults) from None
+        except TypeError as error:  # a field's own fields, of which one's name is no text
+            raise ConfigError(f"{type(self).__name__}: {error}") from None
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated like a new one."""

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from engine_core.configs.base import FrozenConfig, number
 from engine_core.configs.dtypes import DType
+from engine_core.errors import shown
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -146,8 +147,12 @@ class EngineConfig(FrozenConfig):
     @field_validator("allowed_local_media_path")
     @classmethod
     def _folder(cls, value: str | None) -> str | None:
-        if value is not None and not Path(value).is_dir():
-            raise ValueError(f"{value!r} is no folder")
+        try:
+            is_folder = value is None or Path(value).is_dir()
+        except OSError:  # too long
+            is_folder = False
+        if not is_folder:
+            raise ValueError(f"{shown(value)} is no folder")
         return value
 
     @model_validator(mode="after")

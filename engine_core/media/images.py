@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import warnings
 from io import BytesIO
 from typing import Any
 
@@ -29,6 +30,8 @@ def load_decoders() -> None:
         Image.init()
         # Sizes are checked before anything is decoded, by a limit of ours.
         Image.MAX_IMAGE_PIXELS = None
+        # A stranger's picture has a line of its own for each mistake in it.
+        warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:

@@ -637,6 +637,17 @@ def test_a_module_map_of_a_name_that_no_file_has_is_refused() -> None:
         LLM(MODEL, skip_tokenizer_init=True, custom_module_map="a" * 5000)
 
 
+def test_a_folder_of_a_name_that_no_file_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"allowed_local_media_path: 'a{40,}.* is no folder"):
+        EngineConfig(allowed_local_media_path="a" * 5000)
+
+
+def test_names_of_fields_are_texts() -> None:
+    guided: Any = {1: "a"}
+    with pytest.raises(ConfigError, match="SamplingParams: keywords must be strings"):
+        SamplingParams(guided=guided)
+
+
 def test_sizes_may_be_text() -> None:
     config = EngineConfig(kv_cache_memory="8MiB", swap_space="1.5kB")
     assert (config.kv_cache_memory, config.swap_space) == (8 * 2**20, 1500)
