@@ -82,10 +82,11 @@ class Qwen2AudioProcessor:
                 ``(array [n], rate)``, or the features that transformers' processor makes of one
                 sound: ``input_features`` and ``feature_attention_mask``; or an item that was made
                 before.
-            options: none is known.
+            options: ``truncation``, whether longer sounds than the model takes are cut, as
+                transformers' processor does without a word; else they are refused.
 
         Raises:
-            RequestError: placeholders and sounds do not agree, or an item is none.
+            RequestError: placeholders and sounds do not agree, or an item or option is none.
         """
         import numpy as np
 
@@ -95,14 +96,19 @@ class Qwen2AudioProcessor:
                 f"this model takes media of the kind audio, not {', '.join(unknown)}",
                 param="multi_modal_data",
             )
-        if options:
+        for key, value in options.items():
+            if key == "truncation" and isinstance(value, bool):
+                continue
+            known = f"{key!r} is not one of truncation"
+            wrong = f"truncation must be true or false, got {value!r}"
             raise RequestError(
-                f"mm_processor_kwargs: this model has no options of sounds, got "
-                f"{', '.join(map(repr, options))}",
+                f"mm_processor_kwargs: {wrong if key == 'truncation' else known}",
                 param="mm_processor_kwargs",
             )
+        cut = options.get("truncation", False)
         ids: NDArray[np.int64] = np.frombuffer(packed_token_ids(token_ids), np.int64)
-        sounds = [self._sound(item, index) for index, item in enumerate(media.get("audio", ()))]
+        given_sounds = enumerate(media.get("audio", ()))
+        sounds = [self._sound(item, index, cut=cut) for index, item in given_sounds]
         starts, given = self._places(ids, [sound.num_embeddings for sound in sounds])
         repeats = np.ones(len(ids), np.int64)
         found, grown = [], 0
@@ -139,7 +145,7 @@ class Qwen2AudioProcessor:
             )
         return places[starts[:-1]].tolist(), given
 
-    def _sound(self, item: Any, index: int) -> MediaItem:
+    def _sound(self, item: Any, index: int, *, cut: bool) -> MediaItem:
         """A sound as the caller gave it, as it would be in a prompt of its own."""
         from engine_core_qwen2_audio.sounds import num_embeddings
 
@@ -150,7 +156,7 @@ class Qwen2AudioProcessor:
                 features = self._given_features(item)
                 digest = media_digest("features", features)
             else:
-                samples = self._extractor.samples(item)
+                samples = self._extractor.samples(item, cut=cut)
                 features = self._extractor.features(samples)
                 digest = media_digest("samples", samples)
         except RequestError as error:

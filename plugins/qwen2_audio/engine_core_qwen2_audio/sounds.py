@@ -63,8 +63,12 @@ class MelExtractor:
         """Frames of the longest sound."""
         return self.most // self.hop
 
-    def samples(self, sound: Any) -> NDArray[np.float32]:
+    def samples(self, sound: Any, *, cut: bool = False) -> NDArray[np.float32]:
         """A sound ``(array [n], rate)`` as samples from -1 to 1 at the model's rate.
+
+        Args:
+            sound: an array and its rate.
+            cut: whether only the beginning is wanted of one that is longer than the model takes.
 
         Raises:
             RequestError: it is none, or longer than the model takes.
@@ -87,11 +91,12 @@ class MelExtractor:
                 f"channel, [n]; got {samples.dtype} {list(samples.shape)}"
             )
         seconds, longest = len(samples) / rate, self.most / self.rate
-        if seconds > longest:
+        if seconds > longest and not cut:
             raise RequestError(
                 f"it is {seconds:.2f} s long, and a sound may be {longest:g} s at most: cut it "
-                "into several"
+                "into several, or have its end left out (mm_processor_kwargs: truncation)"
             )
+        samples = samples[: math.ceil((longest + 1) * rate)]  # more than what is kept depends on
         if samples.dtype.kind == "i":
             samples = samples / -float(np.iinfo(samples.dtype).min)
         elif not np.isfinite(samples).all():

@@ -50,8 +50,8 @@ def noise(samples: int) -> NDArray[np.float32]:
     return np.random.default_rng(samples).normal(0, 0.1, samples).astype(np.float32)
 
 
-def features(item: Any, **audio: Any) -> NDArray[np.float32]:
-    prompt = processor(audio=audio).process_media([1, AUDIO, 2], {"audio": [item]}, {})
+def features(item: Any, options: Any = None, **audio: Any) -> NDArray[np.float32]:
+    prompt = processor(audio=audio).process_media([1, AUDIO, 2], {"audio": [item]}, options or {})
     (one,) = prompt.media
     made: NDArray[np.float32] = one.features["features"]
     assert one.kind == "audio"
@@ -73,6 +73,23 @@ def test_features_are_those_of_transformers(samples: int) -> None:
     assert made.shape == (128, min(2 * positions + 1, 3000))
     assert made.shape[1] // 4 == (positions - 2) // 2 + 1
     np.testing.assert_allclose(made, expected["input_features"][0][:, : made.shape[1]], atol=1e-4)
+
+
+def test_a_longer_sound_is_cut_as_by_transformers_where_that_is_asked_for() -> None:
+    sound = noise(31 * 16000)
+    (expected,) = extractor(feature_size=128)(sound, sampling_rate=16000)["input_features"]
+    made = features((sound, 16000), {"truncation": True}, **PUBLISHED)
+    np.testing.assert_allclose(made, expected, atol=1e-4)
+    # What lies behind the end has no part in it at another rate either, but for its neighbours.
+    at_8000 = [features((part, 8000), {"truncation": True}) for part in (sound[:24000], sound)]
+    np.testing.assert_array_equal(*at_8000)
+    for options, said in (
+        ({}, "it is 31.00 s long, .*mm_processor_kwargs: truncation"),
+        ({"truncation": False}, "it is 31.00 s long"),
+        ({"truncation": 1}, "truncation must be true or false, got 1"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            features((sound, 16000), options, **PUBLISHED)
 
 
 def test_features_that_are_made_already_are_taken() -> None:
@@ -207,7 +224,7 @@ def test_what_is_refused(ids: list[int], audio: list[Any], message: str) -> None
 def test_other_kinds_and_options_are_refused() -> None:
     with pytest.raises(RequestError, match="of the kind audio, not image"):
         processor().process_media([1], {"image": [0]}, {})
-    with pytest.raises(RequestError, match="no options of sounds, got 'fps'"):
+    with pytest.raises(RequestError, match="'fps' is not one of truncation"):
         processor().process_media([AUDIO], {"audio": [SOUND]}, {"fps": 2})
 
 
