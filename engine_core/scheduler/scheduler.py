@@ -71,6 +71,7 @@ class _Draft:
         new_blocks: by sequence id, the blocks appended to each group's table.
         grown: the same by row, of members of the lockstep.
         admitted: sequences that got a row.
+        ahead: those of them that compute no token yet, but the item that they begin with.
         beside: whether sequences decode, so that items are computed within the budget.
         chunked: whether a sequence with more than one token left was looked at.
         media: items that are touched: the sequence, which of its items, the slot of its embeddings.
@@ -93,6 +94,7 @@ class _Draft:
     grown: dict[int, _Blocks] = field(default_factory=dict)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
+    ahead: list[Sequence] = field(default_factory=list)
     media: list[tuple[Sequence, int, int]] = field(default_factory=list)
     media_work: dict[int, tuple[Sequence, int, int, int]] = field(default_factory=dict)
     short_of_blocks: bool = False
@@ -362,9 +364,11 @@ class Scheduler:
         ):
             # Who was to decode was preempted in the making, or waits for the item of its last
             # token. So nobody decodes, and items need not be computed within a budget beside that.
+            self._take_back(draft)
             preempted = self.num_preemptions
             draft = self._draft(alone=True)
         if not self._has_rows(draft):
+            self._take_back(draft)
             return None
         repeat = self._allocate_ahead(draft)
         return self._submit(draft, repeat)
@@ -373,6 +377,12 @@ class Scheduler:
         lockstep = self._lockstep
         advances = bool(lockstep.order.size) and lockstep.can_advance()
         return bool(draft.singles or draft.chunks or advances)
+
+    def _take_back(self, draft: _Draft) -> None:
+        """Let those wait again that only a plan without rows would admit."""
+        for sequence in draft.ahead:
+            if sequence.row is not None:
+                self._preempt(sequence)
 
     def _draft(self, *, alone: bool = False) -> _Draft:
         """Plan by rank; with the budget of a step beside which nobody decodes if ``alone``."""
@@ -629,16 +639,24 @@ class Scheduler:
         if draft.budget == 0 or sequence.last_step > self._completed_step:
             return False
         count = self._admit(sequence, draft)
-        if count == 0:
+        if count is None:
             return False
         draft.repeat = 1
+        if count == 0:
+            draft.ahead.append(sequence)
+            self._compute_ahead(sequence, 0, draft)
+            return True
         draft.budget = max(0, draft.budget - count)
         self._hold_media(sequence, sequence.num_scheduled, count, draft)
         draft.add(sequence, count)
         return True
 
-    def _admit(self, sequence: Sequence, draft: _Draft) -> int:
-        """Give the sequence a row and blocks for its first chunk, whose size is returned, or 0."""
+    def _admit(self, sequence: Sequence, draft: _Draft) -> int | None:
+        """Give the sequence a row and blocks for its first chunk, whose size is returned.
+
+        It is 0 for one that begins with an item that takes several steps, and None if the sequence
+        has to wait.
+        """
         num_tokens = len(sequence.token_ids)
         keys = sequence.block_keys
         cached = 0
@@ -658,15 +676,15 @@ class Scheduler:
                         cached = longest_cached_prefix(self.groups, keys, most, spans)
         start = max(cached * self._key_size, sequence.num_swapped)
         count = self._chunk(sequence, start, num_tokens, draft)
-        if count == 0:
-            return 0
-        end = start + count
+        if count == 0 and not self._begins_ahead(sequence, start, draft):
+            return None
+        end = start + max(1, count)
         if not self._has_room(sequence, start, end, cached):
             coming = self._preempt_for(sequence, start, end, cached)
             if not self._has_room(sequence, start, end, cached):
                 self._blocked = sequence
                 self._blocked_is_next = draft.short_of_blocks = coming
-                return 0
+                return None
 
         assert sequence.num_pending == 0, f"{sequence} is admitted with samples in flight"
         self._waiting.pop(0)
@@ -681,8 +699,9 @@ class Scheduler:
             self.groups[kind[0]].prefix.first_needed_block(start) for kind in self._windowed
         ]
         # No group takes free blocks before all have acquired theirs, which may be free as well.
-        self._grow(sequence, self._missing(sequence, end))
-        draft.new_blocks[sequence.sequence_id] = sequence.block_tables
+        if count > 0:
+            self._grow(sequence, self._missing(sequence, end))
+            draft.new_blocks[sequence.sequence_id] = sequence.block_tables
         sequence.num_computed = sequence.num_scheduled = start
         sequence.num_registered = cached
         sequence.admitted_len = num_tokens
@@ -1124,10 +1143,23 @@ class Scheduler:
             return count
         whole = not draft.beside
         ready = self._with_media(sequence, start, count, draft, whole=whole)
-        if ready == 0 and not whole and sequence.row is None:
+        waits = sequence.row is None and not self._begins_ahead(sequence, start, draft)
+        if ready == 0 and not whole and waits:
             # Only one with a row has its items computed over several steps.
             ready = self._with_media(sequence, start, count, draft, whole=True)
         return ready
+
+    def _begins_ahead(self, sequence: Sequence, start: int, draft: _Draft) -> bool:
+        """Whether a waiting sequence begins with an item that is to take several steps."""
+        item = next((item for _, item in _touched(sequence, start, start + 1)), None)
+        if start > 0 or item is None or not (draft.beside and self.media_in_parts):
+            return False
+        assert self.media_cost is not None, "items are computed within the budget"
+        key, size = _media_key(sequence, item), item.num_embeddings
+        left = size - self._computed(sequence, item, draft)
+        return left * self.media_cost(size) > draft.budget and self.encoder_cache.fits(
+            [(key, size)]
+        )
 
     def _with_media(
         self, sequence: Sequence, start: int, count: int, draft: _Draft, *, whole: bool

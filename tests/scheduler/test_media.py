@@ -133,6 +133,71 @@ def test_beside_a_sequence_that_decodes_an_item_is_computed_within_the_budget(
     assert chunks == ([(4, 6), (10, 7)] if in_parts else [(4, 10), (14, 3), (17, 1)])
 
 
+def two(sched: Scheduler, tokens: int, shown: tuple[MediaItem, ...]) -> list[Sequence]:
+    """One that decodes ``tokens`` tokens at most, and a prompt of 17 tokens with items."""
+    sched.prompt_budget = lambda rows, tokens, cached: 10
+    sched.media_cost = lambda size: 24 / size
+    sched.media_in_parts = True
+    return [
+        Sequence(
+            name,
+            prompt,
+            SamplingParams(max_tokens=count, ignore_eos=True),
+            arrival_time=0.0,
+            max_model_len=64,
+        )
+        for name, prompt, count in (
+            ("a", ProcessedPrompt((1,) * 2), tokens),
+            ("b", ProcessedPrompt((1,) * 17, media=shown), 30),
+        )
+    ]
+
+
+@pytest.mark.parametrize(("cost", "parts"), [(24, 3), (8, 1)])
+def test_an_item_at_the_very_beginning_is_computed_in_parts_too(cost: int, parts: int) -> None:
+    """Unless a step's budget is enough for it: then a chunk comes with it."""
+    sched = scheduler(encoder_cache_tokens=16, max_num_batched_tokens=32)
+    decoding, shows = two(sched, 30, (picture(0, 12),))
+    sched.media_cost = lambda size: cost / size
+    sched.add(decoding)
+    answer(sched, planned(sched))
+    sched.add(shows)
+    work, chunks, admitted = [], [], []
+    for _ in range(5):
+        plan = planned(sched)
+        answer(sched, plan)
+        sched.check()
+        admitted += [each.sequence_id for each in plan.admitted]
+        work += [(each.begin, each.end) for each in plan.media_work]
+        chunks += [(row.start, row.num_tokens) for row in plan.rows if row.sequence_id == "b"]
+        assert "a" in [row.sequence_id for row in plan.rows]
+    assert admitted == ["b"]
+    if parts == 1:
+        assert work == [(0, 12)]
+        assert chunks[:2] == [(0, 10), (10, 7)]
+    else:
+        assert work == [(0, 5), (5, 10), (10, 12)]
+        assert chunks == [(0, 6), (6, 10), (16, 1)]
+
+
+def test_nobody_is_admitted_by_a_plan_without_rows() -> None:
+    """The sequence beside it has its last token in flight."""
+    sched = scheduler(encoder_cache_tokens=16, max_num_batched_tokens=32)
+    decoding, shows = two(sched, 2, (picture(0, 12),))
+    sched.add(decoding)
+    answer(sched, planned(sched))
+    last = planned(sched)
+    sched.add(shows)
+    assert sched.schedule() is None
+    sched.check()
+    answer(sched, last)
+    plan = planned(sched)
+    assert [each.sequence_id for each in plan.admitted] == ["b"]
+    assert [(row.start, row.num_tokens) for row in plan.rows] == [(0, 17)]
+    answer(sched, plan)
+    sched.check()
+
+
 def test_an_item_does_not_take_the_room_of_an_earlier_one_of_its_sequence() -> None:
     """Room for one of two pictures, and the first is shown twice with the second behind it."""
     sched = scheduler(encoder_cache_tokens=4, max_num_batched_tokens=32)
