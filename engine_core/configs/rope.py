@@ -192,6 +192,8 @@ class RotaryConfigBuilder:
         cls.complete(values)
         kwargs.setdefault("max_position_embeddings", cls.longest(values))
         kwargs.setdefault("reads_rope_scaling", True)
+        dynamic = values.get("rope_scaling", {}).get("rope_type") == "dynamic"
+        kwargs.setdefault("may_exceed_length", dynamic)
         config = DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)
         return config.replace(hf_config=HFConfig({**values, "head_dim": config.head_dim}))
 

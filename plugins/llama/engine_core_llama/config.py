@@ -6,21 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.configs import (
-    DefaultConfigBuilder,
     HFConfig,
+    RotaryConfigBuilder,
     SentencePieceFormat,
-    check_kinds,
-    longest_sequence,
-    refuse_partial_rotary,
-    rope_keys,
 )
 from engine_core.configs.builder import token_ids
-from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine_core.configs import ModelConfig
 
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 # <|eom_id|>, the end of a message that waits for a tool's answer.
 _EOM = 128008
 
@@ -30,7 +24,7 @@ _SENTENCEPIECE = SentencePieceFormat(
 )
 
 
-class LlamaConfigBuilder:
+class LlamaConfigBuilder(RotaryConfigBuilder):
     """Reads the configs of Llama 1 to 3.x and of models published under its architecture."""
 
     architecture: ClassVar[str] = "LlamaForCausalLM"
@@ -45,10 +39,7 @@ class LlamaConfigBuilder:
         "tie_word_embeddings": False,
     }
 
-    @classmethod
-    def condition(cls, hf_config: HFConfig) -> bool:
-        """Whether the checkpoint calls itself by this architecture."""
-        return bool(hf_config.get("architectures") == [cls.architecture])
+    rope_types = (*RotaryConfigBuilder.rope_types, "dynamic")
 
     @classmethod
     def build(
@@ -59,32 +50,16 @@ class LlamaConfigBuilder:
         Raises:
             ConfigError: a key is missing or senseless.
         """
-        stated = {key: value for key, value in hf_config.to_dict().items() if value is not None}
-        values = {**cls.defaults, **stated}
-        values.update(rope_keys(values, _ROPE_TYPES))
-        values.pop("rope_parameters", None)
-        refuse_partial_rotary(values)
-        values["sliding_window"] = cls.sliding_window(hf_config)
-        if "num_attention_heads" in values:
-            values.setdefault("num_key_value_heads", values["num_attention_heads"])
-        check_kinds(values, {"intermediate_size": 1, **cls.defaults})
-        hf_config = HFConfig(values)
-        kwargs.setdefault(
-            "max_position_embeddings",
-            longest_sequence(values["max_position_embeddings"], values["rope_scaling"]),
-        )
-        kwargs.setdefault("may_exceed_length", values["rope_scaling"]["rope_type"] == "dynamic")
-        kwargs.setdefault("reads_rope_scaling", True)
         kwargs.setdefault("sentencepiece", _SENTENCEPIECE)
         kwargs.setdefault("tool_parser", _tool_parser(hf_config))
-        config = DefaultConfigBuilder.build(hf_config, model_path, **kwargs)
-        return config.replace(hf_config=hf_config.replace(head_dim=config.head_dim))
+        return super().build(hf_config, model_path, **kwargs)
 
     @classmethod
-    def sliding_window(cls, hf_config: HFConfig) -> int | None:
-        """How many keys a query sees, itself included; None for all, as in every Llama."""
-        del hf_config
-        return None
+    def complete(cls, values: dict[str, Any]) -> None:
+        """No Llama has a window, whatever its config says."""
+        super().complete(values)
+        if "sliding_window" not in cls.nullable:
+            values["sliding_window"] = None
 
 
 class MistralConfigBuilder(LlamaConfigBuilder):
@@ -96,20 +71,8 @@ class MistralConfigBuilder(LlamaConfigBuilder):
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
     }
-
-    @classmethod
-    def sliding_window(cls, hf_config: HFConfig) -> int | None:
-        """``sliding_window``, whose null means no window; a config without the key means 4096.
-
-        Raises:
-            ConfigError: it is no positive integer.
-        """
-        window = hf_config.to_dict().get("sliding_window", 4096)
-        if window is None or (type(window) is int and window > 0):
-            return window
-        raise ConfigError(
-            f"config.json: sliding_window must be a positive integer or null, got {window!r}"
-        )
+    # Null means no window.
+    nullable: ClassVar[dict[str, tuple[Any, Any]]] = {"sliding_window": (1, 4096)}
 
 
 def _tool_parser(hf_config: HFConfig) -> str | None:

@@ -5,25 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.configs import (
-    DefaultConfigBuilder,
-    HFConfig,
-    check_kinds,
-    longest_sequence,
-    refuse_partial_rotary,
-    rope_keys,
-)
+from engine_core.configs import HFConfig, RotaryConfigBuilder, check_kinds
 from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine_core.configs import ModelConfig
 
-# Dynamic scaling is not among them: cached blocks would need salts, and no checkpoint has it.
-_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-class Qwen2ConfigBuilder:
+class Qwen2ConfigBuilder(RotaryConfigBuilder):
     """Reads the configs of Qwen2, of Qwen2.5 and of models published under their architecture.
 
     Which layers have a sliding window, and how wide it is, stands in the keys ``layer_types`` and
@@ -40,12 +31,8 @@ class Qwen2ConfigBuilder:
         "use_sliding_window": False,
         "tie_word_embeddings": False,
     }
+    nullable: ClassVar[dict[str, tuple[Any, Any]]] = {"sliding_window": (1, 4096)}
     reasoning_parser: ClassVar[str | None] = None
-
-    @classmethod
-    def condition(cls, hf_config: HFConfig) -> bool:
-        """Whether the checkpoint calls itself by this architecture."""
-        return bool(hf_config.get("architectures") == [cls.architecture])
 
     @classmethod
     def build(
@@ -56,27 +43,18 @@ class Qwen2ConfigBuilder:
         Raises:
             ConfigError: a key is missing or senseless.
         """
-        stated = {key: value for key, value in hf_config.to_dict().items() if value is not None}
-        values = {**cls.defaults, **stated}
-        values.update(rope_keys(values, _ROPE_TYPES))
-        values.pop("rope_parameters", None)
-        refuse_partial_rotary(values)
-        if "num_attention_heads" in values:
-            values.setdefault("num_key_value_heads", values["num_attention_heads"])
-        check_kinds(values, {"intermediate_size": 1, **cls.defaults})
-        kwargs.setdefault(
-            "max_position_embeddings",
-            longest_sequence(values["max_position_embeddings"], values["rope_scaling"]),
-        )
-        kwargs.setdefault("reads_rope_scaling", True)
         # The parser does nothing to a text without its tags, so that older models are not harmed.
         kwargs.setdefault("tool_parser", "hermes")
         kwargs.setdefault("reasoning_parser", cls.reasoning_parser)
-        config = DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)
-        values["sliding_window"] = _sliding_window(hf_config, values["use_sliding_window"])
-        values["layer_types"] = _layer_types(values, config.num_layers)
-        values["head_dim"] = config.head_dim
-        return config.replace(hf_config=HFConfig(values))
+        return super().build(hf_config, model_path, **kwargs)
+
+    @classmethod
+    def complete(cls, values: dict[str, Any]) -> None:
+        """Say the window, which most configs have but few use, and the kind of each layer."""
+        super().complete(values)
+        if not values["use_sliding_window"]:
+            values["sliding_window"] = None
+        values["layer_types"] = _layer_types(values)
 
 
 class Qwen3ConfigBuilder(Qwen2ConfigBuilder):
@@ -91,19 +69,10 @@ class Qwen3ConfigBuilder(Qwen2ConfigBuilder):
     reasoning_parser: ClassVar[str | None] = "think"
 
 
-def _sliding_window(hf_config: HFConfig, used: bool) -> int | None:
-    """The window, or None: the key is there in most checkpoints, but only counts if ``used``."""
-    window = hf_config.to_dict().get("sliding_window", 4096) if used else None
-    if window is None or (type(window) is int and window > 0):
-        return window
-    raise ConfigError(
-        f"config.json: sliding_window must be a positive integer or null, got {window!r}"
-    )
-
-
-def _layer_types(values: dict[str, Any], num_layers: int) -> list[str]:
+def _layer_types(values: dict[str, Any]) -> list[str]:
     """``layer_types`` of newer configs; older ones slide from layer ``max_window_layers`` on."""
-    window = values["sliding_window"]
+    check_kinds(values, {"num_hidden_layers": 1})
+    window, num_layers = values["sliding_window"], values["num_hidden_layers"]
     types = values.get("layer_types")
     if types is None:
         first = values.get("max_window_layers", 28)
