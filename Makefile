@@ -28,12 +28,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_RETRIES ?= 5
 export PIP_DEFAULT_TIMEOUT ?= 60
 
-.PHONY: help demo models test check lint types imports fast unit browser soak soak-chats test-clients test-gpu bench-gpu bench-cpu bench-kernels clean
+.PHONY: help demo demo-embed models test check lint types imports fast unit browser soak soak-chats test-clients test-gpu bench-gpu bench-cpu bench-kernels clean
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
 demo: $(VENV)/.runtime $(SMOLLM2) ## Chat with a small model on this machine's CPU or GPU.
 	@$(BIN)/engine-core generate $(SMOLLM2) --chat --max-tokens 200 "$(PROMPT)"
+
+demo-embed: $(VENV)/.runtime ## Find the sentence that is closest to a question, with a small embedding model.
+	@$(BIN)/python scripts/fetch_models.py --cache $(CACHE) minilm
+	@$(BIN)/python examples/embeddings.py $(CACHE)/models/all-MiniLM-L6-v2
 
 models: $(VENV)/.created ## Fetch the models and tokenizers that the tests use.
 	@$(BIN)/python scripts/fetch_models.py --cache $(CACHE)

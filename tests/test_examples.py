@@ -42,6 +42,13 @@ def test_streaming_chat() -> None:
     assert "(0 prompt tokens" not in second
 
 
+def test_embeddings() -> None:
+    first, *ranked = _run("embeddings.py").splitlines()
+    assert first == "5 vectors of 384 numbers"
+    assert "lid on the cup" in ranked[0]
+    assert "thermos" in ranked[1]
+
+
 def test_custom_module_map() -> None:
     [line] = _run("custom_module_map.py").splitlines()
     assert line.startswith("My favourite fruits are apples ")
