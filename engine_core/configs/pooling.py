@@ -38,7 +38,7 @@ _TRANSFORMER, _POOLING, _NORMALIZE = "Transformer", "Pooling", "Normalize"
 
 
 class PoolingConfig(FrozenConfig):
-    """Way in which an engine that generates no text makes a vector or score of a prompt.
+    """Pooling of prompts, in an engine that generates no text.
 
     Attributes:
         task: "embed" for a vector, "score" for a cross encoder's score.
