@@ -356,8 +356,12 @@ def _package_files(
     processors = ", ".join(rename.name(item.__name__) for item in pattern.processors)
     values = {
         "name": name,
-        "like": pattern.report.name,
-        "origin": pattern.origin,
+        "made": (
+            f"`engine-core new-plugin {name} --like {pattern.report.name}` copied the source from "
+            f"{pattern.origin}.\nIts tests pass as they are; change what differs, and the "
+            "reference in `conformance.py`. Choose a\nlicence before you publish it."
+        ),
+        "reference": _REFERENCE,
         "distribution": f"engine-core-{name}",
         "package": package,
         "architecture": architecture,
@@ -385,17 +389,78 @@ def _package_files(
         if processors
         else ""
     )
+    return _with_templates(files, values)
+
+
+_REFERENCE = """        # The reference is the class that transformers has for this model_type: that of the family
+        # which the source was copied from. Name your own here, or give golden files or a function.
+"""
+
+
+def _with_templates(files: dict[str, str], values: Mapping[str, str]) -> dict[str, str]:
+    """The files with those that are the same in every package."""
+    package = values["package"]
     made = {
         "pyproject.toml": "pyproject.toml.txt",
         "README.md": "README.md.txt",
         f"{package}/__init__.py": "init.py.txt",
         f"{package}/plugin.py": "plugin.py.txt",
         f"{package}/conformance.py": "conformance.py.txt",
-        f"tests/test_{name.replace('-', '_')}.py": "tests.py.txt",
+        f"tests/test_{values['name'].replace('-', '_')}.py": "tests.py.txt",
     }
     files |= {path: _template(template, values) for path, template in made.items()}
     files[f"{package}/py.typed"] = ""
     return {path: text.rstrip("\n") + "\n" if text else "" for path, text in files.items()}
+
+
+def _draft(registry: Registry, architecture: str) -> Any:
+    """What the package that runs transformers' models finds of one."""
+    if architecture in registry.architectures:
+        raise typer.BadParameter(
+            f"architecture {architecture!r} is already known, by plugin "
+            f"{registry.architectures[architecture]!r}"
+        )
+    try:
+        scaffold = importlib.import_module("engine_core_transformers.scaffold")
+    except ImportError as error:
+        raise typer.BadParameter(
+            f"--from-transformers needs the package engine-core-transformers: {error}"
+        ) from error
+    return scaffold.draft(architecture)
+
+
+def _drafted_files(name: str, made: Any) -> dict[str, str]:
+    """Path to content of every file of a package that was drawn from transformers."""
+    package = f"engine_core_{name.replace('-', '_')}"
+    major, minor, *_ = __version__.split(".")
+    left = "".join(f"\n- {line}" for line in made.left)
+    values = {
+        "name": name,
+        "made": (
+            f"`engine-core new-plugin {name} --from-transformers {made.architecture}` wrote it.\n"
+            + (f"Left to do:\n{left}" if left else "Its tests pass as they are.")
+            + "\n\nChoose a licence before you publish it."
+        ),
+        "reference": "",
+        "distribution": f"engine-core-{name}",
+        "package": package,
+        "architecture": made.architecture,
+        "stem": made.builder.removesuffix("ConfigBuilder"),
+        "api": "0.1",
+        "core": f"{major}.{minor}",
+        "next_core": f"{major}.{int(minor) + 1}",
+        "module_map": _module_map(made.architecture, f"{package}.model.{made.architecture}"),
+        "builder": made.builder,
+        "imports": f"from {package}.config import {made.builder}",
+        "config": _literal(made.tiny, 8),
+        "head": "from engine_core.testing import ConformanceCase",
+        "more": "",
+        "extras": "",
+        "files": "",
+        "processors_hook": "",
+    }
+    files = {f"{package}/config.py": made.config, f"{package}/model.py": made.model}
+    return _with_templates(files, values)
 
 
 @command()
@@ -404,13 +469,21 @@ def new_plugin(
         str, typer.Argument(metavar="NAME", help="The family's name, such as my-model.")
     ],
     like: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="FAMILY",
             help="Installed family to copy the source from; not one whose conformance cases are "
             "golden files alone.",
         ),
-    ],
+    ] = None,
+    from_transformers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARCHITECTURE",
+            help="Class of transformers, such as Olmo2ForCausalLM, whose parts are looked at for "
+            "those that engine_core.nn has blocks for.",
+        ),
+    ] = None,
     hf_config: Annotated[
         Path | None,
         typer.Option(
@@ -421,10 +494,11 @@ def new_plugin(
         Path, typer.Option(metavar="DIR", help="Where the package's folder is made.")
     ] = Path(),
 ) -> None:
-    """Write the package of a new model family, whose tests pass as they are.
+    """Write the package of a new model family.
 
-    It is named engine-core-NAME and runs the conformance kit. Change what differs from the family
-    that it was made after; docs/write-a-plugin.md explains each part.
+    It is named engine-core-NAME and runs the conformance kit. After --like its tests pass as they
+    are: change what differs from that family. After --from-transformers they pass if blocks were
+    found for all parts; what is left to do is told. docs/write-a-plugin.md explains each part.
     """
     from engine_core.registry import build_registry
 
@@ -433,16 +507,31 @@ def new_plugin(
     folder = out / f"engine-core-{name}"
     if folder.exists():
         raise typer.BadParameter(f"--out: {folder} exists already; nothing was written")
-    pattern = _Pattern(registry, like)
-    given = None if hf_config is None else _read_config(hf_config)
-    architecture = _new_architecture(registry, name, pattern.architecture, given)
-    config = _tiny_config(pattern, architecture, given)
-    for path, text in _package_files(name, pattern, architecture, config).items():
+    if (like is None) == (from_transformers is None):
+        raise typer.BadParameter("give one of --like and --from-transformers")
+    left: list[str] = []
+    if like is None:
+        if hf_config is not None:
+            raise typer.BadParameter("--hf-config goes with --like")
+        made = _draft(registry, from_transformers or "")
+        architecture, origin, left = made.architecture, "drawn from transformers", made.left
+        files = _drafted_files(name, made)
+    else:
+        pattern = _Pattern(registry, like)
+        given = None if hf_config is None else _read_config(hf_config)
+        architecture = _new_architecture(registry, name, pattern.architecture, given)
+        files = _package_files(
+            name, pattern, architecture, _tiny_config(pattern, architecture, given)
+        )
+        origin = f"copied from {pattern.origin}"
+    for path, text in files.items():
         file = folder / path
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         except OSError as error:
             raise typer.BadParameter(f"--out: {file} cannot be written: {error.strerror}") from None
-    print(f"{folder}: {architecture}, copied from {pattern.origin}")
+    print(f"{folder}: {architecture}, {origin}")
+    for line in left:
+        print(f"Left to do: {line}")
     print(f"Next: pip install -e '{folder}[test]' && pytest {folder}")
