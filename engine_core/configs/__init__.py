@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         rope_keys,
     )
     from engine_core.configs.sampling import BeamSearchParams, GuidedParams, SamplingParams
-    from engine_core.configs.tokenizer import SentencePieceFormat
+    from engine_core.configs.tokenizer import SentencePieceFormat, TiktokenFormat
 
 _HOMES = {
     "engine_core.configs.builder": "ConfigBuilder DefaultConfigBuilder check_kinds",
@@ -42,7 +42,7 @@ _HOMES = {
         "RotaryConfigBuilder longest_sequence refuse_partial_rotary rope_keys"
     ),
     "engine_core.configs.sampling": "BeamSearchParams GuidedParams SamplingParams",
-    "engine_core.configs.tokenizer": "SentencePieceFormat",
+    "engine_core.configs.tokenizer": "SentencePieceFormat TiktokenFormat",
 }
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "SentencePieceFormat",
+    "TiktokenFormat",
     "check_kinds",
     "longest_sequence",
     "refuse_partial_rotary",

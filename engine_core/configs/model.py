@@ -11,7 +11,7 @@ from engine_core.configs.base import FrozenConfig
 from engine_core.configs.dtypes import DType
 from engine_core.configs.hf_config import HFConfig
 from engine_core.configs.pooling import PoolingConfig
-from engine_core.configs.tokenizer import SentencePieceFormat
+from engine_core.configs.tokenizer import SentencePieceFormat, TiktokenFormat
 
 
 class ModelConfig(FrozenConfig):
@@ -41,6 +41,7 @@ class ModelConfig(FrozenConfig):
             one that knows pictures; or None.
         sentencepiece: how the family's SentencePiece file is used, for checkpoints without a
             tokenizer.json; None leaves such a folder to transformers.
+        tiktoken: the same of a file of tiktoken's ranks.
         tool_parser: name of the parser of this model's tool calls, one of the hook
             ``tool_parsers``; None if the config does not tell.
         reasoning_parser: name of the parser of its reasoning, one of the hook
@@ -72,6 +73,7 @@ class ModelConfig(FrozenConfig):
     default_chat_template: str | None = None
     chat_template: str | None = None
     sentencepiece: SentencePieceFormat | None = None
+    tiktoken: TiktokenFormat | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     caveat: str | None = None

@@ -1022,6 +1022,7 @@ def choose_tokenizer(
     if config.skip_tokenizer_init:
         return None
     sentencepiece = None if model_config is None else model_config.sentencepiece
+    tiktoken = None if model_config is None else model_config.tiktoken
     if config.tokenizer is None:
         path = folder()
     else:
@@ -1029,7 +1030,7 @@ def choose_tokenizer(
             path = resolve_model(config.tokenizer, config.revision)
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(f"tokenizer: {error}") from error
-    tokenizer = load_tokenizer(path, sentencepiece)
+    tokenizer = load_tokenizer(path, sentencepiece, tiktoken)
     if model_config is not None and model_config.chat_template is not None:
         tokenizer.chat_templates = {DEFAULT_TEMPLATE: model_config.chat_template}
     return tokenizer

@@ -25,11 +25,12 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from engine_core.configs import SentencePieceFormat
+from engine_core.configs import SentencePieceFormat, TiktokenFormat
 from engine_core.configs.hf_config import read_object
 from engine_core.errors import EngineError, TokenizerError
 from engine_core.text.chat_template import DEFAULT_TEMPLATE
 from engine_core.text.sentencepiece_tokenizer import SentencePieceTokenizer
+from engine_core.text.tiktoken import read_tiktoken
 from engine_core.text.tokenizer import (
     FastTokenizer,
     Tokenizer,
@@ -74,14 +75,19 @@ _BUILT_IN_SPLITS = frozenset(
 _MAX_ID_GAP = 4096
 
 
-def load_tokenizer(folder: Path, sentencepiece: SentencePieceFormat | None = None) -> Tokenizer:
+def load_tokenizer(
+    folder: Path,
+    sentencepiece: SentencePieceFormat | None = None,
+    tiktoken: TiktokenFormat | None = None,
+) -> Tokenizer:
     """The tokenizer in a checkpoint folder. Code that came with the checkpoint is never run.
 
     Reads tokenizer.json with tokenizer_config.json, special_tokens_map.json, added_tokens.json and
     chat templates (chat_template.jinja, additional_chat_templates/, tokenizer_config.json,
     chat_template.json: the first of these that has one). Without tokenizer.json, a SentencePiece
-    file is read as its family says (``sentencepiece``, from ``ModelConfig``). A folder with another
-    tokenizer file (vocab.json and merges.txt, ...) is left to transformers.
+    file, or one of tiktoken's ranks, is read as its family says (``sentencepiece`` and
+    ``tiktoken`` of ``ModelConfig``). A folder with another tokenizer file (vocab.json and
+    merges.txt, ...) is left to transformers.
 
     Raises:
         TokenizerError: there is no tokenizer, or a file of it cannot be read.
@@ -95,6 +101,13 @@ def load_tokenizer(folder: Path, sentencepiece: SentencePieceFormat | None = Non
     if not tokenizer_file.is_file():
         if sentencepiece is not None and _may_be_sentencepiece(folder / sentencepiece.file):
             return _sentencepiece_tokenizer(folder, sentencepiece, config, chat_templates)
+        if tiktoken is not None and (folder / tiktoken.file).is_file():
+            with _failing(f"{folder / tiktoken.file} cannot be read"):
+                backend = read_tiktoken(folder / tiktoken.file, tiktoken)
+                tokens = _read_declared_tokens(folder, config, ())
+                made = _fast_tokenizer(folder, backend, config, tokens, chat_templates)
+                made.special_tokens = {**tiktoken.named_tokens, **made.special_tokens}
+                return made
         if any(any(folder.glob(pattern)) for pattern in _VOCABULARY_PATTERNS):
             try:
                 return _load_with_transformers(folder, chat_templates)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig, check_kinds
+from engine_core.configs import DefaultConfigBuilder, HFConfig, TiktokenFormat, check_kinds
 from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +46,28 @@ _VISUAL = {
 }
 # <|endoftext|> and <|im_end|> of the published tokenizer, whose code names them.
 _ENDS = (151643, 151645)
+
+_MARKS = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
+_TEXT_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    *(f"<|extra_{i}|>" for i in range(205)),
+)
+# What the code of the published tokenizer says of its file.
+_TIKTOKEN = TiktokenFormat(
+    file="qwen.tiktoken",
+    pattern=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    normalizer="NFC",
+    added_tokens=_TEXT_TOKENS,
+    named_tokens={"eos_token": "<|endoftext|>"},
+)
+_TIKTOKEN_VL = replace(
+    _TIKTOKEN,
+    added_tokens=(*_TEXT_TOKENS, *_MARKS, "<img>", "</img>", "<imgpad>"),
+    shown_tokens=frozenset(_MARKS),
+)
 
 # As the original's code writes a conversation.
 _CHAT_TEMPLATE = (
@@ -113,6 +136,7 @@ class QWenConfigBuilder:
             values["visual"] = _visual(values["visual"], values["hidden_size"])
             _check_marks(values["visual"]["image_start_id"], values["vocab_size"])
             kwargs.setdefault("default_chat_template", _CHAT_TEMPLATE)
+        kwargs.setdefault("tiktoken", _TIKTOKEN_VL if "visual" in values else _TIKTOKEN)
         if "eos_token_id" not in values and max(_ENDS) < values["vocab_size"]:
             kwargs.setdefault("eos_token_ids", _ENDS)
         kwargs.setdefault("may_exceed_length", values["use_dynamic_ntk"])

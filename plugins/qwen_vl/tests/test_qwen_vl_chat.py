@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -53,3 +55,36 @@ def test_pictures_stand_where_they_are_in_a_conversation(tmp_path: Path) -> None
     assert output.prompt_token_ids.count(PAD) == 2 * 256
     assert output.outputs[0].token_ids == same.outputs[0].token_ids
     assert output.outputs[0].token_ids != other.outputs[0].token_ids
+
+
+def test_a_folder_as_it_is_published_runs(tmp_path: Path) -> None:
+    """Its tokenizer is a file of ranks, here of bytes alone, and code that is not there."""
+    ranks = (b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256))
+    (tmp_path / "qwen.tiktoken").write_bytes(b"".join(ranks))
+    maps = {"AutoTokenizer": ["tokenization_qwen.QWenTokenizer", None]}
+    stated = {"tokenizer_class": "QWenTokenizer", "auto_map": maps}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
+    # After the bytes come three tokens of the text model, 205 extra ones, and six marks.
+    begin = 256 + 3 + 205 + 6
+    config = json.loads((GOLDEN / "qwenvl1-tiny" / "config.json").read_text())
+    config["vocab_size"] = 480
+    config["visual"]["image_start_id"] = begin
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    pixels = np.zeros((60, 90, 3), np.uint8)
+    asked = [{"type": "image", "image": pixels}, {"type": "text", "text": "<ref>é</ref>?"}]
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    with LLM(str(tmp_path), load_format="dummy", max_model_len=512) as llm:
+        (output,) = llm.chat([{"role": "user", "content": asked}], params)
+        decoded = llm.tokenizer.decode(output.prompt_token_ids)
+    start, end = 257, 258
+
+    def line(text: str) -> list[int]:
+        return [start, *text.encode(), end, 10]
+
+    assert output.prompt_token_ids == [
+        *line("system\nYou are a helpful assistant."),
+        *[start, *b"user\nPicture 1: ", begin, *[begin + 2] * 256, begin + 1, 10],
+        *[begin - 6, *"é".encode(), begin - 5, *b"?", end, 10],
+        *[start, *b"assistant\n"],
+    ]
+    assert "Picture 1: \n<ref>é</ref>?\n" in decoded
