@@ -68,12 +68,12 @@ def write_tiny_model(folder: Path) -> Path:
     return folder
 
 
-def write_certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that signs itself, and its key."""
+def write_certificate(folder: Path, name: str = "IP:127.0.0.1") -> tuple[Path, Path]:
+    """A certificate that signs itself, for a name or by default this machine, and its key."""
     certificate, key = folder / "cert.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     command += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-addext", f"subjectAltName={name}"]
     subprocess.run(command, check=True, capture_output=True)
     return certificate, key
 

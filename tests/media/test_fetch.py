@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import write_certificate
 
 from engine_core.errors import EngineDeadError, QueueFullError, RequestError
 from engine_core.media import fetch
@@ -68,6 +70,26 @@ def port() -> Iterator[int]:
         thread.join()
 
 
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    """The port of a server with TLS, and its certificate, for public.example alone."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = write_certificate(folder, "DNS:public.example")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1], certificate
+        server.shutdown()
+        thread.join()
+
+
+# By the port that is asked for, if it is not that of the server without TLS.
+PORTS: dict[int, int] = {}
+
+
 @pytest.fixture
 def dialled(port: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The addresses that were connected to; each is the server here."""
@@ -92,7 +114,7 @@ def dialled(port: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
         made.append(address)
         monkeypatch.setattr(socket, "getaddrinfo", real)
         try:
-            return connect(("127.0.0.1", port), *args)
+            return connect(("127.0.0.1", PORTS.get(address[1], port)), *args)
         finally:
             monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
@@ -160,6 +182,39 @@ def test_what_is_not_fetched(
     assert str(refused.value).startswith("here: ")
     assert len(dialled) == dials
     assert all(address == (PUBLIC, 80) for address in dialled)
+
+
+def test_a_host_with_tls_shows_who_it_is(
+    sources: MediaSources,
+    dialled: list[Any],
+    secure: tuple[int, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port, certificate = secure
+    monkeypatch.setitem(PORTS, 443, port)
+    with pytest.raises(
+        RequestError, match=r"here: .*'public.example': .*certificate verify failed"
+    ):
+        read(sources, "https://public.example/fine")
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # trusted, as a root of the system's is
+    assert read(sources, "https://public.example/host") == b"public.example"
+    assert read(sources, "HTTPS://PUBLIC.example:443/fine") == CONTENT
+    for url, said in (
+        ("https://rebound.example/fine", "certificate verify failed: .*rebound.example"),
+        ("https://public.example/redirect", "redirect .302., which is not followed"),
+        ("https://public.example/slow", "it took more than 0.5 s"),
+        ("https://public.example/short", "nothing comes from 'public.example': Incompl"),
+        ("https://public.example/endless", "100001 bytes, and 100000 are taken"),
+        ("https://private.example/fine", "not public"),
+        ("https://public.example:80/fine", "are not fetched"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            read(sources, url)
+    assert set(dialled) == {(PUBLIC, 443)}
+    # One who speaks no TLS where it is asked for.
+    del PORTS[443]
+    with pytest.raises(RequestError, match=r"nothing comes from 'public.example': .*SSL"):
+        read(sources, "https://public.example/fine")
 
 
 def test_nobody_is_allowed_if_nothing_is_said(dialled: list[Any]) -> None:
