@@ -14,6 +14,9 @@ from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.configs import HFConfig
 from engine_core.errors import ConfigError
 from engine_core.registry import build_registry
+from engine_core.testing import ConformanceCase, checks
+from engine_core.testing.reference import prepare
+from engine_core.testing.subject import Family, Subject
 
 MAPS = Path(__file__).parents[1] / "examples" / "module_maps"
 VOCAB, NEW_TOKENS = 96, 6
@@ -81,6 +84,14 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 }
 ALL = [(file, case) for file, cases in CASES.items() for case in cases]
 FIRST = [(file, next(iter(cases))) for file, cases in CASES.items()]
+ARCHITECTURES = {
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+}
 PROMPTS = [[5], list(range(10, 19)), [(7 * i) % 90 + 3 for i in range(33)]]
 
 
@@ -160,16 +171,37 @@ def test_two_ranks_and_int8(file: str, case: str, checkpoint: Any) -> None:
         assert difference(output.logprobs[0], wanted) < 0.3 * float(wanted.std())
 
 
-def build(file: str, case: str, **changes: Any) -> Any:
+def published(file: str, case: str, **changes: Any) -> dict[str, Any]:
     values = {**SIZES, "model_type": file, **CASES[file][case], **changes}
-    architectures = {
-        "phi3": "Phi3ForCausalLM",
-        "internlm3": "InternLM3ForCausalLM",
-        "starcoder2": "Starcoder2ForCausalLM",
-    }
-    hf_config = HFConfig({**values, "architectures": [architectures[file]]})
-    registry = build_registry(custom_module_map=[str(MAPS / f"{file}.py")])
-    return registry.model_config(hf_config)
+    return {**values, "architectures": [ARCHITECTURES[values["model_type"]]]}
+
+
+def registry(file: str) -> Any:
+    return build_registry(custom_module_map=[str(MAPS / f"{file}.py")])
+
+
+def build(file: str, case: str, **changes: Any) -> Any:
+    return registry(file).model_config(HFConfig(published(file, case, **changes)))
+
+
+@pytest.mark.parametrize(("file", "case"), FIRST)
+def test_the_kit_on_a_model(file: str, case: str, tmp_path: Path) -> None:
+    """Its checks of names, of states and of what a step may do; the others are above."""
+    config = published(file, case)
+    found = registry(file)
+    made = ConformanceCase(name=case, architecture=config["architectures"][0], config=config)
+    family = Family(file, found, found.reports[0], (made,))
+    subject = Subject(family, made, prepare(made, tmp_path))
+    for check in (
+        checks.weights,
+        checks.logits,
+        checks.recomputation,
+        checks.no_state,
+        checks.no_host_synchronisation,
+        checks.state_dict_round_trip,
+        checks.bfloat16,
+    ):
+        subject.run(check)
 
 
 @pytest.mark.parametrize(
