@@ -1,6 +1,8 @@
 """OLMo 2: ``--custom-module-map examples/module_maps/olmo2.py``.
 
-Branches are normalised after them alone, and queries and keys over all heads at once.
+Branches are normalised after them alone, and queries and keys over all heads at once. Norms are
+rounded as Llama's, before the weight multiplies; the original rounds after that. It shows in 16-bit
+numbers alone.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gem
 from engine_core.configs import HFConfig
 from engine_core.kernels import GPU
 from engine_core.nn import (
+    Decoder,
     DecoderLayer,
     GatedMLP,
     RMSNorm,
@@ -149,6 +150,15 @@ def test_a_gemma_is_the_blocks_with_other_options(
         for rotary in set(model.rotary_embs):
             rotary.register_forward_hook(lambda module, *_: called.append(module))
     assert len(called) == len(set(called)) == kinds
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 55.5), (torch.float32, 55.4256)])
+def test_the_embedding_scale_is_rounded_to_the_dtype(dtype: torch.dtype, scale: float) -> None:
+    """3072 ** 0.5 is 55.4256, of which bfloat16 has 55.5: what transformers multiplies by."""
+    config = HFConfig({"vocab_size": 4, "hidden_size": 3072})
+    with building(BuildContext(dtype=dtype)):
+        decoder = Decoder(config, [], nn.Identity(), embedding_scale=3072**0.5)
+    assert decoder.embedding_scale == pytest.approx(scale, abs=1e-4)
 
 
 def test_a_replicated_linear_is_whole_on_every_rank() -> None:
