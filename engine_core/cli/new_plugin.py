@@ -392,9 +392,11 @@ def _package_files(
     return _with_templates(files, values)
 
 
-_REFERENCE = """        # The reference is the class that transformers has for this model_type: that of the family
-        # which the source was copied from. Name your own here, or give golden files or a function.
-"""
+_REFERENCE = (
+    "        # The reference is the class that transformers has for this model_type: that of the\n"
+    "        # family which the source was copied from. Name your own here, or give golden files\n"
+    "        # or a function.\n"
+)
 
 
 def _with_templates(files: dict[str, str], values: Mapping[str, str]) -> dict[str, str]:
@@ -438,7 +440,7 @@ def _drafted_files(name: str, made: Any) -> dict[str, str]:
         "name": name,
         "made": (
             f"`engine-core new-plugin {name} --from-transformers {made.architecture}` wrote it.\n"
-            + (f"Left to do:\n{left}" if left else "Its tests pass as they are.")
+            + (f"Left to do:\n{left}" if left else "A block was found for every part of a layer.")
             + "\n\nChoose a licence before you publish it."
         ),
         "reference": "",

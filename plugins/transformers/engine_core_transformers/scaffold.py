@@ -8,6 +8,7 @@ author, and named.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -28,7 +30,7 @@ _SIZES = {
     "vocab_size": 160,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -77,6 +79,7 @@ class _Found:
     sandwich: bool = False
     embedding_scale: float = 1.0
     logit_factor: float = 1.0
+    activation: str = "hidden_act"
     reads: dict[str, Any] = field(default_factory=dict)
 
 
@@ -165,9 +168,15 @@ def _look_at_layers(
     _look_at_attention(parts.pop(attention or "", None), attention, runs, found, left)
     _look_at_mlp(parts.pop(mlp or "", None), mlp, found, left)
     norms = [name for name in parts if "norm" in name]
-    for name in parts:
-        if name not in norms:
-            left.append(f"{type(layer).__name__}.{name} ({type(parts[name]).__name__}) has no block")
+    left += [
+        f"{type(layer).__name__}.{name} ({type(part).__name__}) has no block"
+        for name, part in parts.items()
+        if name not in norms
+    ]
+    if attention is not None:
+        told = [_scalars(getattr(each, attention, each)) for each in layers]
+        differ = {key for each in told for key in each if each[key] != told[0].get(key)}
+        left += [f"layers differ in {key} of their attention" for key in sorted(differ - _ALLOWED)]
     if sorted(norms) == sorted(_SANDWICH):
         found.sandwich = True
     elif sorted(norms) != sorted(_NORMS):
@@ -181,6 +190,14 @@ def _look_at_layers(
             left.append(f"{name} ({type(parts[name]).__name__}) is no RMSNorm of this kind")
             break
         found.norm_offset = offset
+
+
+# What layers may differ in: their number, and the window, which is looked at by itself.
+_ALLOWED = {"layer_idx", "sliding_window", "attention_type", "layer_type", "is_sliding"}
+
+
+def _scalars(module: nn.Module) -> dict[str, Any]:
+    return {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str | None)}
 
 
 def _look_at_attention(
@@ -210,6 +227,11 @@ def _look_at_attention(
     for part, child in module.named_children():
         if part not in known and next(child.parameters(), None) is not None:
             left.append(f"{type(module).__name__}.{part} ({type(child).__name__}) has no block")
+    turned = _rotation(module, head_dim)
+    if turned is None:
+        left.append(f"{type(module).__name__} rotates in a way of its own")
+    elif turned == "interleaved":
+        found.attention.append("interleaved_rope=True,")
     if layer.v_head_dim != head_dim:
         left.append("values have another size than keys: use build_qkv_proj and Attention")
     windows = {each.window for each in runs._ordered()}
@@ -233,6 +255,26 @@ def _look_at_attention(
         )
 
 
+def _rotation(module: nn.Module, head_dim: int) -> str | None:
+    """How its module's function rotates: by "halves", "interleaved" pairs, or otherwise None."""
+    rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    q = torch.randn(1, 1, 3, head_dim)
+    angles = torch.outer(torch.arange(1.0, 4.0), torch.logspace(0, -1, head_dim // 2))[None]
+    both = torch.cat((angles, angles), dim=-1)
+    try:
+        out: Tensor = rotate(q, q, both.cos(), both.sin())[0]  # type: ignore[misc]
+    except Exception:  # It takes other arguments.
+        return None
+    cos, sin = angles.cos(), angles.sin()
+    first, second = q.chunk(2, dim=-1)
+    halves = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    even, odd = q[..., ::2], q[..., 1::2]
+    pairs = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    if torch.allclose(out, halves, atol=1e-5):
+        return "halves"
+    return "interleaved" if torch.allclose(out, pairs, atol=1e-5) else None
+
+
 def _look_at_mlp(module: Any, name: str | None, found: _Found, left: list[str]) -> None:
     parts = {} if module is None else dict(module.named_children())
     linears = sorted(key for key, each in parts.items() if isinstance(each, nn.Linear))
@@ -244,13 +286,15 @@ def _look_at_mlp(module: Any, name: str | None, found: _Found, left: list[str]) 
         return
     if parts["down_proj"].bias is not None:
         found.mlp.append("bias=True,")
+    config: Any = module.config if hasattr(module, "config") else None
+    keys = ("hidden_act", "hidden_activation", "activation_function")
+    found.activation = next((key for key in keys if getattr(config, key, None)), keys[0])
     x = torch.randn(1, 3, parts["gate_proj"].in_features)
+    act = ACT2FN[getattr(config, found.activation, "silu")]
     with torch.no_grad():
-        plain = nn.functional.silu(parts["gate_proj"](x)) * parts["up_proj"](x)
-        if not torch.allclose(module(x), parts["down_proj"](plain), atol=1e-5):
-            found.reads["hidden_act"] = "silu"
-            return
-    found.reads["hidden_act"] = "silu"
+        plain = parts["down_proj"](act(parts["gate_proj"](x)) * parts["up_proj"](x))
+        if not torch.allclose(module(x), plain, atol=1e-5):
+            left.append(f"{type(module).__name__} is more than down(act(gate(x)) * up(x))")
 
 
 def _norm_offset(norm: nn.Module) -> float | None:
@@ -311,96 +355,62 @@ def _ratio(got: Tensor, plain: Tensor, what: str, left: list[str]) -> float:
 
 
 def _config_source(made: Draft, values: Mapping[str, Any], found: _Found, stem: str) -> str:
-    reads = {
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-        **{k: v for k, v in found.reads.items() if k not in ("layer_types", "sliding_window")},
-    }
-    defaults = {key: values.get(key) or value for key, value in reads.items()}
+    act = found.activation
     rope = values.get("rope_parameters") or {}
-    defaults["rope_theta"] = float(rope.get("rope_theta", 10000.0))
-    defaults["tie_word_embeddings"] = bool(values.get("tie_word_embeddings"))
+    defaults = {
+        act: values.get(act) or "silu",
+        "rms_norm_eps": float(values.get("rms_norm_eps") or 1e-6),
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "max_position_embeddings": _longest(made),
+        "tie_word_embeddings": bool(values.get("tie_word_embeddings")),
+    }
+    if "sliding_window" in found.reads:
+        defaults["sliding_window"] = found.reads["sliding_window"]
     only = {
         key: value
         for key, value in sorted(values.items())
-        if key not in {**reads, **_SIZES, **found.reads}
+        if key not in {**defaults, **_SIZES, **found.reads}
         and not _ASIDE.fullmatch(key)
         and isinstance(value, bool | str | float)
     }
+    types = """        types = values.get("layer_types")
+        if not isinstance(types, list) or len(types) != values.get("num_hidden_layers"):
+            raise ConfigError(f"config.json: layer_types must name every layer, got {types!r}")
+"""
     return f'''"""Reads the configs of {stem}. Imports no torch."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engine_core.configs import (
-    DefaultConfigBuilder,
-    HFConfig,
-    check_kinds,
-    longest_sequence,
-    refuse_partial_rotary,
-    rope_keys,
-)
+from engine_core.configs import RotaryConfigBuilder
 from engine_core.errors import ConfigError
 
-if TYPE_CHECKING:
-    from engine_core.configs import ModelConfig
-
-# Defaults of transformers' config class.
-_DEFAULTS = {_literal(defaults)}
 # Keys that model.py does not read, with the only value that it was written for.
-_ONLY = {_literal(only)}
+_ONLY = {_literal(only, 0)}
 
 
-class {made.builder}:
-    """Reads the configs of {stem}."""
+class {made.builder}(RotaryConfigBuilder):
+    """Reads the configs of {stem}; the defaults are those of transformers' config class."""
 
-    @classmethod
-    def condition(cls, hf_config: HFConfig) -> bool:
-        """Whether the checkpoint calls itself by this architecture."""
-        return bool(hf_config.get("architectures") == ["{made.architecture}"])
+    architecture = "{made.architecture}"
+    defaults = {_literal(defaults, 4)}
 
     @classmethod
-    def build(
-        cls, hf_config: HFConfig, model_path: Path | None = None, **kwargs: Any
-    ) -> ModelConfig:
-        """The model config; its ``hf_config`` has every key that the model reads.
-
-        Raises:
-            ConfigError: a key is missing, senseless or asks for what the model does not do.
-        """
-        stated = {{key: value for key, value in hf_config.to_dict().items() if value is not None}}
-        values = {{**_DEFAULTS, **stated}}
-        values.update(rope_keys(values, ("default", "linear", "yarn", "llama3")))
-        values.pop("rope_parameters", None)
-        refuse_partial_rotary(values)
-        check_kinds(values, {{"intermediate_size": 1, **_DEFAULTS}})
+    def complete(cls, values: dict[str, Any]) -> None:
+        """Refuse what the model does not do."""
+        super().complete(values)
         for key, only in _ONLY.items():
             if values.get(key, only) != only:
                 raise ConfigError(
                     f"config.json: {{key}} is {{values[key]!r}}; only {{only!r}} can be run"
                 )
-        kwargs.setdefault(
-            "max_position_embeddings",
-            longest_sequence(values["max_position_embeddings"], values["rope_scaling"]),
-        )
-        kwargs.setdefault("reads_rope_scaling", True)
-        config = DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)
-        values["head_dim"] = config.head_dim
-        values["num_key_value_heads"] = config.num_key_value_heads
-{_layer_types(found)}        return config.replace(hf_config=HFConfig(values))
-'''
+{types if "layer_types" in found.reads else ""}'''
 
 
-def _layer_types(found: _Found) -> str:
-    if "layer_types" not in found.reads:
-        return ""
-    return '''        types = values.get("layer_types")
-        if not isinstance(types, list) or len(types) != config.num_layers:
-            raise ConfigError(f"config.json: layer_types must name every layer, got {types!r}")
-'''
+def _longest(made: Draft) -> int:
+    default = CONFIG_MAPPING[made.tiny["model_type"]]()
+    return int(getattr(default, "max_position_embeddings", None) or 2048)
 
 
 def _model_source(made: Draft, found: _Found, stem: str, model: PreTrainedModel) -> str:
@@ -412,11 +422,15 @@ def _model_source(made: Draft, found: _Found, stem: str, model: PreTrainedModel)
         )
     arguments = "\n                ".join(found.attention)
     mlp = "\n                ".join(found.mlp)
-    offset = f", offset={found.norm_offset}" if found.norm_offset else ""
+    norm_import = "RMSNorm, " if found.norm_offset else ""
     extra = "\n            sandwich=True," if found.sandwich else ""
     methods = ""
     if found.norm_offset:
-        methods += f"\n    norm_offset = {found.norm_offset}\n"
+        methods += f'''
+    def build_norm(self, config: HFConfig) -> RMSNorm:
+        """A norm with {found.norm_offset} added to its weight."""
+        return RMSNorm(config.hidden_size, config.rms_norm_eps, offset={found.norm_offset})
+'''
     if found.embedding_scale != 1.0:
         root = abs(found.embedding_scale - _SIZES["hidden_size"] ** 0.5) < 1e-3
         factor = "float(config.hidden_size**0.5)" if root else repr(found.embedding_scale)
@@ -440,7 +454,7 @@ def _model_source(made: Draft, found: _Found, stem: str, model: PreTrainedModel)
 from __future__ import annotations
 
 {torch_import}from engine_core.configs import HFConfig
-from engine_core.nn import DecoderLayer, GatedMLP, RMSNorm, RotaryCausalLM, SelfAttention
+from engine_core.nn import DecoderLayer, GatedMLP, {norm_import}RotaryCausalLM, SelfAttention
 
 
 class {made.architecture}(RotaryCausalLM):
@@ -459,17 +473,18 @@ class {made.architecture}(RotaryCausalLM):
             GatedMLP(
                 config.hidden_size,
                 config.intermediate_size,
-                config.hidden_act,
+                config.{found.activation},
                 {mlp}
             ),
-            lambda: RMSNorm(config.hidden_size, config.rms_norm_eps{offset}),{extra}
+            lambda: self.build_norm(config),{extra}
         )
 '''.replace("                \n", "")
 
 
-def _literal(values: Mapping[str, Any]) -> str:
-    lines = [f"    {_text(key)}: {_text(value)},\n" for key, value in values.items()]
-    return "{\n" + "".join(lines) + "}" if lines else "{}"
+def _literal(values: Mapping[str, Any], indent: int) -> str:
+    inner = " " * (indent + 4)
+    lines = [f"{inner}{_text(key)}: {_text(value)},\n" for key, value in values.items()]
+    return "{\n" + "".join(lines) + " " * indent + "}" if lines else "{}"
 
 
 def _text(value: Any) -> str:
