@@ -4,7 +4,11 @@ from engine_core.parsers.output import OutputParser, build_output_parser, find_p
 from engine_core.parsers.python_calls import PythonArguments, whole_call
 from engine_core.parsers.reasoning import ReasoningParser, ThinkParser
 from engine_core.parsers.tags import TaggedCallParser
-from engine_core.parsers.tool_choice import calls_or_answer_params, tool_choice_params
+from engine_core.parsers.tool_choice import (
+    calls_or_answer_params,
+    reasoned_params,
+    tool_choice_params,
+)
 from engine_core.parsers.tools import (
     BufferedToolParser,
     CallReader,
@@ -29,6 +33,7 @@ __all__ = [
     "calls_or_answer_params",
     "find_parser_names",
     "held_back",
+    "reasoned_params",
     "tool_choice_params",
     "whole_call",
 ]

@@ -88,6 +88,7 @@ def build_output_parser(
     prompt_end: str = "",
     guided: bool = False,
     calls_or_answer: bool = False,
+    reasoned: bool = False,
 ) -> OutputParser:
     """Build the parser of one answer; without tools or reasoning all text is content.
 
@@ -103,6 +104,7 @@ def build_output_parser(
         guided: whether the text is guided from its first token on, which leaves no room for
             reasoning or calls. A ``tool_choice`` that names a function or is "required" implies it.
         calls_or_answer: whether it is guided by :func:`calls_or_answer_params`.
+        reasoned: whether it is guided by :func:`reasoned_params`.
 
     Raises:
         RequestError: tools are malformed, or are offered to a model without a tool parser.
@@ -110,14 +112,17 @@ def build_output_parser(
     """
     offered = offered_functions(tools)
     chosen = chosen_function(offered, tool_choice)
-    if chosen is not None:
-        return OutputParser(calls=ArgumentsParser((chosen,)))
-    if tool_choice == "required":
-        return OutputParser(calls=CallListParser(offered))
-    if guided and not calls_or_answer:
-        return OutputParser()
     tool_parser = tool_parser or model_config.tool_parser
     reasoning_parser = reasoning_parser or model_config.reasoning_parser
+    reasoning: ReasoningParser | None = None
+    if reasoning_parser is not None and (reasoned or not guided):
+        reasoning = source.reasoning_parser(reasoning_parser)(prompt_end)
+    if chosen is not None:
+        return OutputParser(reasoning, ArgumentsParser((chosen,)))
+    if tool_choice == "required":
+        return OutputParser(reasoning, CallListParser(offered))
+    if guided and not calls_or_answer:
+        return OutputParser()
     calls: ToolParser | None = None
     if offered and tool_choice != "none":
         if tool_parser is None:
@@ -131,7 +136,4 @@ def build_output_parser(
             tags = calls.call_tags()
             assert tags is not None, "the text is guided by them"
             return OutputParser(calls=CallsOrAnswerParser(calls, tags[0]))
-    reasoning: ReasoningParser | None = None
-    if reasoning_parser is not None:
-        reasoning = source.reasoning_parser(reasoning_parser)(prompt_end)
     return OutputParser(reasoning, calls)

@@ -32,6 +32,13 @@ class ReasoningParser(ABC):
     def finish(self) -> tuple[str, str]:
         """Return the text held back; called once, at the end of the text."""
 
+    def tags(self) -> tuple[str, str] | None:
+        """The tags around reasoning that may come before a guided text, called before any text.
+
+        The first is empty if the prompt has opened the reasoning. None leaves no room for it.
+        """
+        return None
+
 
 class ThinkParser(ReasoningParser):
     """Reasoning between ``<think>`` and ``</think>``, before the answer.
@@ -45,6 +52,13 @@ class ThinkParser(ReasoningParser):
         self._state = "undecided"
         if prompt_end.rfind("<think>") > prompt_end.rfind("</think>"):
             self._state = "opened"
+        self._is_over = prompt_end.rstrip().endswith("</think>")
+
+    def tags(self) -> tuple[str, str] | None:
+        """See :meth:`ReasoningParser.tags`."""
+        if self._is_over:
+            return None
+        return "" if self._state == "opened" else "<think>", "</think>"
 
     def feed(self, text: str) -> tuple[str, str]:
         """See :meth:`ReasoningParser.feed`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,12 +71,7 @@ def calls_or_answer_params(
     """
     call, definitions = _call_schema(offered_functions(tools))
     schema = {"type": "object"} if answer.json_object else answer.json_schema
-    opening, closing = (
-        f"(<[{special_tokens[tag]}]> | {json.dumps(tag)})"
-        if tag in special_tokens
-        else json.dumps(tag)
-        for tag in tags
-    )
+    opening, closing = (_lark_tag(tag, special_tokens) for tag in tags)
     return GuidedParams(
         grammar="\n".join(
             (
@@ -86,6 +82,35 @@ def calls_or_answer_params(
             )
         )
     )
+
+
+def reasoned_params(
+    answer: GuidedParams, tags: tuple[str, str], special_tokens: Mapping[str, int]
+) -> GuidedParams:
+    """The constraint on a text that may reason before what another constraint asks for.
+
+    Args:
+        answer: the constraint on what follows: a JSON schema.
+        tags: those around the reasoning; see :meth:`ReasoningParser.tags`.
+        special_tokens: those of the tags that are special tokens of the vocabulary, with their ids.
+    """
+    opening, closing = tags
+    if closing in special_tokens:
+        rest = f"rest: /(?s:.*)/ <[{special_tokens[closing]}]>"
+    else:
+        rest = f"rest[lazy]: /(?s:.*){re.escape(closing).replace('/', chr(92) + '/')}/"
+    begun = (
+        f"({_lark_tag(opening, special_tokens)} rest /\\n{{0,2}}/)?"
+        if opening
+        else "rest /\\n{0,2}/"
+    )
+    lines = f"start: {begun} answer", rest, f"answer: {_lark_json(answer.json_schema)}"
+    return GuidedParams(grammar="\n".join(lines))
+
+
+def _lark_tag(tag: str, special_tokens: Mapping[str, int]) -> str:
+    text = json.dumps(tag)
+    return f"(<[{special_tokens[tag]}]> | {text})" if tag in special_tokens else text
 
 
 def _lark_json(schema: Any) -> str:

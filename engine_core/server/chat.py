@@ -23,6 +23,7 @@ from engine_core.parsers import (
     ToolParser,
     build_output_parser,
     calls_or_answer_params,
+    reasoned_params,
     tool_choice_params,
 )
 from engine_core.server.body import MAX_DEPTH, is_too_deep, now, read_body
@@ -177,7 +178,8 @@ def understood(
         raise conflict(
             "truncate_prompt_tokens would cut pictures off; leave it out", "truncate_prompt_tokens"
         )
-    return chat, params, service.truncated(prompt, body.truncate_prompt_tokens, "messages")
+    prompt = service.truncated(prompt, body.truncate_prompt_tokens, "messages")
+    return chat, chat.reasoned(params, prompt), prompt
 
 
 def refuse_to_count(parts: Sequence[MediaPart]) -> None:
@@ -239,6 +241,9 @@ class Chat:
         self._token_bytes: Sequence[bytes] = ()
         # The constraints of a guided text that may still call tools: the answer's, and the calls'.
         self._alternatives: tuple[GuidedParams, ...] = ()
+        # The constraint of calls that must come, and whether reasoning may come before them.
+        self._forced: GuidedParams | None = None
+        self._reasoned = False
         if service.settings.log_prompts:
             context.details["messages"] = self.messages
 
@@ -279,6 +284,7 @@ class Chat:
         ways = guided_fields(self._body)
         forced = tool_choice_params(self._offered, self._tool_choice, parallel_tool_calls=parallel)
         if forced is not None:
+            self._forced = forced
             return {"tool_choice": forced, **ways}
         if not ways or not self.tools:
             return ways
@@ -301,6 +307,25 @@ class Chat:
         self._alternatives = (ways[field], calls)
         special = {} if engine.tokenizer is None else _special_tokens(engine.tokenizer, tags)
         return {field: calls_or_answer_params(self._offered, ways[field], tags, special)}
+
+    def reasoned(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
+        """``params`` that leave room for reasoning before calls that must come."""
+        engine = self._service.engine
+        name = self._service.settings.reasoning_parser or engine.model_config.reasoning_parser
+        if self._forced is None or name is None or engine.tokenizer is None:
+            return params
+        tags = self._service.parsers.reasoning_parser(name)(self._prompt_end(prompt)).tags()
+        if tags is None:
+            return params
+        self._reasoned = True
+        self._alternatives = (self._forced,)
+        special = _special_tokens(engine.tokenizer, tags)
+        return params.replace(guided=reasoned_params(self._forced, tags, special))
+
+    def _prompt_end(self, prompt: list[int]) -> str:
+        tokenizer = self._service.engine.tokenizer
+        assert tokenizer is not None, "without one the template was refused"
+        return tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
 
     async def answer(
         self,
@@ -339,18 +364,17 @@ class Chat:
             await generation.close()
 
     def _parser(self, prompt: list[int], params: SamplingParams) -> OutputParser:
-        engine = self._service.engine
-        assert engine.tokenizer is not None, "without one the template was refused"
         return build_output_parser(
-            engine.model_config,
+            self._service.engine.model_config,
             self._service.parsers,
             tools=self._offered,
             tool_choice=self._tool_choice,
             tool_parser=self._service.settings.tool_parser,
             reasoning_parser=self._service.settings.reasoning_parser,
-            prompt_end=engine.tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False),
+            prompt_end=self._prompt_end(prompt),
             guided=params.guided is not None,
             calls_or_answer=bool(self._alternatives),
+            reasoned=self._reasoned,
         )
 
     def parse(self, index: int, text: str, *, ended: bool = False) -> ParsedDelta:

@@ -212,6 +212,7 @@ def _understood(
         prompt = _fitting(service, chat)
     else:
         prompt = service.truncated(chat.prompt(), None, "messages")
+    params = chat.reasoned(params, prompt)
     return chat, params, prompt, _Response(service, context, body, params, conversation)
 
 

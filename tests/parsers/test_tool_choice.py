@@ -12,7 +12,13 @@ from parsed_answers import Bare, cut, read
 
 from engine_core.configs import GuidedParams
 from engine_core.errors import RequestError
-from engine_core.parsers import build_output_parser, calls_or_answer_params, tool_choice_params
+from engine_core.parsers import (
+    ThinkParser,
+    build_output_parser,
+    calls_or_answer_params,
+    reasoned_params,
+    tool_choice_params,
+)
 from engine_core.registry import build_registry
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.text import FastTokenizer, token_bytes
@@ -88,6 +94,57 @@ def test_an_answer_that_speaks_of_calls_is_none() -> None:
         Bare("hermes"), REGISTRY, tools=TOOLS, guided=True, calls_or_answer=True
     )
     assert read(made, list(text)) == (text, "", [])
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("opened", [True, False])
+def test_reasoning_before_a_call_that_must_come(special: bool, opened: bool) -> None:
+    end = b"\xff</think>" if special else b"</think>"
+    tokens = [*(bytes([byte]) for byte in range(256)), end]
+    tags = ThinkParser("<think>\n" if opened else "<|im_start|>assistant\n").tags()
+    assert tags == ("" if opened else "<think>", "</think>")
+    call = tool_choice_params(TOOLS, NAMED)
+    assert call is not None
+    params = reasoned_params(call, tags, {"</think>": 256} if special else {})
+    begun = "" if opened else "<think>"
+    texts = {
+        begun + 'I {"a": 1} see</think>{"a": 5}': True,
+        begun + '\n1 < 2\n</think>\n\n{"a": 5}': True,
+        begun + '</think>{"a": 5}': True,
+        begun + '</think>\n\n\n{"a": 5}': False,
+        begun + '</think>{"a": "5"}': False,
+        begun + "</think>The sum": False,
+        begun + "</think>": False,
+        begun + '{"a": 5}': False,
+        '{"a": 5}': not opened,
+        'Well, {"a": 5}': False,
+    }
+    for text, allowed in texts.items():
+        before, _, after = text.partition("</think>")
+        closed = [256, *after.encode()] if "</think>" in text else []
+        assert accepts(params, tokens, [*before.encode(), *closed]) is allowed, text
+    assert ThinkParser("<think>\n\n</think>\n\n").tags() is None
+
+
+def test_a_call_that_must_come_is_read_after_the_reasoning() -> None:
+    for choice, answer in (
+        ("required", '[{"name": "add", "arguments": {"a": 5}}]'),
+        (NAMED, '{"a": 5}'),
+    ):
+        made = build_output_parser(
+            Bare("hermes"),
+            REGISTRY,
+            tools=TOOLS,
+            tool_choice=choice,
+            reasoning_parser="think",
+            guided=True,
+            reasoned=True,
+        )
+        text = f"<think>\nAdd {answer}?\n</think>\n\n{answer}"
+        content, reasoning, calls = read(made, list(text))
+        assert (content, reasoning) == ("", f"Add {answer}?")
+        ((name, arguments),) = calls
+        assert (name, json.loads(arguments)) == ("add", {"a": 5})
 
 
 def allows(schema: Any, value: Any) -> bool:

@@ -256,3 +256,50 @@ def test_without_tools_it_is_text(client: openai.OpenAI) -> None:
     assert choice.finish_reason == "stop"
     assert choice.message.tool_calls is None
     assert "<tool_call>" in (choice.message.content or "")
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A model that thinks, then talks, and has letters with which it can be made to call."""
+    pieces = ["<think>", "Two", " cities.", "</think>", "Let me look."]
+    pieces += [*'{}[]":, <>/_\n', *string.ascii_lowercase]
+    model = write_reciting_model(tmp_path_factory.mktemp("thinking") / "model", pieces)
+    options = ["--served-model-name", "tiny", "--kv-cache-memory", "16MiB"]
+    options += ["--tool-parser", "hermes", "--reasoning-parser", "think"]
+    with ServerProcess(model, *options).wait_ready() as server:
+        yield server
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(
+    "choice",
+    ["required", {"type": "function", "function": {"name": "look"}}],
+    ids=["required", "named"],
+)
+def test_calls_that_must_come_follow_the_reasoning(
+    thinking: ServerProcess, choice: Any, thinks: bool, stream: bool
+) -> None:
+    schema = {"type": "object", "properties": {"at": {"const": "sky"}}, "required": ["at"]}
+    schema["additionalProperties"] = False
+    asked: dict[str, Any] = {
+        **ASKED,
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": schema}}],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": thinks}},
+    }
+    with openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0) as client:
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                (answer,) = events.get_final_completion().choices
+        else:
+            (answer,) = client.chat.completions.create(**asked).choices
+    message: Any = answer.message
+    assert answer.finish_reason == "tool_calls"
+    reasoning = (message.model_extra or {}).get("reasoning_content")
+    assert reasoning == ("Two cities." if thinks else None)
+    assert not message.content
+    (call,) = message.tool_calls
+    assert call.function.name == "look"
+    assert json.loads(call.function.arguments) == {"at": "sky"}
