@@ -314,7 +314,7 @@ class MediaIntake:
         self, keys: Sequence[Hashable | None], made: Future[list[ProcessedPrompt]]
     ) -> Future[list[ProcessedPrompt]] | None:
         """Take note that ``made`` brings items, unless another, which is returned, brings one."""
-        new = {key: made for key in keys if key is not None and self._keeps}
+        new = [*dict.fromkeys(key for key in keys if key is not None)] if self._keeps else []
 
         def come(_: Future[list[ProcessedPrompt]]) -> None:
             with self._lock:
@@ -325,7 +325,7 @@ class MediaIntake:
             for key in new:
                 if key in self._coming:
                     return self._coming[key]
-            self._coming.update(new)
+            self._coming.update(dict.fromkeys(new, made))
         made.add_done_callback(come)
         return None
 
