@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine_core.workers import SharedBytes
 
 # Less than this is as well sent as shared, and takes no open file.
-_WORTHWHILE_BYTES = 1 << 20
+_WORTHWHILE_BYTES = 1 << 17
 # Smaller arrays, such as a grid, are at hand without mapping anything.
 _SMALL_BYTES = 4096
 _ALIGNMENT = 64

@@ -91,10 +91,7 @@ class Qwen2VLProcessor:
         config = model_config.hf_config
         self._tokens = {"image": config.image_token_id, "video": config.video_token_id}
         self._settings: Mapping[str, Mapping[str, Any]] = config.preprocessor
-        self._patchers = {
-            kind: Patcher.from_config(config.vision_config, settings)
-            for kind, settings in self._settings.items()
-        }
+        self._patcher = Patcher.from_config(config.vision_config)
         self._merge: int = config.vision_config["spatial_merge_size"]
         self._activations = _activations(config.vision_config)
         # None where time goes on by one with each pair of frames.
@@ -102,7 +99,7 @@ class Qwen2VLProcessor:
 
     def media_limits(self) -> dict[str, MediaLimit]:
         """The largest image, and what the tower takes for an embedding of it."""
-        factor = next(iter(self._patchers.values())).patch_size * self._merge
+        factor = self._patcher.patch_size * self._merge
         pixels = {kind: settings["max_pixels"] for kind, settings in self._settings.items()}
         images = pixels["image"] // factor**2
         return {
@@ -266,10 +263,10 @@ class Qwen2VLProcessor:
                     f"min_pixels ({limits['min_pixels']}) is more than max_pixels "
                     f"({limits['max_pixels']})"
                 )
-            patches = self._patchers[kind].patches(frames, **limits)
+            patches = self._patcher.patches(frames, **limits)
             if timed:
                 fps = options.get("fps", getattr(item, "fps", None) or _FPS)
-                seconds = self._patchers[kind].temporal_patch_size / fps
+                seconds = self._patcher.temporal_patch_size / fps
                 interval = self._interval(seconds)
             digest = media_digest(kind, *frames, *patches.grid, interval)
             return self._made(kind, digest, patches, interval)
@@ -330,7 +327,7 @@ class Qwen2VLProcessor:
                 f"{names[1]} must be three positive numbers, [3] or [1, 3], got {grid.tolist()}"
             )
         frames, high, wide = map(int, grid.reshape(3))
-        wanted = (frames * high * wide, self._patchers[kind].width)
+        wanted = (frames * high * wide, self._patcher.width)
         if high % self._merge or wide % self._merge or values.shape != wanted:
             raise RequestError(
                 f"{names[0]} of {list(values.shape)} is not that of {names[1]} "

@@ -121,6 +121,32 @@ class PatchMerger(nn.Module):
         return out
 
 
+class PixelNorm(nn.Module):
+    """Normalises patches of pixels, which come to the device as they are, a byte each."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, vision: HFConfig, stated: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.shape = (3, -1, vision.patch_size**2)
+        self.frames = vision.temporal_patch_size
+        for name in ("mean", "std"):
+            values = torch.tensor(stated[f"image_{name}"], dtype=torch.float32, device="cpu")
+            self.register_buffer(name, values.view(3, 1, 1), persistent=False)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """``[N, channels * frames * pixels]`` uint8 to float32; of float32 nothing is to be done.
+
+        A patch of one frame, as a picture has, gets as many equal ones as there are in a patch.
+        """
+        if patches.dtype != torch.uint8:
+            return patches
+        pixels = patches.unflatten(1, self.shape).float() * (1 / 255)
+        normed: Tensor = (pixels - self.mean) / self.std
+        return normed.expand(-1, -1, self.frames, -1).flatten(1)
+
+
 class VisionTower(nn.Module):
     """The vision transformer; every rank has the whole of it, but for what is said to be split.
 
@@ -271,7 +297,11 @@ class Qwen2VLForConditionalGeneration(RotaryCausalLM):
         device: torch.device | None = None,
     ) -> None:
         super().__init__(config, ctx_mgr, dtype, device)
-        self.visual = self.tower(HFConfig(config.vision_config))
+        vision = HFConfig(config.vision_config)
+        self.visual = self.tower(vision)
+        self.pixels = nn.ModuleDict(
+            {kind: PixelNorm(vision, stated) for kind, stated in config.preprocessor.items()}
+        )
 
     def build_layer(self, config: HFConfig, index: int) -> DecoderLayer:
         """A layer with biases on q, k and v and none on the output projection."""
@@ -292,7 +322,8 @@ class Qwen2VLForConditionalGeneration(RotaryCausalLM):
 
         Args:
             kind: "image" or "video"; to the tower an image is a video of one frame.
-            items: ``pixel_values [N, patch]`` and ``grid_thw [3]`` of each; the latter on the host.
+            items: ``pixel_values``, the patches that :class:`PixelNorm` takes, and ``grid_thw [3]``
+                of each; the latter on the host.
         """
         return finished(self.embed_media_parts(kind, items))
 
@@ -300,9 +331,8 @@ class Qwen2VLForConditionalGeneration(RotaryCausalLM):
         self, kind: str, items: Sequence[Mapping[str, Tensor]]
     ) -> Generator[float, None, list[Tensor]]:
         """As :meth:`embed_media`; says after each layer which share of the work is done."""
-        del kind
         grids: list[Grid] = [tuple(item["grid_thw"].tolist()) for item in items]
-        pixels = [item["pixel_values"] for item in items]
+        pixels = [self.pixels[kind](item["pixel_values"]) for item in items]
         patches = pixels[0] if len(pixels) == 1 else torch.cat(pixels)
         out = yield from self.visual.parts(patches, grids)
         merged = self.visual.merge_size**2

@@ -24,42 +24,35 @@ class Patches:
     """A picture or video cut to pieces.
 
     Attributes:
-        values: ``[N, channels * temporal_patch_size * patch_size**2]`` float32. Patches that are
-            merged to one embedding stand together.
+        values: ``[N, channels * temporal_patch_size * patch_size**2]``, float32 that is normalised
+            or uint8 that the model normalises; the latter of a picture has each patch's one frame.
+            Patches that are merged to one embedding stand together.
         grid: patches in time, height and width, whose product is N.
     """
 
-    values: NDArray[np.float32]
+    values: NDArray[Any]
     grid: tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Patcher:
-    """Resizes, normalises and cuts.
+    """Resizes and cuts.
 
     Attributes:
         patch_size: height and width of a patch in pixels.
         temporal_patch_size: its frames.
         merge_size: height and width, in patches, of what becomes one embedding.
-        mean: of each channel, from 0 to 1.
-        std: of each channel.
     """
 
     patch_size: int
     temporal_patch_size: int
     merge_size: int
-    mean: NDArray[np.float32]
-    std: NDArray[np.float32]
 
     @classmethod
-    def from_config(cls, vision: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Patcher:
+    def from_config(cls, vision: Mapping[str, Any]) -> Patcher:
         """The patcher of a config as the builder leaves it."""
         return cls(
-            vision["patch_size"],
-            vision["temporal_patch_size"],
-            vision["spatial_merge_size"],
-            np.array(preprocessor["image_mean"], np.float32),
-            np.array(preprocessor["image_std"], np.float32),
+            vision["patch_size"], vision["temporal_patch_size"], vision["spatial_merge_size"]
         )
 
     @property
@@ -93,25 +86,24 @@ class Patcher:
     def patches(
         self, frames: Sequence[NDArray[np.uint8]], min_pixels: int, max_pixels: int
     ) -> Patches:
-        """``frames`` ``[H, W, 3]`` of one size, one for a picture, as patches.
+        """``frames`` ``[H, W, 3]`` of one size, one for a picture, as patches of uint8.
 
-        The last frame is repeated until they fill the last patches.
+        The last frame of several is repeated until they fill the last patches.
         """
         high, wide = self.size(frames[0].shape[0], frames[0].shape[1], min_pixels, max_pixels)
         resized = [_resize(frame, high, wide) for frame in frames]
-        resized += resized[-1:] * (-len(resized) % self.temporal_patch_size)
-        pixels = np.stack(resized).astype(np.float32) * np.float32(1 / 255)
-        pixels = (pixels - self.mean) / self.std
+        depth = 1 if len(resized) == 1 else self.temporal_patch_size
+        resized += resized[-1:] * (-len(resized) % depth)
         patch, merge = self.patch_size, self.merge_size
-        grid = (len(resized) // self.temporal_patch_size, high // patch, wide // patch)
-        cut = pixels.reshape(
-            grid[0], self.temporal_patch_size,
+        grid = (len(resized) // depth, high // patch, wide // patch)
+        cut = np.stack(resized).reshape(
+            grid[0], depth,
             grid[1] // merge, merge, patch,
             grid[2] // merge, merge, patch,
             3,
         )  # fmt: skip
         cut = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-        return Patches(cut.reshape(math.prod(grid), self.width), grid)
+        return Patches(cut.reshape(math.prod(grid), -1), grid)
 
 
 def _resize(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:

@@ -23,17 +23,27 @@ from engine_core.step_context import BuildContext
 from engine_core_qwen2_vl.config import Qwen2VLConfigBuilder, Qwen25VLConfigBuilder
 from engine_core_qwen2_vl.inputs import Qwen2VLProcessor
 from engine_core_qwen2_vl.model import (
+    PixelNorm,
     Qwen2VLForConditionalGeneration,
     Qwen25VLForConditionalGeneration,
 )
 
 FOLDER = GOLDEN / "qwen2vl-tiny"
 IMAGE, VIDEO = 304, 305
+MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
 def processor(folder: Path | None = None, **changes: Any) -> Qwen2VLProcessor:
     config = HFConfig.from_folder(FOLDER).replace(**changes)
     return Qwen2VLProcessor(Qwen2VLConfigBuilder.build(config, folder))
+
+
+def normalised(pixels: NDArray[np.uint8], kind: str = "image") -> NDArray[np.float32]:
+    """What the model makes of patches."""
+    config = Qwen2VLConfigBuilder.build(HFConfig.from_folder(FOLDER), None).hf_config
+    norm = PixelNorm(HFConfig(config.vision_config), config.preprocessor[kind])
+    made: NDArray[np.float32] = norm(torch.from_numpy(pixels)).numpy()
+    return made
 
 
 def picture(*shape: int) -> NDArray[np.uint8]:
@@ -68,8 +78,14 @@ def test_pixels_are_those_of_transformers(image: Any, limits: dict[str, int]) ->
     (item,) = prompt.media
     assert item.features["grid_thw"].tolist() == expected["image_grid_thw"][0].tolist()
     pixels = item.features["pixel_values"]
-    assert pixels.dtype == np.float32
-    np.testing.assert_allclose(pixels, expected["pixel_values"], atol=1e-5)
+    assert pixels.dtype == np.uint8
+    made = normalised(pixels)
+    np.testing.assert_allclose(made, expected["pixel_values"], atol=1e-5)
+    # Exactly what the host would compute, with each frame twice.
+    mean, std = (np.array(expected, np.float32) for expected in (MEAN, STD))
+    floats = pixels.reshape(-1, 3, 1, 196).astype(np.float32) * np.float32(1 / 255)
+    floats = (floats - mean[:, None, None]) / std[:, None, None]
+    np.testing.assert_array_equal(made, np.repeat(floats, 2, axis=2).reshape(len(pixels), -1))
     assert item.span == (1, 1 + len(pixels) // 4)
     assert list(prompt.token_ids) == [1, *[IMAGE] * (len(pixels) // 4), 2]
 
@@ -89,8 +105,16 @@ def test_frames_of_a_video_are_patched_in_pairs() -> None:
         (item,) = prompt.media
         assert (item.kind, item.span) == ("video", (0, 18))
         assert item.features["grid_thw"].tolist() == [3, 6, 4]
-        pixels = item.features["pixel_values"].reshape(72, 3, 2, 196)
+        pixels = normalised(item.features["pixel_values"], "video").reshape(72, 3, 2, 196)
         np.testing.assert_allclose(pixels, expected, atol=1e-5)
+
+
+def test_a_video_of_one_frame_is_a_picture_of_it() -> None:
+    frame, sizes = picture(56, 84, 3), {"min_pixels": 784, "max_pixels": 10000}
+    (video,) = processor().process_media([VIDEO], {"video": [frame[None]]}, sizes).media
+    (image,) = processor().process_media([IMAGE], {"image": [frame]}, sizes).media
+    np.testing.assert_array_equal(video.features["pixel_values"], image.features["pixel_values"])
+    assert image.features["pixel_values"].nbytes == 24 * 588
 
 
 def test_text_has_positions_in_line() -> None:
