@@ -59,6 +59,13 @@ def test_what_no_block_does_is_told_and_stands_in_the_model(tmp_path: Path) -> N
     assert "Left to do" in readme
 
 
+def test_embeddings_that_are_scaled_in_their_module_are_noticed(tmp_path: Path) -> None:
+    make("GemmaForCausalLM", tmp_path)
+    model = (tmp_path / "engine-core-iris" / "engine_core_iris" / "model.py").read_text()
+    assert "return float(config.hidden_size**0.5)" in model
+    assert "offset=1.0" in model
+
+
 def test_layers_that_differ_are_noticed(tmp_path: Path) -> None:
     assert "layers differ in use_rope" in make("SmolLM3ForCausalLM", tmp_path)
 

@@ -332,7 +332,9 @@ def _look_at_ends(model: PreTrainedModel, found: _Found, left: list[str]) -> Non
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits
         hidden = body(ids, use_cache=False).last_hidden_state
-        embedded: Tensor = model.get_input_embeddings()(ids)  # type: ignore[operator]
+        # Of the matrix: the module may multiply by a factor, as Gemma's does.
+        matrix: Any = model.get_input_embeddings().weight
+        embedded: Tensor = matrix[ids]
         plain: Tensor = head(hidden)
     for hook in hooks:
         hook.remove()
