@@ -12,6 +12,8 @@ from textwrap import indent
 from engine_core.errors import PluginLoadError
 
 _LINE_LENGTH = 100
+# Of a config builder: see RotaryConfigBuilder.
+_OWN = "conventions"
 
 
 def source_excerpts(
@@ -57,9 +59,8 @@ class _Module:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             raise PluginLoadError(f"{name} has no source file to copy from")
-        text = Path(spec.origin).read_text(encoding="utf-8")
-        self._lines = text.splitlines()
-        self._body = ast.parse(text).body
+        self._lines = _without_own(Path(spec.origin).read_text(encoding="utf-8"))
+        self._body = ast.parse("\n".join(self._lines)).body
         self.definitions = {name: node for node in self._body for name in defined(node)}
         self.imports: dict[str, tuple[str, str]] = {}
         for statement in self._body:
@@ -118,6 +119,18 @@ class _Module:
             first -= 1
         assert node.end_lineno is not None, "ast.parse gives every statement its end"
         return first, node.end_lineno
+
+
+def _without_own(text: str) -> list[str]:
+    """Lines of a source without the methods that are about its family's texts alone."""
+    lines = text.splitlines()
+    for node in reversed(list(ast.walk(ast.parse(text)))):
+        if isinstance(node, ast.FunctionDef) and node.name == _OWN:
+            first = min([node.lineno, *(item.lineno for item in node.decorator_list)]) - 1
+            while not lines[first - 1]:
+                first -= 1
+            del lines[first : node.end_lineno]
+    return lines
 
 
 def _for_types(node: ast.stmt) -> list[ast.stmt]:

@@ -190,12 +190,22 @@ class RotaryConfigBuilder:
             if values[key] is not None:
                 check_kinds(values, {key: example})
         cls.complete(values)
+        kwargs = {**cls.conventions(hf_config), **kwargs}
         kwargs.setdefault("max_position_embeddings", cls.longest(values))
         kwargs.setdefault("reads_rope_scaling", True)
         dynamic = values.get("rope_scaling", {}).get("rope_type") == "dynamic"
         kwargs.setdefault("may_exceed_length", dynamic)
         config = DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)
         return config.replace(hf_config=HFConfig({**values, "head_dim": config.head_dim}))
+
+    @classmethod
+    def conventions(cls, hf_config: HFConfig) -> dict[str, Any]:
+        """Fields of the model config that are about text: parsers, ``sentencepiece``, a template.
+
+        They are this family's own: ``new-plugin`` leaves them out of a copy.
+        """
+        del hf_config
+        return {}
 
     @classmethod
     def complete(cls, values: dict[str, Any]) -> None:

@@ -57,6 +57,14 @@ def installed(project: Path, target: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{target}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.parametrize("like", ["llama", "qwen2", "internlm2", "gemma"])
+def test_nothing_of_the_patterns_own_texts_is_copied(like: str, tmp_path: Path) -> None:
+    make("marigold", "--like", like, "--out", tmp_path)
+    text = "".join(path.read_text() for path in tmp_path.rglob("engine_core_marigold/*.py"))
+    for part in ("conventions", "parser", "SentencePiece", "<s>", "_EOM", "llama3", "hermes"):
+        assert part not in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("like", "suffix"),

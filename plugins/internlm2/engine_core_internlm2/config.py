@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from engine_core.configs import (
     HFConfig,
     RotaryConfigBuilder,
     SentencePieceFormat,
 )
-
-if TYPE_CHECKING:
-    from engine_core.configs import ModelConfig
 
 _SENTENCEPIECE = SentencePieceFormat(
     prefix=("<s>",),
@@ -36,13 +32,6 @@ class InternLM2ConfigBuilder(RotaryConfigBuilder):
     }
 
     @classmethod
-    def build(
-        cls, hf_config: HFConfig, model_path: Path | None = None, **kwargs: Any
-    ) -> ModelConfig:
-        """The model config; its ``hf_config`` has every key that the model reads.
-
-        Raises:
-            ConfigError: a key is missing or senseless.
-        """
-        kwargs.setdefault("sentencepiece", _SENTENCEPIECE)
-        return super().build(hf_config, model_path, **kwargs)
+    def conventions(cls, hf_config: HFConfig) -> dict[str, Any]:
+        """Tokens that SentencePiece files lack."""
+        return {"sentencepiece": _SENTENCEPIECE}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from engine_core.configs import (
     HFConfig,
@@ -11,9 +10,6 @@ from engine_core.configs import (
     SentencePieceFormat,
 )
 from engine_core.configs.builder import token_ids
-
-if TYPE_CHECKING:
-    from engine_core.configs import ModelConfig
 
 # <|eom_id|>, the end of a message that waits for a tool's answer.
 _EOM = 128008
@@ -42,17 +38,9 @@ class LlamaConfigBuilder(RotaryConfigBuilder):
     rope_types = (*RotaryConfigBuilder.rope_types, "dynamic")
 
     @classmethod
-    def build(
-        cls, hf_config: HFConfig, model_path: Path | None = None, **kwargs: Any
-    ) -> ModelConfig:
-        """The model config; its ``hf_config`` has every key that the model reads.
-
-        Raises:
-            ConfigError: a key is missing or senseless.
-        """
-        kwargs.setdefault("sentencepiece", _SENTENCEPIECE)
-        kwargs.setdefault("tool_parser", _tool_parser(hf_config))
-        return super().build(hf_config, model_path, **kwargs)
+    def conventions(cls, hf_config: HFConfig) -> dict[str, Any]:
+        """Tokens that SentencePiece files lack, and the format of tool calls."""
+        return {"sentencepiece": _SENTENCEPIECE, "tool_parser": _tool_parser(hf_config)}
 
     @classmethod
     def complete(cls, values: dict[str, Any]) -> None:

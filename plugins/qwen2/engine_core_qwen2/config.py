@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from engine_core.configs import HFConfig, RotaryConfigBuilder, check_kinds
 from engine_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from engine_core.configs import ModelConfig
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -32,21 +28,11 @@ class Qwen2ConfigBuilder(RotaryConfigBuilder):
         "tie_word_embeddings": False,
     }
     nullable: ClassVar[dict[str, tuple[Any, Any]]] = {"sliding_window": (1, 4096)}
-    reasoning_parser: ClassVar[str | None] = None
 
     @classmethod
-    def build(
-        cls, hf_config: HFConfig, model_path: Path | None = None, **kwargs: Any
-    ) -> ModelConfig:
-        """The model config; its ``hf_config`` has every key that the model reads.
-
-        Raises:
-            ConfigError: a key is missing or senseless.
-        """
-        # The parser does nothing to a text without its tags, so that older models are not harmed.
-        kwargs.setdefault("tool_parser", "hermes")
-        kwargs.setdefault("reasoning_parser", cls.reasoning_parser)
-        return super().build(hf_config, model_path, **kwargs)
+    def conventions(cls, hf_config: HFConfig) -> dict[str, Any]:
+        """The format of tool calls; its parser does nothing to a text without its tags."""
+        return {"tool_parser": "hermes"}
 
     @classmethod
     def complete(cls, values: dict[str, Any]) -> None:
@@ -66,7 +52,11 @@ class Qwen3ConfigBuilder(Qwen2ConfigBuilder):
         "head_dim": 128,
         "attention_bias": False,
     }
-    reasoning_parser: ClassVar[str | None] = "think"
+
+    @classmethod
+    def conventions(cls, hf_config: HFConfig) -> dict[str, Any]:
+        """Tags of reasoning too."""
+        return {**super().conventions(hf_config), "reasoning_parser": "think"}
 
 
 def _layer_types(values: dict[str, Any]) -> list[str]:
