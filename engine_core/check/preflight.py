@@ -251,7 +251,7 @@ class _Check:
             }
             for where, ids in stated.items():
                 self._check_in_range(where, ids)
-            if not ends:
+            if not ends and model_config.pooling is None:
                 self._add(
                     "eos-missing",
                     "warning",
@@ -294,6 +294,8 @@ class _Check:
         self._check_chat_template(tokenizer)
 
     def _check_chat_template(self, tokenizer: Tokenizer) -> None:
+        if self.model_config is not None and self.model_config.pooling is not None:
+            return
         family = self._family_template
         if not tokenizer.chat_templates and family is None:
             self._add(
@@ -414,7 +416,7 @@ class _Check:
                     f"the weights take {weights} bytes{encoder} and kv_cache_memory is {budget}, "
                     f"together more than the {total} that there are",
                 )
-        budget = max(budget, 0)
+        budget = max(budget, 0) if specs else 0
         block_size = platform.resolve_block_size(config, device or torch.device("cuda"))
         block_bytes = sum(spec.bytes_per_block(block_size) for spec in specs)
         plan: CachePlan | None = None
@@ -521,6 +523,10 @@ class _Check:
         self.comparison_asked = True
         errors = {problem.code for problem in self.problems if problem.severity == "error"}
         if errors - _ABOUT_TEXT:
+            return
+        if self.model_config is not None and self.model_config.pooling is not None:
+            message = "logits are compared, and a model that embeds or scores has none"
+            self._add("comparison-unavailable", "warning", message)
             return
         try:
             model = DeepModel(self.model, self.config)

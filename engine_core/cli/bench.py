@@ -299,6 +299,7 @@ def bench(
     if trace is not None:
         check_trace_file(trace)
     with LLM(model, config) as llm:
+        llm.engine.frontend.check_task("generate")
         if trace is not None:
             llm.engine.core.trace = EngineTrace()
         found = _run(llm, workload, values, config.seed)

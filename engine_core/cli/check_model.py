@@ -50,6 +50,12 @@ def _rows(report: CheckReport) -> dict[str, str]:
             f"heads of {config['head_dim']}, vocabulary {config['vocab_size']}, length "
             f"{config['max_position_embeddings']}"
         )
+        if config.get("pooling"):
+            pooling = config["pooling"]
+            rows["task"] = (
+                f"{pooling['task']}, by {pooling['kind']} pooling"
+                f"{', normalised' if pooling['normalize'] and pooling['task'] == 'embed' else ''}"
+            )
     if report.weights is not None:
         weights = report.weights
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in weights.dtypes.items())
@@ -80,10 +86,12 @@ def _rows(report: CheckReport) -> dict[str, str]:
                 f"{_bytes(memory.encoder_cache_bytes)}, activations "
                 f"{_bytes(memory.encoder_activation_bytes)}{each}"
             )
-        rows["KV cache"] = (
-            f"{_bytes(memory.kv_bytes_per_token)} a token, {memory.max_tokens} tokens: "
-            f"{memory.full_sequences} sequences of {memory.max_model_len}"
-        )
+        rows["KV cache"] = "none: prompts are computed whole"
+        if memory.groups:
+            rows["KV cache"] = (
+                f"{_bytes(memory.kv_bytes_per_token)} a token, {memory.max_tokens} tokens: "
+                f"{memory.full_sequences} sequences of {memory.max_model_len}"
+            )
     return rows
 
 

@@ -13,6 +13,7 @@ import torch
 from tiny_bert import make, states, write_modules
 
 from engine_core import LLM, EngineConfig, PoolingParams, SamplingParams
+from engine_core.check import check_model
 from engine_core.errors import ConfigError, OptionError, RequestError
 
 KINDS = ["bert", "roberta"]
@@ -193,6 +194,17 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
     told = {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}
     with pytest.raises(ConfigError, match=r"activation_fn '.*Tanh' is not one"):
         LLM(tmp_path, hf_overrides=told)
+
+
+def test_the_check_says_what_it_is_for(tmp_path: Path) -> None:
+    make(tmp_path)
+    report = check_model(tmp_path, deep=True)
+    assert report.will_run
+    assert [problem.code for problem in report.problems] == ["comparison-unavailable"]
+    assert report.model_info is not None
+    assert report.model_info.config["pooling"]["kind"] == "mean"
+    assert report.memory is not None
+    assert (report.memory.cache_bytes, report.memory.groups) == (0, ())
 
 
 def test_two_ranks_give_the_vectors_of_one(tmp_path: Path) -> None:
