@@ -79,6 +79,7 @@ class ConformanceCase:
             checkpoint lacks, such as a tokenizer.
         unused_weights: ends of the names of tensors that checkpoints have and the model has no use
             for, such as tables that follow from the config.
+        encodes: whether the model is an encoder, whose states or scores are compared, not logits.
     """
 
     name: str
@@ -89,9 +90,12 @@ class ConformanceCase:
     media: Sequence[MediaPrompt] = ()
     kinds_elsewhere: tuple[str, ...] = ()
     unused_weights: tuple[str, ...] = ()
+    encodes: bool = False
 
     def __post_init__(self) -> None:
         golden = isinstance(self.reference, Path)
+        if self.encodes and (golden or self.media):
+            raise ValueError(f"case {self.name!r}: an encoder has no golden files, and no media")
         if golden and (self.config is not None or self.prompts is not None or self.media):
             raise ValueError(
                 f"case {self.name!r}: golden files bring their config and prompts; leave out both"

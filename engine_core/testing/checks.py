@@ -80,7 +80,10 @@ def config_builder(subject: Subject) -> None:
             f"architecture {config.architecture!r} belongs to {owner!r}, not to this family's "
             f"plugin {family.report.name!r}"
         )
-    model = subject.tiny_model(subject.on_meta())
+    network = subject.on_meta()
+    if case.encodes:  # nothing of its layers is known
+        return
+    model = subject.tiny_model(network)
     found = {
         "num_layers": (config.num_layers, len(model.layers) or len(model.attention)),
         "num_key_value_heads": (

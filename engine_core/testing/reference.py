@@ -78,12 +78,14 @@ class TinyCheckpoint:
         source: what they were computed by, for messages.
         prefix: beginning of the reference's module names that a model under test may lack, such as
             "transformer".
+        encoded: of a case that encodes, prompts and their states ``[T, H]``, or scores ``[1]``.
     """
 
     folder: Path
     prompts: tuple[Prompt, ...]
     source: str
     prefix: str = ""
+    encoded: tuple[tuple[list[int], Tensor], ...] = ()
 
 
 def prepare(case: ConformanceCase, folder: Path) -> TinyCheckpoint:
@@ -99,7 +101,7 @@ def prepare(case: ConformanceCase, folder: Path) -> TinyCheckpoint:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if case.reference == "transformers":
-            model = _from_transformers(case.name, config)
+            model = _from_transformers(case.name, config, encodes=case.encodes)
         else:
             model = case.reference(copy.deepcopy(config)).float().eval()
         _randomise(model)
@@ -112,6 +114,9 @@ def prepare(case: ConformanceCase, folder: Path) -> TinyCheckpoint:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     given = case.prompts if case.prompts is not None else _random_prompts(model, config)
+    if case.encodes:
+        encoded = tuple((list(ids), encode(model, list(ids))) for ids in given)
+        return TinyCheckpoint(folder, (), type(model).__name__, encoded=encoded)
     prompts = (
         *(_run(model, list(ids), f"{len(ids)} tokens") for ids in given),
         *(_run(model, [], shown.name, shown) for shown in case.media),
@@ -121,8 +126,10 @@ def prepare(case: ConformanceCase, folder: Path) -> TinyCheckpoint:
     )
 
 
-def _from_transformers(name: str, config: Mapping[str, Any]) -> Any:
+def _from_transformers(name: str, config: Mapping[str, Any], *, encodes: bool = False) -> Any:
     try:
+        if encodes:
+            return transformers_encoder(config).float().eval()
         theirs, model_class = transformers_class(config)
         model = model_class._from_config(theirs, attn_implementation="eager")
     except (LookupError, ValueError, TypeError, AttributeError) as error:
@@ -340,6 +347,33 @@ def transformers_class(values: Mapping[str, Any]) -> tuple[Any, Any]:
         raise LookupError(
             f"transformers has no causal model for model_type {model_type!r} ({error})"
         ) from error
+
+
+def transformers_encoder(config: Mapping[str, Any]) -> nn.Module:
+    """transformers' class for a config that names one of its encoders.
+
+    Raises:
+        LookupError: it has none.
+    """
+    import transformers
+
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    name = config["architectures"][0]
+    model_class = getattr(transformers, name, None)
+    if model_class is None:
+        raise LookupError(f"transformers has no {name}")
+    theirs = transformers.AutoConfig.for_model(config["model_type"], **values)
+    model: nn.Module = model_class._from_config(theirs, attn_implementation="eager")
+    return model
+
+
+@torch.inference_mode()
+def encode(model: nn.Module, ids: list[int]) -> Tensor:
+    """The reference's states ``[T, H]`` of a prompt, or its score ``[1]``."""
+    given = model(torch.tensor([ids]))
+    scores: Tensor | None = getattr(given, "logits", None)
+    states: Tensor = given.last_hidden_state if scores is None else scores
+    return states[0]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from engine_core.testing import checks, media
+from engine_core.testing import checks, encoder, media
 from engine_core.testing.case import ConformanceCase, load_cases
 from engine_core.testing.imports import check_discovery, check_import_rules
 from engine_core.testing.reference import kinds_of, prepare
@@ -22,6 +22,7 @@ from engine_core.testing.subject import (
 )
 
 _family = cache(find_family)
+_OF_ALL = ("test_config_builder", "test_weights")
 _SUBJECTS = pytest.StashKey[dict[tuple[str, str], Subject]]()
 
 
@@ -81,7 +82,10 @@ class ConformanceTests:
         """Run each check on each case."""
         if "subject" in metafunc.fixturenames:
             cases: Sequence[ConformanceCase] = load_cases(_package(self, metafunc.config))
-            if metafunc.definition.originalname.startswith("test_media_"):
+            name = metafunc.definition.originalname
+            if name not in _OF_ALL:
+                cases = [case for case in cases if case.encodes == (name == "test_vectors")]
+            if name.startswith("test_media_"):
                 cases = _showing(cases)
             metafunc.parametrize("subject", cases, ids=[c.name for c in cases], indirect=True)
 
@@ -120,6 +124,7 @@ class ConformanceTests:
 
     test_config_builder = _test(checks.config_builder)
     test_weights = _test(checks.weights)
+    test_vectors = _test(encoder.vectors)
     test_logits = _test(checks.logits)
     test_chunked_prefill = _test(checks.chunked_prefill)
     test_recomputation = _test(checks.recomputation)

@@ -205,12 +205,3 @@ def test_the_check_says_what_it_is_for(tmp_path: Path) -> None:
     assert report.model_info.config["pooling"]["kind"] == "mean"
     assert report.memory is not None
     assert (report.memory.cache_bytes, report.memory.groups) == (0, ())
-
-
-def test_two_ranks_give_the_vectors_of_one(tmp_path: Path) -> None:
-    model = make(tmp_path)
-    with LLM(tmp_path, tensor_parallel_size=2) as llm:
-        outputs = llm.embed(prompts())
-    for ids, output in zip(prompts(), outputs, strict=True):
-        expected = unit(wanted(model, ids, "mean"))
-        np.testing.assert_allclose(output.outputs.vector, expected, atol=1e-5)
