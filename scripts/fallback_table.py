@@ -3,8 +3,8 @@
     python scripts/fallback_table.py [--write] [--ranks 2] [MODEL_TYPE ...]
 
 Each architecture gets a tiny random checkpoint (tests/fallback_models.py) and a process of its own.
-With --write the table goes to plugins/transformers/ARCHITECTURES.md. The exit code is 1 if one is
-wrong.
+With --write the results go to plugins/transformers/ARCHITECTURES.md; of MODEL_TYPEs only their rows
+change. The exit code is 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ within 1e-4, for four prompts in one batch, in chunks of 16 tokens, with a cold 
 prefix cache. *Refused*: at the start, with the reason given here. `python scripts/fallback_table.py
 --write` made this table; `make soak` makes it anew.
 
-{counts}. Of {unmade} architectures transformers made no tiny model from common sizes, or it took
-pictures or sounds: {names}.
+{counts}. Those that take pictures or sounds, or of which no tiny model comes of common sizes, are
+*untried*.
 
 | model_type | class | result | |
 |---|---|---|---|
@@ -76,6 +76,8 @@ def in_a_process(model_type: str, name: str, ranks: int) -> Result:
 
 def reason(result: Result) -> str:
     """The reason of a refusal, without what is said of every one."""
+    if result.verdict == "unmade":
+        return re.sub(r"\s+", " ", result.why).replace("|", "/")[:120]
     if result.verdict != "refused":
         return result.why
     text = re.sub(r"\s+", " ", result.why)
@@ -92,29 +94,24 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    rows, unmade, counts = [], [], Counter[str]()
+    rows = {}
+    if options.model_types and TABLE.exists():
+        for line in TABLE.read_text(encoding="utf-8").split("|---|---|---|---|\n")[1].splitlines():
+            rows[line.split(" | ")[0].removeprefix("| ")] = line
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         if options.model_types and model_type not in options.model_types:
             continue
         result = in_a_process(model_type, name, options.ranks)
-        counts[result.verdict] += 1
-        if result.verdict == "unmade":
-            unmade.append(f"`{model_type}`")
-        else:
-            rows.append(f"| {model_type} | {name} | {result.verdict} | {reason(result)} |")
-        print(model_type, name, result.verdict, reason(result), flush=True)
-    told = ", ".join(
-        f"{counts[verdict]} are {verdict}" for verdict in ("equal", "refused", "wrong")
-    )
+        verdict = "untried" if result.verdict == "unmade" else result.verdict
+        rows[model_type] = f"| {model_type} | {name} | {verdict} | {reason(result)} |"
+        print(model_type, name, verdict, reason(result), flush=True)
+    counts = Counter(line.split(" | ")[2] for line in rows.values())
+    told = ", ".join(f"{counts[key]} are {key}" for key in ("equal", "refused", "untried", "wrong"))
     print(told)
     if options.write:
-        head = INTRODUCTION.format(
-            version=transformers.__version__,
-            counts=told,
-            unmade=len(unmade),
-            names=", ".join(unmade) or "none",
-        )
-        TABLE.write_text(head + "\n".join(rows) + "\n", encoding="utf-8")
+        head = INTRODUCTION.format(version=transformers.__version__, counts=told)
+        lines = [rows[key] for key in sorted(rows)]
+        TABLE.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
     return int(counts["wrong"] > 0)
 
 

@@ -219,6 +219,8 @@ def compare(folder: Path, model_type: str, name: str, **settings: Any) -> Result
             worst = difference(folder, answers, **settings)
         except EngineError as error:
             return Result("refused", str(error))
+        except OSError as error:  # Of memory, which was not limited for it.
+            return Result("unmade", f"{type(error).__name__}: {error}")
         except Exception as error:
             return Result("wrong", f"{type(error).__name__}: {error}")
     return Result("equal" if worst <= TOLERANCE else "wrong", f"{worst:.1e}")

@@ -416,7 +416,7 @@ def _with_templates(files: dict[str, str], values: Mapping[str, str]) -> dict[st
 
 
 def _draft(registry: Registry, architecture: str) -> Any:
-    """What the package that runs transformers' models finds of one."""
+    """Findings of the package that runs transformers' models, about one."""
     if architecture in registry.architectures:
         raise typer.BadParameter(
             f"architecture {architecture!r} is already known, by plugin "

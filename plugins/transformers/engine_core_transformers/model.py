@@ -194,6 +194,13 @@ class TransformersModel(CausalLM):
             raise UnsupportedError(
                 f"{len(trace.calls)} of its {layers} layers attend through transformers' interface"
             )
+        stated = getattr(hf.config, "sliding_window", None)
+        slides = any(call.window is not None for call in trace.calls.values())
+        if stated is not None and not slides and getattr(hf.config, "layer_types", None) is None:
+            raise UnsupportedError(
+                f"its config has a sliding window ({stated}), by which transformers' cache drops "
+                "keys that the model's masks still show"
+            )
         self._layers = make_layers(trace, self._step)
         for module in hf.modules():
             config: Any = getattr(module, "config", None)

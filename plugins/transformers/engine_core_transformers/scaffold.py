@@ -71,7 +71,7 @@ class Draft:
 
 @dataclass(slots=True)
 class _Found:
-    """What the trials showed, as source of the arguments of blocks."""
+    """Findings of the trials, as source of the arguments of blocks."""
 
     attention: list[str] = field(default_factory=list)
     mlp: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ def draft(architecture: str) -> Draft:
             "config.json has it, such as 'Olmo2ForCausalLM'"
         )
     own = [kind for kind in kinds if kind.replace("_", "") in architecture.lower()] or kinds
-    kind = CONFIG_MAPPING[own[0]]
+    kind: Any = CONFIG_MAPPING[own[0]]
     try:
         default = kind()
         known = {
