@@ -349,22 +349,22 @@ def transformers_class(values: Mapping[str, Any]) -> tuple[Any, Any]:
         ) from error
 
 
-def transformers_encoder(config: Mapping[str, Any]) -> nn.Module:
-    """transformers' class for a config that names one of its encoders.
+def transformers_encoder(values: Mapping[str, Any]) -> Any:
+    """transformers' encoder for the content of a ``config.json``, a classifier if it is named one.
 
     Raises:
-        LookupError: it has none.
+        LookupError: transformers has none.
     """
-    import transformers
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-    values = {key: value for key, value in config.items() if key != "model_type"}
-    name = config["architectures"][0]
-    model_class = getattr(transformers, name, None)
-    if model_class is None:
-        raise LookupError(f"transformers has no {name}")
-    theirs = transformers.AutoConfig.for_model(config["model_type"], **values)
-    model: nn.Module = model_class._from_config(theirs, attn_implementation="eager")
-    return model
+    values = dict(values)
+    classifies = str(values["architectures"][0]).endswith("ForSequenceClassification")
+    auto: Any = AutoModelForSequenceClassification if classifies else AutoModel
+    try:
+        config = AutoConfig.for_model(values.pop("model_type", None), **values)
+        return auto._model_mapping[type(config)]._from_config(config, attn_implementation="eager")
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise LookupError(f"transformers has no encoder for this config ({error})") from error
 
 
 @torch.inference_mode()

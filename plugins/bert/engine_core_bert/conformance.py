@@ -40,11 +40,18 @@ def _case(name: str, architecture: str, config: dict[str, Any], **more: Any) -> 
 
 
 _SCORES = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
-# Of states for a task that is not one here, and of the second token type, which no prompt has.
+# Of the state of the first token that BERT was also trained with.
 _POOLER = {"unused_weights": ("pooler.dense.weight", "pooler.dense.bias")}
 
 CASES = [
-    _case("bert", "BertModel", _BERT, **_POOLER),
+    ConformanceCase(
+        name="bert",
+        architecture="BertModel",
+        config={"architectures": ["BertModel"], **_BERT},
+        prompts=_PROMPTS,
+        unused_weights=("pooler.dense.weight", "pooler.dense.bias"),
+        encodes=True,
+    ),
     _case("bert-scores", "BertForSequenceClassification", {**_BERT, **_SCORES}),
     _case("roberta", "RobertaModel", _ROBERTA, **_POOLER),
     _case("roberta-scores", "RobertaForSequenceClassification", {**_ROBERTA, **_SCORES}),
