@@ -416,7 +416,7 @@ def _with_templates(files: dict[str, str], values: Mapping[str, str]) -> dict[st
 
 
 def _draft(registry: Registry, architecture: str) -> Any:
-    """Findings of the package that runs transformers' models, about one."""
+    """The draft that the package of transformers' models makes of one."""
     if architecture in registry.architectures:
         raise typer.BadParameter(
             f"architecture {architecture!r} is already known, by plugin "
