@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 _CLIENT_GONE = 499
 # Polled by monitoring; not worth a log line each, and answered when others are refused.
 HEALTH = ("/health", "/health/live", "/health/ready", "/ping", "/load", "/metrics")
+# Characters of what a client may write at any length: 32 KiB a line would fill a disk.
+_LOGGED = 200
 _GENERATION = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -108,10 +110,10 @@ class RequestMiddleware:
             "request",
             request_id=context.request_id,
             method=scope["method"],
-            path=scope["path"],
+            path=scope["path"][:_LOGGED],
             status=status,
             seconds=round(seconds, 4),
-            client=client[0] if client else None,
+            client=client[0][:_LOGGED] if client else None,
             **context.details,
         )
 

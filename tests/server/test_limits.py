@@ -684,8 +684,10 @@ def test_the_log_is_json_without_prompts(strict: ServerProcess, session: httpx.C
     secret = "xylophone"
     headers = {"X-Request-Id": "logged-1"}
     session.post("/v1/completions", json={**SHORT, "prompt": secret}, headers=headers)
+    long = "/a%0a%1b[31m" + "a" * 20_000
+    assert session.get(long, headers={"X-Request-Id": "logged-0"}).status_code == 404
     deadline = time.monotonic() + 10
-    while '"request_id":"logged-1"' not in strict.log:
+    while '"request_id":"logged-0"' not in strict.log or '"logged-1"' not in strict.log:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     lines = [json.loads(line) for line in strict.log.splitlines()]
@@ -694,6 +696,9 @@ def test_the_log_is_json_without_prompts(strict: ServerProcess, session: httpx.C
     assert line["completion_tokens"] == 1
     assert line["finish_reasons"] == ["length"]
     assert line["seconds"] > 0
+    (line,) = [line for line in lines if line.get("request_id") == "logged-0"]
+    assert line["path"].startswith("/a\n\x1b[31m")
+    assert len(line["path"]) == 200
     wrong: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": secret}]}]
     headers = {"X-Request-Id": "logged-2"}
     refused = session.post(
