@@ -6,6 +6,7 @@ import base64
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,23 @@ def test_a_model_does_its_own_task_alone(
         refused = post(server, path, **body)
         assert refused.status_code == 400, refused.text
         assert "generates text here" in refused.text
+
+
+def test_many_at_once_and_those_that_run_out_of_time(bert: tuple[ServerProcess, Any]) -> None:
+    server, model = bert
+    # More than the rows of the batch, in several portions; half of them are ended at once.
+    texts = [["rain"] * 30, ["the cat sat"] * 40] * 6
+    with ThreadPoolExecutor(8) as pool:
+        late = [
+            pool.submit(post, server, "/v1/embeddings", input=each, timeout=1e-6) for each in texts
+        ]
+        made = [pool.submit(post, server, "/v1/embeddings", input=each) for each in texts]
+    assert {each.result().status_code for each in late} == {408}
+    wanted = [expected(model, [2, 15, 3]), expected(model, [2, 5, 7, 9, 3])] * 6
+    for each, vector in zip(made, wanted, strict=True):
+        data = each.result().json()["data"]
+        np.testing.assert_allclose(data[-1]["embedding"], vector, atol=1e-5)
+    assert httpx.get(f"{server.url}/load").json() == {"server_load": 0}
 
 
 def test_keys_guard_every_path(bert: tuple[ServerProcess, Any]) -> None:
