@@ -175,7 +175,7 @@ def test_pictures_beside_decodes_take_the_tokens_that_they_cost() -> None:
         clock.run(pacing, prefill(448, decoding=True))
     usual = pacing.spare(decode(1), clock.now)
     for size, seconds in ((256, 20e-6), (5760, 50e-6)) * 3:
-        shown = replace(decode(1), media_work=(MediaWork(0, 0, 0, 0, 200, size),))
+        shown = replace(decode(1), media_work=(MediaWork(0, 0, 0, 100, 300, size),))
         clock.decode_seconds = 0.005 + 200 * seconds
         clock.run(pacing, shown)
         assert pacing.spare(shown, clock.now) == pytest.approx(usual + 200 * seconds)
@@ -266,6 +266,27 @@ def test_far_into_a_long_prompt_a_step_has_tokens_for_what_attention_leaves() ->
     plan = StepPlan(0, (PlanRow("a", 0, 5, 1, ((),), True), PlanRow("b", 1, 60_000, 512, (), True)))
     expected = 0.005 + 512 * 20e-6 + 512 * 60_256e-9
     assert pacing.spare(plan, clock.now) == pytest.approx(expected, rel=0.03)
+    # A picture beside it takes what the rest does not.
+    submitted = clock.now
+    clock.now += expected + 200 * 50e-6
+    shown = replace(plan, media_work=(MediaWork(0, 0, 0, 0, 200, 5760),))
+    pacing.finished(shown, submitted, early=False)
+    assert sched.media_cost is not None
+    assert sched.media_cost(5760) == pytest.approx(2.5, rel=0.2)
+
+
+def test_a_step_much_smaller_than_its_size_says_nothing() -> None:
+    sched = scheduler()
+    clock = Clock(20e-6)
+    pacing = Pacing(sched, 2, max_step_time=0.03, clock=clock)
+    for _ in range(5):
+        clock.run(pacing, decode(1))
+        clock.run(pacing, prefill(512, decoding=True))
+    before = budgets(sched)
+    clock.token_seconds = 200e-6
+    for _ in range(20):
+        clock.run(pacing, prefill(260, decoding=True))
+    assert budgets(sched) == before
 
 
 def test_a_step_with_other_rows_than_before_is_expected_to_take_longer_or_shorter() -> None:
@@ -313,9 +334,9 @@ def test_a_device_that_waited_is_given_its_steps_sooner_from_then_on() -> None:
     clock = Clock(20e-6)
     pacing = Pacing(sched, 2, max_step_time=0.03, clock=clock)
     for _ in range(5):
-        clock.run(pacing, decode(1))
+        clock.run(pacing, decode(4))
     spare = pacing.spare(decode(1), clock.now)
-    assert spare > 0.004
+    assert 0.004 < spare < 0.005
     for _ in range(5):
         pacing.waiting(prefill(), early=True)
     assert pacing.spare(decode(1), clock.now) < 0  # at once, as if nobody could arrive
