@@ -37,8 +37,8 @@ class Decoder(nn.Module):
         self,
         config: HFConfig,
         layers: list[nn.Module],
-        norm: nn.Module,
         *,
+        norm: nn.Module | None = None,
         embedding_scale: float = 1.0,
     ) -> None:
         """Reads ``vocab_size`` and ``hidden_size``.
@@ -46,14 +46,15 @@ class Decoder(nn.Module):
         Args:
             config: the model's.
             layers: the decoder layers in their order.
-            norm: the final norm; takes ``(x, residual)`` as :class:`RMSNorm` does.
+            norm: the final norm, which takes ``(x, residual)`` as :class:`RMSNorm` does; None for
+                one of those, with the config's ``rms_norm_eps``.
             embedding_scale: multiplies the embeddings (Gemma), rounded to their dtype before.
         """
         super().__init__()
         self.embed_tokens = build_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         link_layers(layers)
-        self.norm = norm
+        self.norm = norm or RMSNorm(config.hidden_size, config.rms_norm_eps)
         dtype = self.embed_tokens.dtype
         self.embedding_scale = torch.tensor(embedding_scale, dtype=dtype, device="cpu").item()
 
@@ -81,11 +82,13 @@ class RotaryCausalLM(CausalLM, ABC):
     q, k, v and gate, up merged.
 
     Attributes:
+        norm_offset: that of :meth:`build_norm`, as :class:`RMSNorm` takes it; 1 in Gemma.
         stacked_weights: layers of the checkpoint that are merged, as :func:`load_stacked_weights`
             takes them.
         unused_weights: beginnings or ends of the names of tensors that the model has no use for.
     """
 
+    norm_offset = 0.0
     stacked_weights: ClassVar[Mapping[str, tuple[str, Any]]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
@@ -112,7 +115,7 @@ class RotaryCausalLM(CausalLM, ABC):
         self.model = Decoder(
             config,
             [self.build_layer(config, index) for index in range(config.num_hidden_layers)],
-            self.build_norm(config),
+            norm=self.build_norm(config),
             embedding_scale=self.embedding_scale(config),
         )
         self.rotary_embs = nn.ModuleList(self.build_rotary(config))
@@ -140,7 +143,7 @@ class RotaryCausalLM(CausalLM, ABC):
 
     def build_norm(self, config: HFConfig) -> nn.Module:
         """The final norm, of ``hidden_size``; a family's layers may take theirs from here too."""
-        return RMSNorm(config.hidden_size, config.rms_norm_eps)
+        return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=self.norm_offset)
 
     @abstractmethod
     def build_layer(self, config: HFConfig, index: int) -> nn.Module:

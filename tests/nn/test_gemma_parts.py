@@ -16,7 +16,6 @@ from engine_core.nn import (
     Decoder,
     DecoderLayer,
     GatedMLP,
-    RMSNorm,
     RotaryCausalLM,
     RotaryEmbedding,
     SelfAttention,
@@ -56,6 +55,7 @@ ROPES = {
 
 
 class Gemma2(RotaryCausalLM):
+    norm_offset = 1.0
     qk_norm = False
 
     def __init__(self, config: HFConfig, *args: Any) -> None:
@@ -64,9 +64,6 @@ class Gemma2(RotaryCausalLM):
 
     def embedding_scale(self, config: HFConfig) -> float:
         return float(config.hidden_size**0.5)
-
-    def build_norm(self, config: HFConfig) -> RMSNorm:
-        return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
 
     def build_layer(self, config: HFConfig, index: int) -> DecoderLayer:
         slides = config.layer_types[index] == "sliding_attention"
@@ -157,7 +154,7 @@ def test_the_embedding_scale_is_rounded_to_the_dtype(dtype: torch.dtype, scale: 
     """3072 ** 0.5 is 55.4256, of which bfloat16 has 55.5: what transformers multiplies by."""
     config = HFConfig({"vocab_size": 4, "hidden_size": 3072})
     with building(BuildContext(dtype=dtype)):
-        decoder = Decoder(config, [], nn.Identity(), embedding_scale=3072**0.5)
+        decoder = Decoder(config, [], norm=nn.Identity(), embedding_scale=3072**0.5)
     assert decoder.embedding_scale == pytest.approx(scale, abs=1e-4)
 
 

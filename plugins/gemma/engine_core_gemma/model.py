@@ -11,7 +11,6 @@ from engine_core.configs import HFConfig
 from engine_core.nn import (
     DecoderLayer,
     GatedMLP,
-    RMSNorm,
     RotaryCausalLM,
     RotaryEmbedding,
     SelfAttention,
@@ -22,6 +21,7 @@ from engine_core.nn import (
 class Gemma2ForCausalLM(RotaryCausalLM):
     """Norms on both sides of a branch, caps of scores and logits, windows in some layers."""
 
+    norm_offset = 1.0
     qk_norm = False
 
     def __init__(self, config: HFConfig, *args: Any, **kwargs: Any) -> None:
@@ -39,10 +39,6 @@ class Gemma2ForCausalLM(RotaryCausalLM):
             for kind, rope in config.rope_parameters.items()
         }
         return [kinds[kind] for kind in config.layer_types]
-
-    def build_norm(self, config: HFConfig) -> RMSNorm:
-        """With 1 added to its weight."""
-        return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
 
     def build_layer(self, config: HFConfig, index: int) -> DecoderLayer:
         """A layer, whose entry in ``layer_types`` says whether it has the sliding window."""
