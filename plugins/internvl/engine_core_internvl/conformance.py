@@ -182,6 +182,23 @@ def _config(text: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any
 
 CASES = [
     ConformanceCase(
+        name="internvl-llama",
+        architecture="InternVLForConditionalGeneration",
+        config=_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, {}),
+        prompts=_PROMPTS,
+        media=_media(_CLIP_MEAN, _CLIP_STD),
+    ),
+    ConformanceCase(
+        name="internvl-qwen2-6b",
+        architecture="InternVLForConditionalGeneration",
+        config=_config(
+            {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+            {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
+        ),
+        prompts=_PROMPTS,
+        media=_media(_CLIP_MEAN, _CLIP_STD),
+    ),
+    ConformanceCase(
         name="internvl-chat",
         architecture="InternVLChatModel",
         config={
@@ -212,22 +229,5 @@ CASES = [
         reference=original,
         prompts=_PROMPTS,
         media=_media(_MEAN, _STD),
-    ),
-    ConformanceCase(
-        name="internvl-llama",
-        architecture="InternVLForConditionalGeneration",
-        config=_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, {}),
-        prompts=_PROMPTS,
-        media=_media(_CLIP_MEAN, _CLIP_STD),
-    ),
-    ConformanceCase(
-        name="internvl-qwen2-6b",
-        architecture="InternVLForConditionalGeneration",
-        config=_config(
-            {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-            {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
-        ),
-        prompts=_PROMPTS,
-        media=_media(_CLIP_MEAN, _CLIP_STD),
     ),
 ]

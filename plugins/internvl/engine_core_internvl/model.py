@@ -141,7 +141,7 @@ class VisionEncoder(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """InternViT, named as in checkpoints; the model calls its modules one by one."""
+    """The vision tower, named as in checkpoints; the model calls its modules one by one."""
 
     def __init__(self, config: HFConfig, dtype: torch.dtype | None) -> None:
         super().__init__()
