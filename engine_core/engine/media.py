@@ -350,7 +350,7 @@ class MediaIntake:
             return type(error)(str(error), param=place)
         if isinstance(error, EngineError):
             return error
-        what = "processed" if isinstance(error, WorkerError) else "handed to a worker"
+        what = "processed" if isinstance(error, WorkerError | MemoryError) else "handed to a worker"
         return RequestError(f"{place}: what is shown was not {what}: {error}", param=place)
 
     def _end(self, made: Made, asked: Mapping[str, Sequence[_Asked]]) -> ProcessedPrompt:

@@ -40,7 +40,7 @@ def process_prompt(
     try:
         with silent():
             given: Any = process(*arguments)
-    except EngineError:
+    except (EngineError, MemoryError):  # the latter is of a worker's limit
         raise
     except Exception as error:
         raise ModelError(

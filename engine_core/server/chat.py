@@ -350,9 +350,13 @@ class Chat:
             shown = {"prompt_token_ids": prompt, "multi_modal_data": self.media}
             if self._body.mm_processor_kwargs:
                 shown["mm_processor_kwargs"] = self._body.mm_processor_kwargs
-        generation = await Generation.start(
+        starting = Generation.start(
             self._service, self._context, self._id, [shown], params, self._body, self._alternatives
         )
+        # What is shown may take seconds to process, which nobody needs who is gone.
+        if self.media:
+            starting = while_connected(request.receive, starting)
+        generation = await starting
         parts = None if form is None else PartEvents(self, generation, form)
         if self._body.stream:
             events = parts or _Events(self, generation)

@@ -33,6 +33,7 @@ _FEATURES = {
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 _LIMITS = ("min_pixels", "max_pixels")
+_MOST_PIXELS = 50_000_000  # what a picture may be resized to takes memory
 _FPS = 2.0  # transformers' processor takes this where nobody says another number.
 
 
@@ -299,6 +300,8 @@ class Qwen2VLProcessor:
             kinds = (int, float) if key == "fps" else (int,)
             if key not in known:
                 wrong = f"{key!r} is not one of {', '.join(known)}"
+            elif key in _LIMITS and type(value) is int and value > _MOST_PIXELS:
+                wrong = f"{key} may be {_MOST_PIXELS} at most, got {value}"
             elif type(value) not in kinds or not 0 < value < math.inf:
                 number = "number" if key == "fps" else "integer"
                 wrong = f"{key} must be a positive {number}, got {value!r}"

@@ -188,6 +188,7 @@ def test_it_is_a_media_processor() -> None:
         ([1], {"audio": [0]}, {}, "image and video, not audio"),
         ([1], {}, {"fps": 2}, "'fps' is not one of min_pixels, max_pixels"),
         ([1], {}, {"min_pixels": 0}, "min_pixels must be a positive integer, got 0"),
+        ([1], {}, {"max_pixels": 10**9}, "max_pixels may be 50000000 at most, got 1000000000"),
         ([IMAGE], {"image": [features(1, 4, 4)]}, {"min_pixels": 9}, "image 0: min_pixels have no"),
         ([IMAGE], {"image": [picture(30, 30, 3)]}, {"min_pixels": 9999999}, "more than max_pixels"),
         ([IMAGE], {"image": [picture(30, 30)]}, {}, r"image 0: .* got ndarray of uint8 \[30, 30\]"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -331,3 +333,21 @@ def test_metrics_of_pictures(server: ServerProcess) -> None:
     assert more["media_process_seconds_total"] > 0
     assert more["media_refused_prompts_total"] == 1
     assert after["media_requests_waiting"] == 0
+
+
+def test_processing_ends_when_its_client_leaves(server: ServerProcess) -> None:
+    """Otherwise the picture would be decoded and kept, and known when it comes again."""
+    huge = data_url(np.zeros((7000, 7000, 3), np.uint8))
+    body = json.dumps({**ASKED, "messages": message(huge)}).encode()
+    before = figures(server)
+    address = (httpx.URL(server.url).host, httpx.URL(server.url).port or 0)
+    with socket.create_connection(address) as client:
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        while not figures(server)["media_requests_waiting"]:
+            time.sleep(0.01)
+    while figures(server)["media_requests_waiting"]:
+        time.sleep(0.01)
+    after = figures(server)
+    assert after["media_decode_seconds_total"] == before["media_decode_seconds_total"]
