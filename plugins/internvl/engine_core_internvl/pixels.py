@@ -85,9 +85,12 @@ def to_pixels(image: Any) -> Pixels:
     if hasattr(image, "convert"):
         try:
             image = _opaque(image)
-        except (OSError, SyntaxError) as error:  # PIL reads a file when its pixels are wanted.
+        except (OSError, SyntaxError, ValueError) as error:  # It reads a file, or it is closed.
             raise RequestError(f"an image cannot be read: {error}") from None
-    pixels = np.asarray(image)
+    try:
+        pixels = np.asarray(image)
+    except ValueError:  # of unequal parts
+        pixels = np.asarray(None)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
         raise RequestError(
             "an image must be a PIL image or an array [height, width, 3] of uint8, got "

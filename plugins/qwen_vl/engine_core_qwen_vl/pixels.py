@@ -23,7 +23,10 @@ def image_pixels(image: Any, size: int) -> NDArray[np.float32]:
     from PIL import Image
 
     if not hasattr(image, "convert"):
-        pixels = np.asarray(image)
+        try:
+            pixels = np.asarray(image)
+        except ValueError:  # of unequal parts
+            pixels = np.asarray(None)
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
             raise RequestError(
                 "an image must be a PIL image or an array [height, width, 3] of uint8, got "
@@ -32,7 +35,7 @@ def image_pixels(image: Any, size: int) -> NDArray[np.float32]:
         image = Image.fromarray(pixels)
     try:
         image = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
-    except (OSError, SyntaxError) as error:  # PIL reads a file when its pixels are wanted.
+    except (OSError, SyntaxError, ValueError) as error:  # It reads a file, or it is closed.
         raise RequestError(f"an image cannot be read: {error}") from None
     normalised = (np.asarray(image).astype(np.float32) / 255 - _MEAN) / _STD
     return np.ascontiguousarray(normalised.transpose(2, 0, 1))
