@@ -332,7 +332,8 @@ class Qwen2VLForConditionalGeneration(RotaryCausalLM):
     ) -> Generator[float, None, list[Tensor]]:
         """As :meth:`embed_media`; says after each layer which share of the work is done."""
         grids: list[Grid] = [tuple(item["grid_thw"].tolist()) for item in items]
-        pixels = [self.pixels[kind](item["pixel_values"]) for item in items]
+        numbers = self.pixels[kind]
+        pixels = [numbers(item["pixel_values"]) for item in items]
         patches = pixels[0] if len(pixels) == 1 else torch.cat(pixels)
         out = yield from self.visual.parts(patches, grids)
         merged = self.visual.merge_size**2
