@@ -121,7 +121,8 @@ class TransformersModel(CausalLM):
         self.__dict__.update(_hf=hf, _body=body, _head=head)
         hf.train(False)
         experts = getattr(hf.config, "_experts_implementation", None)
-        self.support_cuda_graph = experts in (None, "grouped_mm", "batched_mm")
+        chosen = hf._can_set_experts_implementation()
+        self.support_cuda_graph = not chosen or experts in ("grouped_mm", "batched_mm")
         self._layers: list[PagedAttention] = []
         self._trace(hf)
         _compute_buffers(hf)

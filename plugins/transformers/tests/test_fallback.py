@@ -131,6 +131,31 @@ def test_linears_and_vocabulary_are_quantised(tmp_path: Path) -> None:
         assert len(output.outputs[0].token_ids) == 4
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("olmo2", "Olmo2ForCausalLM"), ("qwen3_moe", "Qwen3MoeForCausalLM")],
+)
+def test_decode_steps_are_repeated_without_the_models_python(
+    model_type: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine_core_transformers.model import TransformersModel
+
+    pytest.importorskip("numba")
+    make_checkpoint(tmp_path, model_type, name)
+    runs = []
+    forward = TransformersModel.forward
+
+    def counted(self: TransformersModel, *args: Any, **kwargs: Any) -> torch.Tensor:
+        runs.append(1)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(TransformersModel, "forward", counted)
+    with engine(tmp_path) as llm:
+        runs.clear()
+        llm.generate([prompts()[2]], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    assert len(runs) < 10
+
+
 def test_a_model_without_a_plan_runs_on_one_rank_only(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "opt", "OPTForCausalLM")
     report = check_model(tmp_path, EngineConfig(model_impl="transformers", tensor_parallel_size=2))
