@@ -128,6 +128,8 @@ def _refusal(hf_config: HFConfig) -> str | None:
         if hf_config.get("auto_map") is not None:
             return "its code is in the checkpoint (auto_map), and code from there is never run"
         return f"version {__version__} has no causal language model of that name"
+    if NAMES[kind] != name:
+        return f"its model_type {kind!r} is that of {NAMES[kind]}"
     if hf_config.get("is_encoder_decoder") is True:
         return "it is an encoder and a decoder, and cross attention has no cache here"
     return None

@@ -77,6 +77,11 @@ class TransformersModel(CausalLM):
         self._name: str = config.architectures[0]
         self._context = current_build_context()
         self._step = Step()
+        if self._context.deterministic:
+            raise OptionError(
+                f"deterministic: {self._name} is run by transformers' own code, whose norms and "
+                "experts depend on the number of tokens; leave deterministic out"
+            )
         try:
             self._build(config, dtype or torch.get_default_dtype())
         except (EngineError, IndivisibleError):

@@ -93,6 +93,7 @@ def edit(folder: Path, **keys: Any) -> None:
             "code from there is never run",
         ),
         ({"architectures": ["FooForCausalLM"], "model_type": "foo"}, "of that name"),
+        ({"model_type": "olmo2"}, "'olmo2' is that of Olmo2ForCausalLM"),
         ({"vision_config": {"depth": 2}}, "pictures or sounds"),
     ],
 )
@@ -160,6 +161,13 @@ def test_a_model_without_a_plan_runs_on_one_rank_only(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "opt", "OPTForCausalLM")
     report = check_model(tmp_path, EngineConfig(model_impl="transformers", tensor_parallel_size=2))
     assert any("has no plan in transformers" in each.message for each in report.problems)
+
+
+def test_deterministic_mode_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "olmo", "OlmoForCausalLM")
+    config = EngineConfig(model_impl="transformers", deterministic=True)
+    report = check_model(tmp_path, config, gpu="H100")
+    assert any("deterministic: OlmoForCausalLM" in each.message for each in report.problems)
 
 
 def test_tokens_that_reach_each_other_outside_of_attention_are_noticed(
