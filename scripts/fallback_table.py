@@ -91,11 +91,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
+    if options.write and options.ranks != 1:
+        parser.error("the table is of one rank")
     logging.disable(logging.CRITICAL)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     rows = {}
-    if options.model_types and TABLE.exists():
+    if options.write and options.model_types and TABLE.exists():
         for line in TABLE.read_text(encoding="utf-8").split("|---|---|---|---|\n")[1].splitlines():
             rows[line.split(" | ")[0].removeprefix("| ")] = line
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
