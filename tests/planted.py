@@ -11,12 +11,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 from engine_core.testing import ConformanceTests
 from engine_core.testing.reference import TinyCheckpoint, kinds_of
 from engine_core.testing.subject import Subject, find_family
+from engine_core.testing.suite import cases_of
 
 HERE = Path(__file__).parent / "testing"
 # Spawns processes, and is checked by sound families alone.
@@ -106,7 +108,9 @@ def run_kit(
             continue
         if (only is not None and name not in only) or (name.startswith("test_media") and not sees):
             continue
-        each = subjects if "subject" in inspect.signature(method).parameters else {"": family}
+        each: Mapping[str, Any] = {"": family}
+        if "subject" in inspect.signature(method).parameters:
+            each = {case.name: subjects[case.name] for case in cases_of(name, family.cases)}
         for case, argument in each.items():
             try:
                 method(argument)

@@ -36,6 +36,13 @@ def _package(suite: ConformanceTests, config: pytest.Config) -> str:
     return package
 
 
+def cases_of(check: str, cases: Sequence[ConformanceCase]) -> Sequence[ConformanceCase]:
+    """The cases that a check is for: those of encoders, of decoders, or that show something."""
+    if check not in _OF_ALL:
+        cases = [case for case in cases if case.encodes == (check == "test_vectors")]
+    return _showing(cases) if check.startswith("test_media_") else cases
+
+
 def _showing(cases: Sequence[ConformanceCase]) -> list[ConformanceCase]:
     """The cases that show more than text, or the first one of an architecture that has none."""
     shown = {case.architecture for case in cases if kinds_of(case)}
@@ -81,12 +88,8 @@ class ConformanceTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each check on each case."""
         if "subject" in metafunc.fixturenames:
-            cases: Sequence[ConformanceCase] = load_cases(_package(self, metafunc.config))
             name = metafunc.definition.originalname
-            if name not in _OF_ALL:
-                cases = [case for case in cases if case.encodes == (name == "test_vectors")]
-            if name.startswith("test_media_"):
-                cases = _showing(cases)
+            cases = cases_of(name, load_cases(_package(self, metafunc.config)))
             metafunc.parametrize("subject", cases, ids=[c.name for c in cases], indirect=True)
 
     @pytest.fixture

@@ -86,7 +86,7 @@ def open_stream(
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     end.connect((host, int(port)))
     end.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         + f"content-length: {len(content)}\r\n\r\n".encode()
         + content
     )
