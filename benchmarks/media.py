@@ -122,6 +122,11 @@ INTERNVL = {
 SHAPES: dict[str, dict[str, Any]] = {"qwen2_vl_7b": QWEN2_VL, "internvl2_5_8b": INTERNVL}
 PARTS = ("attention", "encoder", "first", "streams", "gaps")
 LARGE = (2526, 1786)
+# Mean and standard deviation of red, green and blue, of Qwen2-VL and CLIP.
+CLIP = (
+    torch.tensor([0.48145466, 0.4578275, 0.40821073]),
+    torch.tensor([0.26862954, 0.26130258, 0.27577711]),
+)
 
 
 def shape_of(name: str, options: argparse.Namespace, *, text_layers: int | None = None) -> Any:
@@ -267,10 +272,18 @@ def theirs_of(config: Any, options: argparse.Namespace) -> Callable[[list[Any]],
         )
         tower = model.model.visual.to(device).eval()
 
+        vision = config["vision_config"]
+        channels = (3, -1, vision["patch_size"] ** 2)
+        mean, std = (column.to(device).view(3, 1, 1) for column in CLIP)
+
         def encode(items: list[Any]) -> object:
-            pixels = torch.cat([item["pixel_values"] for item in items])
+            pixels = sent(torch.cat([item["pixel_values"] for item in items]), device)
             grids = torch.stack([item["grid_thw"] for item in items])
-            return tower(sent(pixels, device).to(dtype), grid_thw=sent(grids, device))
+            if pixels.dtype is torch.uint8:  # as ours: a frame of bytes
+                pixels = (pixels.unflatten(1, channels) / 255 - mean) / std
+                frames = vision["temporal_patch_size"]
+                pixels = pixels.expand(-1, -1, frames, -1).flatten(1)
+            return tower(pixels.to(dtype), grid_thw=sent(grids, device))
 
     else:
         model = classes.InternVLForConditionalGeneration._from_config(

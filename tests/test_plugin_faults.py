@@ -166,7 +166,7 @@ def test_a_wrong_hook_name_is_named_with_the_right_ones(install: Install, tmp_pa
 
 def test_a_foreign_api_is_named_with_this_one(install: Install, tmp_path: Path) -> None:
     installed = install(SOUND.replace('"0.1"', '"0.7"'))
-    message = "asks for plugin API 0.7, this core offers 0.2 and the minor versions before it"
+    message = "asks for plugin API 0.7, this core offers 0.3 and the minor versions before it"
     check_reported(installed, message, tmp_path / "model")
 
 

@@ -209,6 +209,11 @@ class Registry:
         with self._asked():
             return _build(builder, hf_config, model_path, owner=source.name)
 
+    def claims(self, hf_config: HFConfig) -> bool:
+        """Whether the config builder of a family matches a checkpoint's config."""
+        sources = [*self._custom, *self._plugins]
+        return bool(self._matching(sources, "config_builders", hf_config))
+
     def input_processor(self, model_config: ModelConfig) -> InputProcessor | None:
         """The one processor whose condition holds for the model, or None.
 

@@ -29,7 +29,9 @@ def as_decoder(checkpoint: Checkpoint, config: EngineConfig, registry: Registry)
         return
     name, known = str(names[0]), registry.architectures
     with_head = name.removesuffix(_BARE) + _WITH_HEAD
-    if name.endswith(_BARE) and name not in known and with_head in known:
+    bare = name.endswith(_BARE) and name not in known and with_head in known
+    # A family may say itself what such a checkpoint is, as BLOOM's does.
+    if bare and not registry.claims(checkpoint.hf_config):
         checkpoint.hf_config = checkpoint.hf_config.replace(architectures=[with_head])
         checkpoint.headless = True
 

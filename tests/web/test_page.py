@@ -616,6 +616,7 @@ def test_formulas_and_code_bring_their_libraries_when_they_are_needed(
     assert len(files) > 10
     assert sum(path.stat().st_size for path in files) < 400_000
 
+    expect(answers(page)).to_have_count(2)
     server.go.clear()
     server.replies.append(answer_type(content=[r"Now \(\fra", r"c{1}{2}\)."], hold_after=1))
     ask(page, "A formula")

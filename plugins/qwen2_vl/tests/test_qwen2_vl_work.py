@@ -47,6 +47,8 @@ class Work(MediaIntake):
 
     def __init__(self, **settings: Any) -> None:
         config = Qwen2VLConfigBuilder.build(HFConfig.from_folder(FOLDER), None)
+        # Children of this process that other tests have left, or use.
+        self.others = {child.pid for child in psutil.Process().children()}
         self.pool = WorkerPool(max_workers=2, max_queued=settings.pop("max_queued", 64))
         super().__init__(Qwen2VLProcessor(config), config, EngineConfig(**settings), self.pool)
 
@@ -217,8 +219,8 @@ def test_the_cache_keeps_within_its_bytes() -> None:
 
 
 def children(work: Work) -> list[psutil.Process]:
-    """The workers that run."""
-    templates = psutil.Process().children()
+    """Its workers that run."""
+    templates = [each for each in psutil.Process().children() if each.pid not in work.others]
     return [child for template in templates for child in template.children()]
 
 
