@@ -28,7 +28,11 @@ class Healthy:
 
     def __init__(self, server: ServerProcess, headers: dict[str, str] | None = None) -> None:
         self._url = f"{server.url}/v1/completions"
-        self.session = httpx.Client(headers=headers, timeout=20, verify=server.verify)
+        # It keeps its connection: a new one has no more right to a place than those of a crowd.
+        limits = httpx.Limits(keepalive_expiry=None)
+        self.session = httpx.Client(
+            headers=headers, timeout=20, verify=server.verify, limits=limits
+        )
         self.expected, self.baseline = self._answer()
         _, again = self._answer()
         self.baseline = max(self.baseline, again)
@@ -70,7 +74,7 @@ class Healthy:
         finally:
             stop.set()
             thread.join(60)
-        assert not errors
+        assert not errors, errors
         assert all(tokens == self.expected for tokens, _ in answers)
         # A machine that is busy with other things says little of gaps.
         bound = 0.5 if os.getloadavg()[0] < (os.cpu_count() or 1) else 10
