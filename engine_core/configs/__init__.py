@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         KVCacheSpec,
     )
     from engine_core.configs.engine import EngineConfig, SchedulerConfig
+    from engine_core.configs.gguf import GGUFDecoderAdapter
     from engine_core.configs.hf_config import HFConfig
     from engine_core.configs.model import ModelConfig
     from engine_core.configs.pooling import PoolingConfig, PoolingParams
@@ -35,6 +36,7 @@ _HOMES = {
     "engine_core.configs.builder": "ConfigBuilder DefaultConfigBuilder check_kinds",
     "engine_core.configs.cache": "CacheConfig CacheGroup CacheSpec CacheTensor KVCacheSpec",
     "engine_core.configs.engine": "EngineConfig SchedulerConfig",
+    "engine_core.configs.gguf": "GGUFDecoderAdapter",
     "engine_core.configs.hf_config": "HFConfig",
     "engine_core.configs.model": "ModelConfig",
     "engine_core.configs.pooling": "PoolingConfig PoolingParams",
@@ -54,6 +56,7 @@ __all__ = [
     "ConfigBuilder",
     "DefaultConfigBuilder",
     "EngineConfig",
+    "GGUFDecoderAdapter",
     "GuidedParams",
     "HFConfig",
     "KVCacheSpec",
