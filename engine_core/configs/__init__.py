@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 from engine_core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from engine_core.configs.builder import ConfigBuilder, DefaultConfigBuilder, check_kinds
+    from engine_core.configs.builder import (
+        ConfigBuilder,
+        DefaultConfigBuilder,
+        check_kinds,
+        object_of,
+        stated_keys,
+    )
     from engine_core.configs.cache import (
         CacheConfig,
         CacheGroup,
@@ -33,7 +39,9 @@ if TYPE_CHECKING:
     from engine_core.configs.tokenizer import SentencePieceFormat, TiktokenFormat
 
 _HOMES = {
-    "engine_core.configs.builder": "ConfigBuilder DefaultConfigBuilder check_kinds",
+    "engine_core.configs.builder": (
+        "ConfigBuilder DefaultConfigBuilder check_kinds object_of stated_keys"
+    ),
     "engine_core.configs.cache": "CacheConfig CacheGroup CacheSpec CacheTensor KVCacheSpec",
     "engine_core.configs.engine": "EngineConfig SchedulerConfig",
     "engine_core.configs.gguf": "GGUFDecoderAdapter",
@@ -70,8 +78,10 @@ __all__ = [
     "TiktokenFormat",
     "check_kinds",
     "longest_sequence",
+    "object_of",
     "refuse_partial_rotary",
     "rope_keys",
+    "stated_keys",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -85,6 +85,23 @@ def check_kinds(values: Mapping[str, Any], examples: Mapping[str, Any]) -> None:
             raise ConfigError(f"config.json: {key} must be {kind}, got {value!r}")
 
 
+def stated_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config that are not null."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def object_of(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The object under a key of a config; an empty one if it is not there.
+
+    Raises:
+        ConfigError: something else stands there.
+    """
+    value = values.get(key, {})
+    if not isinstance(value, dict):
+        raise ConfigError(f"config.json: {key} must be an object, got {value!r}")
+    return value
+
+
 class DefaultConfigBuilder:
     """Reads configs that use the names most decoder-only families share.
 

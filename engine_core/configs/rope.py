@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.configs.builder import DefaultConfigBuilder, check_kinds, is_positive
+from engine_core.configs.builder import DefaultConfigBuilder, check_kinds, is_positive, stated_keys
 from engine_core.configs.hf_config import HFConfig
 from engine_core.errors import ConfigError, OptionError
 
@@ -179,7 +179,7 @@ class RotaryConfigBuilder:
             ConfigError: a key is missing or senseless, or asks for what the model does not do.
         """
         given = hf_config.to_dict()
-        stated = {key: value for key, value in given.items() if value is not None}
+        stated = stated_keys(given)
         values = {**cls.defaults, **stated}
         if "num_attention_heads" in values:
             values.setdefault("num_key_value_heads", values["num_attention_heads"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig, check_kinds
+from engine_core.configs import DefaultConfigBuilder, HFConfig, check_kinds, stated_keys
 from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class BertConfigBuilder:
         Raises:
             ConfigError: a key is missing or senseless, or asks for what is not supported.
         """
-        stated = {key: value for key, value in hf_config.to_dict().items() if value is not None}
+        stated = stated_keys(hf_config.to_dict())
         values = {**cls.defaults, **stated}
         positions = values.get("position_embedding_type", "absolute")
         if positions != "absolute":

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig
+from engine_core.configs import DefaultConfigBuilder, HFConfig, stated_keys
 from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class BloomConfigBuilder:
         Raises:
             ConfigError: a key is missing or senseless, or two names of one value differ.
         """
-        values = {key: value for key, value in hf_config.to_dict().items() if value is not None}
+        values = stated_keys(hf_config.to_dict())
         for name, others in _ALIASES.items():
             _unify(values, name, others)
         values.setdefault("layer_norm_epsilon", 1e-5)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig
+from engine_core.configs import DefaultConfigBuilder, HFConfig, stated_keys
 from engine_core.errors import ConfigError
 from engine_core_chatglm.tokenizer import FORMAT_1, FORMAT_2, FORMAT_3
 
@@ -155,7 +155,7 @@ def _is_chatglm(hf_config: HFConfig) -> bool:
 def _filled(
     hf_config: HFConfig, defaults: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
-    given = {key: value for key, value in hf_config.to_dict().items() if value is not None}
+    given = stated_keys(hf_config.to_dict())
     values = {**defaults, **given}
     for key, known in only.items():
         if key in values and values[key] not in known:

@@ -14,6 +14,7 @@ from engine_core.configs import (
     longest_sequence,
     refuse_partial_rotary,
     rope_keys,
+    stated_keys,
 )
 from engine_core.errors import ConfigError
 
@@ -237,7 +238,7 @@ class Gemma3WithVisionConfigBuilder(Gemma3ConfigBuilder):
         if not isinstance(text, Mapping):
             raise ConfigError(f"config.json: text_config must be an object, got {text!r}")
         given.pop("vision_config", None)
-        whole = {key: value for key, value in given.items() if value is not None}
+        whole = stated_keys(given)
         logger.warning(
             "%s is served for text alone: its vision tower is not loaded, and prompts with "
             "pictures are refused",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.configs import HFConfig, check_kinds
+from engine_core.configs import HFConfig, check_kinds, object_of, stated_keys
 from engine_core.configs.hf_config import read_object
 from engine_core.errors import ConfigError, CorruptCheckpointError
 from engine_core.registry import text_model_config
@@ -115,12 +115,12 @@ class InternVLChatConfigBuilder:
             ConfigError: a key is missing or senseless, or the tokens are not there.
             UnknownArchitectureError: the text model's family is not installed.
         """
-        stated = {**_CHAT, **_stated(hf_config.to_dict())}
+        stated = {**_CHAT, **stated_keys(hf_config.to_dict())}
         check_kinds(stated, _CHAT)
         # The original code ties none of its text models, whatever their part of the config says.
-        llm = {**_stated(_object(stated, "llm_config")), "tie_word_embeddings": False}
+        llm = {**stated_keys(object_of(stated, "llm_config")), "tie_word_embeddings": False}
         values = {
-            **_tower(_stated(_object(stated, "vision_config")), _VISION),
+            **_tower(stated_keys(object_of(stated, "vision_config")), _VISION),
             "ps_version": stated["ps_version"],
             "select_layer": stated.get("select_layer", -1),
             "image_mean": _MEAN,
@@ -184,13 +184,13 @@ class InternVLConfigBuilder:
             ConfigError: a key is missing or senseless.
             UnknownArchitectureError: the text model's family is not installed.
         """
-        stated = _stated(hf_config.to_dict())
-        text = _stated(_object(stated, "text_config"))
+        stated = stated_keys(hf_config.to_dict())
+        text = stated_keys(object_of(stated, "text_config"))
         ties = text.get("tie_word_embeddings", True)
         text["tie_word_embeddings"] = stated.get("tie_word_embeddings", ties)
         if "architectures" not in text and text.get("model_type", "qwen2") in _ARCHITECTURES:
             text["architectures"] = [_ARCHITECTURES[text.get("model_type", "qwen2")]]
-        vision = _stated(_object(stated, "vision_config"))
+        vision = stated_keys(object_of(stated, "vision_config"))
         for theirs, ours in (("attention_bias", "qkv_bias"), ("use_qk_norm", "qk_normalization")):
             if theirs in vision:
                 vision[ours] = vision[theirs]
@@ -350,17 +350,6 @@ def _read(folder: Path | None, name: str) -> dict[str, Any]:
         return {} if folder is None else read_object(folder / name, CorruptCheckpointError)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-
-
-def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = values.get(key, {})
-    if not isinstance(value, dict):
-        raise ConfigError(f"config.json: {key} must be an object, got {value!r}")
-    return value
 
 
 def _only(where: str, values: Any, key: str, wanted: Any) -> None:

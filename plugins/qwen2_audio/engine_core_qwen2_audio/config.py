@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.configs import HFConfig, check_kinds
+from engine_core.configs import HFConfig, check_kinds, object_of, stated_keys
 from engine_core.configs.hf_config import read_object
 from engine_core.errors import ConfigError, CorruptCheckpointError
 from engine_core.registry import text_model_config
@@ -83,9 +83,9 @@ class Qwen2AudioConfigBuilder:
         Raises:
             ConfigError: a key is missing or senseless.
         """
-        stated = _stated(hf_config.to_dict())
+        stated = stated_keys(hf_config.to_dict())
         around = {key: value for key, value in stated.items() if key not in _PARTS}
-        text = {**_TEXT, **around, **_stated(_object(stated, "text_config"))}
+        text = {**_TEXT, **around, **stated_keys(object_of(stated, "text_config"))}
         text["architectures"] = [_TEXT_MODEL]
         config = text_model_config(HFConfig(text), model_path, {_TEXT_MODEL: "engine-core-qwen2"})
         token = stated.get("audio_token_index", stated.get("audio_token_id", 151646))
@@ -94,7 +94,7 @@ class Qwen2AudioConfigBuilder:
                 f"config.json: audio_token_index must be a token of the {config.vocab_size}, got "
                 f"{token!r}"
             )
-        audio = _audio_config(_object(stated, "audio_config"))
+        audio = _audio_config(object_of(stated, "audio_config"))
         values = {
             "text_config": config.hf_config.to_dict(),
             "audio_config": audio,
@@ -106,19 +106,8 @@ class Qwen2AudioConfigBuilder:
         return config.replace(hf_config=HFConfig(values), text_model=config, **kwargs)
 
 
-def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = values.get(key, {})
-    if not isinstance(value, dict):
-        raise ConfigError(f"config.json: {key} must be an object, got {value!r}")
-    return value
-
-
 def _audio_config(stated: Mapping[str, Any]) -> dict[str, Any]:
-    values = {**_AUDIO, **_stated(stated)}
+    values = {**_AUDIO, **stated_keys(stated)}
     try:
         check_kinds(values, _AUDIO)
     except ConfigError as error:
@@ -141,10 +130,10 @@ def _audio_config(stated: Mapping[str, Any]) -> dict[str, Any]:
 def _extractor(folder: Path | None, audio: Mapping[str, Any]) -> dict[str, Any]:
     """Rate, hop and window of the features, and ``chunk_length``, the longest sound's seconds."""
     where = "preprocessor_config.json"
-    given = _stated(_read(folder, where) or {})
+    given = stated_keys(_read(folder, where) or {})
     if not given:  # As transformers 5 saves it.
         where = "processor_config.json"
-        given = _stated(_object(_read(folder, where) or {}, "feature_extractor"))
+        given = stated_keys(object_of(_read(folder, where) or {}, "feature_extractor"))
     values = {key: given.get(key, default) for key, default in {**_EXTRACTOR, **_LENGTH}.items()}
     try:
         check_kinds(values, {**_EXTRACTOR, **_LENGTH})

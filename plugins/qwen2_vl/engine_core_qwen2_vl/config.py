@@ -11,8 +11,10 @@ from engine_core.configs import (
     HFConfig,
     check_kinds,
     longest_sequence,
+    object_of,
     refuse_partial_rotary,
     rope_keys,
+    stated_keys,
 )
 from engine_core.configs.hf_config import read_object
 from engine_core.errors import ConfigError, CorruptCheckpointError
@@ -96,8 +98,8 @@ class Qwen2VLConfigBuilder:
         Raises:
             ConfigError: a key is missing or senseless.
         """
-        stated = _stated(hf_config.to_dict())
-        text = _stated(_object(stated, "text_config"))
+        stated = stated_keys(hf_config.to_dict())
+        text = stated_keys(object_of(stated, "text_config"))
         values = {**_TEXT, **stated, **text}
         # Transformers ties them if either of its two objects says so.
         values["tie_word_embeddings"] = bool(
@@ -125,7 +127,7 @@ class Qwen2VLConfigBuilder:
                 raise ConfigError(
                     f"config.json: {key} must be a token of the {config.vocab_size}, got {token!r}"
                 )
-        vision = cls.vision_config(_object(stated, "vision_config"), config.hidden_size)
+        vision = cls.vision_config(object_of(stated, "vision_config"), config.hidden_size)
         values["vision_config"] = vision
         values["preprocessor"] = _preprocessors(model_path, vision)
         return config.replace(hf_config=HFConfig(values))
@@ -137,14 +139,14 @@ class Qwen2VLConfigBuilder:
         Raises:
             ConfigError: one is senseless.
         """
-        values = {**cls.vision, "hidden_size": hidden_size, **_stated(stated)}
+        values = {**cls.vision, "hidden_size": hidden_size, **stated_keys(stated)}
         values["in_channels"] = values.get("in_chans", values.get("in_channels", 3))
         try:
             check_kinds(values, {**cls.vision, "hidden_size": 1, "in_channels": 1})
         except ConfigError as error:
             message = str(error).replace("config.json:", "config.json: vision_config:")
             raise ConfigError(message) from None
-        values["rope_theta"] = _object(values, "rope_parameters").get("rope_theta", 10000.0)
+        values["rope_theta"] = object_of(values, "rope_parameters").get("rope_theta", 10000.0)
         for key, wanted in (
             ("hidden_act", cls.vision_act),
             ("hidden_size", hidden_size),
@@ -198,17 +200,6 @@ class Qwen25VLConfigBuilder(Qwen2VLConfigBuilder):
         return values
 
 
-def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = values.get(key, {})
-    if not isinstance(value, dict):
-        raise ConfigError(f"config.json: {key} must be an object, got {value!r}")
-    return value
-
-
 def _refuse_window(values: Mapping[str, Any]) -> None:
     types = values.get("layer_types") or []
     if (
@@ -257,7 +248,7 @@ def _preprocessor(
     stated: Mapping[str, Any], sizes: Mapping[str, int], vision: Mapping[str, Any]
 ) -> dict[str, Any]:
     where = "preprocessor_config.json"
-    given = _stated(stated)
+    given = stated_keys(stated)
     for key, wanted in (
         *_PIXELS_ONLY.items(),
         ("patch_size", vision["patch_size"]),

@@ -7,7 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig, TiktokenFormat, check_kinds
+from engine_core.configs import (
+    DefaultConfigBuilder,
+    HFConfig,
+    TiktokenFormat,
+    check_kinds,
+    stated_keys,
+)
 from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,7 +117,7 @@ class QWenConfigBuilder:
         Raises:
             ConfigError: a key is senseless or asks for what is not supported.
         """
-        stated = {key: value for key, value in hf_config.to_dict().items() if value is not None}
+        stated = stated_keys(hf_config.to_dict())
         values = {**_DEFAULTS, **_ONLY, **stated}
         check_kinds(values, _DEFAULTS)
         for key, wanted in _ONLY.items():
@@ -147,7 +153,7 @@ def _visual(stated: Any, hidden_size: int) -> dict[str, Any]:
     where = "config.json: visual:"
     if not isinstance(stated, Mapping):
         raise ConfigError(f"config.json: visual must be an object, got {stated!r}")
-    values = {**_VISUAL, **{key: value for key, value in stated.items() if value is not None}}
+    values = {**_VISUAL, **stated_keys(stated)}
     try:
         check_kinds(values, _VISUAL)
     except ConfigError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig
+from engine_core.configs import DefaultConfigBuilder, HFConfig, stated_keys
 from engine_core.errors import ConfigError, UnknownArchitectureError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class FallbackConfigBuilder:
                 f"transformers' own code cannot run {name}: its config says no longest sequence "
                 "(max_position_embeddings)"
             )
-        values = {key: value for key, value in stated.items() if value is not None}
+        values = stated_keys(stated)
         built = DefaultConfigBuilder.build(
             hf_config.replace(**values, dtype=_dtype(hf_config)),
             model_path,
