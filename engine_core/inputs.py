@@ -11,11 +11,17 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from engine_core.errors import RequestError
+
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from engine_core.configs import ModelConfig
 
 
@@ -93,6 +99,85 @@ class MediaItem:
     def num_embeddings(self) -> int:
         """How many embeddings it has."""
         return self.span[1] - self.span[0]
+
+
+def check_media_kinds(media: Mapping[str, Sequence[Any]], kinds: Sequence[str]) -> None:
+    """Refuse items of kinds that a model does not take.
+
+    Raises:
+        RequestError: there are some.
+    """
+    unknown = [kind for kind in media if kind not in kinds and len(media[kind])]
+    if unknown:
+        raise RequestError(
+            f"this model takes media of the kind{'s' * (len(kinds) > 1)} {' and '.join(kinds)}, "
+            f"not {', '.join(unknown)}",
+            param="multi_modal_data",
+        )
+
+
+def find_placeholders(
+    ids: NDArray[np.int64], token: int, kind: str, counts: Sequence[int], noun: str | None = None
+) -> list[tuple[int, int]]:
+    """Where the placeholders of each item of a kind begin, and how many they are.
+
+    Args:
+        ids: ``[L]``, the prompt's tokens.
+        token: the placeholder of this kind.
+        kind: for messages, as "image".
+        counts: embeddings of each item, in the order of their placeholders.
+        noun: for messages, what an item is; the kind if None.
+
+    Returns:
+        For each item the first place, and 1 or as many as it has embeddings.
+
+    Raises:
+        RequestError: there is not one placeholder for each item, nor one for each embedding.
+    """
+    import numpy as np
+
+    places = np.flatnonzero(ids == token)
+    given = [1] * len(counts) if len(places) == len(counts) else counts
+    starts = np.cumsum([0, *given])
+    whole = starts[-1] == len(places) and all(
+        places[end - 1] - places[start] == end - 1 - start for start, end in pairwise(starts)
+    )
+    if not whole:
+        runs = int(np.count_nonzero(np.diff(places) > 1)) + bool(len(places))
+        sizes = f" with {', '.join(map(str, counts))} embeddings" if counts else ""
+        noun = noun or kind
+        raise RequestError(
+            f"the prompt has {kind} placeholders (token {token}) in {runs} places, "
+            f"{len(places)} in all, for a number of {noun}s of {len(counts)}{sizes}; it needs "
+            f"one placeholder for each {noun}, or one for each of its embeddings",
+            param="multi_modal_data",
+        )
+    return [(int(places[start]), number) for start, number in zip(starts[:-1], given, strict=True)]
+
+
+def expand_placeholders(
+    ids: NDArray[np.int64], sites: Sequence[tuple[int, int, MediaItem]]
+) -> tuple[NDArray[np.int64], list[MediaItem]]:
+    """Give each item as many placeholders as it has embeddings, and its span among them.
+
+    Args:
+        ids: ``[L]``, the prompt's tokens.
+        sites: as of :func:`find_placeholders`, with the item, in the order of the places.
+
+    Returns:
+        The prompt with all placeholders, and the items.
+    """
+    import numpy as np
+
+    repeats = np.ones(len(ids), np.int64)
+    found, grown = [], 0
+    for place, given, item in sites:
+        start, count = place + grown, item.num_embeddings
+        if given < count:
+            repeats[place] = count
+            grown += count - 1
+        found.append(replace(item, span=(start, start + count)))
+    return (np.repeat(ids, repeats) if grown else ids), found
 
 
 @dataclass(frozen=True, slots=True)

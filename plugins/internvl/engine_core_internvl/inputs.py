@@ -6,7 +6,6 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.errors import RequestError
@@ -15,6 +14,8 @@ from engine_core.inputs import (
     MediaLimit,
     ProcessedPrompt,
     PromptState,
+    check_media_kinds,
+    find_placeholders,
     media_digest,
     packed_token_ids,
 )
@@ -129,13 +130,7 @@ class InternVLProcessor:
         """
         import numpy as np
 
-        unknown = [kind for kind in media if kind not in self.media_kinds and len(media[kind])]
-        if unknown:
-            raise RequestError(
-                f"this model takes media of the kinds {' and '.join(self.media_kinds)}, not "
-                f"{', '.join(unknown)}",
-                param="multi_modal_data",
-            )
+        check_media_kinds(media, self.media_kinds)
         settings = self._checked(options)
         ids: NDArray[np.int64] = np.frombuffer(packed_token_ids(token_ids), np.int64)
         items = {
@@ -163,25 +158,10 @@ class InternVLProcessor:
         """Each image with its placeholders."""
         import numpy as np
 
-        places = np.flatnonzero(ids == self._context)
         counts = [item.num_embeddings for item in items]
-        given = [1] * len(items) if len(places) == len(items) else counts
-        starts = np.cumsum([0, *given])
-        whole = starts[-1] == len(places) and all(
-            places[end - 1] - places[start] == end - 1 - start for start, end in pairwise(starts)
-        )
-        if not whole:
-            runs = int(np.count_nonzero(np.diff(places) > 1)) + bool(len(places))
-            sizes = f" with {', '.join(map(str, counts))} embeddings" if counts else ""
-            raise RequestError(
-                f"the prompt has image placeholders (token {self._context}) in {runs} places, "
-                f"{len(places)} in all, for a number of images of {len(items)}{sizes}; it needs "
-                "one placeholder for each image, or one for each of its embeddings",
-                param="multi_modal_data",
-            )
+        places = find_placeholders(ids, self._context, "image", counts)
         changes = []
-        for first, number, item in zip(starts[:-1], given, items, strict=True):
-            start = int(places[first])
+        for (start, number), item in zip(places, items, strict=True):
             end = start + number
             tokens, offset = np.full(item.num_embeddings, self._context), 0
             if number == 1 and (start == 0 or ids[start - 1] != self._ends[0]):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.errors import RequestError
@@ -14,6 +12,9 @@ from engine_core.inputs import (
     MediaLimit,
     ProcessedPrompt,
     PromptState,
+    check_media_kinds,
+    expand_placeholders,
+    find_placeholders,
     media_digest,
     packed_token_ids,
 )
@@ -90,12 +91,7 @@ class Qwen2AudioProcessor:
         """
         import numpy as np
 
-        unknown = [kind for kind in media if kind not in self.media_kinds and len(media[kind])]
-        if unknown:
-            raise RequestError(
-                f"this model takes media of the kind audio, not {', '.join(unknown)}",
-                param="multi_modal_data",
-            )
+        check_media_kinds(media, self.media_kinds)
         for key, value in options.items():
             if key == "truncation" and isinstance(value, bool):
                 continue
@@ -109,41 +105,12 @@ class Qwen2AudioProcessor:
         ids: NDArray[np.int64] = np.frombuffer(packed_token_ids(token_ids), np.int64)
         given_sounds = enumerate(media.get("audio", ()))
         sounds = [self._sound(item, index, cut=cut) for index, item in given_sounds]
-        starts, given = self._places(ids, [sound.num_embeddings for sound in sounds])
-        repeats = np.ones(len(ids), np.int64)
-        found, grown = [], 0
-        for sound, start, number in zip(sounds, starts, given, strict=True):
-            count = sound.num_embeddings
-            found.append(replace(sound, span=(start + grown, start + grown + count)))
-            if number < count:
-                repeats[start] = count
-                grown += count - 1
-        if grown:
-            ids = np.repeat(ids, repeats)
-        return ProcessedPrompt(token_ids=array("q", ids.tobytes()), media=tuple(found))
-
-    def _places(
-        self, ids: NDArray[np.int64], counts: Sequence[int]
-    ) -> tuple[list[int], Sequence[int]]:
-        """Where each sound's placeholders begin, and how many they are."""
-        import numpy as np
-
-        places = np.flatnonzero(ids == self._token)
-        given = [1] * len(counts) if len(places) == len(counts) else counts
-        starts = np.cumsum([0, *given])
-        whole = starts[-1] == len(places) and all(
-            places[end - 1] - places[start] == end - 1 - start for start, end in pairwise(starts)
+        counts = [sound.num_embeddings for sound in sounds]
+        places = find_placeholders(ids, self._token, "audio", counts, noun="sound")
+        ids, found = expand_placeholders(
+            ids, [(*place, sound) for place, sound in zip(places, sounds, strict=True)]
         )
-        if not whole:
-            runs = int(np.count_nonzero(np.diff(places) > 1)) + bool(len(places))
-            sizes = f" with {', '.join(map(str, counts))} embeddings" if counts else ""
-            raise RequestError(
-                f"the prompt has audio placeholders (token {self._token}) in {runs} places, "
-                f"{len(places)} in all, for a number of sounds of {len(counts)}{sizes}; it needs "
-                "one placeholder for each sound, or one for each of its embeddings",
-                param="multi_modal_data",
-            )
-        return places[starts[:-1]].tolist(), given
+        return ProcessedPrompt(token_ids=array("q", ids.tobytes()), media=tuple(found))
 
     def _sound(self, item: Any, index: int, *, cut: bool) -> MediaItem:
         """A sound as the caller gave it, as it would be in a prompt of its own."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.errors import RequestError
@@ -15,6 +14,9 @@ from engine_core.inputs import (
     MediaLimit,
     ProcessedPrompt,
     PromptState,
+    check_media_kinds,
+    expand_placeholders,
+    find_placeholders,
     media_digest,
     packed_token_ids,
 )
@@ -47,10 +49,6 @@ class _Site:
     start: int
     given: int
     item: MediaItem
-
-    @property
-    def count(self) -> int:
-        return self.item.num_embeddings
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -145,13 +143,7 @@ class Qwen2VLProcessor:
         """
         import numpy as np
 
-        unknown = [kind for kind in media if kind not in self.media_kinds and len(media[kind])]
-        if unknown:
-            raise RequestError(
-                f"this model takes media of the kinds {' and '.join(self.media_kinds)}, not "
-                f"{', '.join(unknown)}",
-                param="multi_modal_data",
-            )
+        check_media_kinds(media, self.media_kinds)
         checked = self._checked(options)
         ids: NDArray[np.int64] = np.frombuffer(packed_token_ids(token_ids), np.int64)
         sites: list[_Site] = []
@@ -162,16 +154,7 @@ class Qwen2VLProcessor:
             ]
             sites += self._sites(kind, ids, items)
         sites.sort(key=lambda site: site.start)
-        repeats = np.ones(len(ids), np.int64)
-        found, grown = [], 0
-        for site in sites:
-            start = site.start + grown
-            if site.given < site.count:
-                repeats[site.start] = site.count
-                grown += site.count - 1
-            found.append(replace(site.item, span=(start, start + site.count)))
-        if grown:
-            ids = np.repeat(ids, repeats)
+        ids, found = expand_placeholders(ids, [(s.start, s.given, s.item) for s in sites])
         positions, delta = self._positions(
             len(ids),
             [
@@ -188,31 +171,9 @@ class Qwen2VLProcessor:
 
     def _sites(self, kind: str, ids: NDArray[np.int64], items: Sequence[MediaItem]) -> list[_Site]:
         """Each item with its placeholders."""
-        import numpy as np
-
-        token = self._tokens[kind]
-        places = np.flatnonzero(ids == token)
-        if not len(places) and not items:
-            return []
         counts = [item.num_embeddings for item in items]
-        given = [1] * len(items) if len(places) == len(items) else counts
-        starts = np.cumsum([0, *given])
-        whole = starts[-1] == len(places) and all(
-            places[end - 1] - places[start] == end - 1 - start for start, end in pairwise(starts)
-        )
-        if not whole:
-            runs = int(np.count_nonzero(np.diff(places) > 1)) + bool(len(places))
-            sizes = f" with {', '.join(map(str, counts))} embeddings" if counts else ""
-            raise RequestError(
-                f"the prompt has {kind} placeholders (token {token}) in {runs} places, "
-                f"{len(places)} in all, for a number of {kind}s of {len(items)}{sizes}; it needs "
-                f"one placeholder for each {kind}, or one for each of its embeddings",
-                param="multi_modal_data",
-            )
-        return [
-            _Site(int(places[start]), number, item)
-            for start, number, item in zip(starts[:-1], given, items, strict=True)
-        ]
+        places = find_placeholders(ids, self._tokens[kind], kind, counts)
+        return [_Site(*place, item) for place, item in zip(places, items, strict=True)]
 
     def _positions(
         self, length: int, grids: Sequence[tuple[tuple[int, int], tuple[int, int, int], float]]

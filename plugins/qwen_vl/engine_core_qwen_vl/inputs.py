@@ -14,6 +14,7 @@ from engine_core.inputs import (
     MediaLimit,
     ProcessedPrompt,
     PromptState,
+    check_media_kinds,
     media_digest,
     packed_token_ids,
 )
@@ -120,12 +121,7 @@ class QWenVLProcessor(QWenProcessor):
         Raises:
             RequestError: places and images do not agree, or an item is none.
         """
-        unknown = [kind for kind in media if kind not in self.media_kinds and len(media[kind])]
-        if unknown:
-            raise RequestError(
-                f"this model takes media of the kind image, not {', '.join(unknown)}",
-                param="multi_modal_data",
-            )
+        check_media_kinds(media, self.media_kinds)
         if options:
             raise RequestError(
                 "mm_processor_kwargs: this model has no options of images, got "
