@@ -42,6 +42,8 @@ class Step:
     metadata: AttentionMetadata | None = None
     alone: bool = False
     """Whether each token sees itself only, to find out whether others reach it elsewhere."""
+    angles: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    """By identity a model's cosines, which are kept, and cosines and sines as our kernel takes."""
 
 
 class PagedAttention(Attention):
@@ -114,6 +116,11 @@ def make_layers(trace: Trace, step: Step) -> list[PagedAttention]:
         module.add_module(_LAYER, layer)
         layers.append(layer)
     return layers
+
+
+def has_layer(module: nn.Module) -> bool:
+    """Whether the module is one that attends, with a layer of ours in it."""
+    return _LAYER in module._modules
 
 
 def _paged(

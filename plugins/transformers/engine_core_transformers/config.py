@@ -72,8 +72,8 @@ class FallbackConfigBuilder:
             caveat=(
                 f"{name} is run by transformers' own code (package engine-core-transformers), "
                 "since no installed package knows it or model_impl asks for it: norms, rotary "
-                "embeddings and activations are not fused, so it is slower than a package of its "
-                "own"
+                "embeddings and activations are not fused with linears, so it is slower than a "
+                "package of its own"
             ),
             **kwargs,
         )

@@ -33,10 +33,12 @@ from engine_core_transformers.attention import (
     PagedAttention,
     Step,
     UnsupportedError,
+    has_layer,
     make_layers,
     tracing,
 )
 from engine_core_transformers.config import model_class, read_config
+from engine_core_transformers.fused import Rotations, replace_norms
 from engine_core_transformers.weights import Converted
 
 # Styles of transformers' plan under which every rank may as well keep a linear whole: its input is
@@ -231,6 +233,7 @@ class TransformersModel(CausalLM):
     ) -> Tensor:
         """``[1, T]`` to hidden states ``[1, T, H]``."""
         self._step.metadata = attn_metadata
+        self._step.angles.clear()
         for layer, cache in zip(self._ordered(), past_key_values, strict=True):
             layer.cache = cache
         return self._run(input_ids, position_ids, inputs_embeds)
@@ -256,6 +259,8 @@ class TransformersModel(CausalLM):
     def update_weights(self) -> None:
         """Once the weights are there, see that tokens reach each other by attention alone.
 
+        Norms and rotations that our kernels compute as well are theirs from then on.
+
         Raises:
             UnknownArchitectureError: they do not; packed sequences would disturb each other.
         """
@@ -265,20 +270,28 @@ class TransformersModel(CausalLM):
         ids = torch.tensor([[3, 5, 7], [3, 11, 2], [3, 2, 13]], device=device)
         ids %= self._hf.config.vocab_size
         places = torch.tensor([[1, 2, 0], [1, 5, 3], [1, 30, 31]], device=device)
-        self._step.alone = True
-        try:
-            with torch.inference_mode():
-                first, *others = (
-                    self._run(ids[i : i + 1], places[i : i + 1], None)[0, 0] for i in range(3)
-                )
-        finally:
-            self._step.alone = False
+        rotations = Rotations([m for m in self.modules() if has_layer(m)], self._step)
+        first, *others = (self._alone(ids[i], places[i]) for i in range(3))
         bound = _ALONE.get(first.dtype, 5e-2) * float(first.abs().max())
         if any(float((first - other).abs().max()) > bound for other in others):
             raise self._refusal(
                 "its tokens reach each other outside of attention, so sequences of one batch would "
                 "disturb each other"
             )
+        # Ours turns queries and keys where they lie, which a model may use for something else.
+        if rotations.replace() and not torch.equal(first, self._alone(ids[0], places[0])):
+            rotations.restore()
+        replace_norms(self, first.dtype)
+
+    def _alone(self, ids: Tensor, places: Tensor) -> Tensor:
+        """``[H]``, a first token's hidden state when each token sees itself only."""
+        self._step.alone = True
+        self._step.angles.clear()
+        try:
+            with torch.inference_mode():
+                return self._run(ids[None], places[None], None)[0, 0]
+        finally:
+            self._step.alone = False
 
 
 def _check_kind(hf: PreTrainedModel) -> None:

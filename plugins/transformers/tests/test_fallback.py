@@ -11,6 +11,9 @@ import pytest
 import torch
 from fallback_models import TOLERANCE, difference, expected, make_checkpoint, prompts
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.mistral import modeling_mistral
+from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb
 
 from engine_core import LLM, SamplingParams
 from engine_core.check import check_model
@@ -184,3 +187,91 @@ def test_tokens_that_reach_each_other_outside_of_attention_are_noticed(
     monkeypatch.setattr(OlmoMLP, "forward", shifted)
     with pytest.raises(UnknownArchitectureError, match="outside of attention"):
         engine(tmp_path)
+
+
+def ours(llm: LLM) -> tuple[int, int]:
+    """Norms and attention modules whose forward is not that of their class."""
+
+    def count(model: nn.Module) -> tuple[int, int]:
+        changed = [type(m).__name__ for m in model.modules() if "forward" in vars(m)]
+        norms = sum("Norm" in name for name in changed)
+        return norms, len(changed) - norms
+
+    (found,) = llm.apply_model(count)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "wanted"),
+    [
+        ("qwen3", "Qwen3ForCausalLM", (13, 3)),  # with norms of queries and of keys
+        ("gemma2", "Gemma2ForCausalLM", (13, 3)),  # with 1 added to the weights of norms
+        ("gpt_neox", "GPTNeoXForCausalLM", (0, 3)),  # with a part of each head rotated
+        ("cohere", "CohereForCausalLM", (0, 3)),  # with neighbours that turn
+        ("deepseek_v3", "DeepseekV3ForCausalLM", (13, 0)),  # with rotated keys of another shape
+    ],
+)
+def test_norms_and_rotations_are_our_kernels(
+    model_type: str, name: str, wanted: tuple[int, int], tmp_path: Path
+) -> None:
+    model = make_checkpoint(tmp_path, model_type, name)
+    with engine(tmp_path) as llm:
+        assert ours(llm) == wanted
+    assert difference(tmp_path, [expected(model, p) for p in prompts()]) <= TOLERANCE
+
+
+def _no_eps(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x / x.pow(2).mean(-1, keepdim=True).sqrt() * self.weight
+
+
+def _turned_twice(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    for _ in range(2):
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q, k
+
+
+def _keys_are_values(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: Any,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+    key = value = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, self.layer_idx)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+    out, _ = attend(
+        self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+    )
+    return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "code", "wanted"),
+    [
+        ("MistralRMSNorm", "forward", _no_eps, (0, 3)),
+        (None, "apply_rotary_pos_emb", _turned_twice, (7, 0)),
+        ("MistralAttention", "forward", _keys_are_values, (7, 0)),
+    ],
+)
+def test_norms_and_rotations_of_another_kind_stay_the_models_own(
+    part: str | None,
+    name: str,
+    code: Any,
+    wanted: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(getattr(modeling_mistral, part) if part else modeling_mistral, name, code)
+    model = make_checkpoint(tmp_path, "mistral", "MistralForCausalLM", sliding_window=None)
+    model.set_attn_implementation("sdpa")
+    with engine(tmp_path) as llm:
+        assert ours(llm) == wanted
+    assert difference(tmp_path, [expected(model, p) for p in prompts()]) <= TOLERANCE
