@@ -62,7 +62,7 @@ class EngineConfig(FrozenConfig):
     load_format: Literal["auto", "safetensors", "bin", "gguf", "dummy"] = "auto"
     """Which weight files to read; dummy makes random weights and reads none."""
     task: Literal["auto", "generate", "embed", "score"] = "auto"
-    """What the model is for: to generate text, to embed prompts as vectors, or (a cross encoder) to
+    """The model's purpose: to generate text, to embed prompts as vectors, or (a cross encoder) to
     score pairs of texts; auto is what the checkpoint is made for. Any decoder can embed."""
     revision: str | None = Field(default=None, min_length=1)
     """Branch, tag or commit of a hub id; the hub's default if not set."""

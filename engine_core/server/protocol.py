@@ -744,7 +744,7 @@ class RerankBody(PoolingBody):
 
     query: Text
     documents: Annotated[list[Text | RerankText], Items(1, MAX_INPUTS)]
-    """What is put in order."""
+    """The texts to put in order."""
     top_n: Count | None = None
     """How many of them the answer has at most; all if not set."""
     return_documents: bool | None = None

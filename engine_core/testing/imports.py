@@ -15,16 +15,16 @@ from pathlib import Path
 from engine_core.testing.case import ConformanceError
 
 ROOMS = ("nn", "kernels", "configs", "registry", "step_context", "inputs", "parsers", "errors")
-"""What of ``engine_core`` a family may import."""
+"""The parts of ``engine_core`` that a family may import."""
 
 NAMES = ("hookimpl", "API_VERSION")
-"""What it may import from ``engine_core`` itself."""
+"""The names that it may import from ``engine_core`` itself."""
 
 TYPES_ONLY = ("checkpoint",)
-"""What it may import only under ``if TYPE_CHECKING``."""
+"""Those that it may import only under ``if TYPE_CHECKING``."""
 
 HEAVY = ("torch", "transformers", "triton")
-"""What discovery must not import: together they take seconds."""
+"""Modules that discovery must not import: together they take seconds."""
 
 
 def package_folder(package: str) -> Path:

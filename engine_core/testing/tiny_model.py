@@ -19,7 +19,7 @@ from engine_core.testing.case import ConformanceError, MediaPrompt
 from engine_core.testing.trace import Recorder, Trace, first_input
 
 Step = Sequence[tuple[int, int, int]]
-"""What one pass computes: (sequence, first position, number of tokens) for each row."""
+"""The tokens of one pass: (sequence, first position, number of tokens) for each row."""
 
 # Finite, as masked keys and values must be, and far from every real one.
 _UNWRITTEN = 100.0

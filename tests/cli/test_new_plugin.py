@@ -130,7 +130,7 @@ def test_the_copy_asks_for_this_core_and_for_the_api_of_its_pattern(tmp_path: Pa
     folder = tmp_path / "engine-core-marigold"
     assert '"engine-core-llm>=0.1,<0.2"' in (folder / "pyproject.toml").read_text()
     plugin = (folder / "engine_core_marigold" / "plugin.py").read_text()
-    assert 'requires_api = "0.2"' in plugin
+    assert 'requires_api = "0.3"' in plugin
 
 
 def test_names_and_settings_come_from_the_checkpoints_config(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_plugins_lists_installed_families() -> None:
         "llama",
         "engine-core-llama",
         version,
-        "0.2",
+        "0.3",
         "LlamaForCausalLM",
         "ok",
     ]
@@ -106,7 +106,7 @@ def test_what_would_be_refused_later_is_said_now(
     assert "asks for plugin API 0.7" in reports["foreign"]["error"]
     assert reports["foreign"]["requires_api"] == "0.7"
     assert reports["llama"]["refusals"] == []
-    assert reports["llama"]["requires_api"] == "0.2"
+    assert reports["llama"]["requires_api"] == "0.3"
 
     # A module-map file decides whose the architecture is.
     file = tmp_path / "mine.py"

@@ -36,7 +36,7 @@ REASONS = {
     1: RowError(ErrorCode.NOT_FINITE, "the model gave logits that are not finite"),
     2: RowError(ErrorCode.NO_TOKEN, "the sampling parameters leave no token to choose"),
 }
-"""What a status that is not 0 means."""
+"""The meaning of each status that is not 0."""
 
 
 def is_hosted(params: SamplingParams) -> bool:

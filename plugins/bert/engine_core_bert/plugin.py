@@ -3,7 +3,7 @@
 from engine_core import hookimpl
 from engine_core_bert.config import BertConfigBuilder, RobertaConfigBuilder
 
-requires_api = "0.2"
+requires_api = "0.3"
 
 
 @hookimpl

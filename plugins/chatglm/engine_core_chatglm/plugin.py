@@ -4,7 +4,7 @@ from engine_core import hookimpl
 from engine_core_chatglm.config import ChatGLM1ConfigBuilder, ChatGLM2ConfigBuilder
 from engine_core_chatglm.inputs import BidirectionalContextProcessor
 
-requires_api = "0.2"
+requires_api = "0.3"
 
 
 @hookimpl

@@ -7,7 +7,7 @@ from engine_core_gemma.config import (
     Gemma3WithVisionConfigBuilder,
 )
 
-requires_api = "0.1"
+requires_api = "0.3"
 
 
 @hookimpl

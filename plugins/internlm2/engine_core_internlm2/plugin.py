@@ -4,7 +4,7 @@ from engine_core import hookimpl
 from engine_core_internlm2.config import InternLM2ConfigBuilder
 from engine_core_internlm2.inputs import DynamicRopeProcessor
 
-requires_api = "0.2"
+requires_api = "0.3"
 
 
 @hookimpl

@@ -4,7 +4,7 @@ from engine_core import hookimpl
 from engine_core_internvl.config import InternVLChatConfigBuilder, InternVLConfigBuilder
 from engine_core_internvl.inputs import InternVLProcessor
 
-requires_api = "0.2"
+requires_api = "0.3"
 
 
 @hookimpl

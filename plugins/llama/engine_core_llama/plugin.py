@@ -4,7 +4,7 @@ from engine_core import hookimpl
 from engine_core_llama.config import LlamaConfigBuilder, MistralConfigBuilder
 from engine_core_llama.inputs import DynamicRopeProcessor
 
-requires_api = "0.2"
+requires_api = "0.3"
 
 
 @hookimpl

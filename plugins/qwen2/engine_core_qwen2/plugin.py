@@ -3,7 +3,7 @@
 from engine_core import hookimpl
 from engine_core_qwen2.config import Qwen2ConfigBuilder, Qwen3ConfigBuilder
 
-requires_api = "0.1"
+requires_api = "0.3"
 
 
 @hookimpl

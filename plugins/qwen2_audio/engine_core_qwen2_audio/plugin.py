@@ -4,7 +4,7 @@ from engine_core import hookimpl
 from engine_core_qwen2_audio.config import Qwen2AudioConfigBuilder
 from engine_core_qwen2_audio.inputs import Qwen2AudioProcessor
 
-requires_api = "0.2"
+requires_api = "0.3"
 
 
 @hookimpl

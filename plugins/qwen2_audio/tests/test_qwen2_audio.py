@@ -68,7 +68,7 @@ def sound(seconds: float, seed: int = 0) -> NDArray[np.float32]:
 
 
 def extracted(*sounds: NDArray[np.float32]) -> dict[str, Any]:
-    """What the published processor makes of sounds, by its extractor."""
+    """Features of sounds as the published processor's extractor makes them."""
     from transformers import WhisperFeatureExtractor
 
     theirs: Any = WhisperFeatureExtractor

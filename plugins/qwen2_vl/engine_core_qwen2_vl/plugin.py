@@ -4,7 +4,7 @@ from engine_core import hookimpl
 from engine_core_qwen2_vl.config import Qwen2VLConfigBuilder, Qwen25VLConfigBuilder
 from engine_core_qwen2_vl.inputs import Qwen2VLProcessor
 
-requires_api = "0.2"
+requires_api = "0.3"
 
 
 @hookimpl

@@ -39,7 +39,7 @@ def processor(folder: Path | None = None, **changes: Any) -> Qwen2VLProcessor:
 
 
 def normalised(pixels: NDArray[np.uint8], kind: str = "image") -> NDArray[np.float32]:
-    """What the model makes of patches."""
+    """The model's own result for patches."""
     config = Qwen2VLConfigBuilder.build(HFConfig.from_folder(FOLDER), None).hf_config
     norm = PixelNorm(HFConfig(config.vision_config), config.preprocessor[kind])
     made: NDArray[np.float32] = norm(torch.from_numpy(pixels)).numpy()

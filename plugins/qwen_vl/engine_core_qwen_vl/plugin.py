@@ -4,7 +4,7 @@ from engine_core import hookimpl
 from engine_core_qwen_vl.config import QWenConfigBuilder
 from engine_core_qwen_vl.inputs import QWenProcessor, QWenVLProcessor
 
-requires_api = "0.2"
+requires_api = "0.3"
 
 
 @hookimpl
