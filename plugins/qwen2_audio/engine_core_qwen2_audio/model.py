@@ -178,7 +178,11 @@ class Qwen2AudioForConditionalGeneration(AroundTextModel):
         return list(embeddings.split([len(sound) for sound in encoded]))
 
     def load_weights(self, weights: Weights) -> None:
-        """Fill the parameters from a checkpoint in its published or transformers 5's naming."""
+        """Fill the parameters from a checkpoint in any naming that transformers has written.
+
+        These are the published one, that of its modules since 5.10
+        (``save_original_format=False``), and what 5.10 to 5.22 take for the published one.
+        """
 
         def published() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
@@ -192,6 +196,7 @@ class Qwen2AudioForConditionalGeneration(AroundTextModel):
 
 # Of transformers 5, and of convolutions.
 _NAMES = (
+    ("language_model.model.model.", "language_model.model."),
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
     ("model.audio_tower.", "audio_tower."),

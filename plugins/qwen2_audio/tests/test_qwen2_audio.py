@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import wave
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -216,25 +217,37 @@ def test_a_file_is_heard_as_its_samples_are(folder: Path, tmp_path: Path) -> Non
     assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-4)
 
 
-def test_both_layouts_of_checkpoints(folder: Path, prompts: list[Prompt], tmp_path: Path) -> None:
-    """Whichever of them transformers has written."""
+@pytest.mark.parametrize("text", ["language_model.model.", "language_model.model.model."])
+def test_layouts_of_checkpoints_with_the_text_model_outside(
+    folder: Path, prompts: list[Prompt], tmp_path: Path, text: str
+) -> None:
+    """The published one, and that of transformers 5.10 to 5.22."""
+    check_layout(folder, prompts[1], tmp_path, text, "language_model.lm_head.", "")
+
+
+def test_the_layout_of_checkpoints_with_everything_inside(
+    folder: Path, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    """That of transformers' modules, by ``save_original_format=False``."""
+    check_layout(folder, prompts[1], tmp_path, "model.language_model.", "lm_head.", "model.")
+
+
+def check_layout(
+    folder: Path, prompt: Prompt, target: Path, text: str, head: str, inside: str
+) -> None:
+    """A checkpoint whose text model, head and other modules are named so is read."""
+
+    def renamed(name: str) -> str:
+        """Whichever layout the installed transformers has written."""
+        if "lm_head." in name:
+            return head + "weight"
+        if "language_model." in name:
+            return text + re.sub(r"^(model\.|language_model\.)+", "", name)
+        return inside + name.removeprefix("model.")
+
     tensors = load_file(folder / "model.safetensors")
-    published = any(name.startswith("language_model.model.") for name in tensors)
-    renamed = {other_layout(name, published): tensor for name, tensor in tensors.items()}
-    assert not set(renamed) & set(tensors)
-    save_file(renamed, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    with llm(tmp_path) as engine:
-        (output,) = engine.generate(prompts[1].given, params())
-    check(output, prompts[1])
-
-
-def other_layout(name: str, published: bool) -> str:
-    if not published:
-        if name == "lm_head.weight":
-            return "language_model.lm_head.weight"
-        name = name.removeprefix("model.")
-        return name.replace("language_model.", "language_model.model.", 1)
-    if name == "language_model.lm_head.weight":
-        return "lm_head.weight"
-    return "model." + name.replace("language_model.model.", "language_model.", 1)
+    save_file({renamed(name): each for name, each in tensors.items()}, target / "model.safetensors")
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with llm(target) as engine:
+        (output,) = engine.generate(prompt.given, params())
+    check(output, prompt)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -22,6 +21,8 @@ from engine_core.media import MediaPart
 from engine_core.workers import WorkerPool
 from engine_core_qwen2_vl.config import Qwen2VLConfigBuilder
 from engine_core_qwen2_vl.inputs import Qwen2VLProcessor
+
+av: Any = pytest.importorskip("av", reason="PyAV is not installed")
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -12,17 +12,20 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import av
 import httpx
 import numpy as np
-import openai
 import pytest
 from PIL import Image
-from prometheus_client.parser import text_string_to_metric_families
 from seeing_model import IMAGE_TOKEN, character, write_seeing_model
 from serving import ServerProcess
 
 from engine_core import LLM, EngineConfig, SamplingParams
+
+av: Any = pytest.importorskip("av", reason="PyAV is not installed")
+openai: Any = pytest.importorskip("openai", reason="openai is not installed")
+prometheus: Any = pytest.importorskip(
+    "prometheus_client.parser", reason="prometheus_client is not installed"
+)
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
 ASKED = {"model": "m", "temperature": 0, "max_tokens": 8}
@@ -300,7 +303,7 @@ def figures(server: ServerProcess) -> dict[str, float]:
     text = httpx.get(f"{server.url}/metrics", timeout=60).text
     return {
         ",".join([sample.name.removeprefix("engine_core_"), *sample.labels.values()]): sample.value
-        for family in text_string_to_metric_families(text)
+        for family in prometheus.text_string_to_metric_families(text)
         for sample in family.samples
     }
 
