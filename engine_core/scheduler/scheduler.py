@@ -359,8 +359,10 @@ class Scheduler:
             lockstep.leave(lockstep.order)
         preempted = self.num_preemptions
         draft = self._draft()
-        while not (self._in_flight or self._has_rows(draft)) and (
-            draft.media_work or self.num_preemptions > preempted
+        while (
+            (draft.media_work or self.num_preemptions > preempted)
+            and not self._in_flight
+            and not self._has_rows(draft)
         ):
             # Who was to decode was preempted in the making, or waits for the item of its last
             # token. So nobody decodes, and items need not be computed within a budget beside that.
