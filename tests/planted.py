@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from engine_core.testing import ConformanceTests
+from engine_core.testing.imports import package_folder
 from engine_core.testing.reference import TinyCheckpoint, kinds_of
 from engine_core.testing.subject import Subject, find_family
 from engine_core.testing.suite import cases_of
@@ -61,14 +62,36 @@ def installed(
     """A sound family as pip leaves a package behind: on the path, with its entry points.
 
     ``edits`` of one of its files are from what stands there once to what stands there instead.
+    Of a family that is installed a copy comes before it.
     """
-    shutil.copytree(FOLDERS[package], folder / package)
+    ours = package in FOLDERS
+    source = FOLDERS[package] if ours else package_folder(package)
+    shutil.copytree(source, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / package / file
     text = path.read_text()
     for old, new in edits.items():
-        assert text.count(old) == 1
+        assert text.count(old) == 1, f"{file} of {package} has {old!r} {text.count(old)} times"
         text = text.replace(old, new)
     path.write_text(text)
+    if ours:
+        _write_metadata(folder, package)
+    _forget(package)
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        _forget(package)
+
+
+def _forget(package: str) -> None:
+    """Have the package's modules imported anew."""
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        del sys.modules[name]
+
+
+def _write_metadata(folder: Path, package: str) -> None:
     name = package.removeprefix("engine_core_")
     metadata = folder / f"{package}-1.0.dist-info"
     metadata.mkdir()
@@ -76,24 +99,19 @@ def installed(
         f"Metadata-Version: 2.1\nName: engine-core-{name}\nVersion: 1.0\n"
     )
     (metadata / "entry_points.txt").write_text(f"[engine_core]\n{name} = {package}.plugin\n")
-    sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        for name in [name for name in sys.modules if name.split(".")[0] == package]:
-            del sys.modules[name]
 
 
 def run_kit(
     checkpoints: Mapping[str, TinyCheckpoint],
     package: str = TINY,
     only: Collection[str] | None = None,
+    *,
+    first: bool = False,
 ) -> tuple[dict[tuple[str, str], str], set[tuple[str, str]]]:
     """Messages of the failing checks, and the blocked ones; keys are check and case.
 
-    ``only`` are the checks that are run; None for all of them.
+    ``only`` are the checks that are run; None for all of them. With ``first`` the checks end with
+    the first one that fails.
     """
     family = find_family(package)
     failed: dict[tuple[str, str], str] = {}
@@ -118,4 +136,6 @@ def run_kit(
                 blocked.add((name, case))
             except Exception as error:
                 failed[name, case] = f"{type(error).__name__}: {error}"
+        if first and failed:
+            break
     return failed, blocked
