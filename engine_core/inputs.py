@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from engine_core.errors import RequestError
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engine_core.configs import ModelConfig
+
+_Made = TypeVar("_Made")
 
 
 def packed_token_ids(token_ids: Sequence[int]) -> array[int]:
@@ -49,6 +51,18 @@ def media_digest(*parts: Any) -> bytes:
         digest.update(f"{head} {len(content)} ".encode())
         digest.update(content)
     return digest.digest()
+
+
+def once_each(values: Sequence[Any], make: Callable[[int, Any], _Made]) -> list[_Made]:
+    """``make(index, value)`` of each value, called once for those that are the same object.
+
+    An item that a prompt shows several times comes as one object.
+    """
+    made: dict[int, _Made] = {}
+    for index, value in enumerate(values):
+        if id(value) not in made:
+            made[id(value)] = make(index, value)
+    return [made[id(value)] for value in values]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,9 +279,10 @@ class MediaProcessor(InputProcessor, Protocol):
     """An input processor of a family whose prompts may show pictures, videos or sounds.
 
     It is made in several processes: :meth:`process_media` runs in one that is made for a prompt,
-    of a copy of what ``__init__`` left. If it has an attribute ``reuses_items``, and this is true,
-    then an item of ``media`` may also be a :class:`MediaItem` that it made of an earlier prompt,
-    with the same options: the span is another, the digest and the features stay.
+    of a copy of what ``__init__`` left; or offline in several threads at once. If it has an
+    attribute ``reuses_items``, and this is true, then an item of ``media`` may also be a
+    :class:`MediaItem` that it made of an earlier prompt, with the same options: the span is
+    another, the digest and the features stay.
 
     It may have a method ``media_limits()``, which gives a :class:`MediaLimit` by kind. Memory for
     the encoder is then planned before the KV cache's, and ``check-model`` tells the limits.

@@ -24,6 +24,8 @@ _lock = threading.Lock()
 # The threads that run a plugin's code now, and what undoes the first one's entry.
 _inside: list[int] = []
 _undo = contextlib.ExitStack()
+# What standard output was at each entry of a thread that is silent now.
+_outputs: list[Any] = []
 
 
 @contextlib.contextmanager
@@ -95,13 +97,18 @@ def silent() -> Iterator[None]:
 
     For code that runs in every step; :func:`contained` takes several system calls.
     """
-    out = sys.stdout
-    if own_process.is_claimed():
+    if not own_process.is_claimed():
+        yield
+        return
+    with _lock:
+        _outputs.append(sys.stdout)
         sys.stdout = sys.stderr
     try:
         yield
     finally:
-        sys.stdout = out
+        with _lock:
+            first, _ = _outputs[0], _outputs.pop()
+            sys.stdout = sys.stdout if _outputs else first
 
 
 def package_of(item: Any) -> str:

@@ -92,7 +92,7 @@ class Engine(HasFrontend):
 
     def add_request(
         self,
-        prompt: Prompt,
+        prompt: Prompt | TokenizedPrompt,
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -102,7 +102,7 @@ class Engine(HasFrontend):
         """Queue a request.
 
         Args:
-            prompt: text or token ids.
+            prompt: text or token ids, or what ``frontend.tokenize`` made of them.
             sampling_params: the checkpoint's defaults if None.
             request_id: a name of the caller's choice.
             streaming: whether :meth:`step` returns an output for each new token, or only the
@@ -121,8 +121,10 @@ class Engine(HasFrontend):
         params = self.frontend.resolve(sampling_params)
         if params.guided is not None:
             self.frontend.grammars.check(params.guided)
+        if not isinstance(prompt, TokenizedPrompt):
+            prompt = self.frontend.tokenize(prompt)
         state, sequences = self.frontend.prepare(
-            self.frontend.tokenize(prompt),
+            prompt,
             params,
             request_id=request_id,
             streaming=streaming,

@@ -11,8 +11,9 @@ import os
 import struct
 import time
 from array import array
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -101,6 +102,9 @@ _NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 _LONG_TEXT = 4096
 # Of the host's memory, what features of requests under way may take until no more are processed.
 _SHARE_OF_MEMORY = 0.25
+# Prompts that show something are processed by so many threads, as far ahead of their turn.
+_THREADS = min(8, os.cpu_count() or 1)
+_AHEAD = 16
 
 
 class TokenizedPrompt(NamedTuple):
@@ -373,6 +377,29 @@ class Frontend:
         """
         tokenized, shown = self._begin(prompt, cache_salts, here=True)
         return tokenized if shown is None else _with_media(tokenized, shown.result().pop())
+
+    def tokenize_each(self, prompts: Iterable[Prompt]) -> Generator[TokenizedPrompt, None, None]:
+        """What :meth:`tokenize` gives of each; what several show is processed side by side.
+
+        Most of that is resizing and hashing, which leave other threads the interpreter.
+        """
+        left = iter(prompts)
+        begun: deque[Future[TokenizedPrompt] | Prompt] = deque()
+        with contextlib.ExitStack() as stack:
+            threads: ThreadPoolExecutor | None = None
+            while True:
+                for prompt in itertools.islice(left, _AHEAD - len(begun)):
+                    if not _shows(prompt) or _names(prompt):  # a name means what came last
+                        begun.append(prompt)
+                        continue
+                    if threads is None:
+                        threads = ThreadPoolExecutor(_THREADS, "engine-core-prompts")
+                        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+                    begun.append(threads.submit(self.tokenize, prompt))
+                if not begun:
+                    return
+                each = begun.popleft()
+                yield each.result() if isinstance(each, Future) else self.tokenize(each)
 
     async def tokenize_async(
         self, prompt: Prompt, cache_salts: tuple[Hashable, ...] = ()
@@ -948,6 +975,15 @@ def _lower(text: str | tuple[str, str]) -> str | tuple[str, str]:
 
 def _shows(prompt: Any) -> bool:
     return isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))
+
+
+def _names(prompt: Any) -> bool:
+    """Whether what a prompt shows has names (uuids)."""
+    data = prompt["multi_modal_data"]
+    values = data.values() if isinstance(data, Mapping) else ()
+    given = [each for one in values for each in (one if isinstance(one, list) else [one])]
+    named = (each.uuid for each in given if isinstance(each, MediaPart))
+    return bool(prompt.get("multi_modal_uuids")) or any(named)
 
 
 def _takes_long(prompt: Any) -> bool:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any, Self
 
 import numpy as np
@@ -181,13 +181,14 @@ class LLM:
         priorities = _one_each(priority, len(every), "priorities")
         ids: list[str] = []
         try:
-            each = zip(every, params, priorities, strict=True)
-            for index, (prompt, param, number) in enumerate(each):
-                try:
-                    number = 0 if number is None else number
-                    ids.append(self._add(prompt, param, streaming=False, priority=number))
-                except RequestError as error:
-                    raise RequestError(f"prompt {index}: {error}") from error
+            with closing(self.engine.frontend.tokenize_each(every)) as tokenized:
+                for index, (param, number) in enumerate(zip(params, priorities, strict=True)):
+                    try:
+                        number = 0 if number is None else number
+                        prompt = next(tokenized)
+                        ids.append(self._add(prompt, param, streaming=False, priority=number))
+                    except RequestError as error:
+                        raise RequestError(f"prompt {index}: {error}") from error
             return self._run(ids, progress)
         except BaseException:
             for request_id in ids:
@@ -449,7 +450,12 @@ class LLM:
         }
 
     def _add(
-        self, prompt: Prompt, params: SamplingParams | None, *, streaming: bool, priority: int = 0
+        self,
+        prompt: Prompt | TokenizedPrompt,
+        params: SamplingParams | None,
+        *,
+        streaming: bool,
+        priority: int = 0,
     ) -> str:
         with self._entered():
             engine = self.engine

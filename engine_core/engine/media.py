@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from engine_core.configs import EngineConfig, ModelConfig
-from engine_core.engine.media_worker import Made
+from engine_core.engine.media_worker import Made, in_shared_memory
 from engine_core.engine.prompt_inputs import process_prompt
 from engine_core.errors import EngineError, OptionError, RequestError
 from engine_core.inputs import (
@@ -28,7 +28,6 @@ from engine_core.inputs import (
 from engine_core.media.cache import MediaCache, MediaStats, content_key
 from engine_core.media.fetch import MediaSources, names_source
 from engine_core.media.parts import MediaPart
-from engine_core.media.shared import shared
 from engine_core.workers import Limits, WorkerError, WorkerPool
 
 _First = TypeVar("_First")
@@ -254,27 +253,29 @@ class MediaIntake:
             ]
             for kind, of_kind in asked.items()
         }
+        same: dict[Hashable, Any] = {}  # of what the prompt shows several times, one object
+
+        def value(each: _Asked) -> Any:
+            given = each.part.value if each.known is None else each.known
+            return given if each.key is None else same.setdefault(each.key, given)
+
         wanted = {
-            kind: [
-                each.part if each.known is None else each.part._replace(value=each.known)
-                for each in of_kind
-            ]
+            kind: [each.part._replace(value=value(each)) for each in of_kind]
             for kind, of_kind in asked.items()
         }
         parts = [part for each in wanted.values() for part in each]
         made: Future[list[ProcessedPrompt]] = Future()
         work: Future[Made] = Future()
-        if all(isinstance(part.value, MediaItem) for part in parts) or (
-            here and not any(isinstance(part.value, str | bytes | None) for part in parts)
-        ):
+        new = [each for of_kind in asked.values() for each in of_kind if each.known is None]
+        other = self._come([key for each in new for key in (each.key, each.name)], made)
+        if other is not None:
+            return _flattened(
+                _ended(other), lambda _: self._made(token_ids, asked, options, here=here)
+            )
+        here = here and not any(isinstance(each.part.value, str | bytes | None) for each in new)
+        if here or not new:
             _settle(work, partial(self._process_here, token_ids, wanted, options))
         else:
-            new = [each for of_kind in asked.values() for each in of_kind if each.known is None]
-            other = self._come([key for each in new for key in (each.key, each.name)], made)
-            if other is not None:
-                return _flattened(
-                    _ended(other), lambda _: self._made(token_ids, asked, options, here=here)
-                )
             try:
                 self._check_content(parts)
                 work = self._workers.submit(
@@ -338,8 +339,7 @@ class MediaIntake:
         asked = (self._model_config.vocab_size, token_ids, items, options)
         made = process_prompt(self._processor, "process_media", *asked)
         if self._config.tensor_parallel_size > 1:  # the ranks are other processes
-            own = [replace(item, features=shared(item.features)) for item in made.media]
-            made = replace(made, media=tuple(own))
+            made = in_shared_memory(made)
         return Made(made, 0.0, time.perf_counter() - begin)
 
     def _told(self, parts: Sequence[MediaPart], error: BaseException) -> BaseException:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from engine_core.configs import ModelConfig
 from engine_core.engine.prompt_inputs import process_prompt
 from engine_core.errors import RequestError
-from engine_core.inputs import MediaProcessor, ProcessedPrompt
+from engine_core.inputs import MediaProcessor, ProcessedPrompt, once_each
 from engine_core.media.images import data_of, decode_image, load_decoders
 from engine_core.media.parts import MediaPart
 from engine_core.media.shared import shared
@@ -56,22 +57,31 @@ def process(
         ModelError: the family's processor fails.
     """
     begin = time.perf_counter()
-    items = {kind: [_decoded(part) for part in parts] for kind, parts in media.items()}
+    items = {
+        kind: once_each([part.value for part in parts], partial(_decoded, parts))
+        for kind, parts in media.items()
+    }
     decoded = time.perf_counter()
     processor, vocab_size = opened
     asked = (vocab_size, list(token_ids), items, options)
     made = process_prompt(processor, "process_media", *asked)
-    own = [replace(item, features=shared(item.features)) for item in made.media]
-    end = time.perf_counter()
-    return Made(replace(made, media=tuple(own)), decoded - begin, end - decoded)
+    made = in_shared_memory(made)
+    return Made(made, decoded - begin, time.perf_counter() - decoded)
 
 
-def _decoded(part: MediaPart) -> Any:
-    """The item as the family's processor takes it."""
-    if not isinstance(part.value, str | bytes):
-        return part.value
+def in_shared_memory(prompt: ProcessedPrompt) -> ProcessedPrompt:
+    """The prompt, whose items' features other processes may have without a copy."""
+    features = once_each([item.features for item in prompt.media], lambda _, own: shared(own))
+    items = zip(prompt.media, features, strict=True)
+    return replace(prompt, media=tuple(replace(item, features=own) for item, own in items))
+
+
+def _decoded(parts: Sequence[MediaPart], index: int, data: Any) -> Any:
+    """The item, the value of a part, as the family's processor takes it."""
+    if not isinstance(data, str | bytes):
+        return data
+    part = parts[index]
     try:
-        data = part.value
         if isinstance(data, str):
             data = data_of(data, part.kind)
         return _DECODERS[part.kind](data)
@@ -79,4 +89,4 @@ def _decoded(part: MediaPart) -> Any:
         raise RequestError(f"{part.param}: {error}", param=part.param) from None
 
 
-__all__ = ["Made", "open_processor", "process"]
+__all__ = ["Made", "in_shared_memory", "open_processor", "process"]

@@ -12,6 +12,8 @@ import numpy as np
 
 from engine_core.inputs import MediaItem, Video, media_digest
 
+# Taken while a PIL image reads its file, which two threads at once would spoil; by the image's id.
+_READING = [threading.Lock() for _ in range(64)]
 # What an item takes beside its arrays, roughly.
 _ITEM_BYTES = 1024
 
@@ -166,6 +168,8 @@ def _contents(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [len(value), *(part for each in value for part in _contents(each))]
     if hasattr(value, "convert") and hasattr(value, "info"):  # a PIL image
+        with _READING[id(value) % len(_READING)]:
+            value.load()
         info = [value.info.get(name) for name in ("transparency", "exif")]
         return [value.mode, repr(value.getpalette()), repr(info), np.asarray(value)]
     raise TypeError(f"{type(value).__name__} has no content to look at")

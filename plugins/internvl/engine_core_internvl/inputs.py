@@ -17,6 +17,7 @@ from engine_core.inputs import (
     check_media_kinds,
     find_placeholders,
     media_digest,
+    once_each,
     packed_token_ids,
 )
 from engine_core.registry import text_processor
@@ -134,10 +135,10 @@ class InternVLProcessor:
         settings = self._checked(options)
         ids: NDArray[np.int64] = np.frombuffer(packed_token_ids(token_ids), np.int64)
         items = {
-            kind: [
-                self._item(kind, item, options, settings, f"{kind} {index}")
-                for index, item in enumerate(media.get(kind, ()))
-            ]
+            kind: once_each(
+                media.get(kind, ()),
+                lambda i, item, kind=kind: self._item(kind, item, options, settings, f"{kind} {i}"),
+            )
             for kind in self.media_kinds
         }
         changes = [*self._images(ids, items["image"]), *self._videos(ids, items["video"])]

@@ -166,6 +166,9 @@ def test_items_that_were_made_before_are_taken() -> None:
     for item, other in zip(again.media, first.media, strict=True):
         assert item.digest == other.digest
         assert item.span == (other.span[0] + 2, other.span[1] + 2)
+    twice = [media["image"][0], picture(9, 9, 3), media["image"][0]]
+    one, _, two = with_labels().process_media([CONTEXT] * 3, {"image": twice}, {}).media
+    assert one.features is two.features
 
 
 def test_digests_tell_what_differs() -> None:

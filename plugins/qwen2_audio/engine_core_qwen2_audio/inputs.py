@@ -16,6 +16,7 @@ from engine_core.inputs import (
     expand_placeholders,
     find_placeholders,
     media_digest,
+    once_each,
     packed_token_ids,
 )
 
@@ -103,8 +104,7 @@ class Qwen2AudioProcessor:
             )
         cut = options.get("truncation", False)
         ids: NDArray[np.int64] = np.frombuffer(packed_token_ids(token_ids), np.int64)
-        given_sounds = enumerate(media.get("audio", ()))
-        sounds = [self._sound(item, index, cut=cut) for index, item in given_sounds]
+        sounds = once_each(media.get("audio", ()), lambda i, item: self._sound(item, i, cut=cut))
         counts = [sound.num_embeddings for sound in sounds]
         places = find_placeholders(ids, self._token, "audio", counts, noun="sound")
         ids, found = expand_placeholders(

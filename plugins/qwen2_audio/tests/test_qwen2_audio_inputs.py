@@ -144,6 +144,8 @@ def test_an_item_is_taken_again() -> None:
     assert again.media[1].span == (4, 16)
     assert again.media[1].digest == first[0].digest
     assert again.media[1].features is first[0].features
+    one, two = processor().process_media([AUDIO, 5, AUDIO], {"audio": [SOUND, SOUND]}, {}).media
+    assert one.features is two.features
 
 
 def test_text_alone() -> None:

@@ -18,6 +18,7 @@ from engine_core.inputs import (
     expand_placeholders,
     find_placeholders,
     media_digest,
+    once_each,
     packed_token_ids,
 )
 
@@ -148,10 +149,10 @@ class Qwen2VLProcessor:
         ids: NDArray[np.int64] = np.frombuffer(packed_token_ids(token_ids), np.int64)
         sites: list[_Site] = []
         for kind in self.media_kinds:
-            items = [
-                self._item(kind, item, checked, f"{kind} {index}")
-                for index, item in enumerate(media.get(kind, ()))
-            ]
+            items = once_each(
+                media.get(kind, ()),
+                lambda i, item, kind=kind: self._item(kind, item, checked, f"{kind} {i}"),
+            )
             sites += self._sites(kind, ids, items)
         sites.sort(key=lambda site: site.start)
         ids, found = expand_placeholders(ids, [(s.start, s.given, s.item) for s in sites])

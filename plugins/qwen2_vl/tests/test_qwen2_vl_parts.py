@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from seeing_model import IMAGE_TOKEN, VIDEO_TOKEN, character, write_seeing_model
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.configs import HFConfig
+from engine_core.engine import frontend
 from engine_core.engine.media import MediaIntake
 from engine_core.errors import ConfigError, OptionError, RequestError
-from engine_core.inputs import Video
+from engine_core.inputs import MediaItem, Video
 from engine_core.media import MediaPart
 from engine_core.workers import WorkerPool
 from engine_core_qwen2_vl.config import Qwen2VLConfigBuilder
@@ -84,6 +86,58 @@ def test_a_picture_by_its_uuid(llm: LLM) -> None:
     with pytest.raises(RequestError, match="no image is known by the uuid 'b'") as refused:
         tokens(llm, {**again, "multi_modal_uuids": {"image": "b"}})
     assert "multi_modal_data.image.0" in str(refused.value)
+
+
+def test_prompts_are_processed_side_by_side_and_answered_in_their_order(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that two of them read is read by one thread."""
+    opened = Image.open(folder / "a.png")
+    pictures: list[Any] = [255 - PIXELS, opened, PIXELS // 2, opened, PIXELS // 3, PIXELS]
+    pictures.append(PIXELS // 4)
+    prompts: list[Any] = [
+        {"prompt": PROMPT, "multi_modal_data": {"image": picture}} for picture in pictures
+    ]
+    prompts.insert(2, TEXT)
+    alone = [tokens(llm, prompt) for prompt in prompts]
+    both = threading.Barrier(2)
+    process = Qwen2VLProcessor.process_media
+
+    def meet(*arguments: Any) -> Any:
+        if any(not isinstance(each, MediaItem) for each in arguments[2].get("image", ())):
+            both.wait(30)
+        return process(*arguments)
+
+    monkeypatch.setattr(frontend, "_THREADS", 2)
+    monkeypatch.setattr(Qwen2VLProcessor, "process_media", meet)
+    llm.engine.frontend.media.cache.clear()
+    opened = pictures[1] = pictures[3] = Image.open(folder / "a.png")
+    for prompt, picture in zip(prompts[:2] + prompts[3:], pictures, strict=True):
+        prompt["multi_modal_data"]["image"] = picture
+    outputs = llm.generate(prompts, PARAMS)
+    assert [output.outputs[0].token_ids for output in outputs] == alone
+
+
+def test_the_first_prompt_that_is_wrong_is_named(llm: LLM) -> None:
+    def shown(picture: Any) -> Any:
+        return {"prompt": PROMPT, "multi_modal_data": {"image": picture}}
+
+    for bad in ([shown(b"1"), shown(b"2")], [{"prompt": 1}, shown(b"1")], [shown(b"1"), [-1]]):
+        with pytest.raises(RequestError, match=r"^prompt 1: "):
+            llm.generate([shown(PIXELS), *bad, shown(PIXELS)], PARAMS)
+    assert not llm.engine.has_unfinished
+
+
+def test_a_name_means_what_the_prompts_before_gave(llm: LLM) -> None:
+    def named(picture: Any) -> Any:
+        given = {"image": [picture]}
+        return {"prompt": PROMPT, "multi_modal_data": given, "multi_modal_uuids": {"image": ["n"]}}
+
+    first, second = (tokens(llm, named(picture)) for picture in (PIXELS, 255 - PIXELS))
+    assert first != second
+    asked = [named(each) for each in (PIXELS, None, 255 - PIXELS, None)]
+    made = [output.outputs[0].token_ids for output in llm.generate(asked, PARAMS)]
+    assert made == [first, first, second, second]
 
 
 def test_settings_of_the_processing(llm: LLM, folder: Path) -> None:

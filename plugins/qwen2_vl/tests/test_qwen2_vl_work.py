@@ -202,6 +202,21 @@ def test_what_is_known_is_not_processed_again() -> None:
     without.close()
 
 
+@pytest.mark.parametrize("cache", [0, 1])
+def test_what_a_prompt_shows_twice_is_processed_once(cache: int) -> None:
+    work = Work(mm_processor_cache_gb=cache)
+    for shown, here in (([data_url(), data_url(SMALL), data_url()], False),
+                        ([LARGE, SMALL, LARGE.copy()], True),
+                        ([LARGE, SMALL, LARGE.copy()], False)):  # fmt: skip
+        work.cache.clear()
+        one, small, two = (made := work.made(*shown, here=here)).media
+        assert one.features is two.features is not small.features
+        alone = [work.made(each, here=here).media[0] for each in shown]
+        assert [item.digest for item in made.media] == [item.digest for item in alone]
+        assert [item.span for item in made.media] == [(1, 65), (66, 72), (73, 137)]
+    work.close()
+
+
 def test_the_cache_keeps_within_its_bytes() -> None:
     work = Work(mm_processor_cache_gb=400_000 / 2**30)
     before = len(shared_files())

@@ -16,6 +16,7 @@ from engine_core.inputs import (
     PromptState,
     check_media_kinds,
     media_digest,
+    once_each,
     packed_token_ids,
 )
 from engine_core_qwen_vl.config import EMBEDDINGS
@@ -138,12 +139,13 @@ class QWenVLProcessor(QWenProcessor):
                 param="multi_modal_data",
             )
         whole, items, copied = array("q"), [], 0
-        for index, ((start, end), image) in enumerate(zip(places, images, strict=True)):
+        made = once_each(images, lambda index, image: self._image(image, index))
+        for (start, end), item in zip(places, made, strict=True):
             whole += ids[copied:end]
             whole.extend([self._pad] * (EMBEDDINGS - (end - start)))
             copied = end
             span = (len(whole) - EMBEDDINGS, len(whole))
-            items.append(replace(self._image(image, index), span=span))
+            items.append(replace(item, span=span))
         whole += ids[copied:]
         return ProcessedPrompt(whole, cache_salts=self._salts(len(whole)), media=tuple(items))
 

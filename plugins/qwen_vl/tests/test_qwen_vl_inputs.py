@@ -91,6 +91,8 @@ def test_an_item_is_taken_again() -> None:
     assert again.media[0].span == (2, 258)
     assert again.media[0].digest == first[0].digest
     assert again.media[0].features is first[0].features
+    twice = processor().process_media([BEGIN, END] * 2, {"image": [PIXELS, PIXELS]}, {}).media
+    assert twice[0].features is twice[1].features
 
 
 def test_without_visual_it_takes_text_alone() -> None:
