@@ -210,14 +210,19 @@ class MediaIntake:
             return self._begin(token_ids, known, options, salts, here=here)
 
         def release(done: Future[list[MediaPart]]) -> None:
-            if done.exception() is None:
+            if not done.cancelled() and done.exception() is None:
                 came = zip(parts, done.result(), strict=True)
                 size = sum(len(after.value) for before, after in came if names_source(before))
                 made.add_done_callback(lambda _: self._sources.release(size))
 
         coming = self._sources.begin(parts)
-        coming.add_done_callback(lambda done: self._count(refused=done.exception() is not None))
+
+        def refuse(done: Future[list[MediaPart]]) -> None:
+            self._count(refused=not done.cancelled() and done.exception() is not None)
+
+        coming.add_done_callback(refuse)
         made = _flattened(coming, begin)
+        _follow(coming, made)
         coming.add_done_callback(release)
         return made
 

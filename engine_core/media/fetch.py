@@ -34,14 +34,18 @@ _QUEUED = 256
 _PORTS = {"http": 80, "https": 443}
 
 
-class _Room:
-    """Bytes that the files of a prompt may still have together."""
+class _Reading:
+    """The reading of a prompt's files: bytes that they may still have, and its connections."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = self._left = max_bytes
         self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._cancelled = False
 
     def check(self) -> None:
+        if self._cancelled:
+            raise RequestError("nobody waits for it any more")
         if self._left < 0:
             raise RequestError(
                 f"the files that the prompt names have more than {self._max_bytes} bytes together; "
@@ -52,6 +56,37 @@ class _Room:
         with self._lock:
             self._left -= size
         self.check()
+
+    def cancel(self) -> None:
+        """End all connections, and have :meth:`check` refuse more."""
+        with self._lock:
+            self._cancelled = True
+            for sock in self._sockets:
+                _end(sock)
+
+    @contextlib.contextmanager
+    def answer(self, sock: socket.socket, seconds: float) -> Iterator[None]:
+        """End a connection from which something comes all the time, but too slowly."""
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            _end(sock)
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        with self._lock:
+            self._sockets.add(sock)
+        try:
+            self.check()
+            yield
+        finally:
+            timer.cancel()
+            with self._lock:
+                self._sockets.discard(sock)
+            if late.is_set():  # an answer without a length seems complete
+                raise TimeoutError(f"it took more than {seconds:g} s") from None
 
 
 class MediaSources:
@@ -87,7 +122,7 @@ class MediaSources:
         Returns:
             The parts, with the bytes of a file in the place of its path or address. Data URLs stay:
             they are decoded with what they hold. It raises :class:`RequestError`, whose ``param``
-            names the part, if one may not be read, or cannot.
+            names the part, if one may not be read, or cannot. To cancel it ends what comes.
 
         Raises:
             QueueFullError: too many wait for it.
@@ -95,13 +130,13 @@ class MediaSources:
         """
         made: Future[list[MediaPart]] = Future()
         coming: dict[int, Future[bytes]] = {}
-        room = _Room(self._max_bytes)
+        reading = _Reading(self._max_bytes)
         with self._lock:
             if self._closed:
                 raise EngineDeadError("the engine is being shut down and takes no more requests")
             for place, part in enumerate(parts):
                 if names_source(part):
-                    coming[place] = self._threads.submit(self._content, part, room)
+                    coming[place] = self._threads.submit(self._content, part, reading)
             self._waiting += len(coming)
             if self._waiting > _QUEUED or (coming and self._held > _MAX_HELD):
                 self._waiting -= len(coming)
@@ -140,6 +175,13 @@ class MediaSources:
                 ]
             )
 
+        def left_alone(made: Future[list[MediaPart]]) -> None:
+            if made.cancelled():
+                reading.cancel()
+                for each in list(coming.values()):
+                    each.cancel()
+
+        made.add_done_callback(left_alone)
         if not coming:
             made.set_result(list(parts))
         for each in list(coming.values()):
@@ -157,16 +199,16 @@ class MediaSources:
             self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _content(self, part: MediaPart, room: _Room) -> bytes:
+    def _content(self, part: MediaPart, reading: _Reading) -> bytes:
         try:
-            room.check()
-            content = self._read(part.value)
-            room.take(len(content))
+            reading.check()
+            content = self._read(part.value, reading)
+            reading.take(len(content))
         except RequestError as error:
             raise RequestError(f"{part.param}: {error}", param=part.param) from None
         return content
 
-    def _read(self, value: str | Path) -> bytes:
+    def _read(self, value: str | Path, reading: _Reading) -> bytes:
         if isinstance(value, Path):
             return self._file(value)
         try:
@@ -190,7 +232,7 @@ class MediaSources:
                 f"addresses at {named!r} are not fetched; send a data URL "
                 "(allowed_media_domains of the server names the hosts that are)"
             )
-        return self._fetch(url, host, port or usual)
+        return self._fetch(url, host, port or usual, reading)
 
     def _allowed(self, url: SplitResult) -> Path:
         """The path of a ``file:`` address, below the folder that is allowed."""
@@ -230,12 +272,12 @@ class MediaSources:
                 f"it has {size} bytes, and {self._max_bytes} are taken at most; make it smaller"
             )
 
-    def _fetch(self, url: SplitResult, host: str, port: int) -> bytes:
+    def _fetch(self, url: SplitResult, host: str, port: int, reading: _Reading) -> bytes:
         try:
             connection = _connection(url.scheme, host, port, _public_address(host), self._seconds)
             with contextlib.closing(connection):
                 connection.connect()
-                with _ended_after(connection.sock, self._seconds):
+                with reading.answer(connection.sock, self._seconds):
                     return self._answer(connection, url, host)
         except RequestError:
             raise
@@ -322,26 +364,10 @@ def _connection(
     return made
 
 
-@contextlib.contextmanager
-def _ended_after(sock: socket.socket, seconds: float) -> Iterator[None]:
-    """End a connection from which something comes all the time, but too slowly."""
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        with contextlib.suppress(OSError):
-            # Not the method of a TLS socket, which its user's thread is in.
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if late.is_set():  # an answer without a length seems complete
-            raise TimeoutError(f"it took more than {seconds:g} s") from None
+def _end(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        # Not the method of a TLS socket, which its user's thread is in.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 __all__ = ["MediaSources", "names_source"]

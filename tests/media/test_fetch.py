@@ -5,6 +5,7 @@ The hosts are names of a resolver of the test's; what is connected to is a serve
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import ssl
@@ -182,6 +183,32 @@ def test_what_is_not_fetched(
     assert str(refused.value).startswith("here: ")
     assert len(dialled) == dials
     assert all(address == (PUBLIC, 80) for address in dialled)
+
+
+@pytest.mark.parametrize("many", [1, 30])
+def test_reading_ends_when_nobody_waits_for_it(
+    dialled: list[Any], port: int, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes is ended, and what waits for a thread is not begun."""
+    sources = MediaSources(domains=("public.example",), seconds=60)
+    url = "http://public.example/slow"
+    parts = [MediaPart("image", url, f"part.{number}") for number in range(many)]
+    begun = sources.begin(parts)
+    while len(dialled) < min(many, fetch._AT_ONCE):
+        assert not begun.done()
+        time.sleep(0.01)
+    assert begun.cancel()
+    monkeypatch.setattr(fetch, "_QUEUED", 1)  # one more has room when all of those are gone
+    deadline = time.monotonic() + 20
+    while True:
+        assert time.monotonic() < deadline
+        with contextlib.suppress(QueueFullError):
+            (part,) = sources.begin([MediaPart("image", url[:-4] + "fine", "here")]).result(30)
+            break
+        time.sleep(0.01)
+    assert part.value == CONTENT
+    assert len(dialled) == min(many, fetch._AT_ONCE) + 1
+    sources.close()
 
 
 def test_a_host_with_tls_shows_who_it_is(

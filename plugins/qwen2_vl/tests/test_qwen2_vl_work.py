@@ -7,6 +7,7 @@ import base64
 import gc
 import os
 import signal
+import socket
 import struct
 import time
 import zlib
@@ -28,7 +29,7 @@ from engine_core.configs import HFConfig
 from engine_core.engine.media import MediaIntake
 from engine_core.errors import EngineDeadError, QueueFullError, RequestError
 from engine_core.inputs import ProcessedPrompt
-from engine_core.media import MediaPart, SharedArrays
+from engine_core.media import MediaPart, SharedArrays, fetch
 from engine_core.workers import WorkerPool
 from engine_core_qwen2_vl.config import Qwen2VLConfigBuilder
 from engine_core_qwen2_vl.inputs import Qwen2VLProcessor
@@ -270,6 +271,24 @@ def test_a_worker_ends_when_nobody_waits_for_its_work() -> None:
     eventually(lambda: (children(work), work.stats.waiting), ([], 0))
     assert len(work.made(data_url(), data_url(SMALL)).media) == 2
     work.close()
+
+
+def test_a_download_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = socket.create_connection
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        monkeypatch.setattr(fetch, "_public_address", lambda host: "93.184.215.14")
+        monkeypatch.setattr(socket, "create_connection", lambda *_: connect(host.getsockname()))
+        work = Work(allowed_media_domains=("public.example",))
+        begun = work.begun("http://public.example/a.png")
+        client, _ = host.accept()
+        with client:
+            client.settimeout(20)
+            assert client.recv(1000).startswith(b"GET /a.png")
+            assert begun.cancel()
+            assert client.recv(1000) == b""
+        eventually(lambda: work._sources._waiting, 0)
+        assert work.stats.refused == 0
+        work.close()
 
 
 def test_equal_pictures_that_come_at_once_are_processed_once() -> None:
