@@ -202,7 +202,7 @@ class Engine(HasFrontend):
             if not updates:
                 return []
             try:
-                changed = self.frontend.apply(updates.others, *updates.pairs)
+                changed = list(self.frontend.apply(updates.others, *updates.pairs))
             except Exception as error:
                 raise self.core.fail(error) from error
         outputs = [state.output() for state in changed if state.streaming or state.unfinished == 0]

@@ -12,7 +12,7 @@ import struct
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -826,16 +826,17 @@ class Frontend:
         updates: Sequence[TokenUpdate],
         numbers: Sequence[int] = (),
         tokens: Sequence[int] = (),
-    ) -> list[State]:
-        """Take in what a step brought.
+    ) -> Iterator[State]:
+        """Take in what a step brought, as far as the result is iterated over.
 
         Args:
             updates: of sequences of which more is to be said than a token.
             numbers: those of sequences that go on.
             tokens: the one that each of these brought.
 
-        Returns:
-            the requests that changed, each once.
+        Yields:
+            the requests that changed, each once, and those of one completion as soon as it has its
+            token: while that is in the processor's cache its text is best sent.
         """
         now = time.monotonic()
         changed: dict[str, State] = {}
@@ -848,11 +849,17 @@ class Frontend:
             completion.changed = True
             completion.token_ids.append(token)
             completion.num_tokens += 1
-            if completion.stream is not None:
-                self._read(completion, completion.stream, (token,))
-            changed[state.request_id] = state
-            if completion.finish_reason is not None:
-                self._ended(state, completion)
+            stream = completion.stream
+            if stream is not None and stream.push is not None:
+                completion.text.append(stream.push(token))
+            elif stream is not None:
+                self._read(completion, stream, (token,))
+                if completion.finish_reason is not None:
+                    self._ended(state, completion)
+            if len(state.completions) == 1:
+                yield state
+            else:
+                changed[state.request_id] = state
         for update in updates:
             owner = owners.get(update.number)
             if owner is None:
@@ -862,7 +869,7 @@ class Frontend:
             changed[state.request_id] = state
             if completion.finish_reason is not None:
                 self._ended(state, completion)
-        return list(changed.values())
+        yield from changed.values()
 
     def _ended(self, state: State, completion: Completion) -> None:
         """Forget a completion, and a request with its last one."""

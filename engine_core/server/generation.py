@@ -344,18 +344,17 @@ class Generation:
         def flow(index: int, stream: RequestStream) -> None:
             try:
                 while stream.pending and not writer.paused and not ended.done():
-                    piece = b""
                     if takes_text and (plain := stream.take_text()) is not None:
                         text, count = plain
                         self.completion_tokens += count
                         self._clock.tokens(index * 1024, count)
-                        piece = events.text(index, text)
+                        if piece := events.text(index, text):
+                            writer.write(piece)
                     elif (output := stream.take()) is not None:
                         self._take(index, output)
-                        piece = events.output(index, output)
-                    if piece:
-                        writer.write(piece)
-                    stream.wrote()
+                        if piece := events.output(index, output):
+                            writer.write(piece)
+                        stream.wrote()
                 if not self._unfinished and not ended.done():
                     ended.set_result(None)
             except Exception as error:

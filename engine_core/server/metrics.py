@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -125,6 +127,37 @@ class _EngineCollector(Collector):
         yield ways
 
 
+class _StepHistogram(Histogram):
+    """A histogram that takes the values of one turn of the event loop together.
+
+    A step brings values for each of a thousand streams, and ``observe`` takes two microseconds.
+    """
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._counts = [0] * len(self._upper_bounds)
+        self._total = 0.0
+        self._waits = False
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Observe ``value`` so many times, before the event loop's next turn."""
+        self._total += value * times
+        self._counts[bisect_left(self._upper_bounds, value)] += times
+        if not self._waits:
+            self._waits = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._sum.inc(self._total)
+        for bucket, count in zip(self._buckets, self._counts, strict=True):
+            if count:
+                bucket.inc(count)
+        self._begin()
+
+
 class Metrics:
     """The server's figures, in a registry of its own.
 
@@ -188,14 +221,14 @@ class Metrics:
             buckets=_FIRST_TOKEN,
             registry=self._registry,
         )
-        self.between_tokens = Histogram(
+        self.between_tokens = _StepHistogram(
             "engine_core_inter_token_latency_seconds",
             "Between a sequence's tokens, one less than it has; those that come together share the "
             "time, and those that come with its first took none.",
             buckets=_BETWEEN_TOKENS,
             registry=self._registry,
         )
-        self.tokens_per_event = Histogram(
+        self.tokens_per_event = _StepHistogram(
             "engine_core_tokens_per_event",
             "Tokens of a sequence that came together, as one event of a stream.",
             buckets=_TOKENS,
@@ -253,16 +286,15 @@ class TokenClock:
     def tokens(self, sequence: int, count: int) -> None:
         """``count`` tokens of a sequence came together."""
         now = time.monotonic()
-        self._metrics.tokens_per_event.observe(count)
+        metrics = self._metrics
+        metrics.tokens_per_event.add(count)
         last = self._last.get(sequence)
         self._last[sequence] = now
+        if last is not None:
+            metrics.between_tokens.add((now - last) / count, count)
+            return
         if self.first is None:
             self.first = now - self._arrival
-            self._metrics.first_token.observe(self.first)
-        if last is None:
-            gaps, each = count - 1, 0.0
-        else:
-            gaps, each = count, (now - last) / count
-        observe = self._metrics.between_tokens.observe
-        for _ in range(gaps):
-            observe(each)
+            metrics.first_token.observe(self.first)
+        if count > 1:
+            metrics.between_tokens.add(0.0, count - 1)

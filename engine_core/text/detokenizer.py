@@ -12,6 +12,8 @@ import codecs
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,6 +48,9 @@ class IncrementalDetokenizer:
         tokenizer: whose tokens they are.
         skip_special_tokens: leave special tokens out of the text.
         prompt_token_ids: the tokens before the first generated one.
+
+    Attributes:
+        push: the same as :meth:`append` of one token.
     """
 
     def __init__(
@@ -56,14 +61,32 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
         self._pieces = _pieces_for(tokenizer, skip_special_tokens, prompt_token_ids)
+        self.push = self._pieces.push
 
     def append(self, token_ids: Iterable[int]) -> str:
         """The text that became final with these tokens; often empty or more than one token's."""
-        return "".join(map(self._pieces.push, token_ids))
+        return "".join(map(self.push, token_ids))
 
     def finish(self) -> str:
         """Return the text held back; an incomplete character becomes U+FFFD. Call it once."""
         return self._pieces.flush()
+
+
+@dataclass(slots=True)
+class _Known:
+    """What was found of a vocabulary's tokens.
+
+    Attributes:
+        texts: of those that are whole characters and change nothing before them.
+        data: the bytes of the others, if it is byte-level.
+    """
+
+    texts: dict[int, str] = field(default_factory=dict)
+    data: dict[int, bytes] = field(default_factory=dict)
+
+
+# By tokenizer, without and with special tokens.
+_seen: WeakKeyDictionary[Tokenizer, tuple[_Known, _Known]] = WeakKeyDictionary()
 
 
 class _Pieces(ABC):
@@ -72,10 +95,19 @@ class _Pieces(ABC):
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._known = _seen.setdefault(tokenizer, (_Known(), _Known()))[not skip_special_tokens]
+        self._texts = self._known.texts
+        # Whether what comes next has the same text after anything that was read.
+        self._between = False
 
-    @abstractmethod
     def push(self, token_id: int) -> str:
         """The text that becomes final with this token."""
+        text = self._texts.get(token_id) if self._between else None
+        return self._read(token_id) if text is None else text
+
+    @abstractmethod
+    def _read(self, token_id: int) -> str:
+        """The same of a token whose text is not known, or depends on what was read."""
 
     @abstractmethod
     def flush(self) -> str:
@@ -92,15 +124,6 @@ class _Pieces(ABC):
                 yield token
 
 
-# By tokenizer, the bytes of each token that was seen, without and with special tokens.
-_seen: WeakKeyDictionary[Tokenizer, tuple[dict[int, bytes], dict[int, bytes]]] = WeakKeyDictionary()
-
-
-def _token_bytes(tokenizer: Tokenizer, skip_special_tokens: bool) -> dict[int, bytes]:
-    """The bytes of tokens of a byte-level vocabulary, to be looked up and added to."""
-    return _seen.setdefault(tokenizer, ({}, {}))[not skip_special_tokens]
-
-
 class _ByteLevelPieces(_Pieces):
     """Every token is a run of bytes; the text is all bytes, read as UTF-8."""
 
@@ -109,20 +132,26 @@ class _ByteLevelPieces(_Pieces):
     ) -> None:
         super().__init__(tokenizer, skip_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._bytes = _token_bytes(tokenizer, skip_special_tokens)
         tail = b""
         for token in self._tokens_from_the_end(prompt_token_ids):
             tail = byte_level_bytes(token) + tail
             if len(tail) >= _MAX_PENDING_BYTES:
                 break
-        self._utf8.decode(tail)
+        self._decoded(tail)
 
-    def push(self, token_id: int) -> str:
-        known = self._bytes.get(token_id)
-        if known is None:
+    def _read(self, token_id: int) -> str:
+        data = self._known.data.get(token_id)
+        if data is None:
             token = self._token(token_id)
-            known = self._bytes[token_id] = b"" if token is None else byte_level_bytes(token)
-        return self._utf8.decode(known)
+            data = self._known.data[token_id] = b"" if token is None else byte_level_bytes(token)
+            with suppress(UnicodeDecodeError):
+                self._texts[token_id] = data.decode()
+        return self._decoded(data)
+
+    def _decoded(self, data: bytes) -> str:
+        text = self._utf8.decode(data)
+        self._between = not self._utf8.getstate()[0]
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -153,15 +182,22 @@ class _ByteFallbackPieces(_Pieces):
         self._pending = b""
         self._run_is_invalid = False
         self._read_prompt(prompt_token_ids)
+        self._note()
 
-    def push(self, token_id: int) -> str:
+    def _read(self, token_id: int) -> str:
         token = self._token(token_id)
         if token is None:
-            return ""
-        match = BYTE_TOKEN.fullmatch(token)
-        if match is not None:
-            return self._stripped(self._push_byte(int(match[1], 16)))
-        return self._stripped(self._end_run() + self._replaced(token))
+            text = self._texts[token_id] = ""
+        elif (match := BYTE_TOKEN.fullmatch(token)) is not None:
+            text = self._stripped(self._push_byte(int(match[1], 16)))
+        else:
+            text = self._texts[token_id] = self._replaced(token)
+            text = self._stripped(self._end_run() + text)
+        self._note()
+        return text
+
+    def _note(self) -> None:
+        self._between = not (self._pending or self._run_is_invalid or self._strips_left)
 
     def flush(self) -> str:
         return self._stripped(self._end_run())
@@ -238,7 +274,7 @@ class _WindowPieces(_Pieces):
                 self._window.insert(0, token_id)
         self._given = len(_without_incomplete_end(self._decoded()))
 
-    def push(self, token_id: int) -> str:
+    def _read(self, token_id: int) -> str:
         if self._token(token_id) is None:
             return ""
         self._window.append(token_id)

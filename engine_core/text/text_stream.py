@@ -101,6 +101,8 @@ class TextStream:
         prompt_token_ids: the tokens before the first generated one.
 
     Attributes:
+        push: without stop strings, reads one token and gives the new text, and does not count it;
+            None with stop strings.
         stopped_by: the stop string that ended the text, or None.
         num_tokens: tokens read: all that were appended, or those up to the one that completed the
             stop string.
@@ -115,6 +117,7 @@ class TextStream:
             prompt_token_ids=prompt_token_ids,
         )
         self._matcher = StopStringMatcher(sampling.stop) if sampling.stop else None
+        self.push = None if sampling.stop else self._detokenizer.push
         self._min_tokens = sampling.min_tokens
         self.num_tokens = 0
         self.stopped_by: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ def test_streams_of_more_rows_than_columns_begin_with(
     widest = 0
 
     class Counted(Frontend):
-        def apply(self, updates: Any, numbers: Any = (), tokens: Any = ()) -> list[State]:
+        def apply(self, updates: Any, numbers: Any = (), tokens: Any = ()) -> Iterator[State]:
             nonlocal widest
             widest = max(widest, len(numbers))
             return super().apply(updates, numbers, tokens)
