@@ -79,6 +79,8 @@ class ConformanceCase:
             checkpoint lacks, such as a tokenizer.
         unused_weights: ends of the names of tensors that checkpoints have and the model has no use
             for, such as tables that follow from the config.
+        defaults: what the original's config class has for keys that a config leaves out, where
+            transformers has none; of keys in an object as "vision_config.layer_norm_eps".
         encodes: whether the model is an encoder, whose states or scores are compared, not logits.
     """
 
@@ -90,6 +92,7 @@ class ConformanceCase:
     media: Sequence[MediaPrompt] = ()
     kinds_elsewhere: tuple[str, ...] = ()
     unused_weights: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     encodes: bool = False
 
     def __post_init__(self) -> None:
@@ -102,6 +105,8 @@ class ConformanceCase:
             )
         if not golden and self.config is None:
             raise ValueError(f"case {self.name!r} needs a config, the content of a config.json")
+        if self.defaults and self.reference == "transformers":
+            raise ValueError(f"case {self.name!r}: transformers' config class has the defaults")
 
 
 def load_cases(package: str) -> tuple[ConformanceCase, ...]:

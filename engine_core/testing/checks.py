@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_core.configs import EngineConfig, HFConfig, KVCacheSpec, SamplingParams
+from engine_core.configs import EngineConfig, HFConfig, KVCacheSpec, ModelConfig, SamplingParams
 from engine_core.engine import LLM
 from engine_core.errors import (
     ConfigError,
+    EngineError,
     OptionError,
     UnknownArchitectureError,
     WeightsMismatchError,
@@ -27,7 +28,7 @@ from engine_core.runtime.source import check_deterministic
 from engine_core.steps import RequestOutput
 from engine_core.testing.case import ConformanceError
 from engine_core.testing.reference import NEW_TOKENS, Prompt
-from engine_core.testing.state import changes, snapshot
+from engine_core.testing.state import changes, globals_of, snapshot
 from engine_core.testing.subject import Family, NotApplicableError, Subject
 from engine_core.testing.synchronisation import no_synchronisation
 from engine_core.testing.tiny_model import PagedCache, Run, Step, TokenSequence
@@ -40,6 +41,8 @@ _INT8_TOLERANCE = 0.1
 # Of the logits' own spread. bfloat16 has 8 bits: the layers of tiny models lose 1 to 3 %.
 _BFLOAT16_TOLERANCE = 0.1
 _MOST_LOGPROBS = 1000
+# Tokens of a prompt that is longer than those a model was trained with.
+_LONGEST = 256
 # Where only rounding differs, it may take many tokens until one changes.
 _DETERMINISTIC_TOKENS = 4 * NEW_TOKENS
 
@@ -139,6 +142,7 @@ def weights(subject: Subject) -> None:
     model = subject.on_meta()
     headers = subject.open().headers
     check_weights(model, _Headers(headers), str(subject.folder))
+    _check_unknown(model, headers, subject.case.unused_weights)
     unused = []
     for name, header in headers.items():
         if name.endswith(subject.case.unused_weights):
@@ -171,6 +175,28 @@ def weights(subject: Subject) -> None:
     subject.load()
 
 
+def _check_unknown(
+    model: torch.nn.Module, headers: Mapping[str, Any], unused: tuple[str, ...]
+) -> None:
+    """Tensors that a checkpoint might have beside its own are refused, such as scales and biases."""
+    header = next(iter(headers.values()))
+    used = [name for name in headers if not name.endswith(unused)]
+    stems = [name.removesuffix(".weight") for name in used if name.endswith(".weight")]
+    unknown = [f"{stem}.{leaf}" for stem in stems for leaf in ("bias", "scales", "lora_A.weight")]
+    unknown += [f"{name}_scale" for name in used]
+    added = {name: header for name in unknown if name not in headers}
+    refusal = _refusal(model, {**headers, **added})
+    unexpected = refusal.unexpected if refusal is not None else ()
+    swallowed = sorted(set(added) - set(unexpected))
+    if swallowed:
+        raise ConformanceError(
+            f"{swallowed[0]!r} beside the checkpoint's own tensors is not reported as unexpected "
+            f"({len(swallowed)} of {len(added)} such names are not): a checkpoint that needs it "
+            "would give wrong results. Ignore names that checkpoints are known to have, and no "
+            "others"
+        )
+
+
 def _refusal(model: torch.nn.Module, headers: Mapping[str, Any]) -> WeightsMismatchError | None:
     try:
         check_weights(model, _Headers(headers), "the checkpoint")
@@ -196,11 +222,7 @@ def logits(subject: Subject) -> None:
                 f"prompt {prompt.name!r}: logits differ from {checkpoint.source} by "
                 f"{apart:.2g} ({TOLERANCE:.0e} is allowed), first at "
                 f"{_position(position, len(prompt.token_ids))}. "
-                + (
-                    "Golden files hold no hidden states, so the layer cannot be named."
-                    if prompt.trace is None
-                    else explain(run.trace(0), prompt.trace, checkpoint.prefix)
-                )
+                + place(run, prompt, checkpoint.prefix)
                 + _hint(subject, prompt)
             )
         chosen = tuple(ours[len(prompt.token_ids) - 1 :].argmax(dim=-1).tolist())
@@ -209,6 +231,13 @@ def logits(subject: Subject) -> None:
                 f"prompt {prompt.name!r}: greedy tokens {chosen}, those of {checkpoint.source} "
                 f"are {prompt.new_tokens}"
             )
+
+
+def place(run: Run, prompt: Prompt, prefix: str) -> str:
+    """The first layer and module that differ from the reference's."""
+    if prompt.trace is None:
+        return "Golden files hold no hidden states, so the layer cannot be named."
+    return explain(run.trace(0), prompt.trace, prefix)
 
 
 def _hint(subject: Subject, prompt: Prompt) -> str:
@@ -326,10 +355,12 @@ def no_state(subject: Subject) -> None:
     """Steps leave nothing behind on the model: rows come and go, and a graph replays no Python."""
     subject.require_run()
     model = subject.load()
-    before = snapshot(model.network)
     sequences = subject.sequences(model)
-    model.run(sequences, _side_by_side([each.incremental() for each in sequences]))
-    found = changes(model.network, before, snapshot(model.network))
+    steps = _side_by_side([each.incremental() for each in sequences])
+    before = snapshot(model.network) | globals_of(subject.family.package)
+    model.run(sequences, steps)
+    after = snapshot(model.network) | globals_of(subject.family.package)
+    found = changes(model.network, before, after)
     if found:
         raise ConformanceError(
             f"a step changes the model itself: {', '.join(found)}. What a step needs comes from "
@@ -548,6 +579,65 @@ def prefix_caching(subject: Subject) -> None:
         )
     same_outputs(again, first, "computed a second time, with prefix caching")
     same_outputs(continued, second, "that continues another one, with prefix caching")
+
+
+def shared_prefixes(subject: Subject) -> None:
+    """Prompts that share a prefix get the tokens of a cold cache, also beyond the trained length."""
+    subject.require_run()
+    prompts = list(_relatives(subject))
+    if not prompts:
+        raise NotApplicableError("the input processor takes no prompt but the case's own")
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=20)
+    longest = max(map(len, prompts)) + 4
+    outputs = []
+    for settings in ({"enable_prefix_caching": False}, {"block_size": 1}):
+        with llm_of(subject, max_model_len=longest, **settings) as llm:
+            # One after the other, each with what those before it left.
+            outputs.append([llm.generate([prompt], params)[0] for prompt in prompts])
+    for number, (cold, warm) in enumerate(zip(*outputs, strict=True)):
+        try:
+            same_outputs([warm], [cold], "")
+        except ConformanceError as error:
+            shared = warm.metrics.num_cached_tokens
+            other = next(
+                (p for p in prompts[:number] if p[:shared] == prompts[number][:shared]), ()
+            )
+            raise ConformanceError(
+                f"{error}, where {shared} of them come from the prefix cache, as they were "
+                f"computed for a prompt of {len(other)} tokens, instead of from the model. What "
+                "keys depend on beside the tokens before them belongs into cache_salts of the "
+                "input processor: such as the prompt's length, or a token behind them"
+            ) from None
+
+
+def _relatives(subject: Subject) -> Iterator[list[int]]:
+    """Prompts that share prefixes: longer than the model was trained with, and in other orders."""
+    config, model = subject.model_config, subject.model
+    given = [list(p.token_ids) for p in subject.checkpoint.prompts if p.shown is None]
+    if not given:
+        return
+    tokens = max(given, key=len)
+    trained = min(_stated_lengths(config) or [config.max_position_embeddings])
+    most = 4 * trained if config.may_exceed_length else config.max_position_embeddings - 4
+    most = min(most, _LONGEST)
+    base = (tokens * (most // len(tokens) + 1))[:most]
+    lengths = {most * part // 8 for part in (2, 3, 4, 5, 6, 7, 8)} | {trained - 2, trained + 3}
+    orders = [base[:length] for length in sorted(lengths, reverse=True) if 1 < length <= most]
+    short = min((p for p in given if len(p) > 3), key=len, default=[])[:12]
+    for start in (short, short[::-1]):
+        orders += [start[:cut] + start[cut:][::-1] for cut in range(len(start) - 1)]
+    for order in orders:
+        try:
+            model.sequence(order, len(order))
+        except EngineError:
+            continue
+        yield order
+
+
+def _stated_lengths(config: ModelConfig) -> list[int]:
+    """The lengths that a config states, as far as they are trained ones."""
+    names = ("max_position_embeddings", "seq_length")
+    return [v for v in map(config.hf_config.get, names) if type(v) is int and v > 8]
 
 
 def tensor_parallel(subject: Subject) -> None:

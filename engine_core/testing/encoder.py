@@ -10,8 +10,10 @@ from torch import Tensor
 
 from engine_core.configs import PoolingParams
 from engine_core.engine import LLM
+from engine_core.runtime.layer_trace import decoder_layers
 from engine_core.testing.case import ConformanceError
 from engine_core.testing.subject import Family, Subject
+from engine_core.testing.trace import Recorder, Trace, explain
 
 # Of the values' own spread.
 _TOLERANCE, _BFLOAT16_TOLERANCE = 1e-4, 0.1
@@ -20,13 +22,10 @@ _RAW = PoolingParams(normalize=False, activate=False)
 
 def vectors(subject: Subject) -> None:
     """Results of prompts are the reference's: alone, with others, in bfloat16, on two ranks."""
-    prompts = [ids for ids, _ in subject.checkpoint.encoded]
+    prompts = [ids for ids, *_ in subject.checkpoint.encoded]
     longest = max(map(len, prompts))
     with _llm(subject) as llm:
-        kind = llm.model_config.pooling.kind if llm.model_config.pooling else "mean"
-        wanted = [_pooled(states, kind) for _, states in subject.checkpoint.encoded]
-        for ids, vector in zip(prompts, wanted, strict=True):
-            _compare([ids], _run(llm, [ids]), [vector], "alone")
+        wanted = _check_alone(subject, llm)
         _compare(prompts, _run(llm, prompts), wanted, "with all others in one step")
     with _llm(subject, max_num_batched_tokens=longest + 3, max_num_seqs=3) as llm:
         twice, again = [*prompts, *prompts[::-1]], [*wanted, *wanted[::-1]]
@@ -40,6 +39,35 @@ def vectors(subject: Subject) -> None:
         return
     with _llm(subject, tensor_parallel_size=2) as llm:
         _compare(prompts, _run(llm, prompts), wanted, "on two ranks")
+
+
+def alone(subject: Subject) -> None:
+    """Results of each prompt alone are the reference's."""
+    with _llm(subject) as llm:
+        _check_alone(subject, llm)
+
+
+def _check_alone(subject: Subject, llm: LLM) -> list[Any]:
+    """What the prompts must give, after each has given it alone."""
+    kind = llm.model_config.pooling.kind if llm.model_config.pooling else "mean"
+    checkpoint = subject.checkpoint
+    wanted = [_pooled(states, kind) for _, states, _ in checkpoint.encoded]
+    for (ids, _, theirs), vector in zip(checkpoint.encoded, wanted, strict=True):
+        try:
+            _compare([ids], _run(llm, [ids]), [vector], "alone")
+        except ConformanceError as error:
+            ours = llm.apply_model(lambda model, ids=ids: _traced(llm, model, ids))  # type: ignore[misc]
+            raise ConformanceError(f"{error}. {explain(ours, theirs, checkpoint.prefix)}") from None
+    return wanted
+
+
+def _traced(llm: LLM, model: Any, ids: list[int]) -> Trace:
+    layers = decoder_layers(model, llm.model_config.num_layers)
+    recorder = Recorder(model, layers)
+    recorder.begin([(0, position) for position in range(len(ids))])
+    with recorder.recording():
+        _run(llm, [ids])
+    return recorder.trace(0, len(ids))
 
 
 def _class(family: Family, architecture: str) -> type:

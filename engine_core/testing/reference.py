@@ -78,18 +78,27 @@ class TinyCheckpoint:
         source: what they were computed by, for messages.
         prefix: beginning of the reference's module names that a model under test may lack, such as
             "transformer".
-        encoded: of a case that encodes, prompts and their states ``[T, H]``, or scores ``[1]``.
+        encoded: of a case that encodes, prompts, their states ``[T, H]`` or scores ``[1]``, and
+            the trace.
     """
 
     folder: Path
     prompts: tuple[Prompt, ...]
     source: str
     prefix: str = ""
-    encoded: tuple[tuple[list[int], Tensor], ...] = ()
+    encoded: tuple[tuple[list[int], Tensor, Trace], ...] = ()
 
 
-def prepare(case: ConformanceCase, folder: Path) -> TinyCheckpoint:
+def prepare(
+    case: ConformanceCase, folder: Path, *, count: int | None = None, scale: float = 1.0
+) -> TinyCheckpoint:
     """Make the checkpoint of ``case`` in ``folder`` and run the reference on it.
+
+    Args:
+        case: the model and its prompts.
+        folder: an empty one.
+        count: new tokens of a prompt, if not the usual number.
+        scale: factor of all random weights but those of norms.
 
     Raises:
         ConformanceError: the case's reference cannot be had, or does not fit the config.
@@ -104,7 +113,7 @@ def prepare(case: ConformanceCase, folder: Path) -> TinyCheckpoint:
             model = _from_transformers(case.name, config, encodes=case.encodes)
         else:
             model = case.reference(copy.deepcopy(config)).float().eval()
-        _randomise(model)
+        _randomise(model, scale)
     if case.reference == "transformers":
         # It writes the names that published checkpoints have.
         with without_progress_bars():
@@ -115,11 +124,13 @@ def prepare(case: ConformanceCase, folder: Path) -> TinyCheckpoint:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     given = case.prompts if case.prompts is not None else _random_prompts(model, config)
     if case.encodes:
-        encoded = tuple((list(ids), encode(model, list(ids))) for ids in given)
-        return TinyCheckpoint(folder, (), type(model).__name__, encoded=encoded)
+        encoded = tuple((list(ids), *encode(model, list(ids))) for ids in given)
+        return TinyCheckpoint(
+            folder, (), type(model).__name__, model.base_model_prefix, encoded=encoded
+        )
     prompts = (
-        *(_run(model, list(ids), f"{len(ids)} tokens") for ids in given),
-        *(_run(model, [], shown.name, shown) for shown in case.media),
+        *(_run(model, list(ids), f"{len(ids)} tokens", None, count or NEW_TOKENS) for ids in given),
+        *(_run(model, [], each.name, each, count or MEDIA_TOKENS) for each in case.media),
     )
     return TinyCheckpoint(
         folder, prompts, type(model).__name__, getattr(model, "base_model_prefix", "")
@@ -139,7 +150,7 @@ def _from_transformers(name: str, config: Mapping[str, Any], *, encodes: bool = 
     return model.float().eval()
 
 
-def _randomise(model: nn.Module) -> None:
+def _randomise(model: nn.Module, scale: float) -> None:
     """Weights with which every part of a model shows in the logits; biases too, which start at 0.
 
     Two modules that share a parameter still do.
@@ -147,9 +158,9 @@ def _randomise(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         param.requires_grad_(False)
         if param.dim() > 1:
-            param.normal_(0.0, 1.5 * param[0].numel() ** -0.5)
+            param.normal_(0.0, scale * 1.5 * param[0].numel() ** -0.5)
         elif name.endswith("bias"):
-            param.normal_(0.0, 0.3)
+            param.normal_(0.0, scale * 0.3)
         else:
             param.normal_(1.0, 0.3)
 
@@ -170,18 +181,19 @@ def _random_prompts(model: nn.Module, config: Mapping[str, Any]) -> list[list[in
 
 
 @torch.inference_mode()
-def _run(model: nn.Module, ids: list[int], name: str, shown: MediaPrompt | None = None) -> Prompt:
+def _run(
+    model: nn.Module, ids: list[int], name: str, shown: MediaPrompt | None, count: int
+) -> Prompt:
     """Greedy decoding: transformers' models with their cache, others over the whole again."""
     # A copy, because models with dynamic rope scaling remember the longest sequence they saw.
     model = copy.deepcopy(model)
     cached = hasattr(model, "prepare_inputs_for_generation")
-    layers, count, embeds = _reference_layers(model), NEW_TOKENS, None
+    layers, embeds = _reference_layers(model), None
     inputs: dict[str, Tensor] = {}
     if shown is not None:
         ids = list(shown.token_ids if shown.reference_ids is None else shown.reference_ids)
         inputs = {key: torch.as_tensor(value) for key, value in shown.reference_inputs.items()}
         layers, embeds = _first_layer(model, layers, ids, inputs)
-        count = MEDIA_TOKENS
     recorder = Recorder(model, layers)
     length = len(ids) + count - 1
     sequence = list(ids)
@@ -368,12 +380,15 @@ def transformers_encoder(values: Mapping[str, Any]) -> Any:
 
 
 @torch.inference_mode()
-def encode(model: nn.Module, ids: list[int]) -> Tensor:
-    """The reference's states ``[T, H]`` of a prompt, or its score ``[1]``."""
-    given = model(torch.tensor([ids]))
+def encode(model: nn.Module, ids: list[int]) -> tuple[Tensor, Trace]:
+    """The reference's states ``[T, H]`` of a prompt, or its score ``[1]``, and its trace."""
+    recorder = Recorder(model, _reference_layers(model))
+    recorder.begin([(0, position) for position in range(len(ids))])
+    with recorder.recording():
+        given = model(torch.tensor([ids]))
     scores: Tensor | None = getattr(given, "logits", None)
     states: Tensor = given.last_hidden_state if scores is None else scores
-    return states[0]
+    return states[0], recorder.trace(0, len(ids))
 
 
 @contextmanager

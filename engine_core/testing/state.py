@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 State = dict[tuple[str, str], Any]
+# What something can be kept in.
+_KEPT = (Tensor, np.ndarray, dict, list, set, tuple, int, float, str, bytes, type(None))
 
 
 def snapshot(model: nn.Module) -> State:
@@ -20,6 +24,21 @@ def snapshot(model: nn.Module) -> State:
                     state[path, inner] = _frozen(tensor)
             elif not name.startswith(("_forward", "_backward", "_modules")):
                 state[path, name] = _frozen(value)
+    return state
+
+
+def globals_of(package: str) -> State:
+    """Every variable of the package's modules that are imported, and of their classes."""
+    state: State = {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] != package:
+            continue
+        for key, value in list(vars(module).items()):
+            if isinstance(value, type) and value.__module__ == name:
+                owned = {k: v for k, v in vars(value).items() if isinstance(v, _KEPT)}
+                state |= {(f"{name}.{key}", k): _frozen(v) for k, v in owned.items()}
+            elif isinstance(value, _KEPT) and not key.startswith("__"):
+                state[name, key] = _frozen(value)
     return state
 
 
@@ -40,6 +59,8 @@ def _frozen(value: Any) -> Any:
     """A copy that later changes of ``value`` do not reach."""
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
     if isinstance(value, dict):
         return {key: _frozen(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -53,6 +74,8 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return bool(np.array_equal(one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
     if isinstance(one, list) and isinstance(other, list):

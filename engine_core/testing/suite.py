@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from engine_core.testing import checks, encoder, media
+from engine_core.testing import checks, config_keys, encoder, media
 from engine_core.testing.case import ConformanceCase, load_cases
 from engine_core.testing.imports import check_discovery, check_import_rules
 from engine_core.testing.reference import kinds_of, prepare
@@ -22,7 +22,13 @@ from engine_core.testing.subject import (
 )
 
 _family = cache(find_family)
-_OF_ALL = ("test_config_builder", "test_weights")
+_OF_ALL = (
+    "test_config_builder",
+    "test_config_values",
+    "test_weights",
+    "test_switches",
+    "test_norms_eps",
+)
 _SUBJECTS = pytest.StashKey[dict[tuple[str, str], Subject]]()
 
 
@@ -126,9 +132,12 @@ class ConformanceTests:
         checks.every_architecture_has_a_case(family)
 
     test_config_builder = _test(checks.config_builder)
+    test_config_values = _test(config_keys.config_values)
     test_weights = _test(checks.weights)
     test_vectors = _test(encoder.vectors)
     test_logits = _test(checks.logits)
+    test_switches = _test(config_keys.switches)
+    test_norms_eps = _test(config_keys.norms_eps)
     test_chunked_prefill = _test(checks.chunked_prefill)
     test_recomputation = _test(checks.recomputation)
     test_batching = _test(checks.batching)
@@ -139,6 +148,7 @@ class ConformanceTests:
     test_bfloat16 = _test(checks.bfloat16)
     test_engine = _test(checks.engine)
     test_prefix_caching = _test(checks.prefix_caching)
+    test_shared_prefixes = _test(checks.shared_prefixes)
     test_media_items = _test(media.media_items)
     test_media_embeddings = _test(media.media_embeddings)
     test_media_chunks = _test(media.media_chunks)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from engine_core.runtime.layer_trace import watching
 
 TOLERANCE = 1e-4
 """Largest difference of float32 logits that is put down to rounding."""
+
+# Of the largest value; float32 has 1e-7, and a layer adds up some hundred products.
+_ROUNDING = 1e-5
+_INPUT = "the input of the first decoder layer"
 
 
 @dataclass
@@ -44,9 +49,14 @@ class Recorder:
         """The next pass computes these tokens, each given as (sequence, position)."""
         self._tokens = tokens
 
-    def recording(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def recording(self) -> Iterator[None]:
         """Listen to the model inside the ``with`` block."""
-        return watching(self._model, self._layers, self._note)
+        with watching(self._model, self._layers, self._note), ExitStack() as stack:
+            if self._layers:
+                layer = self._model.get_submodule(self._layers[0])
+                stack.callback(first_input(layer, partial(self._note, _INPUT)).remove)
+            yield
 
     def _note(self, name: str, value: Tensor) -> None:
         count = len(self._tokens)
@@ -100,22 +110,25 @@ def explain(ours: Trace, theirs: Trace, prefix: str = "") -> str:
     """
     pairs = _pairs(ours, theirs, prefix)
     layers = {name: other for name, other in pairs.items() if name in ours.layers}
-    apart = {
-        name: _apart(ours.outputs[name], theirs.outputs[other]) for name, other in pairs.items()
-    }
     if not layers:
         return "No decoder layer of the two could be matched, so the place cannot be named."
-    first = next((name for name in layers if apart[name] > 0), None)
-    if first is None:
+    for floor in (1.0, 0.0):  # Small values are looked at closely if nothing larger shows.
+        apart = {
+            name: _apart(ours.outputs[name], theirs.outputs[other], floor)
+            for name, other in pairs.items()
+        }
+        first = next((name for name in layers if apart[name] > 0), None)
+        if first is not None:
+            break
+    else:
         return "Every decoder layer agrees: the difference arises after the last one."
-    inside = f"{first}."
+    assert first is not None, "the loop ended with one"
     modules = [name for name in pairs if apart[name] > 0 and name not in layers]
     before = next((name for name in modules if not _in_layer(name, ours.layers)), None)
-    within = next((name for name in modules if name.startswith(inside)), None)
+    within = next((name for name in modules if name.startswith(f"{first}.")), None)
     sizes = ", ".join(f"{name} by {apart[name]:.2g}" for name in layers)
     place = f"The first decoder layer that differs is {first} (layers differ: {sizes})"
-    early = before is not None and list(pairs).index(before) < list(pairs).index(first)
-    if early and before is not None:
+    if before is not None and list(pairs).index(before) < list(pairs).index(first):
         return f"{place}; before it {before} differs, by {apart[before]:.2g}."
     if within is not None:
         return f"{place}; inside it {within} differs first, by {apart[within]:.2g}."
@@ -142,8 +155,9 @@ def _pairs(ours: Trace, theirs: Trace, prefix: str) -> dict[str, str]:
     return pairs
 
 
-def _apart(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, or 0 if it is within rounding of such values."""
+def _apart(ours: Tensor, theirs: Tensor, floor: float) -> float:
+    """The largest difference, or 0 if it is within rounding of such values, or of ``floor``."""
     apart, _ = difference(ours, theirs)
-    scale = max(1.0, float(theirs.nan_to_num().abs().max()))
-    return apart if apart > TOLERANCE * scale else 0.0
+    largest = float(theirs.nan_to_num().abs().max())
+    allowed = TOLERANCE * max(floor, largest) if floor else _ROUNDING * largest
+    return apart if apart > allowed else 0.0

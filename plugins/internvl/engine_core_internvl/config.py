@@ -78,6 +78,8 @@ _HF_VISION = {
     "image_size": 448,
     "qk_normalization": False,
     "norm_type": "layer_norm",
+    # Of queries and keys; the original's is that of the other norms.
+    "qk_norm_eps": 1e-6,
 }
 # Of a preprocessor's keys these say how pixels are computed; here that is done in one way.
 _PIXELS_ONLY = {
@@ -309,7 +311,7 @@ def _tower(stated: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
     except ConfigError as error:
         message = str(error).replace("config.json:", "config.json: vision_config:")
         raise ConfigError(message) from None
-    return {"vision_config": values}
+    return {"vision_config": {"qk_norm_eps": values["layer_norm_eps"], **values}}
 
 
 def _tokens(stated: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:

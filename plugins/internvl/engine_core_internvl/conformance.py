@@ -33,6 +33,10 @@ def original(config: Mapping[str, Any]) -> nn.Module:
         attn_implementation="eager",
     )
 
+    for name, module in model.named_modules():
+        if name.endswith((".q_norm", ".k_norm")) and "vision_tower" in name:
+            module.variance_epsilon = vision.get("layer_norm_eps", 1e-6)  # transformers has 1e-6
+
     def renamed(_: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         import torch
 

@@ -96,8 +96,8 @@ class VisionAttention(nn.Module):
         self.proj = build_replicated_linear(width, width, bias=True)
         self.q_norm = self.k_norm = None
         if vision.qk_normalization:
-            self.q_norm = RMSNorm(width, vision.layer_norm_eps)
-            self.k_norm = RMSNorm(width, vision.layer_norm_eps)
+            self.q_norm = RMSNorm(width, vision.qk_norm_eps)
+            self.k_norm = RMSNorm(width, vision.qk_norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[n, N, E]`` to ``[n, N, E]``."""
