@@ -1,10 +1,12 @@
 """Check every kernel natively on a GPU, then time the main ones.
 
-    python benchmarks/kernels.py [--no-check] [--no-time]
+    python benchmarks/kernels.py [--no-check] [--no-time] | --search
 
 Prints the largest error of each op and dtype against the float32 reference, each case beyond its
 tolerance, and a table of median times with the achieved bandwidth or rate. Exits with 1 if a case
-fails. Needs the package, torch and triton; pytest is not needed.
+fails. With ``--search`` it asks decode_search.py instead, with that program's own settings, whether
+the rule for decode attention is near the best that a search finds. Needs the package, torch and
+triton; pytest is not needed.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
 
+from decode_search import SHAPES, search  # noqa: E402
 from kernel_cases import TOLERANCE, make_paged, native_matrix  # noqa: E402
 
 from engine_core import kernels  # noqa: E402
@@ -240,7 +243,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-check", action="store_true", help="skip the native matrix")
     parser.add_argument("--no-time", action="store_true", help="skip the timings")
+    parser.add_argument("--search", action="store_true", help="only decode_search.py")
     args = parser.parse_args()
+    if args.search:
+        return 1 if search(600, SHAPES, None) else 0
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
     properties = torch.cuda.get_device_properties(0)

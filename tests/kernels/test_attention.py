@@ -309,10 +309,10 @@ def test_kernel_without_splits(deterministic: bool, launch_device: str) -> None:
 def test_kernel_merges_splits_in_rounds(
     options: dict[str, Any], launch_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine_core.kernels.attention import triton
+    from engine_core.kernels.attention import decode
 
-    monkeypatch.setattr(triton, "_MERGED_SPLITS", (2, 2))
-    monkeypatch.setattr(triton, "_MIN_SPLIT", 32)
+    monkeypatch.setattr(decode, "_MERGED_SPLITS", (2, 2))
+    monkeypatch.setattr(decode, "MIN_SPLIT", 32)
     paged = make_paged([(1, 200), (1, 97)], heads=6, device=launch_device)
     expected = attend_by_reference(paged, 0.125, **options)
     for _ in range(2):  # the second launch finds the counts that the first one left

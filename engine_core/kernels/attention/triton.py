@@ -10,7 +10,6 @@ causal prefill on Hopper takes the kernel of ``hopper``.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.attention import decode
 from engine_core.kernels.attention.call import Call
 from engine_core.kernels.attention.tiles.triton import (
     Inputs,
@@ -43,19 +43,6 @@ from engine_core.kernels.launch.triton import (
 
 _LOG2E = 1.4426950408889634
 
-# Splits of a row at most: enough for 8 programs on each of 132 multiprocessors from 16 unsplit.
-# Each has 64 tokens at least, or merging them costs more than they save.
-_MAX_SPLITS = 64
-_MIN_SPLIT = 64
-# Splits merged at a time: as many as a row has, within these bounds.
-_MERGED_SPLITS = (4, 16)
-# Where splits are rare, these with one head at a time: the kernel needs 128 registers a thread then
-# and not 164, so that 8 programs of 2 warps fit on a multiprocessor and not 6.
-_RARELY_MERGED_SPLITS = 4
-# Where there are programs enough, only rows about so many times as long as the mean are split, with
-# heads of up to 64 dimensions and with larger ones. ms of a step with 1.2 and 1.5, 256 rows of 200
-# to 1860 tokens: 24 layers of 2 KV heads of 64, 2.19 and 2.27; 32 of 8 of 128, 16.2 and 16.0.
-_NARROW_STRETCH, _STRETCH = 1.2, 1.5
 # Numbers of an item of a plan, and what fills its 32 bytes.
 _ITEM = 8
 
@@ -379,59 +366,6 @@ def _shared_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
-@dataclass(frozen=True, slots=True)
-class _DecodeTile:
-    """The tiles of decode attention.
-
-    Attributes:
-        block_n: tokens of a tile.
-        num_warps: warps of a program.
-        num_stages: tiles in flight, their block numbers counted as one.
-        programs: to be reached on each multiprocessor by splitting rows.
-        merged: registers of each thread that hold splits' results while they are merged.
-    """
-
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs: int
-    merged: int = 64
-
-
-def _decode_tile(dims: int, float32: bool, num_programs: int) -> _DecodeTile:
-    """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
-
-    Chosen on H200s in bfloat16 in whole decode steps at 1030 tokens, or at 200 to 1860 (in
-    brackets), least ms with these tiles and with those before: 32 layers of 8 KV heads of 128, 1
-    row 3.92 and 3.95, 8 rows 4.40 and 4.43 (4.39, 4.41), 32 rows 5.29 and 5.35 (5.42, 5.46); 24 of
-    2 KV heads of 64, 8 rows 0.743 and 0.795 (0.742, 0.822), 32 rows 0.879 and 0.918 (0.892, 0.926),
-    64 rows 1.05 and 1.08 (1.06, 1.08), 128 rows 1.50 and 1.54 (1.54, 1.57), 256 rows 2.06 and 2.11
-    (2.08, 2.18).
-    """
-    if float32:
-        return _DecodeTile(16 if dims > 128 else 32, 8, 3, 2)
-    if dims > 128:
-        return _DecodeTile(32, 4, 2, 8) if num_programs < 256 else _DecodeTile(32, 4, 2, 2)
-    if num_programs >= (2048 if dims > 64 else 1024):
-        # Tiles of 16 KiB.
-        return _DecodeTile(8192 // max(dims, 64), 4, 2, 2)
-    if dims > 64:
-        if num_programs < 16:
-            return _DecodeTile(64, 2, 3, 1, merged=128)
-        if num_programs < 128:
-            return _DecodeTile(32, 2, 4, 2)
-        if num_programs < 512:
-            return _DecodeTile(32, 2, 3, 3)
-        return _DecodeTile(32, 2, 3, 8 if num_programs < 896 else 2)
-    if num_programs < 16:
-        return _DecodeTile(128, 4, 2, 8)
-    if num_programs < 48:
-        return _DecodeTile(64, 2, 4, 1, merged=128)
-    if num_programs < 256:
-        return _DecodeTile(64, 2, 3, 2)
-    return _DecodeTile(32, 1, 2, 8 if num_programs < 384 else 10)
-
-
 def _plan(
     kv_lens: Tensor,
     num_rows: int,
@@ -449,9 +383,9 @@ def _plan(
     key = (num_rows, window, wanted, block_n)
     if key in memo:
         return memo[key], False
-    longest = triton.cdiv(max_kv_len, max(block_n, _MIN_SPLIT))
+    longest = triton.cdiv(max_kv_len, max(block_n, decode.MIN_SPLIT))
     # No more than what is wanted and the beginning of a split in each row.
-    most = min(num_rows + wanted, num_rows * max(1, min(longest, _MAX_SPLITS)))
+    most = min(num_rows + wanted, num_rows * max(1, min(longest, decode.MAX_SPLITS)))
     items = torch.empty((most, _ITEM), dtype=torch.int32, device=kv_lens.device)
     _plan_kernel[(1,)](
         items,
@@ -460,8 +394,8 @@ def _plan(
         window or 0,
         wanted,
         most,
-        MAX_SPLITS=_MAX_SPLITS,
-        MIN_SPLIT=_MIN_SPLIT,
+        MAX_SPLITS=decode.MAX_SPLITS,
+        MIN_SPLIT=decode.MIN_SPLIT,
         BLOCK_ROWS=max(64, triton.next_power_of_2(num_rows)),
         BLOCK_N=block_n,
         ITEM=_ITEM,
@@ -506,49 +440,39 @@ def paged_attention(call: Call) -> None:
         invariant.paged_attention(call, inputs, shape)
         return
     if num_decode_rows:
-        block_g = min(64, max(16, triton.next_power_of_2(group_size)))
-        head_tiles = num_kv_heads * triton.cdiv(group_size, block_g)
-        programs = num_decode_rows * head_tiles
-        tile = _decode_tile(dims, float32, programs)
-        wanted = max(1, tile.programs * num_multiprocessors(q.device) // head_tiles)
-        if wanted <= num_decode_rows:
-            # Only rows much longer than the mean are split.
-            wanted = max(1, int(num_decode_rows / (_NARROW_STRETCH if dims <= 64 else _STRETCH)))
-            merged_splits, merged_heads = _RARELY_MERGED_SPLITS, 1
-        else:
-            least, most = _MERGED_SPLITS
-            splits = wanted // num_decode_rows + 1
-            merged_splits = max(least, min(triton.next_power_of_2(splits), most))
-            merged_heads = 32 * tile.num_warps * tile.merged // (merged_splits * block_dv)
+        cut = decode.launch(
+            num_decode_rows, group_size, num_kv_heads, dims, block_dv, float32,
+            num_multiprocessors(q.device),
+        )  # fmt: skip
+        head_tiles = num_kv_heads * triton.cdiv(group_size, cut.block_g)
         items, planned_now = _plan(
             call.kv_lens,
             num_decode_rows,
             call.max_kv_len,
             window if prefix_lens is None else None,
-            wanted,
-            tile.block_n,
+            cut.wanted,
+            cut.block_n,
             call.memo,
         )
         size = (len(items), num_heads)
-        merged_heads = max(1, min(triton.next_power_of_2(min(group_size, block_g)), merged_heads))
         _decode_kernel[(head_tiles, len(items))](
             call.out,
             torch.empty((*size, v_head_dim), dtype=torch.float32, device=q.device),
             torch.empty(size, dtype=torch.float32, device=q.device),
-            arrival_counts(q.device, programs),
+            arrival_counts(q.device, num_decode_rows * head_tiles),
             items,
             inputs,
             window or 0,
             int(planned_now),
             table_stride,
             SHAPE=shape,
-            BLOCK_G=block_g,
-            BLOCK_N=tile.block_n,
+            BLOCK_G=cut.block_g,
+            BLOCK_N=cut.block_n,
             ITEM=_ITEM,
-            MERGED_SPLITS=merged_splits,
-            MERGED_HEADS=merged_heads,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            MERGED_SPLITS=cut.merged_splits,
+            MERGED_HEADS=cut.merged_heads,
+            num_warps=cut.num_warps,
+            num_stages=cut.num_stages,
             **pdl,
         )
     if num_rows > num_decode_rows and call.max_query_len:
