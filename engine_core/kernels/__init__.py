@@ -16,6 +16,7 @@ from engine_core.kernels.kv_store import store_kv
 from engine_core.kernels.linear import (
     Activation,
     DeferredRMSNorm,
+    Fp8Weight,
     adds_residual,
     fits_head_norms,
     has_gated_kernel,
@@ -37,6 +38,7 @@ __all__ = [
     "Activation",
     "DecodeInputs",
     "DeferredRMSNorm",
+    "Fp8Weight",
     "Segments",
     "adds_residual",
     "apply_rotary",

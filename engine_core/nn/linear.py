@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, ClassVar, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from engine_core.kernels import (
     DeferredRMSNorm,
+    Fp8Weight,
     adds_residual,
     fits_head_norms,
     has_gated_kernel,
@@ -99,7 +100,13 @@ _NEEDS_ALONE = "a batch-invariant norm rounds as a kernel of its own, which more
 
 
 class UnquantizedLinearMethod(LinearMethod):
-    """A plain weight ``[out_features, in_features]``; on a CPU in oneDNN's layout."""
+    """A plain weight ``[out_features, in_features]``; on a CPU in oneDNN's layout.
+
+    Attributes:
+        fp8: whether a GPU gets it packed to :class:`~engine_core.kernels.Fp8Weight`.
+    """
+
+    fp8: ClassVar[bool] = False
 
     def create_weights(
         self,
@@ -125,10 +132,12 @@ class UnquantizedLinearMethod(LinearMethod):
 
     def apply(self, layer: Linear, x: Tensor | DeferredRMSNorm, bias: Tensor | None) -> Tensor:
         """``x @ weight.T + bias``."""
-        if layer.packed is not None:
-            assert isinstance(x, Tensor), "a packed weight takes no norm without its division"
-            return layer.packed.multiply(x, bias)
-        return linear(x, layer.weight, bias, deterministic=layer.context.deterministic)
+        packed = layer.packed
+        if packed is None or isinstance(packed, Fp8Weight):
+            weight = layer.weight if packed is None else packed
+            return linear(x, weight, bias, deterministic=layer.context.deterministic)
+        assert isinstance(x, Tensor), "a packed weight takes no norm without its division"
+        return packed.multiply(x, bias)
 
     def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
         """The reason against fusing: mostly that no kernel takes so many rows of this weight.
@@ -138,19 +147,20 @@ class UnquantizedLinearMethod(LinearMethod):
         """
         if _onednn_gelu(layer, epilogue) is not None:
             return None
-        if call.gpu is None or layer.packed is not None:
+        if call.gpu is None or not isinstance(layer.packed, Fp8Weight | None):
             return "no kernel on this device fuses it"
         deterministic = layer.context.deterministic
         n, k = layer.out_features, layer.in_features
         shape = (call.rows, n, k, call.dtype, call.gpu)
+        fits = partial(has_kernel, *shape, fp8=self.fp8)
         if isinstance(epilogue, Activated):
             activation = getattr(epilogue.module, "activation", None)
             if activation is None:
                 return f"{type(epilogue.module).__name__} is not an activation of a kernel"
             gated = bool(epilogue.module.gated)
-            if has_kernel(*shape, gated=gated, deterministic=deterministic):
+            if fits(gated=gated, deterministic=deterministic):
                 return None
-            if not deterministic and call.dtype.itemsize == 2:
+            if not deterministic and not self.fp8 and call.dtype.itemsize == 2:
                 if gated and activation == "silu" and has_gated_kernel(call.rows, n, k, call.gpu):
                     return None
                 if not gated and activation == "gelu_tanh" and layer.bias is not None:
@@ -165,7 +175,7 @@ class UnquantizedLinearMethod(LinearMethod):
                     return "tiles do not make up a head, which a norm of q and k needs whole"
                 if not fits_head_norms(call.rows, head_dim or 0):
                     return "for so many rows the norms of q and k are faster alone"
-            return None if has_kernel(*shape, deterministic=deterministic) else _NEEDS_CUBLAS
+            return None if fits(deterministic=deterministic) else _NEEDS_CUBLAS
         if deterministic:
             return _NEEDS_ALONE
         if isinstance(epilogue, Divide):
@@ -177,7 +187,7 @@ class UnquantizedLinearMethod(LinearMethod):
             )
             if call.dtype is not torch.bfloat16:
                 return "without the division float16 could overflow"
-            return None if has_kernel(*shape, gated=gated) else _NEEDS_CUBLAS
+            return None if fits(gated=gated) else _NEEDS_CUBLAS
         if isinstance(epilogue, AddNorm):
             return self._declined_norm(layer, epilogue, call)
         return f"no kernel does {epilogue}"
@@ -192,7 +202,9 @@ class UnquantizedLinearMethod(LinearMethod):
         if epilogue.deferred:
             if forward is not RMSNorm.forward:
                 return "LayerNorm takes the mean away, which no later linear makes up for"
-            return None if has_kernel(*shape) else _NEEDS_CUBLAS
+            return None if has_kernel(*shape, fp8=self.fp8) else _NEEDS_CUBLAS
+        if self.fp8:
+            return "a product of 8-bit floats adds no residual"
         if adds_residual(*shape, with_bias=layer.bias is not None):
             return None
         return "for so few rows the residual costs nothing beside the norm"
@@ -205,7 +217,8 @@ class UnquantizedLinearMethod(LinearMethod):
         if form is not None:
             packed: Any = layer.packed
             return packed.multiply(x, layer.bias, "gelu", form)
-        product = (x, layer.weight, layer.bias)
+        weight: Any = layer.packed if self.fp8 else layer.weight
+        product = (x, weight, layer.bias)
         deterministic = layer.context.deterministic
         if isinstance(epilogue, Activated):
             act: Any = epilogue.module

@@ -15,13 +15,11 @@ _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
 
 
 class PackedMatrix(Protocol):
-    """A matrix ``[out_features, in_features]``, repacked once the weights are loaded.
+    """A matrix ``[out_features, in_features]``, repacked once the weights are loaded."""
 
-    Attributes:
-        nbytes: bytes that it takes.
-    """
-
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x [..., in_features]`` to ``x @ matrix.T + bias``, in x's dtype."""

@@ -170,13 +170,17 @@ def load_weights(
             weights = packer.watch(account, weights)
         _fill(model, weights, account, where)
     account.raise_mismatch(where)
-    if device.type == "cuda":
-        # Give the tensors' memory back for the cache.
-        torch.cuda.empty_cache()
     if packer is not None:
         packer.finish()
+    _give_back(device)
     agree(model, device)
     return 0.0 if packer is None else packer.seconds
+
+
+def _give_back(device: torch.device) -> None:
+    """Leave the memory of the checkpoint's tensors, and of packed weights, for the cache."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _opened(
@@ -209,5 +213,6 @@ def dummy_weights(model: nn.Module, device: torch.device, seed: int) -> float:
             param.data.normal_(0.0, 0.02, generator=generator)
     packer = Packer(model)
     packer.finish()
+    _give_back(device)
     agree(model, device)
     return packer.seconds

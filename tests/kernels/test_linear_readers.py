@@ -42,6 +42,7 @@ class ScaledRows(NamedTuple):
 
     weight: Tensor
     scales: Tensor
+    PAIRS: Any = tl.constexpr(False)
     prefetch: Any = _prefetch
     begin: Any = _begin
     load: Any = _load

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.kv_store import store_kv
-from engine_core.kernels.linear import cublas, reference, tiles
+from engine_core.kernels.linear import cublas, fp8, reference, tiles
+from engine_core.kernels.linear.fp8 import Fp8Weight
 from engine_core.kernels.linear.reference import Activation, DeferredRMSNorm, taken_apart
 from engine_core.kernels.norm import layer_norm, rms_norm
 from engine_core.kernels.rotary_store import check_norms, rotary_store
@@ -17,6 +18,7 @@ from engine_core.kernels.rotary_store import check_norms, rotary_store
 __all__ = [
     "Activation",
     "DeferredRMSNorm",
+    "Fp8Weight",
     "adds_residual",
     "fits_head_norms",
     "has_gated_kernel",
@@ -32,7 +34,7 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 def linear(
     x: Tensor | DeferredRMSNorm,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None = None,
     *,
     gated: bool = False,
@@ -47,7 +49,8 @@ def linear(
 
     Args:
         x: ``[..., K]``, or what an RMSNorm gave without its division.
-        weight: ``[N, K]``, x's dtype; if ``gated`` N is even, the gate's rows before those of up.
+        weight: ``[N, K]``, x's dtype or 8-bit floats; if ``gated`` N is even, the gate's rows
+            before those of up.
         bias: ``[N]``, or None.
         gated: whether the first half of the columns is activated and multiplies the second.
         activation: of the result, or of the gate, "silu" if it is None; "gelu_tanh" is the
@@ -67,12 +70,19 @@ def linear(
     if gated and weight.shape[0] % 2:
         raise ValueError(f"linear: a gated weight must have an even N, got {tuple(weight.shape)}")
     if deterministic:
+        weight = _numbers(weight, values.dtype)
         _check_invariant("linear", values, weight, squares)
         from engine_core.kernels.linear.invariant import triton as invariant
 
         return invariant.linear(values, weight, bias, gated=gated, activation=activation)
     silu = activation in (None, "silu")
-    if gated and silu and squares is None and _hopper_wins(values, weight):
+    if (
+        isinstance(weight, Tensor)
+        and gated
+        and silu
+        and squares is None
+        and _hopper_wins(values, weight)
+    ):
         from engine_core.kernels.linear.hopper import triton as hopper
 
         out = hopper.gated_linear(values.view(-1, values.shape[-1]), weight, bias)
@@ -82,7 +92,11 @@ def linear(
         from engine_core.kernels.linear import triton
 
         epilogue = triton.Activated.of(values, len(weight), gated, activation)
-        return triton.linear(x, triton.DenseWeight(weight), epilogue, tile, bias)
+        reader = triton.reader_of(weight)
+        return triton.linear(x, reader, epilogue, tile, bias)
+    if isinstance(weight, Fp8Weight) and squares is None:
+        return reference.activate(fp8.linear(values, weight, bias), gated, activation)
+    weight = _numbers(weight, values.dtype)
     gelu = activation == "gelu_tanh" and not gated
     if gelu and bias is not None and squares is None and _cublas_activates(values, weight):
         rows = values.reshape(-1, values.shape[-1])
@@ -93,7 +107,7 @@ def linear(
 
 def linear_add(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
@@ -108,7 +122,7 @@ def linear_add(
 
     Args:
         x: ``[..., K]``.
-        weight: ``[N, K]``, x's dtype.
+        weight: ``[N, K]``, x's dtype or 8-bit floats.
         bias: ``[N]``, or None.
         residual: ``[..., N]``, x's dtype.
         norm_weight: ``[N]``, of the RMSNorm.
@@ -124,11 +138,12 @@ def linear_add(
     _check_added("linear_add", x, weight, bias, residual, norm_weight)
     tile = _tile(x, weight, gated=False)
     if tile is None:
-        return reference.linear_add(x, weight, bias, residual, norm_weight, eps, norm_offset)
+        numbers = _numbers(weight, x.dtype)
+        return reference.linear_add(x, numbers, bias, residual, norm_weight, eps, norm_offset)
     from engine_core.kernels.linear import triton
 
     added = triton.Added.of(residual, norm_weight, tile, norm_offset)
-    values = triton.linear(x, triton.DenseWeight(weight), added, tile, bias)
+    values = triton.linear(x, triton.reader_of(weight), added, tile, bias)
     return DeferredRMSNorm(values, added.squares, eps), added.total
 
 
@@ -202,7 +217,7 @@ def linear_add_norm(
 
 def linear_rotary_store(
     x: Tensor | DeferredRMSNorm,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
@@ -224,7 +239,8 @@ def linear_rotary_store(
 
     Args:
         x: ``[..., K]`` of T rows, or what an RMSNorm gave without its division.
-        weight: ``[(Hq + 2 Hk) * D, K]``, x's dtype: the rows of all queries, keys, then values.
+        weight: ``[(Hq + 2 Hk) * D, K]``, x's dtype or 8-bit floats: the rows of all queries, keys,
+            then values.
         bias: ``[(Hq + 2 Hk) * D]``, or None.
         cos: ``[T, half]``, or ``[S, T, half]`` for S sections; float32; None for no rotation.
         sin: cos' shape; float32; None with it.
@@ -255,6 +271,7 @@ def linear_rotary_store(
             f"keys and values of {num_kv_heads} key heads of {head_dim}"
         )
     if deterministic:
+        weight = _numbers(weight, values.dtype)
         _check_invariant("linear_rotary_store", values, weight, squares)
     check_norms("linear_rotary_store", q_weight, k_weight, head_dim)
     norms: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight}
@@ -272,7 +289,8 @@ def linear_rotary_store(
         stored = triton.Stored.of(
             len(weight), cos, sin, k_cache, v_cache, slot_mapping, interleaved, **norms
         )
-        return triton.linear(x, triton.DenseWeight(weight), stored, tile, bias)
+        reader = triton.reader_of(weight)
+        return triton.linear(x, reader, stored, tile, bias)
     qkv = linear(x, weight, bias, deterministic=deterministic)
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -296,11 +314,16 @@ def has_kernel(
     *,
     gated: bool = False,
     deterministic: bool = False,
+    fp8: bool = False,
 ) -> bool:
-    """Whether a kernel that can fuse what follows takes a weight ``[n, k]`` of this dtype."""
+    """Whether a kernel that can fuse what follows takes a weight ``[n, k]`` for x of this dtype.
+
+    The weight is of 8-bit floats if ``fp8``, which deterministic mode does not know.
+    """
     if deterministic:
         return gpu is not None and rows <= tiles.few_rows_of_invariant(n)
-    return dtype in _SIXTEEN_BITS and tiles.choose_tile(rows, n, k, gated, gpu) is not None
+    choose = tiles.choose_fp8_tile if fp8 else tiles.choose_tile
+    return dtype in _SIXTEEN_BITS and choose(rows, n, k, gated, gpu) is not None
 
 
 def fits_head_norms(rows: int, head_dim: int) -> bool:
@@ -350,7 +373,11 @@ def _check_invariant(op: str, x: Tensor, weight: Tensor, squares: Tensor | None)
         )
 
 
-def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _numbers(weight: Tensor | Fp8Weight, dtype: torch.dtype) -> Tensor:
+    return weight.numbers(dtype) if isinstance(weight, Fp8Weight) else weight
+
+
+def _check(op: str, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None) -> None:
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features or (bias is not None and bias.shape != (out_features,)):
         raise ValueError(
@@ -363,7 +390,7 @@ def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def _check_added(
     op: str,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
@@ -432,15 +459,22 @@ def _cublas_activates(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _tile(x: Tensor, weight: Tensor, gated: bool, deterministic: bool = False) -> tiles.Tile | None:
+def _tile(
+    x: Tensor, weight: Tensor | Fp8Weight, gated: bool, deterministic: bool = False
+) -> tiles.Tile | None:
     """The tile of this linear's kernel of few rows; None where it is not used."""
+    stored = weight.codes if isinstance(weight, Fp8Weight) else weight
     if not x.is_cuda or x.stride(-1) != 1 or x.dtype != weight.dtype:
         return None
-    if not weight.is_contiguous() or weight.data_ptr() % 16:
+    if not stored.is_contiguous() or stored.data_ptr() % 16:
         return None
     n, k = weight.shape
     shape = (x.numel() // k, n, k, gated, gpu_of(x.device))
     if deterministic:
         few = 0 < shape[0] <= tiles.few_rows_of_invariant(n)
         return tiles.choose_invariant_tile(*shape, x.dtype) if few else None
-    return tiles.choose_tile(*shape) if x.dtype in _SIXTEEN_BITS else None
+    if x.dtype not in _SIXTEEN_BITS:
+        return None
+    if isinstance(weight, Fp8Weight):
+        return tiles.choose_fp8_tile(*shape, blocks=weight.scales.dim() > 1)
+    return tiles.choose_tile(*shape)

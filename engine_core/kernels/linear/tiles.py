@@ -6,7 +6,7 @@ Another GPU gets a :class:`LinearTable` of its own in ``_TABLES``; without one i
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -165,13 +165,52 @@ def choose_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -> Tile
     table = table_of(gpu)
     if rows > table.most_rows or k % 8:
         return None
-    for shapes in table.tiles:
+    return _fitting(table.tiles, rows, n, k, gated)
+
+
+def _fitting(table: tuple[Shapes, ...], rows: int, n: int, k: int, gated: bool) -> Tile | None:
+    for shapes in table:
         if shapes.gated == gated and all(
             low <= size <= high
             for size, (low, high) in ((rows, shapes.rows), (n, shapes.n), (k, shapes.k))
         ):
             return shapes.tile
     return None
+
+
+# By 8-bit floats, whose codes become 16 bits in registers: "wx" multiplies from there. Twice the
+# columns of 16-bit tiles are as many bytes in flight.
+_FP8_TILES = (
+    Shapes(True, (1, 1), (0, 1 << 20), (512, 1 << 15), Tile(4, 1024, 1, "vector", 4, 3)),
+    Shapes(True, (2, 32), (0, 1 << 20), (512, 1 << 15), Tile(64, 128, 1, "wx", 4, 4, 256)),
+    Shapes(True, (33, 64), (0, 1 << 20), (512, 1 << 15), Tile(64, 128, 1, "wx", 4, 3, 256)),
+    Shapes(False, (1, 1), (65536, 1 << 20), (512, 1 << 15), Tile(16, 512, 1, "vector", 4, 4, 512)),
+    Shapes(False, (1, 1), (5121, 65535), (512, 1 << 15), Tile(8, 1024, 1, "vector", 4, 3, 1024)),
+    Shapes(False, (1, 1), (0, 5120), (2048, 8191), Tile(4, 2048, 1, "vector", 4, 3, 2048)),
+    Shapes(False, (1, 1), (0, 5120), (8192, 1 << 15), Tile(8, 1024, 1, "vector", 4, 3, 1024)),
+    Shapes(False, (1, 1), (0, 5120), (512, 2047), Tile(4, 1024, 1, "vector", 4, 3)),
+    Shapes(False, (2, 32), (5121, 1 << 20), (512, 1 << 15), Tile(64, 256, 1, "wx", 4, 3, 512)),
+    Shapes(False, (33, 64), (5121, 1 << 20), (512, 1 << 15), Tile(64, 128, 1, "wx", 4, 4, 256)),
+    Shapes(False, (2, 32), (2048, 5120), (2048, 1 << 15), Tile(64, 256, 2, "wx", 4, 3, 512)),
+    Shapes(False, (33, 64), (2048, 5120), (2048, 1 << 15), Tile(64, 128, 2, "wx", 4, 4, 256)),
+    Shapes(False, (2, 64), (0, 2047), (512, 1 << 15), Tile(64, 128, 4, "wx", 4, 4, 256)),
+    Shapes(False, (2, 64), (2048, 5120), (512, 2047), Tile(64, 128, 1, "wx", 4, 4, 256)),
+)
+
+
+def choose_fp8_tile(
+    rows: int, n: int, k: int, gated: bool, gpu: GPU | None, *, blocks: bool = False
+) -> Tile | None:
+    """The tile for ``rows`` of 16-bit values by 8-bit floats ``[n, k]``, or None for many rows.
+
+    ``blocks`` says that each 128 columns of a row have a scale of their own.
+    """
+    if table_of(gpu) is not HOPPER or rows > 64 or k % 128:
+        return None
+    tile = _fitting(_FP8_TILES, rows, n, k, gated)
+    if tile is None or not blocks or tile.mode == "vector":
+        return tile
+    return replace(tile, block_k=128)
 
 
 def choose_parts(rows: int, n: int, k: int, gpu: GPU | None) -> int:

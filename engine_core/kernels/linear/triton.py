@@ -17,11 +17,20 @@ from engine_core.kernels.launch.triton import (
     wait,
 )
 from engine_core.kernels.linear.epilogues.triton import Activated, Added, Stored, place_of
-from engine_core.kernels.linear.readers.triton import DenseWeight
+from engine_core.kernels.linear.readers.triton import DenseWeight, Fp8Reader, reader_of
 from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
 from engine_core.kernels.linear.tiles import Tile
 
-__all__ = ["Activated", "Added", "DenseWeight", "Stored", "Tile", "linear"]
+__all__ = [
+    "Activated",
+    "Added",
+    "DenseWeight",
+    "Fp8Reader",
+    "Stored",
+    "Tile",
+    "linear",
+    "reader_of",
+]
 
 
 # The first wave of programs prefetches: four on each multiprocessor of an H200. With all of them at
@@ -30,7 +39,7 @@ _PREFETCH_PROGRAMS = tl.constexpr(528)
 
 
 @triton.jit
-def _multiply(acc, x, w, MODE: tl.constexpr, PRECISION: tl.constexpr):
+def _add_products(acc, x, w, MODE: tl.constexpr, PRECISION: tl.constexpr):
     """Add a tile's products: ``x [BLOCK_M, BLOCK_K]``, ``w [BLOCK_N, BLOCK_K]``."""
     if MODE == "vector":
         acc += w.to(tl.float32) * x.to(tl.float32)
@@ -38,6 +47,25 @@ def _multiply(acc, x, w, MODE: tl.constexpr, PRECISION: tl.constexpr):
         acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision=PRECISION)
     else:
         acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _multiply(reader, acc, x, w, MODE: tl.constexpr, PRECISION: tl.constexpr):
+    """Add a tile's products, of both halves if it has PAIRS."""
+    if not reader.PAIRS:
+        acc = _add_products(acc, x, w, MODE, PRECISION)
+    elif reader.BLOCK == 0:
+        acc = _add_products(acc, x[0], w[0], MODE, PRECISION)
+        acc = _add_products(acc, x[1], w[1], MODE, PRECISION)
+    else:
+        products = _add_products(tl.zeros_like(acc), x[0], w[0], MODE, PRECISION)
+        products = _add_products(products, x[1], w[1], MODE, PRECISION)
+        if MODE == "vector":
+            parts = tl.reshape(products, [acc.shape[0], acc.shape[1] // 64, 64])
+            acc += tl.reshape(parts * w[2][:, :, None], acc.shape)
+        else:
+            acc += products * (w[2] if MODE == "wx" else tl.trans(w[2]))
     return acc
 
 
@@ -63,9 +91,10 @@ def _rows_by_cols(acc, MODE: tl.constexpr):
 
 
 @triton.jit
-def _load_x(ptrs, row_mask, k_mask, EVEN_K: tl.constexpr):
+def _load_x(ptrs, row_mask, k_mask, EVEN_K: tl.constexpr, PAIRS: tl.constexpr):
     mask = row_mask[:, None] if EVEN_K else row_mask[:, None] & k_mask[None, :]
-    return tl.load(ptrs, mask=mask, other=0.0)
+    x = tl.load(ptrs, mask=mask, other=0.0)
+    return (x, tl.load(ptrs + 64, mask=mask, other=0.0)) if PAIRS else x
 
 
 @triton.jit
@@ -130,6 +159,8 @@ def _linear_kernel(
     tile, or of those that are finished TOGETHER, adds it up. With SQUARES, x still lacks RMSNorm's
     division, which is made up for at the end.
     """
+    # Columns of x and of the accumulator that a step multiplies at once.
+    WIDTH: tl.constexpr = BLOCK_K // 2 if reader.PAIRS else BLOCK_K
     if not epilogue.LATE:
         launch_dependents(PDL)
     tile = tl.program_id(0)
@@ -158,8 +189,11 @@ def _linear_kernel(
     wait(PDL)
 
     row_mask = place.row_mask
-    x_ptrs = x_ptr + first_row * x_stride
-    x_ptrs += place.rows.to(tl.int64)[:, None] * x_stride + cols[None, :]
+    places = tl.arange(0, WIDTH)
+    if reader.PAIRS:
+        places = places // 64 * 128 + places % 64
+    x_ptrs = x_ptr + first_row * x_stride + low
+    x_ptrs += place.rows.to(tl.int64)[:, None] * x_stride + places[None, :]
     # Asked for here, used after the products.
     if SQUARES:
         parts = tl.arange(0, BLOCK_SQUARES)
@@ -170,26 +204,26 @@ def _linear_kernel(
         )
     whole = place
     if TOGETHER > 1:
-        WIDTH: tl.constexpr = BLOCK_N * TOGETHER
-        whole = place_of(epilogue, tile // TOGETHER, first_row, num_rows, N, BLOCK_M, WIDTH)
+        WHOLE: tl.constexpr = BLOCK_N * TOGETHER
+        whole = place_of(epilogue, tile // TOGETHER, first_row, num_rows, N, BLOCK_M, WHOLE)
     asked = epilogue.ask(epilogue, whole)
-    acc = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
-    up = _zeros(MODE, BLOCK_M, BLOCK_N, BLOCK_K)
+    acc = _zeros(MODE, BLOCK_M, BLOCK_N, WIDTH)
+    up = _zeros(MODE, BLOCK_M, BLOCK_N, WIDTH)
     if PRELOAD:
-        x = _load_x(x_ptrs, row_mask, cols < high, EVEN_K)
-        acc = _multiply(acc, x, w_first, MODE, PRECISION)
+        x = _load_x(x_ptrs, row_mask, low + places < high, EVEN_K, reader.PAIRS)
+        acc = _multiply(reader, acc, x, w_first, MODE, PRECISION)
         if epilogue.GATED:
-            up = _multiply(up, x, up_first, MODE, PRECISION)
+            up = _multiply(reader, up, x, up_first, MODE, PRECISION)
         x_ptrs += BLOCK_K
         low += BLOCK_K
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         k_mask = start + tl.arange(0, BLOCK_K) < high
-        x = _load_x(x_ptrs, row_mask, k_mask, EVEN_K)
+        x = _load_x(x_ptrs, row_mask, start + places < high, EVEN_K, reader.PAIRS)
         w, w_cursor = reader.load(reader, w_cursor, k_mask, EVEN_K)
-        acc = _multiply(acc, x, w, MODE, PRECISION)
+        acc = _multiply(reader, acc, x, w, MODE, PRECISION)
         if epilogue.GATED:
             w, up_cursor = reader.load(reader, up_cursor, k_mask, EVEN_K)
-            up = _multiply(up, x, w, MODE, PRECISION)
+            up = _multiply(reader, up, x, w, MODE, PRECISION)
         x_ptrs += BLOCK_K
     if epilogue.LATE:
         launch_dependents(PDL)

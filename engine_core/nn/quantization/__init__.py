@@ -6,12 +6,15 @@ file.
 
 from engine_core.nn.quantization.blocks import BlockLinearMethod
 from engine_core.nn.quantization.cpu import GGUFScheme, Int4Scheme, Int8Scheme
+from engine_core.nn.quantization.fp8 import Fp8LinearMethod, Fp8Scheme
 from engine_core.nn.quantization.int4 import Int4LinearMethod, Int4Matrix, quantize_int4
 from engine_core.nn.quantization.int8 import Int8LinearMethod, Int8Matrix
 from engine_core.nn.quantization.scheme import QuantizationScheme
 
 __all__ = [
     "BlockLinearMethod",
+    "Fp8LinearMethod",
+    "Fp8Scheme",
     "GGUFScheme",
     "Int4LinearMethod",
     "Int4Matrix",

@@ -1,0 +1,155 @@
+"""Linears whose weight is kept in 8-bit floats (e4m3), with a scale for each row or block of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine_core.kernels.gpu import GPU, gpu_of
+
+FP8 = torch.float8_e4m3fn
+# The largest number of e4m3.
+FP8_MAX = 448.0
+# Columns that share a scale, of a weight whose rows have several.
+BLOCK = 128
+_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Weight:
+    """A matrix ``[N, K]`` as ``codes * scales``.
+
+    Make it by :meth:`of` or :meth:`quantized`.
+
+    Attributes:
+        codes: ``[N, K]`` e4m3, contiguous; where K is a multiple of 128 in the order of
+            :func:`paired`.
+        scales: float32, contiguous: ``[N]``, one of each row; or ``[ceil(K / 128), N]``, one of
+            each 128 columns of a row.
+        dtype: of what is multiplied by it.
+        input_scale: ``[]`` float32 of activations that were calibrated; None to measure each row.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+    input_scale: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, codes: Tensor, scales: Tensor, dtype: torch.dtype, input_scale: Tensor | None = None
+    ) -> Fp8Weight:
+        """The matrix of codes in their plain order."""
+        codes = paired(codes) if codes.shape[1] % BLOCK == 0 else codes
+        return cls(codes, scales, dtype, input_scale)
+
+    @classmethod
+    def quantized(cls, weight: Tensor) -> Fp8Weight:
+        """``weight [N, K]`` with a scale for each row, by which its greatest number becomes 448."""
+        codes = torch.empty_like(weight, dtype=FP8)
+        scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+        # In parts, so that temporaries stay small.
+        for start in range(0, len(weight), _ROWS):
+            part = slice(start, start + _ROWS)
+            codes[part], scales[part] = reference_quantize_rows(weight[part])
+        return cls.of(codes, scales, weight.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(N, K)``."""
+        return self.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """As :func:`linear`."""
+        return linear(x, self, bias)
+
+    def dense(self) -> Tensor:
+        """The numbers that the codes stand for, ``[N, K]``, rounded once."""
+        return self.numbers(self.dtype)
+
+    def __len__(self) -> int:
+        return self.codes.shape[0]
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """The numbers ``[N, K]``, multiplied in float32 and rounded once."""
+        n, k = self.shape
+        out = torch.empty(n, k, dtype=dtype, device=self.codes.device)
+        codes, scales = self.codes.to(dtype), self.scales.view(-1, n).T
+        if k % BLOCK == 0:
+            codes = codes.view(n, -1, BLOCK // 2, 2).transpose(2, 3)
+            torch.mul(codes, scales[..., None, None], out=out.view(codes.shape))
+            return out
+        width = k if self.scales.dim() == 1 else BLOCK
+        return torch.mul(codes, scales.repeat_interleave(width, dim=1)[:, :k], out=out)
+
+
+def paired(codes: Tensor) -> Tensor:
+    """``[N, K]``, K a multiple of 128, with columns j and j + 64 of each 128 as neighbours.
+
+    A product takes pairs of codes out of a register by few instructions then, and needs the rows
+    that it multiplies in runs of 64.
+    """
+    halves = codes.view(torch.uint8).view(len(codes), -1, 2, BLOCK // 2)
+    return halves.transpose(2, 3).reshape(codes.shape).view(FP8)
+
+
+def reference_quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """:func:`quantize_rows` in plain torch."""
+    numbers = x.float()
+    scales = numbers.abs().amax(dim=1) / FP8_MAX if scale is None else scale.expand(len(x))
+    divisor = torch.where(scales == 0, 1, scales).unsqueeze(1)
+    return (numbers / divisor).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scales
+
+
+def quantize_rows(
+    x: Tensor, scale: Tensor | None = None, *, pairs: bool = False
+) -> tuple[Tensor, Tensor]:
+    """e4m3 codes of ``x [M, K]`` and the scales ``[M]`` float32, such that codes * scales is near.
+
+    The greatest number of a row becomes 448. A ``scale []`` that is given is that of every row:
+    what it does not reach becomes 448 or -448. The codes are :func:`paired` if ``pairs``.
+    """
+    if gpu_of(x.device) is None or x.shape[1] > 1 << 15 or x.stride(-1) != 1:
+        codes, scales = reference_quantize_rows(x, scale)
+        return paired(codes) if pairs else codes, scales
+    from engine_core.kernels.linear.fp8 import triton
+
+    return triton.quantize_rows(x, scale, pairs=pairs)
+
+
+def multiplies_in_fp8(gpu: GPU | None, n: int, k: int, dtype: torch.dtype) -> bool:
+    """Whether matrix units multiply quantised bfloat16 rows by a weight with a scale a row."""
+    able = gpu is not None and gpu.capability >= (8, 9)
+    return able and n % 16 == k % 16 == 0 and dtype == torch.bfloat16
+
+
+def linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """``x [..., K] @ weight.T + bias`` of many rows.
+
+    Where matrix units can, and the weight has a scale a row, the rows are quantised to e4m3 too.
+    Else the weight becomes numbers of x's dtype first.
+    """
+    n, k = weight.shape
+    fits = weight.scales.dim() == 1 and multiplies_in_fp8(gpu_of(x.device), n, k, x.dtype)
+    if not fits or not x.numel():
+        return F.linear(x, weight.numbers(x.dtype), bias)
+    codes, scales = quantize_rows(x.reshape(-1, k), weight.input_scale, pairs=k % BLOCK == 0)
+    # Fast accumulation keeps fewer bits of the sums; without it sums move to float32 every 128.
+    out: Tensor = torch._scaled_mm(
+        codes,
+        weight.codes.t(),
+        scale_a=scales.view(-1, 1),
+        scale_b=weight.scales.view(1, -1),
+        bias=bias,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+    return out.view(*x.shape[:-1], n)
