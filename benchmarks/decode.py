@@ -1,7 +1,7 @@
 """Time replays of decode graphs, with rows of equal and of very different lengths.
 
     python benchmarks/decode.py [llama3_8b] [qwen2_0_5b] [--batches 8,32,64,128,256] [--seconds 3]
-        [--profile]
+        [--profile] [--quantization fp8]
 
 Weights and cache hold random values: with zeros a card takes less power, and so keeps a higher
 clock. Replays are timed on the device, between CUDA events around 20 of them. There are no prompts,
@@ -99,9 +99,17 @@ def profile(graph: torch.cuda.CUDAGraph) -> None:
 
 
 @torch.inference_mode()
-def measure(name: str, batches: list[int], seconds: float, folder: Path, *, profiled: bool) -> None:
+def measure(
+    name: str,
+    batches: list[int],
+    seconds: float,
+    folder: Path,
+    *,
+    profiled: bool,
+    quantization: str | None = None,
+) -> None:
     """Print one line per batch size."""
-    with build(name, folder, deterministic=False) as llm:
+    with build(name, folder, deterministic=False, quantization=quantization) as llm:
         runner = llm.engine.core.executor._runner
         graphs = runner._decode_graphs
         for cache in itertools.chain.from_iterable(runner.kv_cache):
@@ -132,6 +140,7 @@ def main() -> None:
     parser.add_argument("--batches", default="8,32,64,128,256")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--quantization", help="fp8 quantises the linears")
     arguments = parser.parse_args()
     batches = [int(part) for part in arguments.batches.split(",")]
     print(torch.cuda.get_device_name(), torch.__version__)
@@ -143,6 +152,7 @@ def main() -> None:
                 arguments.seconds,
                 Path(folder),
                 profiled=arguments.profile,
+                quantization=arguments.quantization,
             )
             torch.cuda.empty_cache()
 

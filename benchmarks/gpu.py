@@ -1,7 +1,7 @@
 """Run the shared workloads on a GPU, beside the peers' figures and the floors.
 
     python benchmarks/gpu.py [llama3_8b] [qwen2_0_5b] [--batches 1,32] [--no-mix] [--profile]
-        [--deterministic]
+        [--deterministic] [--quantization fp8]
 
 The peers' figures were measured on one NVIDIA H200 on 2026-11-20 with the same workload: vLLM
 0.24.0 and lmdeploy.pytorch 0.18.0. A floor is the larger of the weights' bytes over 4.28 TB/s and
@@ -59,10 +59,13 @@ PEERS: dict[str, Peers] = {
 }
 
 
-def build(name: str, folder: Path, *, deterministic: bool) -> LLM:
+def build(
+    name: str, folder: Path, *, deterministic: bool, quantization: str | None = None
+) -> LLM:
     """The engine with random weights of the shape."""
     config = EngineConfig(
         deterministic=deterministic,
+        quantization=quantization,
         load_format="dummy",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -124,13 +127,16 @@ def main() -> None:
     parser.add_argument("--no-mix", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--quantization", help="fp8 quantises the linears; the peers' do not")
     arguments = parser.parse_args()
     batches = tuple(int(part) for part in arguments.batches.split(","))
     print(torch.cuda.get_device_name(), torch.__version__)
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.models or list(PEERS):
             start = time.perf_counter()
-            with build(name, Path(folder), deterministic=arguments.deterministic) as llm:
+            options = {"deterministic": arguments.deterministic}
+            options["quantization"] = arguments.quantization
+            with build(name, Path(folder), **options) as llm:
                 run = runner(llm)
                 run([[1000] * 64], [1])
                 started = time.perf_counter() - start
