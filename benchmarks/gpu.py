@@ -59,9 +59,7 @@ PEERS: dict[str, Peers] = {
 }
 
 
-def build(
-    name: str, folder: Path, *, deterministic: bool, quantization: str | None = None
-) -> LLM:
+def build(name: str, folder: Path, *, deterministic: bool, quantization: str | None = None) -> LLM:
     """The engine with random weights of the shape."""
     config = EngineConfig(
         deterministic=deterministic,

@@ -64,7 +64,7 @@ from engine_core.nn.fusions import fusions
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
-from engine_core.runtime.loader import build_on_meta, check_weights
+from engine_core.runtime.loader import build_on_meta, match_weights
 from engine_core.runtime.memory import CachePlan, MediaPlan, check_memory, plan_cache, plan_media
 from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.source import (
@@ -336,7 +336,7 @@ class _Check:
         if checkpoint.has_weights:
             try:
                 weights = without_head(self.network, checkpoint, model_config)
-                account = check_weights(self.network, weights, self.model)
+                _, account = match_weights(self.network, weights, self.model, self.scheme)
                 for pair in account.uncompared:
                     self._add(
                         "tied-head-unread",
@@ -345,8 +345,6 @@ class _Check:
                         "checkpoint has both: if they differ, it will be refused",
                         pair,
                     )
-                if self.scheme is not None:
-                    self.scheme.match(self.network, weights, account)
             except WeightsMismatchError as error:
                 self._add_mismatch(error)
             except EngineError as error:

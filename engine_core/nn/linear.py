@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypedDict, Unpack
@@ -362,6 +362,7 @@ class Linear(MatrixModule):
         packed_dim: int | None = None,
         pack_factor: int = 1,
         group_size: int = 1,
+        spread: Callable[[Tensor, int, int], Tensor] | None = None,
     ) -> None:
         """Register a parameter that loads by parts and that the ranks share out.
 
@@ -379,6 +380,8 @@ class Linear(MatrixModule):
                 it.
             pack_factor: how many, such as 8 for 4-bit numbers in int32.
             group_size: inputs that share an element, such as of scales.
+            spread: called with a checkpoint's tensor and the sizes of what it stands for: output
+                rows, and elements of each (1 without ``input_dim``). Returns a tensor of that.
 
         Raises:
             IndivisibleError: a part, or a rank's share, begins or ends inside an element.
@@ -412,6 +415,7 @@ class Linear(MatrixModule):
             packed_dim=packed_dim,
             pack_factor=pack_factor,
             group_size=group_size,
+            spread=spread,
             parts=parts,
             shard_sizes={key: part.size * row for key, part in parts.items()},
         )
@@ -425,6 +429,8 @@ class Linear(MatrixModule):
         output_dim: int | None = param.output_dim  # type: ignore[attr-defined]
         input_dim: int | None = param.input_dim  # type: ignore[attr-defined]
         parts: Mapping[Hashable, _Part] = param.parts  # type: ignore[attr-defined]
+        if param.spread is not None:  # type: ignore[attr-defined]
+            tensor = self._spread(param, tensor, shard_id, parts)
         if shard_id in self._fused:
             pieces = [tensor] * len(parts)
             if output_dim is not None:
@@ -452,6 +458,17 @@ class Linear(MatrixModule):
             local = param.shape[input_dim]
             tensor = tensor.narrow(input_dim, self.context.tp_rank * local, local)
         copy_checked(param.narrow(dim, part.offset, part.size), tensor)
+
+    def _spread(
+        self, param: Any, tensor: Tensor, shard_id: Any, parts: Mapping[Hashable, _Part]
+    ) -> Tensor:
+        among = [part for key, part in parts.items() if shard_id in self._fused or key == shard_id]
+        width = 1
+        if param.input_dim is not None:
+            shares = self.context.tp_size if self.rowwise else 1
+            width = -(-self.in_features * shares // param.group_size)
+        tensor = param.spread(tensor, sum(part.total for part in among), width)
+        return tensor if param.input_dim is not None else tensor.squeeze(1)
 
     @property
     def _fused(self) -> Mapping[Hashable, str]:

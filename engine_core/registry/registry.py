@@ -95,6 +95,7 @@ _CORE = _Source(
     quantization_schemes={
         "int8": "engine_core.nn.quantization.Int8Scheme",
         "int4": "engine_core.nn.quantization.Int4Scheme",
+        "compressed-tensors": "engine_core.nn.quantization.CompressedTensorsScheme",
         "fp8": "engine_core.nn.quantization.Fp8Scheme",
         "gguf": "engine_core.nn.quantization.GGUFScheme",
     },

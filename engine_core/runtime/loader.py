@@ -116,6 +116,24 @@ def check_weights(model: nn.Module, source: WeightSource, where: str) -> LoadAcc
     return account
 
 
+def match_weights(
+    model: nn.Module, checkpoint: Any, where: str, scheme: QuantizationScheme | None
+) -> tuple[Any, LoadAccount]:
+    """:func:`check_weights`, and what ``scheme`` makes of the tensors: what to load from.
+
+    Raises:
+        EngineError: as :func:`check_weights` and :meth:`QuantizationScheme.match`.
+    """
+    if scheme is None:
+        return checkpoint, check_weights(model, checkpoint, where)
+    plain = scheme.plain(checkpoint)
+    account = check_weights(model, plain, where)
+    matched = scheme.match(model, checkpoint, account)
+    if plain is not checkpoint:
+        account = check_weights(model, matched, where)
+    return matched, account
+
+
 def _fill(
     model: nn.Module, weights: Iterator[tuple[str, Tensor]], account: LoadAccount, where: str
 ) -> None:

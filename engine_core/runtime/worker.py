@@ -19,7 +19,7 @@ from engine_core.nn.attention import cache_specs
 from engine_core.runtime import platform
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
-from engine_core.runtime.loader import build_on_meta, check_weights, dummy_weights, load_weights
+from engine_core.runtime.loader import build_on_meta, dummy_weights, load_weights, match_weights
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.phases import Phases
@@ -85,9 +85,9 @@ class Worker:
             specs = cache_specs(model)
             checkpoint = without_head(model, source.checkpoint, source.model_config)
             if config.load_format != "dummy":
-                account = check_weights(model, checkpoint, source.name)
-                if source.scheme is not None:
-                    checkpoint = source.scheme.match(model, checkpoint, account)
+                checkpoint, _ = match_weights(model, checkpoint, source.name, source.scheme)
+            elif source.scheme is not None:
+                source.scheme.match_dummy()
             platform.check_weights_fit(weight_bytes(model), source.device)
         with phases.timed("weights"):
             if config.load_format == "dummy":

@@ -1,18 +1,21 @@
-"""Weights of fewer bits: the contract of a scheme, and the core's three, which are for CPUs.
+"""Weights of fewer bits: the contract of a scheme, and the core's.
 
-Int8 and int4 quantise an ordinary checkpoint once it is loaded; blocks come quantised from a GGUF
-file.
+Int8, int4 and fp8 quantise an ordinary checkpoint once it is loaded; blocks come quantised from a
+GGUF file, and e4m3 codes from checkpoints that tools have quantised. Fp8 is for GPUs, the others
+for CPUs.
 """
 
 from engine_core.nn.quantization.blocks import BlockLinearMethod
 from engine_core.nn.quantization.cpu import GGUFScheme, Int4Scheme, Int8Scheme
 from engine_core.nn.quantization.fp8 import Fp8LinearMethod, Fp8Scheme
+from engine_core.nn.quantization.fp8_checkpoint import CompressedTensorsScheme
 from engine_core.nn.quantization.int4 import Int4LinearMethod, Int4Matrix, quantize_int4
 from engine_core.nn.quantization.int8 import Int8LinearMethod, Int8Matrix
 from engine_core.nn.quantization.scheme import QuantizationScheme
 
 __all__ = [
     "BlockLinearMethod",
+    "CompressedTensorsScheme",
     "Fp8LinearMethod",
     "Fp8Scheme",
     "GGUFScheme",

@@ -76,12 +76,22 @@ class QuantizationScheme:
         """Give the layers of a model on meta their methods, before its tensors are looked for."""
         self.give_methods(model)
 
+    def plain(self, checkpoint: Any) -> Any:
+        """The tensors' headers as plain layers have them, for a scheme that leaves them plain.
+
+        :meth:`match` is told which of these fill which parameters.
+        """
+        return checkpoint
+
     def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Checkpoint:
         """Look at which tensors fill which parameters; return the checkpoint to load from.
 
         The model is still on meta, and may be given methods here that depend on the tensors.
         """
         return checkpoint
+
+    def match_dummy(self) -> None:
+        """Raise an :class:`OptionError` if dummy weights will not do, for want of tensors."""
 
     def give_methods(self, model: nn.Module) -> list[Linear]:
         """Ask for each layer's method, and return the linears that got one.

@@ -31,20 +31,28 @@ class Fp8Weight:
             each 128 columns of a row.
         dtype: of what is multiplied by it.
         input_scale: ``[]`` float32 of activations that were calibrated; None to measure each row.
+        quantizes_rows: whether many rows are quantised too, where that is faster.
     """
 
     codes: Tensor
     scales: Tensor
     dtype: torch.dtype
     input_scale: Tensor | None = None
+    quantizes_rows: bool = True
 
     @classmethod
     def of(
-        cls, codes: Tensor, scales: Tensor, dtype: torch.dtype, input_scale: Tensor | None = None
+        cls,
+        codes: Tensor,
+        scales: Tensor,
+        dtype: torch.dtype,
+        input_scale: Tensor | None = None,
+        *,
+        quantizes_rows: bool = True,
     ) -> Fp8Weight:
-        """The matrix of codes in their plain order."""
+        """The matrix of codes in their plain order; the rest as the attributes."""
         codes = paired(codes) if codes.shape[1] % BLOCK == 0 else codes
-        return cls(codes, scales, dtype, input_scale)
+        return cls(codes, scales, dtype, input_scale, quantizes_rows)
 
     @classmethod
     def quantized(cls, weight: Tensor) -> Fp8Weight:
@@ -138,8 +146,8 @@ def linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     Else the weight becomes numbers of x's dtype first.
     """
     n, k = weight.shape
-    fits = weight.scales.dim() == 1 and multiplies_in_fp8(gpu_of(x.device), n, k, x.dtype)
-    if not fits or not x.numel():
+    fits = weight.quantizes_rows and weight.scales.dim() == 1
+    if not (fits and multiplies_in_fp8(gpu_of(x.device), n, k, x.dtype)) or not x.numel():
         return F.linear(x, weight.numbers(x.dtype), bias)
     codes, scales = quantize_rows(x.reshape(-1, k), weight.input_scale, pairs=k % BLOCK == 0)
     # Fast accumulation keeps fewer bits of the sums; without it sums move to float32 every 128.

@@ -1,0 +1,322 @@
+"""Checkpoints whose linears are e4m3 codes and scales, as tools write them.
+
+The tensors say which linears are quantised, and how their scales lie; the config says which of the
+formats there are they may be. A layer's tensors are ``weight`` in e4m3, ``weight_scale`` (of the
+whole tensor or of each row) or ``weight_scale_inv`` (of 128 x 128 blocks), which multiply the codes
+for all their names, and of calibrated activations ``input_scale`` or ``activation_scale``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from engine_core.errors import ConfigError, ErrorCode, OptionError
+from engine_core.kernels import Fp8Weight
+from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
+from engine_core.nn.loading import ShapeMismatchError
+from engine_core.nn.packing import MatrixModule, OneDNNMatrix, onednn_packs
+from engine_core.nn.quantization.scheme import QuantizationScheme
+
+if TYPE_CHECKING:
+    from engine_core.checkpoint import Checkpoint
+    from engine_core.nn.loading import LoadAccount
+
+logger = logging.getLogger(__name__)
+
+_E4M3 = "float8_e4m3fn"
+_BLOCK = 128
+_SCALES = ("weight_scale", "weight_scale_inv")
+_INPUT_SCALES = ("input_scale", "activation_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Layout:
+    """The tensors of a quantised linear besides its codes.
+
+    Attributes:
+        scale: the name of its scales.
+        blocks: whether 128 columns of a row have a scale of their own.
+        input_scale: the name of the activations' scale; None if they are measured.
+        quantizes_rows: whether activations are quantised at all, where that is faster.
+    """
+
+    scale: str
+    blocks: bool
+    input_scale: str | None
+    quantizes_rows: bool
+
+
+class Fp8CheckpointMethod(UnquantizedLinearMethod):
+    """Codes and scales as the checkpoint has them.
+
+    Ranks and merged layers may cut blocks at any row: each row gets the scales of its block. Merged
+    parts that were calibrated apart share the greatest scale of their activations.
+    """
+
+    fp8 = True
+
+    def __init__(self, layout: Fp8Layout, on_cpu: bool) -> None:
+        self._layout = layout
+        self._on_cpu = on_cpu
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        names = ("weight", self._layout.scale, self._layout.input_scale)
+        return tuple(name for name in names if name is not None)
+
+    def create_weights(
+        self,
+        layer: Linear,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+    ) -> None:
+        """Make the codes ``[out, in]``, and scales ``[out]`` or ``[out, in / 128]``."""
+        layout = self._layout
+        empty = torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn, device=device)
+        layer.add_parameter("weight", empty, input_dim=1)
+        shape = (out_features, -(-in_features // _BLOCK)) if layout.blocks else (out_features,)
+        layer.add_parameter(
+            layout.scale,
+            torch.empty(shape, dtype=torch.float32, device=device),
+            input_dim=1 if layout.blocks else None,
+            group_size=_BLOCK if layout.blocks else 1,
+            spread=_spread_over_rows,
+        )
+        if layout.input_scale is not None:
+            one = torch.empty(layer.num_parts, dtype=torch.float32, device=device)
+            layer.add_parameter(layout.input_scale, one, output_dim=None)
+
+    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
+        """On a CPU the numbers that the codes stand for."""
+        if not self._on_cpu:
+            return {}
+        numel = layer.get_parameter("weight").numel()
+        return dict.fromkeys(self._names, 0) | {"weight": numel * layer.dtype.itemsize}
+
+    def process_after_load(self, layer: Linear) -> None:
+        """Order the codes for a GPU's kernels; a CPU, which has none, gets the numbers."""
+        codes, scales, *inputs = (layer.get_parameter(name).data for name in self._names)
+        matrix = Fp8Weight.of(
+            codes,
+            scales.T.contiguous() if self._layout.blocks else scales,
+            layer.dtype,
+            input_scale=inputs[0].max() if inputs else None,
+            quantizes_rows=self._layout.quantizes_rows,
+        )
+        if codes.is_cuda:
+            layer.set_packed(matrix, *self._names)
+            return
+        numbers = matrix.dense()
+        if onednn_packs(numbers):
+            layer.set_packed(OneDNNMatrix(numbers), *self._names)
+            return
+        for name in self._names:
+            delattr(layer, name)
+        layer.weight = nn.Parameter(numbers, requires_grad=False)
+
+
+def _spread_over_rows(scales: Tensor, rows: int, width: int) -> Tensor:
+    """Scales of a tensor, of its rows or of its blocks as those of each row, ``[rows, width]``."""
+    blocks = (-(-rows // _BLOCK), width)
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(rows, width)
+    if scales.shape in ((rows,), (rows, 1)):
+        return scales.reshape(rows, 1).expand(rows, width)
+    if scales.shape == blocks:
+        return scales.repeat_interleave(_BLOCK, dim=0)[:rows]
+    raise ShapeMismatchError(
+        f"has shape {list(scales.shape)}, scales of this layer have one number, shape {[rows, 1]} "
+        f"or, of 128 x 128 blocks, {list(blocks)}"
+    )
+
+
+class _Headers:
+    """A checkpoint's headers as plain layers would have them: numbers, and no scales."""
+
+    def __init__(self, headers: Mapping[str, Any]) -> None:
+        stems = {name.removesuffix("weight") for name in _quantised(headers)}
+        scales = {stem + leaf for stem in stems for leaf in (*_SCALES, *_INPUT_SCALES)}
+        self.headers = {
+            name: replace(header, dtype="bfloat16") if header.dtype == _E4M3 else header
+            for name, header in headers.items()
+            if name not in scales
+        }
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """None: only headers are asked for."""
+        return iter(())
+
+
+def _quantised(headers: Mapping[str, Any]) -> set[str]:
+    return {name for name, header in headers.items() if header.dtype == _E4M3}
+
+
+class Fp8CheckpointScheme(QuantizationScheme):
+    """Takes the linears whose tensors are e4m3; a subclass reads the settings of a tool.
+
+    Attributes:
+        keys: of the settings that are known.
+        quantizes_rows: whether activations are quantised, where that is faster.
+    """
+
+    quantizes_rows = True
+    keys: ClassVar[tuple[str, ...]] = ()
+    _on_cpu = False
+
+    def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(name, settings)
+        self._layouts: dict[int, Fp8Layout] = {}
+        if settings is not None:
+            unknown = sorted(settings.keys() - set(self.keys))
+            if unknown:
+                raise unsupported(f"{unknown[0]} is {settings[unknown[0]]!r}, which is not known")
+            for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+                value = settings.get(key)
+                if value and value != {"format": "dense"}:
+                    raise unsupported(f"{key} is {value!r}")
+
+    def check_device(self, device: torch.device) -> None:
+        """Say that a CPU gains nothing."""
+        self._on_cpu = device.type == "cpu"
+        if self._on_cpu:
+            logger.warning("quantization %s: no kernel of a CPU multiplies e4m3; the weights are "
+                           "turned into numbers, which saves no memory", self.name)  # fmt: skip
+
+    def check_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
+        """The option alone quantises nothing."""
+        raise OptionError(
+            f"quantization {self.name!r} is for checkpoints that are quantised so, and {model} is "
+            "not; leave it out, or take 'fp8', which quantises any checkpoint"
+        )
+
+    def plain(self, checkpoint: Any) -> Any:
+        """Its headers as they would be without quantisation."""
+        return _Headers(checkpoint.headers)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Leave the layers plain: the types of the tensors that fill them say who is taken."""
+
+    def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Checkpoint:
+        """Give each linear whose tensors are e4m3 its method.
+
+        Raises:
+            ConfigError: scales are missing, or only some parts of a merged linear are quantised.
+        """
+        headers = checkpoint.headers
+        quantised = _quantised(headers)
+        if not quantised:
+            raise unsupported(f"no tensor of the checkpoint is {_E4M3}")
+        for name, layer in model.named_modules():
+            if not isinstance(layer, Linear):
+                continue
+            sources = account.sources(layer.weight)
+            if sources & quantised:
+                self._layouts[id(layer)] = self._layout(name, sources, quantised, headers)
+        self.give_methods(model)
+        return checkpoint
+
+    def match_dummy(self) -> None:
+        """Refuse, as without tensors nothing says which linears are quantised."""
+        if self.settings is not None:
+            raise OptionError(
+                "load_format 'dummy' has no tensors that say which layers are quantised; take "
+                "quantization_config out of config.json, and set quantization='fp8' for e4m3"
+            )
+
+    def _layout(
+        self, name: str, sources: frozenset[str], quantised: set[str], headers: Mapping[str, Any]
+    ) -> Fp8Layout:
+        plain = sorted(sources - quantised)
+        if plain:
+            raise unsupported(
+                f"{name} is merged of tensors of which some are quantised "
+                f"({min(sources & quantised)}) and some are not ({plain[0]})"
+            )
+        found: dict[str, list[Any]] = {leaf: [] for leaf in (*_SCALES, *_INPUT_SCALES)}
+        for source in sources:
+            stem = source.removesuffix("weight")
+            for leaf, held in found.items():
+                held += [headers[stem + leaf]] if stem + leaf in headers else []
+        scale = max(_SCALES, key=lambda leaf: len(found[leaf]))
+        missing = [s for s in sorted(sources) if s.removesuffix("weight") + scale not in headers]
+        if missing:
+            raise unsupported(
+                f"{missing[0]} is {_E4M3} but has no scale: there is no "
+                f"{missing[0].removesuffix('weight')}{scale}"
+            )
+        # A single column of blocks has a scale of each row, too.
+        blocks = any(len(held.shape) == 2 and held.shape[1] > 1 for held in found[scale])
+        static = [leaf for leaf in _INPUT_SCALES if found[leaf]]
+        return Fp8Layout(scale, blocks, static[0] if static else None, self.quantizes_rows)
+
+    def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
+        """Codes and scales, for a linear that has them."""
+        layout = self._layouts.get(id(layer))
+        return None if layout is None else Fp8CheckpointMethod(layout, self._on_cpu)
+
+
+def unsupported(what: str) -> ConfigError:
+    """The error for a checkpoint that is quantised in a way that cannot be read."""
+    return ConfigError(
+        f"the weights are quantised in a way that cannot be read: {what}; take another "
+        "checkpoint of the model",
+        code=ErrorCode.QUANTIZATION,
+    )
+
+
+class CompressedTensorsScheme(Fp8CheckpointScheme):
+    """The format float-quantized of compressed-tensors, of 8 bits."""
+
+    keys = (
+        *("config_groups", "dequantize", "format", "global_compression_ratio", "ignore"),
+        *("kv_cache_scheme", "quant_method", "quantization_status", "run_compressed"),
+        *("sparsity_config", "transform_config", "use_optimized_inference", "version"),
+    )
+
+    def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(name, settings)
+        groups = (settings or {}).get("config_groups")
+        if settings is None:
+            return
+        if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
+            raise unsupported(f"config_groups is {groups!r}, no object of groups")
+        for group, given in groups.items():
+            _check_numbers(f"config_groups.{group}.weights", given.get("weights"))
+            inputs = given.get("input_activations")
+            if inputs is None:
+                self.quantizes_rows = False
+            else:
+                _check_numbers(f"config_groups.{group}.input_activations", inputs)
+            if given.get("output_activations") is not None:
+                raise unsupported(f"config_groups.{group} quantises output_activations")
+
+    @classmethod
+    def condition(cls, settings: Mapping[str, Any]) -> bool:
+        """By the method's name."""
+        return settings.get("quant_method") == "compressed-tensors"
+
+
+def _check_numbers(where: str, given: Any) -> None:
+    """Refuse what are not symmetric 8-bit floats."""
+    if not isinstance(given, dict):
+        raise unsupported(f"{where} is {given!r}, no object")
+    wanted: dict[str, tuple[Any, ...]] = {
+        "type": ("float",),
+        "num_bits": (8,),
+        "symmetric": (True, None),
+        "strategy": ("tensor", "channel", "block", "token", "group"),
+        "block_structure": (None, [_BLOCK, _BLOCK]),
+        "group_size": (None, _BLOCK),
+    }
+    for key, known in wanted.items():
+        if given.get(key) not in known:
+            offered = " or ".join(repr(value) for value in known if value is not None)
+            raise unsupported(f"{where}.{key} is {given.get(key)!r}, not {offered}")

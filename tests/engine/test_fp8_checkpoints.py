@@ -1,0 +1,285 @@
+"""Checkpoints of e4m3 weights in the three formats that tools write, and broken ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden_fixtures import GOLDEN
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.check import check_model
+from engine_core.checkpoint import open_checkpoint
+from engine_core.errors import EngineError, OptionError
+from engine_core.nn.linear import Linear
+from engine_core.nn.quantization import QuantizationScheme
+from engine_core.registry import build_registry
+from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
+from engine_core.runtime.packing import weight_bytes
+from engine_core.step_context import BuildContext
+from engine_core.testing.tiny_model import TinyModel
+
+CPU = torch.device("cpu")
+BASE: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu"}
+FP8 = torch.float8_e4m3fn
+Pair = tuple[Tensor, Tensor]
+
+
+def by_tensor(weight: Tensor) -> Pair:
+    scale = weight.abs().amax().reshape(1) / 448
+    return (weight / scale).to(FP8), scale
+
+
+def by_row(weight: Tensor) -> Pair:
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    return (weight / scales).to(FP8), scales.bfloat16()
+
+
+def by_block(weight: Tensor) -> Pair:
+    """Hugging Face's: the last blocks may be smaller than 128 x 128."""
+    n, k = weight.shape
+    scales = torch.empty(-(-n // 128), -(-k // 128))
+    codes = torch.empty(n, k, dtype=FP8)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            place = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            scales[i, j] = weight[place].abs().amax() / 448
+            codes[place] = (weight[place] / scales[i, j]).to(FP8)
+    return codes, scales
+
+
+def numbers(codes: Tensor, scales: Tensor) -> Tensor:
+    """The reference dequantisation."""
+    n, k = codes.shape
+    if scales.shape not in ((1,), (n, 1)):
+        scales = scales[torch.arange(n) // 128][:, torch.arange(k) // 128]
+    return (codes.double() * scales.double()).float()
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", **weights}}
+    group["input_activations"] = {"num_bits": 8, "type": "float", "strategy": "token"}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+FORMATS: dict[str, tuple[dict[str, Any], str, Callable[[Tensor], Pair]]] = {
+    "blocks": (
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head"],
+        },
+        "weight_scale_inv",
+        by_block,
+    ),
+    "tensor": (compressed(strategy="tensor"), "weight_scale", by_tensor),
+    "channel": (compressed(strategy="channel"), "weight_scale", by_row),
+    "static": ({"quant_method": "fp8", "activation_scheme": "static"}, "weight_scale", by_tensor),
+}
+
+
+class Made:
+    """A tiny Llama in a format, and the same with the numbers that the codes stand for."""
+
+    def __init__(
+        self, folder: Path, kind: str, source: str = "llama-gqa", left_out: str = ".1.mlp."
+    ) -> None:
+        settings, leaf, quantise = FORMATS[kind]
+        self.plain, self.quantised, self.leaf = folder / "plain", folder / "quantised", leaf
+        tensors = load_file(GOLDEN / source / "model.safetensors")
+        plain, quantised = dict(tensors), dict(tensors)
+        for name, weight in tensors.items():
+            # Some are left out, as a skip list has it.
+            if not name.endswith("_proj.weight") or left_out in name:
+                continue
+            codes, scales = quantise(weight.float())
+            stem = name.removesuffix("weight")
+            quantised |= {name: codes, stem + leaf: scales}
+            if kind == "static":
+                quantised[stem + "input_scale"] = torch.tensor(0.02)
+            plain[name] = numbers(codes, scales)
+        for path, held in ((self.plain, plain), (self.quantised, quantised)):
+            path.mkdir()
+            shutil.copy(GOLDEN / source / "config.json", path)
+            save_file({n: t.contiguous() for n, t in held.items()}, path / "model.safetensors")
+        self.config(lambda config: config.update(quantization_config=settings))
+
+    def config(self, change: Callable[[dict[str, Any]], Any]) -> None:
+        path = self.quantised / "config.json"
+        config = json.loads(path.read_text())
+        change(config)
+        path.write_text(json.dumps(config))
+
+    def tensors(self, change: Callable[[dict[str, Tensor]], Any]) -> None:
+        path = self.quantised / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    def model(self, folder: Path, *, pack: bool = True, **context: Any) -> torch.nn.Module:
+        registry = build_registry(())
+        checkpoint = open_checkpoint(folder)
+        config = registry.model_config(checkpoint.hf_config, folder)
+        settings = checkpoint.hf_config.get("quantization_config")
+        scheme: QuantizationScheme | None = None
+        if settings is not None:
+            name = registry.recognise_quantization(settings)
+            assert name is not None
+            scheme = registry.quantization_scheme(name, settings)
+            scheme.check_device(CPU)
+        model_class = registry.model_class(config.architecture)
+        built = BuildContext(dtype=torch.float32, **context)
+        model = build_on_meta(model_class, config, built, scheme)
+        checkpoint, _ = match_weights(model, checkpoint, "it", scheme)
+        self.bytes = weight_bytes(model)
+        load_weights(model, checkpoint, "it", CPU, pack=pack)
+        return model
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    tiny = TinyModel(model, None)
+    sequences = [tiny.sequence([1, 5, 9, 200, 7, 7, 3], 7)]
+    return torch.cat(tiny.run(sequences, [[(0, 0, 7)]]).logits)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("source", ["llama-gqa", "qwen2-gqa"])
+def test_weights_are_those_of_the_reference(tmp_path: Path, kind: str, source: str) -> None:
+    made = Made(tmp_path, kind, source)
+    plain, quantised = made.model(made.plain), made.model(made.quantised)
+    others = dict(plain.named_modules())
+    compared = 0
+    for name, layer in quantised.named_modules():
+        if isinstance(layer, Linear):
+            assert torch.equal(layer.weight, others[name].weight)
+            compared += layer.method.fp8
+    assert compared > 4
+    assert torch.equal(logits(quantised), logits(plain))
+    assert made.bytes == sum(p.nbytes for p in made.model(made.plain, pack=False).parameters())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_ranks_keep_their_part(tmp_path: Path, kind: str) -> None:
+    made = Made(tmp_path, kind)
+    if kind == "blocks":
+        with pytest.raises(OptionError, match=r"down_proj: .* 128, which share an element"):
+            made.model(made.quantised, tp_size=2)
+        # Blocks may be cut between rows, not between columns.
+        made = Made(made.plain, kind, left_out="down_proj")
+    for rank in range(2):
+        context = {"tp_size": 2, "tp_rank": rank}
+        plain = dict(made.model(made.plain, **context).named_modules())
+        for name, layer in made.model(made.quantised, **context).named_modules():
+            if isinstance(layer, Linear):
+                assert torch.equal(layer.weight, plain[name].weight)
+
+
+def test_it_generates_and_says_that_a_cpu_gains_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Made(tmp_path, "channel")
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    out = []
+    for folder in (made.plain, made.quantised):
+        assert not check_model(folder, EngineConfig(**BASE)).errors
+        with LLM(str(folder), EngineConfig(dtype="float32", **BASE)) as llm:
+            out.append(llm.generate([[1, 5, 9]], greedy)[0].outputs[0].token_ids)
+    assert out[0] == out[1]
+    assert "saves no memory" in caplog.text
+
+
+GATE = "model.layers.0.mlp.gate_proj."
+
+
+def drop_scale(made: Made) -> None:
+    made.tensors(lambda tensors: tensors.pop(GATE + made.leaf))
+
+
+def wrong_scale(made: Made) -> None:
+    made.tensors(lambda tensors: tensors.update({GATE + made.leaf: torch.ones(3, 5)}))
+
+
+def half(made: Made) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[GATE + "weight"] = tensors[GATE + "weight"].float()
+        del tensors[GATE + made.leaf]
+
+    made.tensors(change)
+
+
+def lone_scale(made: Made) -> None:
+    made.tensors(lambda tensors: tensors.update({GATE + "weight": torch.zeros(96, 48)}))
+
+
+def no_codes(made: Made) -> None:
+    plain = load_file(made.plain / "model.safetensors")
+    made.tensors(lambda tensors: (tensors.clear(), tensors.update(plain)))
+
+
+def setting(**changes: Any) -> Callable[[Made], None]:
+    def change(made: Made) -> None:
+        made.config(lambda config: config["quantization_config"].update(changes))
+
+    return change
+
+
+def weights(**changes: Any) -> Callable[[Made], None]:
+    def change(config: dict[str, Any]) -> None:
+        config["quantization_config"]["config_groups"]["group_0"]["weights"].update(changes)
+
+    return lambda made: made.config(change)
+
+
+BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
+    "no scale": ("blocks", drop_scale, "there is no " + GATE + "weight_scale_inv"),
+    "no scale of rows": ("channel", drop_scale, "there is no " + GATE + "weight_scale"),
+    "scales of another shape": ("channel", wrong_scale, GATE + "weight_scale: has shape [3, 5]"),
+    "blocks of another shape": ("blocks", wrong_scale, "weight_scale_inv: has shape [3, 5]"),
+    "half of the parts": ("tensor", half, "mlp.gate_up_proj is merged of tensors of which some"),
+    "a scale without codes": ("tensor", no_codes, "no tensor of the checkpoint is float8_e4m3fn"),
+    "another block": ("blocks", setting(weight_block_size=[64, 64]), "weight_block_size is [64"),
+    "another type": ("blocks", setting(fmt="e5m2"), "fmt is 'e5m2', not 'e4m3'"),
+    "an unknown key": ("blocks", setting(rotation="r1"), "rotation is 'r1'"),
+    "4 bits": ("channel", weights(num_bits=4), "num_bits is 4, not 8"),
+    "integers": ("channel", weights(type="int"), "type is 'int', not 'float'"),
+    "another structure": ("channel", weights(block_structure=[1, 128]), "block_structure is [1"),
+    "a cache": ("channel", setting(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is"),
+    "no groups": ("channel", setting(config_groups=None), "config_groups is None"),
+    "an unknown method": ("channel", setting(quant_method="hqq"), "says 'hqq'"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_broken_ones_are_named(tmp_path: Path, broken: str) -> None:
+    kind, breaks, words = BROKEN[broken]
+    made = Made(tmp_path, kind)
+    breaks(made)
+    report = check_model(made.quantised, EngineConfig(**BASE))
+    assert any(words in problem.message for problem in report.errors), report
+    assert report.seconds < 5
+    with pytest.raises(EngineError) as refused:
+        LLM(str(made.quantised), EngineConfig(**BASE))
+    assert words in str(refused.value)
+
+
+def test_options_that_do_not_fit(tmp_path: Path) -> None:
+    made = Made(tmp_path, "channel")
+    with pytest.raises(OptionError, match="quantised by 'compressed-tensors'"):
+        LLM(str(made.quantised), EngineConfig(quantization="fp8", **BASE))
+    with pytest.raises(OptionError, match="or take 'fp8', which quantises any"):
+        LLM(str(made.plain), EngineConfig(quantization="compressed-tensors", **BASE))
+    with pytest.raises(OptionError, match="load_format 'dummy' has no tensors"):
+        LLM(str(made.quantised), EngineConfig(load_format="dummy", **BASE))
