@@ -194,8 +194,9 @@ def test_the_memory_plan_counts_packed_weights(stories: Path) -> None:
 
 
 def test_what_is_not_possible_is_refused(stories: Path, smollm2_gguf: Path, tmp_path: Path) -> None:
-    known = r"'int8' \(engine-core-llm\), 'int4' \(engine-core-llm\), 'gguf' \(engine-core-llm\)"
-    with pytest.raises(ConfigError, match=f"quantization 'fp8' is none .* installed: {known}"):
+    names = ("int8", "int4", "compressed-tensors", "fp8", "gguf")
+    known = ", ".join(rf"'{name}' \(engine-core-llm\)" for name in names)
+    with pytest.raises(ConfigError, match=f"quantization 'fp6' is none .* installed: {known}"):
         LLM(str(stories), EngineConfig(quantization="fp6", skip_tokenizer_init=True))
     with pytest.raises(ConfigError, match=r"'gguf' keeps the blocks of a GGUF file, and .* is non"):
         LLM(str(stories), EngineConfig(quantization="gguf", skip_tokenizer_init=True))
