@@ -178,7 +178,7 @@ def weights(subject: Subject) -> None:
 def _check_unknown(
     model: torch.nn.Module, headers: Mapping[str, Any], unused: tuple[str, ...]
 ) -> None:
-    """Tensors that a checkpoint might have beside its own are refused, such as scales and biases."""
+    """Tensors that are not the model's, such as scales and biases, are refused."""
     header = next(iter(headers.values()))
     used = [name for name in headers if not name.endswith(unused)]
     stems = [name.removesuffix(".weight") for name in used if name.endswith(".weight")]
@@ -582,7 +582,7 @@ def prefix_caching(subject: Subject) -> None:
 
 
 def shared_prefixes(subject: Subject) -> None:
-    """Prompts that share a prefix get the tokens of a cold cache, also beyond the trained length."""
+    """Prompts with a common prefix get the tokens of a cold cache, at any length."""
     subject.require_run()
     prompts = list(_relatives(subject))
     if not prompts:
