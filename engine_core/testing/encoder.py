@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,12 +57,12 @@ def _check_alone(subject: Subject, llm: LLM) -> list[Any]:
         try:
             _compare([ids], _run(llm, [ids]), [vector], "alone")
         except ConformanceError as error:
-            ours = llm.apply_model(lambda model, ids=ids: _traced(llm, model, ids))  # type: ignore[misc]
+            (ours,) = llm.apply_model(partial(_traced, llm, ids))
             raise ConformanceError(f"{error}. {explain(ours, theirs, checkpoint.prefix)}") from None
     return wanted
 
 
-def _traced(llm: LLM, model: Any, ids: list[int]) -> Trace:
+def _traced(llm: LLM, ids: list[int], model: Any) -> Trace:
     layers = decoder_layers(model, llm.model_config.num_layers)
     recorder = Recorder(model, layers)
     recorder.begin([(0, position) for position in range(len(ids))])

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.errors import RequestError
@@ -135,10 +136,7 @@ class InternVLProcessor:
         settings = self._checked(options)
         ids: NDArray[np.int64] = np.frombuffer(packed_token_ids(token_ids), np.int64)
         items = {
-            kind: once_each(
-                media.get(kind, ()),
-                lambda i, item, kind=kind: self._item(kind, item, options, settings, f"{kind} {i}"),
-            )
+            kind: once_each(media.get(kind, ()), partial(self._item, kind, options, settings))
             for kind in self.media_kinds
         }
         changes = [*self._images(ids, items["image"]), *self._videos(ids, items["video"])]
@@ -196,16 +194,17 @@ class InternVLProcessor:
     def _item(
         self,
         kind: str,
-        item: Any,
         options: Mapping[str, Any],
         settings: Mapping[str, Any],
-        name: str,
+        index: int,
+        item: Any,
     ) -> MediaItem:
         """An item as the caller gave it, as it would be in a prompt of its own."""
         import numpy as np
 
         from engine_core_internvl.pixels import Tiler, to_frames, to_pixels
 
+        name = f"{kind} {index}"
         if isinstance(item, MediaItem):
             return item
         tiler = Tiler(self._tile_size)

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.errors import RequestError
@@ -149,10 +150,7 @@ class Qwen2VLProcessor:
         ids: NDArray[np.int64] = np.frombuffer(packed_token_ids(token_ids), np.int64)
         sites: list[_Site] = []
         for kind in self.media_kinds:
-            items = once_each(
-                media.get(kind, ()),
-                lambda i, item, kind=kind: self._item(kind, item, checked, f"{kind} {i}"),
-            )
+            items = once_each(media.get(kind, ()), partial(self._item, kind, checked))
             sites += self._sites(kind, ids, items)
         sites.sort(key=lambda site: site.start)
         ids, found = expand_placeholders(ids, [(s.start, s.given, s.item) for s in sites])
@@ -198,11 +196,11 @@ class Qwen2VLProcessor:
         positions[:, index:] = np.arange(position, position + length - index)
         return positions, position - index
 
-    def _item(self, kind: str, item: Any, options: dict[str, Any], name: str) -> MediaItem:
+    def _item(self, kind: str, options: dict[str, Any], index: int, item: Any) -> MediaItem:
         """An item as the caller gave it, as it would be in a prompt of its own."""
-
         from engine_core_qwen2_vl.pixels import to_frames, to_pixels
 
+        name = f"{kind} {index}"
         if isinstance(item, MediaItem):
             return item
         interval = 1.0
