@@ -30,6 +30,8 @@ from engine_core.step_context import AttentionMetadata, StepContext, StepContext
 from engine_core_qwen_vl.config import EMBEDDINGS
 
 _EPS = 1e-6
+# Of red, green and blue, from 0 to 1.
+_MEAN, _STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 _LEVELS = 32
 
 
@@ -184,6 +186,9 @@ class Resampler(nn.Module):
 class VisionTower(nn.Module):
     """The vision transformer and its resampler; every rank has the whole of both."""
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, visual: HFConfig) -> None:
         super().__init__()
         width, self.patch_size = visual.width, visual.patch_size
@@ -195,6 +200,15 @@ class VisionTower(nn.Module):
         self.attn_pool = Resampler(width, visual.output_dim, self.grid**2)
         self.ln_post = LayerNorm(visual.output_dim, _EPS)
         self.proj = build_replicated_linear(visual.output_dim, visual.output_dim)
+        for name, values in (("mean", _MEAN), ("std", _STD)):
+            constant = torch.tensor(values, dtype=torch.float32, device="cpu").view(3, 1, 1)
+            self.register_buffer(name, constant, persistent=False)
+
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """Pixels ``[S, S, 3]`` in uint8 as ``[3, S, S]``; those in float32 as they are."""
+        if pixels.dtype != torch.uint8:
+            return pixels
+        return (pixels.permute(2, 0, 1) / 255).sub_(self.mean).div_(self.std)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Images ``[B, 3, S, S]`` to ``[B, 256, H]``."""
@@ -255,7 +269,8 @@ class QWenLMHeadModel(RotaryCausalLM):
 
         Args:
             kind: "image".
-            items: ``pixel_values [3, S, S]`` of each.
+            items: ``pixel_values`` of each: uint8 ``[S, S, 3]``, or float32 ``[3, S, S]`` that is
+                normalised.
         """
         return finished(self.embed_media_parts(kind, items))
 
@@ -264,7 +279,7 @@ class QWenLMHeadModel(RotaryCausalLM):
     ) -> Generator[float, None, list[Tensor]]:
         """As :meth:`embed_media`; says after each layer which share of the work is done."""
         del kind
-        pixels = torch.stack([item["pixel_values"] for item in items])
+        pixels = torch.stack([self.visual.normalised(item["pixel_values"]) for item in items])
         embeddings = yield from self.visual.parts(pixels)
         return list(embeddings)
 

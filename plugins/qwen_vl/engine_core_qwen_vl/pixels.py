@@ -10,12 +10,9 @@ from numpy.typing import NDArray
 
 from engine_core.errors import RequestError
 
-_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
-_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 
-
-def image_pixels(image: Any, size: int) -> NDArray[np.float32]:
-    """A PIL image or an array ``[H, W, 3]`` of uint8 as normalised pixels ``[3, size, size]``.
+def image_pixels(image: Any, size: int) -> NDArray[np.uint8]:
+    """A PIL image or an array ``[H, W, 3]`` of uint8 as ``[size, size, 3]``.
 
     Raises:
         RequestError: it is neither.
@@ -37,12 +34,12 @@ def image_pixels(image: Any, size: int) -> NDArray[np.float32]:
         image = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
     except (OSError, SyntaxError, ValueError) as error:  # It reads a file, or it is closed.
         raise RequestError(f"an image cannot be read: {error}") from None
-    normalised = (np.asarray(image).astype(np.float32) / 255 - _MEAN) / _STD
-    return np.ascontiguousarray(normalised.transpose(2, 0, 1))
+    # A copy: PIL's own memory cannot be written to, which torch wants of arrays.
+    return np.array(image)
 
 
 def given_pixels(features: Mapping[str, Any], size: int) -> NDArray[np.float32]:
-    """Pixels that are made already, as ``[3, size, size]``.
+    """Pixels that are made and normalised already, as ``[3, size, size]``.
 
     Raises:
         RequestError: they are none.

@@ -177,11 +177,24 @@ def test_files_become_the_same_pixels_and_embeddings(name: str) -> None:
                 continue
             made = processor.process_media(prompt.ids, {"image": images}, {})
             for item, expected in zip(made.media, prompt.pixels, strict=True):
-                given = torch.as_tensor(item.features["pixel_values"])
-                torch.testing.assert_close(given, expected["pixel_values"], atol=1e-5, rtol=0)
+                check_pixels(item.features["pixel_values"], expected["pixel_values"])
             if prompt.features is not None:
-                (embeddings,) = engine.apply_model(embed(prompt.pixels))
-                torch.testing.assert_close(embeddings, prompt.features, atol=1e-4, rtol=0)
+                # Bytes, pixels that are normalised, and both at once.
+                given = [torch.as_tensor(item.features["pixel_values"]) for item in made.media]
+                bytes_ = [{"pixel_values": pixels} for pixels in given]
+                for images in (prompt.pixels, bytes_, [*bytes_[:1], *prompt.pixels[1:]]):
+                    (embeddings,) = engine.apply_model(embed(images))
+                    torch.testing.assert_close(embeddings, prompt.features, atol=1e-4, rtol=0)
+
+
+def check_pixels(ours: Any, normalised: Tensor) -> None:
+    """Bytes ``[S, S, 3]`` that the original normalises so."""
+    assert ours.dtype == np.uint8
+    mean, std = np.array(
+        [[0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]]
+    )
+    given = torch.as_tensor(((ours / 255 - mean) / std).transpose(2, 0, 1), dtype=torch.float32)
+    torch.testing.assert_close(given, normalised, atol=1e-5, rtol=0)
 
 
 def picture(file: Path) -> Image.Image:
@@ -256,8 +269,7 @@ def test_files_that_tokens_name_are_read_where_that_is_allowed() -> None:
     for output, prompt in zip(outputs, shown, strict=True):
         check(output, prompt)
     for item, expected in zip(tokenized.processed.media, shown[-1].pixels, strict=True):
-        pixels = torch.as_tensor(np.asarray(item.features["pixel_values"]))
-        torch.testing.assert_close(pixels, expected["pixel_values"], atol=1e-5, rtol=0)
+        check_pixels(item.features["pixel_values"], expected["pixel_values"])
 
 
 @pytest.mark.parametrize(

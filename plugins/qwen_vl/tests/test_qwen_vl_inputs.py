@@ -198,8 +198,10 @@ def test_published_checkpoints_end_their_turns() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("grid", [16, 32])
-def test_the_tower_takes_no_more_memory_than_is_said(grid: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("grid", "as_bytes"), [(16, False), (32, False), (32, True)])
+def test_the_tower_takes_no_more_memory_than_is_said(
+    grid: int, as_bytes: bool, dtype: torch.dtype
+) -> None:
     """With about the proportions of the published one."""
     visual = {"width": 208, "heads": 4, "layers": 2, "patch_size": 6, "image_size": 6 * grid}
     visual |= {"output_dim": 512, "image_start_id": BEGIN, "mlp_ratio": 4.9231}
@@ -207,7 +209,10 @@ def test_the_tower_takes_no_more_memory_than_is_said(grid: int, dtype: torch.dty
     model: Any = build_on_meta(QWenLMHeadModel, config, BuildContext(dtype=dtype))
     dummy_weights(model, torch.device("cpu"), 0)
     with torch.inference_mode(), Allocated() as allocated:
-        images = [{"pixel_values": torch.zeros(3, 6 * grid, 6 * grid)} for _ in range(2)]
+        pixels = torch.zeros(3, 6 * grid, 6 * grid)
+        if as_bytes:
+            pixels = torch.zeros(6 * grid, 6 * grid, 3, dtype=torch.uint8)
+        images = [{"pixel_values": pixels.clone()} for _ in range(2)]
         model.embed_media("image", images)
     measured = allocated.peak / (2 * 256) / dtype.itemsize
     limit = QWenVLProcessor(config).media_limits()["image"]
