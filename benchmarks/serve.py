@@ -17,6 +17,11 @@ A gap is the time between two events of a stream; one before an event with n tok
 gaps of an n-th of it in the columns of tokens. The largest gap has its cause, by the trace of the
 server's steps.
 
+Ctrl-C, SIGINT and SIGTERM end the run under way: what was seen until then is reported and stored as
+always, with the seconds in its label, and the exit code is 130. So a time limit is
+``timeout -s INT 540 python benchmarks/serve.py ...``. Requests that were not sent do not count;
+those without a first token count as failed.
+
 ``--plot`` needs matplotlib: ``pip install 'engine-core-llm[bench]'``.
 """
 
@@ -29,13 +34,14 @@ import os
 import random
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -46,7 +52,7 @@ from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.serve_client import Client, Observation, Request, Run
+from benchmarks.serve_client import Client, Observation, Request, Run, Stop
 from benchmarks.workloads import SHAPES, write_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,16 +63,19 @@ TOKENIZERS = {
 }
 SMOLLM2 = CACHE / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 RATES = "--rates 4,16,32,48"
+SMALL_RATES = "--rates 16,64,96,128"
+ON_A_CPU = f"--model {SMOLLM2} --token-range 1000 46000 --burst 100 --patience 300"
 SCENARIOS = {
     "8b": f"--model llama3_8b {RATES} --cold --passes 2",
     "8b-sampled": f"--model llama3_8b {RATES} --temperature 0.8",
-    "0.5b": f"--model qwen2_0_5b {RATES} --cold --passes 2",
-    "0.5b-sampled": f"--model qwen2_0_5b {RATES} --temperature 0.8",
+    "0.5b": f"--model qwen2_0_5b {SMALL_RATES} --cold --passes 2",
+    "0.5b-sampled": f"--model qwen2_0_5b {SMALL_RATES} --temperature 0.8",
     "prefix": f"--model llama3_8b {RATES} --shared-prefix 2000",
     "schemas": f"--model llama3_8b {RATES} --schemas 0.5",
     "long": "--model llama3_8b --long 100000 --rows 16 -- --max-model-len 131072 "
     """--hf-overrides '{"max_position_embeddings": 131072}'""",
-    "cpu": f"--model {SMOLLM2} --token-range 1000 46000 --burst 100 --rates 1,3",
+    "cpu": f"{ON_A_CPU} --rates 1,3",
+    "cpu-unbounded": f"{ON_A_CPU} -- --max-step-time 1000",
 }
 LATE_MS = 5.0
 CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -414,12 +423,20 @@ class Server:
         command = [*self.COMMAND, "serve", model, "--port", "0"]
         begin = time.monotonic()
         self._process = subprocess.Popen(
-            [*command, *options], stderr=self._log, env={**os.environ, **environment}, cwd=ROOT
+            [*command, *options],
+            stderr=self._log,
+            env={**os.environ, **environment},
+            cwd=ROOT,
+            process_group=0,  # a signal for all at the terminal is not for it
         )
-        while " ready " not in (log := self.log):
-            if self._process.poll() is not None:
-                raise SystemExit(f"the server ended with {self._process.returncode}:\n{log}")
-            time.sleep(0.02)
+        try:
+            while " ready " not in (log := self.log):
+                if self._process.poll() is not None:
+                    raise SystemExit(f"the server ended with {self._process.returncode}:\n{log}")
+                time.sleep(0.02)
+        except KeyboardInterrupt:
+            self.close()
+            raise
         self.start_s = time.monotonic() - begin
         found = re.search(r"listening on (http://[^\s\"]+)", log)
         assert found, "it is ready, and so it listens"
@@ -517,8 +534,10 @@ class Row:
     figures: dict[str, Any]
 
 
-def measure(options: argparse.Namespace, url: str, start_s: float | None) -> list[Row]:
-    """Run every load against a server."""
+def measure(
+    options: argparse.Namespace, url: str, start_s: float | None, stop: Stop
+) -> Iterator[Row]:
+    """Run every load against a server, or those until a stop."""
     model = options.served_name or fetch(url, "/v1/models", options.api_key)["data"][0]["id"]
     client = Client(
         url,
@@ -526,8 +545,8 @@ def measure(options: argparse.Namespace, url: str, start_s: float | None) -> lis
         concurrency=options.concurrency,
         patience=options.patience,
         api_key=options.api_key,
+        stop=stop,
     )
-    rows = []
     with sm_clock() as clock:
         for turn in range(options.passes):
             heat = ("warm" if turn else "cold") if options.cold else ""
@@ -541,6 +560,8 @@ def measure(options: argparse.Namespace, url: str, start_s: float | None) -> lis
                 label = ", ".join(filter(None, (label, heat)))
                 clock()
                 run = sender.run(requests)
+                if run.stopped is not None:
+                    label += f", stopped after {run.stopped:.0f} s"
                 figures = {
                     "scenario": options.scenario,
                     "model": Path(options.model).name if options.model else model,
@@ -548,17 +569,19 @@ def measure(options: argparse.Namespace, url: str, start_s: float | None) -> lis
                     "rate": load.rate if load else None,
                     "pass": turn + 1,
                     "cold": heat == "cold",
+                    "stopped_s": run.stopped,
                     "temperature": options.temperature,
                     "server_start_s": start_s,
                     "sm_clock_mhz": clock(),
                     **summarise(run, (options.ttft_target, options.tpot_target)),
                 }
-                rows.append(Row(label, run, figures))
                 # The table needs the trace, which comes when the server has ended.
                 print(table_row(label, figures), file=sys.stderr, flush=True)
                 for error, count in figures["errors"].items():
                     print(f"{count} x {error}", file=sys.stderr, flush=True)
-    return rows
+                yield Row(label, run, figures)
+                if run.stopped is not None:
+                    return
 
 
 def report(options: argparse.Namespace, rows: Sequence[Row], steps: list[Step] | None) -> bool:
@@ -620,12 +643,25 @@ def plot(observations: Sequence[Observation], folder: Path) -> None:
     plt.close(figure)
 
 
-def run_one(options: argparse.Namespace) -> bool:
+def measured(options: argparse.Namespace, url: str, start_s: float | None, stop: Stop) -> list[Row]:
+    """The rows of :func:`measure`, also if a signal came between two of them."""
+    rows = []
+    try:
+        for row in measure(options, url, start_s, stop):
+            rows.append(row)  # noqa: PERF402 (those before a signal are kept)
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+    return rows
+
+
+def run_one(options: argparse.Namespace, stop: Stop) -> bool:
     """Start the server, if it is to be started, and measure it; whether all requests finished."""
     if options.url:
         size = SHAPES[options.model]["vocab_size"] if options.model in SHAPES else 32000
         options.token_range = options.token_range or (1000, size - 3000)
-        return report(options, measure(options, options.url.rstrip("/"), None), None)
+        rows = measured(options, options.url.rstrip("/"), None, stop)
+        return report(options, rows, None)
     with tempfile.TemporaryDirectory() as folder:
         model, place = options.model, Path(folder)
         if model in SHAPES:
@@ -642,7 +678,7 @@ def run_one(options: argparse.Namespace) -> bool:
             given += ["--trace", str(trace), "--trace-seconds", "100000"]
         caches = {name: str(place / name) for name in CACHES} if options.cold else {}
         with Server(model, given, **caches) as server:
-            rows = measure(options, server.url, server.start_s)
+            rows = measured(options, server.url, server.start_s, stop)
         return report(options, rows, read_trace(trace))
 
 
@@ -748,10 +784,20 @@ def main() -> None:
             raise SystemExit(f"--rates {run.rates}: a rate is above 0; --burst is for all at once")
         if run.plot and find_spec("matplotlib") is None:
             raise SystemExit("--plot needs matplotlib: pip install 'engine-core-llm[bench]'")
-    results = [run_one(run) for run in runs]  # all of them, whatever fails
+    stop = Stop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    results = []
+    for run in runs:  # all of them, whatever fails
+        results.append(run_one(run, stop))
+        if stop.when is not None:
+            sys.exit(130)
     if not all(results):
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    with suppress(KeyboardInterrupt):
+        main()
+        sys.exit(0)
+    sys.exit(130)

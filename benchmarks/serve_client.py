@@ -12,11 +12,12 @@ import gc
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -97,14 +98,46 @@ class Run:
     """Observations of the client in the requests' order, and where it came late itself.
 
     Attributes:
-        observations: one for each request.
+        observations: one for each request, but not for those that were not sent before a stop.
         stalls: begin and end of the times in which an event loop of the client did not run.
         origin: the start of the run on the monotonic clock, in seconds.
+        stopped: seconds after which it was told to stop, or None.
     """
 
     observations: list[Observation]
     stalls: list[tuple[float, float]]
     origin: float
+    stopped: float | None = None
+
+
+class Stop:
+    """The wish to end early, as a handler of signals: what was seen until then is kept.
+
+    Attributes:
+        when: the moment of the first wish by the monotonic clock, or None.
+    """
+
+    def __init__(self) -> None:
+        self.when: float | None = None
+        self._pipes: list[Connection] = []
+
+    def __call__(self, *_: object) -> None:
+        """Have the run under way end; without one, or asked again, raise KeyboardInterrupt."""
+        again, self.when = self.when is not None, clock()
+        if again or not self._pipes:
+            raise KeyboardInterrupt
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(None)
+
+    @contextmanager
+    def stopping(self, pipes: list[Connection]) -> Iterator[None]:
+        """Tell the processes behind these pipes of a wish that comes meanwhile."""
+        self._pipes = pipes
+        try:
+            yield
+        finally:
+            self._pipes = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +152,7 @@ class Client:
             closed loop goes on to its end.
         until: index of the request whose end ends the run, or None for all.
         api_key: what the server wants, or None.
+        stop: ends a run early.
     """
 
     url: str
@@ -127,6 +161,7 @@ class Client:
     patience: float = 120.0
     until: int | None = None
     api_key: str | None = None
+    stop: Stop = field(default_factory=Stop)
 
     def run(self, requests: Sequence[Request]) -> Run:
         """Send the requests at their times, and see them through.
@@ -153,16 +188,21 @@ class Client:
             origin = clock() + _LEAD_SECONDS
             for pipe, limit in zip(pipes, limits, strict=True):
                 pipe.send((origin, limit))
-            parts = [pipe.recv() for pipe in pipes]
+            with self.stop.stopping(pipes):
+                parts = [pipe.recv() for pipe in pipes]
         except EOFError:
             raise RuntimeError("a process of the client ended; its error is above") from None
         for process in processes:
             process.join()
         observations = sorted((seen for seen, _ in parts for seen in seen), key=lambda o: o.index)
-        return Run(observations, [stall for _, stalls in parts for stall in stalls], origin)
+        stalls = [stall for _, stalls in parts for stall in stalls]
+        stopped = None if self.stop.when is None else self.stop.when - origin
+        return Run(observations, stalls, origin, stopped)
 
 
 def _process(client: Client, pipe: Connection) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the process that started it says when
+        signal.signal(number, signal.SIG_IGN)
     share: list[tuple[int, Request]] = pipe.recv()
     streams = [_Stream(client, index, request) for index, request in share]
     pipe.send(None)
@@ -170,15 +210,15 @@ def _process(client: Client, pipe: Connection) -> None:
     gc.disable()  # a collection would be a stall
     with suppress(OSError):  # only root may: not to wait for a server on the same cores
         os.nice(-10)
-    stalls = asyncio.run(_send(client, streams, origin, limit))
-    observations = [stream.observe(origin) for stream in streams]
+    stalls = asyncio.run(_send(client, streams, origin, limit, pipe))
+    observations = [stream.observe(origin) for stream in streams if not stream.unsent]
     pipe.send((observations, [(begin - origin, end - origin) for begin, end in stalls]))
 
 
 async def _send(
-    client: Client, streams: list[_Stream], origin: float, limit: int | None
+    client: Client, streams: list[_Stream], origin: float, limit: int | None, pipe: Connection
 ) -> list[tuple[float, float]]:
-    """Send each request when it is due; where the event loop stalled."""
+    """Send each request when it is due, until ``pipe`` says stop; where the event loop stalled."""
     room = asyncio.Semaphore(limit) if limit else None
     stalls: list[tuple[float, float]] = []
     watch = asyncio.create_task(_watch(stalls))
@@ -186,13 +226,19 @@ async def _send(
     ends = [t for t, s in zip(tasks, streams, strict=True) if client.until in (None, s.index)]
     last = origin + max(stream.request.due for stream in streams)
     timeout = None if limit else last + client.patience - clock()
-    await asyncio.wait(ends or tasks, timeout=timeout)
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_reader(pipe.fileno(), stopped.set)
+    stop = asyncio.create_task(stopped.wait())
+    seen = asyncio.gather(*(ends or tasks), return_exceptions=True)
+    await asyncio.wait((seen, stop), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     cut = client.until is not None and all(task.done() for task in ends)
+    cut |= stopped.is_set()
     for stream, task in zip(streams, tasks, strict=True):
         if not task.done():
             stream.leave(cut)
             task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    stop.cancel()
+    await asyncio.gather(*tasks, seen, stop, return_exceptions=True)
     watch.cancel()
     return stalls
 
@@ -257,6 +303,11 @@ class _Stream(asyncio.Protocol):
             return
         await self._closed
 
+    @property
+    def unsent(self) -> bool:
+        """Whether it was stopped before it was due."""
+        return self._cut and self._sent is None
+
     def leave(self, cut: bool) -> None:
         """Close the connection before the end, as was planned or because it takes too long."""
         self._cut = cut
@@ -293,6 +344,9 @@ class _Stream(asyncio.Protocol):
         seen.error, seen.cut = self._error, self._cut
         seen.sent = None if self._sent is None else self._sent - origin
         seen.ended = (self._ended or clock()) - origin
+        if self._cut and not self._reads:
+            seen.error = seen.error or "stopped before its first token"
+            return seen
         status, body, times = _decode(self._reads)
         if status != 200:
             seen.error = seen.error or f"status {status}: {body[:300].decode(errors='replace')}"

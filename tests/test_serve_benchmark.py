@@ -6,7 +6,10 @@ import json
 import math
 import os
 import random
+import signal
+import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from serving import ServerProcess, write_tiny_model
 
 ROOT = Path(__file__).parents[1]
 RATE, SECONDS, SEED = 40, 1.0, 5
+FINISHED = "engine_core_finished_sequences_total"
 
 
 def bench(output: Path, *options: str) -> dict[str, Any]:
@@ -135,6 +139,34 @@ def test_failures_are_counted(server: ServerProcess, tmp_path: Path) -> None:
     [(error, count)] = row["errors"].items()
     assert count == 2
     assert error.startswith("status 400")
+
+
+def test_a_run_that_is_stopped_keeps_what_it_saw(server: ServerProcess, tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    command = [sys.executable, "benchmarks/serve.py", "--url", server.url, "--rates", "20,30"]
+    command += ["--seconds", "300", "--prompt-tokens", "8", "--output-tokens", "uniform:1:40"]
+    command += ["--token-range", "3", "320", "--output", str(output), "--observations"]
+    before = server.metric(FINISHED, finish_reason="length")
+    with forkserver.Popen(
+        command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True
+    ) as process:
+        while server.metric(FINISHED, finish_reason="length") < before + 5:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    [line] = output.read_text().splitlines()
+    row = json.loads(line)
+    assert row["load"] == f"20 requests/s, stopped after {row['stopped_s']:.0f} s"
+    assert f"| {row['load']} |" in printed
+    assert 5 <= row["finished"] + row["failed"] == row["requests"] < 20 * 300
+    assert set(row["errors"]) <= {"stopped before its first token"}
+    tokens = [sum(seen["tokens"]) for seen in row["observations"] if seen["error"] is None]
+    assert row["output_tokens"] == sum(tokens) > 0
+    assert row["miscounted"] == 0
+    # The server goes on.
+    server.wait_for("engine_core_requests_running", 0)
 
 
 def test_causes_of_gaps() -> None:
