@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,26 +18,7 @@ from safetensors.torch import load_file
 
 from engine_core import LLM, RequestOutput, SamplingParams
 
-_ROOT = Path(__file__).parents[1]
-# Those of packages are in their wheels too, for the conformance kit.
-_FOLDERS = (
-    _ROOT / "tests" / "golden",
-    _ROOT / "plugins" / "chatglm" / "engine_core_chatglm" / "golden",
-    _ROOT / "plugins" / "qwen_vl" / "engine_core_qwen_vl" / "golden",
-)
-
-
-class _Fixtures:
-    """The folders of all fixtures, as if they lay in one."""
-
-    def __truediv__(self, name: str) -> Path:
-        return next(path for folder in _FOLDERS if (path := folder / name).is_dir())
-
-    def glob(self, pattern: str) -> Iterator[Path]:
-        return (path for folder in _FOLDERS for path in folder.glob(pattern))
-
-
-GOLDEN = _Fixtures()
+GOLDEN = Path(__file__).parent / "golden"
 
 # What an engine may do to a request: none of it may show in the tokens or the logits.
 SETTINGS: Mapping[str, dict[str, Any]] = {

@@ -178,7 +178,7 @@ def weights(subject: Subject) -> None:
 def _check_unknown(
     model: torch.nn.Module, headers: Mapping[str, Any], unused: tuple[str, ...]
 ) -> None:
-    """Tensors that are not the model's, such as scales and biases, are refused."""
+    """Tensors that a checkpoint might have beside its own are refused: scales, biases."""
     header = next(iter(headers.values()))
     used = [name for name in headers if not name.endswith(unused)]
     stems = [name.removesuffix(".weight") for name in used if name.endswith(".weight")]
@@ -582,7 +582,7 @@ def prefix_caching(subject: Subject) -> None:
 
 
 def shared_prefixes(subject: Subject) -> None:
-    """Prompts with a common prefix get the tokens of a cold cache, at any length."""
+    """Prompts that share a prefix get a cold cache's tokens, also beyond the trained length."""
     subject.require_run()
     prompts = list(_relatives(subject))
     if not prompts:

@@ -18,8 +18,11 @@ from engine_core.testing.checks import check_output, check_same, chunk, generate
 from engine_core.testing.reference import NEW_TOKENS, Prompt, kinds_of
 from engine_core.testing.state import changes, snapshot
 from engine_core.testing.subject import NotApplicableError, Subject
-from engine_core.testing.tiny_model import TinyModel
+from engine_core.testing.tiny_model import TinyModel, TokenSequence
 from engine_core.testing.trace import TOLERANCE, difference
+
+# A prompt of as many tokens is cut everywhere.
+_CUTS = 48
 
 
 @dataclass(frozen=True)
@@ -364,11 +367,22 @@ def media_chunks(subject: Subject) -> None:
         if prompt.shown is None:
             continue
         length = len(sequence.token_ids)
-        for cut in range(1, len(prompt.token_ids)):
+        for cut in _cuts(sequence):
             if any(start < cut < end for start, end in sequence.prompt.atomic_spans):
                 continue
             run = model.run([sequence], [[(0, 0, cut)], [(0, cut, length - cut)]])
             check_same(subject, number, run, 0, f"cut after {cut} tokens")
+
+
+def _cuts(sequence: TokenSequence) -> list[int]:
+    """Places to cut a prompt: all, or in a long one those about items and some of the others."""
+    ends = [place for item in sequence.prompt.media for place in item.span]
+    step = -(-sequence.prompt_len // _CUTS)
+    return [
+        cut
+        for cut in range(1, sequence.prompt_len)
+        if cut % step == 0 or any(abs(cut - end) < 2 for end in ends)
+    ]
 
 
 def media_neighbours(subject: Subject) -> None:

@@ -10,6 +10,7 @@ _BLOOM = {
     "n_layer": 2,
     "n_head": 6,
     "layer_norm_epsilon": 1e-5,
+    "seq_length": 64,
 }
 
 CASES = [

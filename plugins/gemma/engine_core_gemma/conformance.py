@@ -14,7 +14,7 @@ _GEMMA2 = {
     "architectures": ["Gemma2ForCausalLM"],
     "model_type": "gemma2",
     "vocab_size": 160,
-    "hidden_size": 64,
+    "hidden_size": 48,  # whose root is no whole number
     "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,

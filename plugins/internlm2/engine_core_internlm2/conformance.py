@@ -87,12 +87,35 @@ _CONFIG = {
     "tie_word_embeddings": False,
 }
 
+# From configuration_internlm2.py.
+_DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "max_position_embeddings": 2048,
+    "bias": True,
+    "tie_word_embeddings": False,
+}
+
 CASES = [
     ConformanceCase(
         name="internlm2",
         architecture="InternLM2ForCausalLM",
         config=_CONFIG,
         reference=reference,
+        defaults=_DEFAULTS,
+    ),
+    ConformanceCase(
+        name="internlm2-dynamic-rope",
+        architecture="InternLM2ForCausalLM",
+        config={
+            **_CONFIG,
+            "max_position_embeddings": 32,
+            "rope_theta": 5000.0,
+            "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+        },
+        reference=reference,
+        defaults=_DEFAULTS,
     ),
     ConformanceCase(
         name="internlm2-biases",

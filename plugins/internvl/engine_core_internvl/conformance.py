@@ -115,11 +115,19 @@ def _shown(
     )
 
 
-def _media(mean: Sequence[float], std: Sequence[float]) -> list[MediaPrompt]:
-    """Prompts with features, with pixels and with a video, whose frame needs no label."""
+def _media(mean: Sequence[float], std: Sequence[float], *, cuts: bool = True) -> list[MediaPrompt]:
+    """Prompts with features, with pixels and with a video, whose frame needs no label.
+
+    ``cuts`` is whether a picture becomes several tiles where a prompt does not say.
+    """
+    from PIL import Image
+
     pixels = np.random.default_rng(9).integers(0, 256, (16, 32, 3), np.uint8)
-    halves = np.stack([pixels[:, :16], pixels[:, 16:]]).astype(np.float32) / 255
-    cut = ((halves - np.array(mean, np.float32)) / np.array(std, np.float32)).transpose(0, 3, 1, 2)
+    small = np.asarray(Image.fromarray(pixels).resize((16, 16), Image.Resampling.BICUBIC))
+    tiles = np.stack([pixels[:, :16], pixels[:, 16:], small]).astype(np.float32) / 255
+    all_cut = (tiles - np.array(mean, np.float32)) / np.array(std, np.float32)
+    all_cut = all_cut.transpose(0, 3, 1, 2)
+    cut, whole = all_cut[:2], all_cut if cuts else all_cut[2:]
     one, two = _tiles(1), _tiles(2)
     first, second = one["pixel_values"], two["pixel_values"]
     return [
@@ -136,6 +144,7 @@ def _media(mean: Sequence[float], std: Sequence[float]) -> list[MediaPrompt]:
             [("image", pixels, cut)],
             {"use_thumbnail": False, "dynamic_image_size": True, "max_dynamic_patch": 2},
         ),
+        _shown("pixels", [7, _IMAGE, 8], [("image", pixels, whole)]),
         _shown(
             "a video and an image",
             [7, _VIDEO, 9, _IMAGE, 8],
@@ -193,6 +202,21 @@ CASES = [
         media=_media(_CLIP_MEAN, _CLIP_STD),
     ),
     ConformanceCase(
+        name="internvl-llama-dynamic-rope",
+        architecture="InternVLForConditionalGeneration",
+        config=_config(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+            },
+            {},
+        ),
+        prompts=_PROMPTS,
+        media=_media(_CLIP_MEAN, _CLIP_STD)[:1],
+        kinds_elsewhere=("video",),
+    ),
+    ConformanceCase(
         name="internvl-qwen2-6b",
         architecture="InternVLForConditionalGeneration",
         config=_config(
@@ -232,6 +256,6 @@ CASES = [
         },
         reference=original,
         prompts=_PROMPTS,
-        media=_media(_MEAN, _STD),
+        media=_media(_MEAN, _STD, cuts=False),
     ),
 ]

@@ -18,9 +18,16 @@ _PROMPTS = [[_draw.randrange(2, 160) for _ in range(length)] for length in (1, 6
 
 
 def _shown(
-    name: str, ids: Sequence[int], images: Sequence[Grid] = (), videos: Sequence[Grid] = ()
+    name: str,
+    ids: Sequence[int],
+    images: Sequence[Grid] = (),
+    videos: Sequence[Grid] = (),
+    seconds: float | None = None,
 ) -> MediaPrompt:
-    """A prompt with items of random patches, whose sizes in patches are given."""
+    """A prompt with items of random patches, whose sizes in patches are given.
+
+    ``seconds`` is the time between patches of a video, where the model counts it.
+    """
     draw = np.random.default_rng(len(name))
 
     def items(values: str, sizes: str, grids: Sequence[Grid]) -> list[dict[str, np.ndarray]]:
@@ -44,6 +51,9 @@ def _shown(
         for given in media.values()
         for key in given[0]
     }
+    if seconds is not None:
+        media["video"] = [{**each, "second_per_grid_ts": seconds} for each in media["video"]]
+        inputs["second_per_grid_ts"] = np.array([seconds] * len(media["video"]), np.float32)
     inputs["mm_token_type_ids"] = np.array([[{3: 1, 4: 2}.get(token, 0) for token in ids]])
     return MediaPrompt(name=name, token_ids=ids, media=media, reference_inputs=inputs)
 
@@ -55,6 +65,7 @@ _MEDIA = [
     # Its width is more than its length in time, after which transformers does not go on.
     _shown("a video and a picture", [7, *[4] * 20, 5, *[3] * 4, 8], [(1, 4, 4)], [(2, 4, 10)]),
 ]
+_SECONDS = _shown("a slow video", [7, *[4] * 20, 8], [], [(2, 4, 10)], seconds=0.75)
 
 _TEXT = {
     "vocab_size": 160,
@@ -110,6 +121,6 @@ CASES = [
             },
         },
         prompts=_PROMPTS,
-        media=_MEDIA,
+        media=[*_MEDIA, _SECONDS],
     ),
 ]

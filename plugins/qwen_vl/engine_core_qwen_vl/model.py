@@ -229,8 +229,8 @@ class VisionTower(nn.Module):
     def resized(self, table: Tensor) -> Tensor:
         """A stored table ``[n * n, E]`` of positions for the grid of patches, bicubically."""
         stored = math.isqrt(len(table))
-        if stored == self.grid:
-            return table
+        if stored == self.grid or stored**2 != len(table):
+            return table  # One of another shape is refused by its name.
         square = table.float().view(1, stored, stored, -1).permute(0, 3, 1, 2)
         fitted = F.interpolate(square, (self.grid, self.grid), mode="bicubic")
         return fitted[0].flatten(1).T.to(table.dtype)
