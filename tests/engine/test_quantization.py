@@ -109,8 +109,10 @@ def test_the_divergence_from_float32_is_below_that_of_llama_cpps_types(stories: 
     for dtype in (torch.float32, torch.bfloat16):
         int4 = divergence(log_probabilities(stories, dtype=dtype, quantization="int4"))
         int8 = divergence(log_probabilities(stories, dtype=dtype, quantization="int8"))
+        fp8 = divergence(log_probabilities(stories, dtype=dtype, quantization="fp8"))
         assert 0.03 < int4 <= q4_1
         assert 0 < int8 < q4_1 / 20
+        assert int8 < fp8 < q4_1 / 5
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["one-rank", "two-ranks"])
@@ -188,6 +190,8 @@ def test_the_memory_plan_counts_packed_weights(stories: Path) -> None:
     assert quarter == pytest.approx(9_216_000 + 5_971_968 * 5 / 8, rel=0.02)
     model = network(stories, dtype=torch.float32, quantization="int4")
     load_weights(model, open_checkpoint(stories), "stories", CPU, pack=True)
+    eighth = weight_bytes(network(stories, dtype=torch.float32, quantization="fp8"))
+    assert eighth == pytest.approx(4 * 9_216_000 + 5_971_968, rel=0.02)
     held = sum(param.nbytes for param in model.parameters())
     packed = {id(m.packed): m.packed.nbytes for m in model.modules() if getattr(m, "packed", None)}
     assert held + sum(packed.values()) == quarter

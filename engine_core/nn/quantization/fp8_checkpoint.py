@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.errors import ConfigError, ErrorCode, OptionError
-from engine_core.kernels import Fp8Weight
+from engine_core.kernels import Fp8Weight, gpu_of
 from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
 from engine_core.nn.loading import ShapeMismatchError
 from engine_core.nn.packing import MatrixModule, OneDNNMatrix, onednn_packs
@@ -184,11 +184,16 @@ class Fp8CheckpointScheme(QuantizationScheme):
                     raise unsupported(f"{key} is {value!r}")
 
     def check_device(self, device: torch.device) -> None:
-        """Say that a CPU gains nothing."""
+        """Say where e4m3 saves no memory, or no time."""
         self._on_cpu = device.type == "cpu"
+        gpu = gpu_of(device) if torch.cuda.is_available() else None
         if self._on_cpu:
             logger.warning("quantization %s: no kernel of a CPU multiplies e4m3; the weights are "
                            "turned into numbers, which saves no memory", self.name)  # fmt: skip
+        elif gpu is not None and gpu.capability != (9, 0):
+            logger.warning("quantization %s: kernels of few rows are for compute capability 9.0, "
+                           "not %d.%d; here the weights are turned into numbers in each step, "
+                           "which takes time", self.name, *gpu.capability)  # fmt: skip
 
     def check_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
         """The option alone quantises nothing."""
