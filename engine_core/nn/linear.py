@@ -104,9 +104,11 @@ class UnquantizedLinearMethod(LinearMethod):
 
     Attributes:
         fp8: whether a GPU gets it packed to :class:`~engine_core.kernels.Fp8Weight`.
+        quantizes_rows: whether the codes of that multiply many rows, quantised too.
     """
 
     fp8: ClassVar[bool] = False
+    quantizes_rows: bool = False
 
     def create_weights(
         self,
@@ -203,9 +205,9 @@ class UnquantizedLinearMethod(LinearMethod):
             if forward is not RMSNorm.forward:
                 return "LayerNorm takes the mean away, which no later linear makes up for"
             return None if has_kernel(*shape, fp8=self.fp8) else _NEEDS_CUBLAS
-        if self.fp8:
-            return "a product of 8-bit floats adds no residual"
-        if adds_residual(*shape, with_bias=layer.bias is not None):
+        if self.fp8 and not self.quantizes_rows:
+            return "numbers made of 8-bit floats add no residual"
+        if adds_residual(*shape, with_bias=layer.bias is not None, fp8_rows=self.fp8):
             return None
         return "for so few rows the residual costs nothing beside the norm"
 

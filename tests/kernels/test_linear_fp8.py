@@ -9,9 +9,9 @@ import torch
 from kernel_cases import TOLERANCE, by_complex_numbers, error, stored
 from torch import Tensor
 
-from engine_core.kernels import DeferredRMSNorm, Fp8Weight, linear
+from engine_core.kernels import DeferredRMSNorm, Fp8Weight, linear, linear_add_norm
 from engine_core.kernels.gpu import GPU
-from engine_core.kernels.linear import fp8, has_kernel
+from engine_core.kernels.linear import adds_residual, fp8, has_kernel
 
 HOPPER, ADA = (GPU.of_capability(capability) for capability in ((9, 0), (8, 9)))
 # All finite numbers of e4m3.
@@ -90,12 +90,31 @@ def test_kernel_quantises_rows(given: bool, pairs: bool, launch_device: str) -> 
     assert same.float().mean() > 0.99
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_scales_are_applied_apart(with_bias: bool, launch_device: str) -> None:
+    from engine_core.kernels.linear.fp8 import triton
+    from engine_core.kernels.norm import triton as norm
+
+    product, residual = (torch.randn(5, 1040, device=launch_device).half() for _ in range(2))
+    rows, cols, weight = (torch.rand(size, device=launch_device) for size in (5, 1040, 1040))
+    bias = torch.randn(1040, device=launch_device).half() if with_bias else None
+    expected = product.double() * rows.double()[:, None] * cols.double()
+    expected = expected if bias is None else expected + bias.double()
+    total = expected + residual.double()
+    divided = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    normed, summed = norm.sum_add_norm(
+        product[None], bias, residual, weight, 1e-5, scales=(rows, cols)
+    )
+    assert error(summed, total) < TOLERANCE[torch.float16]
+    assert error(normed, divided * weight.double()) < TOLERANCE[torch.float16]
+    assert error(triton.rescale(product, rows, cols, bias), expected) < TOLERANCE[torch.float16]
+
+
 TILES: list[dict[str, Any]] = [
     {"block_n": 16, "block_k": 128, "splits": 2},
-    {"block_n": 32, "block_k": 128, "mode": "wx"},
-    {"block_n": 16, "block_k": 256, "mode": "wx", "splits": 2},
-    {"block_n": 8, "block_k": 256, "mode": "vector"},
-    {"block_n": 8, "block_k": 128, "mode": "vector", "splits": 2},
+    {"block_n": 32, "block_k": 256, "mode": "wx"},
+    {"block_n": 16, "block_k": 256, "mode": "vector"},
+    {"block_n": 16, "block_k": 128, "mode": "vector", "splits": 3},
 ]
 N, K = 64, 384
 
@@ -200,6 +219,30 @@ def test_few_rows_of_hopper_have_a_kernel() -> None:
         assert not has_kernel(65, n, k, torch.bfloat16, HOPPER, fp8=True)
         assert not has_kernel(1, n, k, torch.bfloat16, ADA, fp8=True)
         assert not has_kernel(1, n, k, torch.float32, HOPPER, fp8=True)
+
+
+def test_rows_whose_sums_the_norm_scales() -> None:
+    cases = [(64, HOPPER, False), (65, HOPPER, True), (256, HOPPER, True), (257, HOPPER, False)]
+    for rows, gpu, expected in [*cases, (65, ADA, True), (65, None, False)]:
+        got = adds_residual(rows, 4096, 14336, torch.bfloat16, gpu, with_bias=False, fp8_rows=True)
+        assert got == expected, (rows, gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 65, 200])
+def test_adds_the_residual_whatever_is_chosen(rows: int) -> None:
+    weight = random_weight(2048, 1024, False, torch.bfloat16, "cuda")
+    x, residual, norm_weight = (
+        torch.randn(*shape, device="cuda").bfloat16()
+        for shape in ((rows, 1024), (rows, 2048), (2048,))
+    )
+    total = x.double() @ numbers(weight).T + residual.double()
+    divided = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    normed, summed = linear_add_norm(x, weight, None, residual, norm_weight, 1e-5)
+    allowed = 0.006 if rows <= 64 else 0.05
+    assert (summed.double() - total).norm() / total.norm() < allowed
+    expected = divided * norm_weight.double()
+    assert (normed.double() - expected).norm() / expected.norm() < allowed
 
 
 @pytest.mark.gpu

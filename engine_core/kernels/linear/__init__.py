@@ -149,7 +149,7 @@ def linear_add(
 
 def linear_add_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
@@ -168,7 +168,7 @@ def linear_add_norm(
 
     Args:
         x: ``[..., K]``.
-        weight: ``[N, K]``, x's dtype.
+        weight: ``[N, K]``, x's dtype or 8-bit floats.
         bias: ``[N]``, or None.
         residual: ``[..., N]``, x's dtype, the last dimension contiguous.
         norm_weight: ``[N]``, of the norm, contiguous.
@@ -187,8 +187,21 @@ def linear_add_norm(
     _check_added("linear_add_norm", x, weight, bias, residual, norm_weight)
     n, k = weight.shape
     rows = x.numel() // k
-    dense = all(t is None or t.is_contiguous() for t in (x, weight, bias, norm_weight, norm_bias))
-    if x.is_cuda and dense and _tile(x, weight, gated=False) is None:
+    dense = all(t is None or t.is_contiguous() for t in (x, bias, norm_weight, norm_bias))
+    if isinstance(weight, Fp8Weight):
+        apart = weight.multiplies_codes and fp8.scales_apart(rows, n, k, x.dtype, gpu_of(x.device))
+        if apart and dense and rows and _tile(x, weight, gated=False) is None:
+            from engine_core.kernels.norm import triton as norm
+
+            product, scales = fp8.unscaled(x.view(-1, k), weight)
+            return norm.sum_add_norm(
+                *(product[None], bias, residual, norm_weight, eps),
+                norm_bias=norm_bias,
+                centred=centred,
+                offset=norm_offset,
+                scales=(scales, weight.scales),
+            )
+    elif x.is_cuda and dense and weight.is_contiguous() and _tile(x, weight, False) is None:
         parts = 1
         if x.dtype in _SIXTEEN_BITS:
             parts = tiles.choose_parts(rows, n, k, gpu_of(x.device))
@@ -347,12 +360,23 @@ def has_gated_kernel(rows: int, n: int, k: int, gpu: GPU | None) -> bool:
 
 
 def adds_residual(
-    rows: int, n: int, k: int, dtype: torch.dtype, gpu: GPU | None, *, with_bias: bool
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    gpu: GPU | None,
+    *,
+    with_bias: bool,
+    fp8_rows: bool = False,
 ) -> bool:
     """Whether :func:`linear_add_norm` does more at once than the linear and the norm alone.
 
-    For many rows that is so if the residual may be overwritten.
+    For many rows that is so if the residual may be overwritten. ``fp8_rows`` says that the weight's
+    codes multiply quantised rows.
     """
+    if fp8_rows:
+        few = has_kernel(rows, n, k, dtype, gpu, fp8=True)
+        return not few and fp8.scales_apart(rows, n, k, dtype, gpu)
     if gpu is None or has_kernel(rows, n, k, dtype, gpu):
         return False
     if dtype in _SIXTEEN_BITS and tiles.choose_parts(rows, n, k, gpu) > 1:

@@ -14,6 +14,8 @@ from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wa
 def _norm_kernel(
     x_ptr,
     x_bias_ptr,
+    row_scales_ptr,
+    col_scales_ptr,
     residual_ptr,
     weight_ptr,
     bias_ptr,
@@ -32,7 +34,7 @@ def _norm_kernel(
     OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x is the sum of PARTS tensors and perhaps of a bias of its own."""
+    """x is the sum of PARTS tensors, perhaps times scales, and perhaps of a bias of its own."""
     launch_dependents(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_H)
@@ -48,6 +50,9 @@ def _norm_kernel(
     for _ in tl.static_range(1, PARTS):
         x_ptrs += x_strides[0]
         x += tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if row_scales_ptr is not None:
+        x *= tl.load(row_scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+        x *= tl.load(col_scales_ptr + cols, mask=cols < H, other=0.0)[None, :]
     if x_bias_ptr is not None:
         x += tl.load(x_bias_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
     if residual_ptr is not None:
@@ -92,7 +97,7 @@ def norm(
     if x.dim() != 3:
         x = x.reshape(1, num_rows, x.shape[-1])
         residual = None if residual is None else residual.reshape(x.shape)
-    given = (x[None], None, residual, weight, bias, eps, out, total)
+    given = (x[None], None, None, residual, weight, bias, eps, out, total)
     _launch(*given, centred=centred, offset=offset)
     return out, total
 
@@ -107,18 +112,20 @@ def sum_add_norm(
     norm_bias: Tensor | None = None,
     centred: bool = False,
     offset: float = 0.0,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Norm of ``residual [..., H]``, ``bias [H]`` and ``partial [parts, rows, H]`` added up.
 
-    The sum is float32, the parts in their order first, and rounded once. Returns the result and
-    that sum, both of residual's shape and dtype.
+    The sum is float32, the parts in their order first, and rounded once. ``scales``, of the rows
+    and ``[H]`` of the columns, float32, multiply the sum of the parts. Returns the result and the
+    sum of all, both of residual's shape and dtype.
     """
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     total = torch.empty_like(out)
     if total.numel() == 0:
         return out, total
     residual = residual.reshape(1, *partial.shape[1:])
-    given = (partial[:, None], bias, residual, weight, norm_bias, eps, out, total)
+    given = (partial[:, None], bias, scales, residual, weight, norm_bias, eps, out, total)
     _launch(*given, centred=centred, offset=offset)
     return out, total
 
@@ -126,6 +133,7 @@ def sum_add_norm(
 def _launch(
     x: Tensor,
     x_bias: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
@@ -152,6 +160,7 @@ def _launch(
     _norm_kernel[(triton.cdiv(num_rows, block_rows),)](
         x,
         x_bias,
+        *(scales or (None, None)),
         residual,
         weight,
         bias,

@@ -24,6 +24,7 @@ class Fp8LinearMethod(UnquantizedLinearMethod):
     """
 
     fp8 = True
+    quantizes_rows = True
 
     def __init__(self, on_cpu: bool = False) -> None:
         self.on_cpu = on_cpu

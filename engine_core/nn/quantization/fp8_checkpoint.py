@@ -64,6 +64,7 @@ class Fp8CheckpointMethod(UnquantizedLinearMethod):
     def __init__(self, layout: Fp8Layout, on_cpu: bool) -> None:
         self._layout = layout
         self._on_cpu = on_cpu
+        self.quantizes_rows = layout.quantizes_rows and not layout.blocks
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Rows quantised to 8-bit floats on a GPU: read once, written once."""
+"""Rows quantised to 8-bit floats, and scales applied, on a GPU: read once, written once."""
 
 from __future__ import annotations
 
@@ -61,3 +61,37 @@ def quantize_rows(
             **pdl_options(x.device),
         )
     return codes, scales
+
+
+@triton.jit
+def _rescale_kernel(
+    product_ptr,
+    row_scales_ptr,
+    col_scales_ptr,
+    bias_ptr,
+    N,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < N
+    scales = tl.load(col_scales_ptr + cols, mask=mask, other=0.0)
+    wait(PDL)
+    ptrs = product_ptr + row * N + cols
+    x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    x *= tl.load(row_scales_ptr + row) * scales
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(ptrs, x.to(product_ptr.dtype.element_ty), mask=mask)
+
+
+def rescale(product: Tensor, rows: Tensor, cols: Tensor, bias: Tensor | None) -> Tensor:
+    """Contiguous ``product [M, N]`` times ``rows [M]`` and ``cols [N]``, and the bias; in place."""
+    num_rows, n = product.shape
+    if num_rows:
+        _rescale_kernel[(num_rows, triton.cdiv(n, 1024))](
+            product, rows, cols, bias, n, BLOCK=1024, num_warps=4, **pdl_options(product.device)
+        )
+    return product

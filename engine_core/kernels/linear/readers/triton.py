@@ -151,8 +151,12 @@ def _load_fp8(reader, cursor, k_mask, EVEN_K: tl.constexpr):
     if reader.BLOCK:
         # A tile has whole blocks: the scales are [BLOCK_N, blocks].
         BLOCKS: tl.constexpr = HALF * 2 // reader.BLOCK
-        blocks = tl.arange(0, BLOCKS)
-        weights = tl.load(scales[:, None] + (blocks * reader.rows)[None, :])
+        ptrs = scales[:, None] + (tl.arange(0, BLOCKS) * reader.rows)[None, :]
+        if EVEN_K:
+            weights = tl.load(ptrs)
+        else:
+            there = tl.max(tl.reshape(k_mask.to(tl.int32), [BLOCKS, reader.BLOCK]), axis=1) > 0
+            weights = tl.load(ptrs, mask=there[None, :], other=0.0)
         scales += BLOCKS * reader.rows
     return (low, high, weights), (pointers + HALF, scales)
 
