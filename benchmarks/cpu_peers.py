@@ -1,12 +1,16 @@
 """engine-core beside transformers and llama.cpp on this machine's CPU, in one run.
 
     python benchmarks/cpu_peers.py --peers-env FOLDER [--rounds 5] [--threads N] [--model FILE.gguf]
+        [--busy 2] [--modes default,unpacked,int8,int4]
 
 SmolLM2 from its Q4_1 GGUF file, greedy: a prompt of 512 tokens, decoding after it, and a batch of
-16 prompts of mixed lengths. Every engine lives in a process of its own and they take turns, round
-by round, because these machines are noisy: a ratio is the median of the rounds' ratios. The peers
-are installed into the environment FOLDER if it is not there; llama-cpp-python is built from source,
-and left out where that fails. Without --peers-env only engine-core is measured.
+16 prompts of mixed lengths. Each engine has the dtype that a user gets by default: ours bfloat16
+or, where the CPU would emulate that, float32; transformers that of ours. `--busy N` runs N
+processes beside them that only take time of a core each. Every engine lives in a process of its own
+and they take turns, round by round, because these machines are noisy: a ratio is the median of the
+rounds' ratios. The peers are installed into the environment FOLDER if it is not there;
+llama-cpp-python is built from source, and left out where that fails. Without --peers-env only
+engine-core is measured.
 """
 
 from __future__ import annotations
@@ -37,14 +41,13 @@ BATCH, BATCH_DECODED = 16, 48
 LINEAR_WEIGHTS, VOCABULARY_WEIGHTS = 106_168_320, 28_311_552
 # Bytes of weights read per decoded token; None where unknown.
 BYTES = {
-    "engine-core bf16": 2 * (LINEAR_WEIGHTS + VOCABULARY_WEIGHTS),
     "engine-core int4": LINEAR_WEIGHTS * 5 // 8 + VOCABULARY_WEIGHTS,
     "engine-core int8": LINEAR_WEIGHTS + VOCABULARY_WEIGHTS,
-    "engine-core gguf": LINEAR_WEIGHTS * 5 // 8 + 2 * VOCABULARY_WEIGHTS,
-    "transformers bf16": 2 * (LINEAR_WEIGHTS + VOCABULARY_WEIGHTS),
+    "engine-core default": LINEAR_WEIGHTS * 5 // 8 + VOCABULARY_WEIGHTS * 17 // 16,
     "llama.cpp Q4_1": LINEAR_WEIGHTS * 5 // 8 + VOCABULARY_WEIGHTS * 17 // 16,
 }
-BASELINES = {"llama.cpp": "llama.cpp Q4_1", "transformers": "transformers bf16"}
+BASELINES = {"llama.cpp": "llama.cpp Q4_1", "transformers": "transformers default"}
+MODES = "default,unpacked,int8,int4"
 
 
 class Subject(Protocol):
@@ -65,8 +68,7 @@ class EngineCore:
         torch.set_num_threads(threads)
         own_process.claim()
         config = EngineConfig(
-            dtype="bfloat16",
-            quantization=None if mode == "bf16" else mode,
+            quantization=None if mode == "default" else mode,
             enable_prefix_caching=False,
             kv_cache_memory="1GiB",
             max_model_len=1024,
@@ -97,6 +99,15 @@ class EngineCore:
             if "linear_pointwise" in event.key or "pack_mm" in event.key
         )
 
+    @staticmethod
+    def dtype() -> str:
+        """The element type that it computes with by default."""
+        from engine_core import EngineConfig
+        from engine_core.runtime import platform
+
+        config = EngineConfig()
+        return platform.resolve_dtype(config, platform.resolve_device(config), None)
+
 
 class Transformers:
     """transformers' ``generate``; prompts of different lengths are padded on the left."""
@@ -110,7 +121,7 @@ class Transformers:
         path = Path(model)
         self._torch, self._transformers = torch, transformers
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.bfloat16
+            path.parent, gguf_file=path.name, dtype=getattr(torch, mode)
         ).eval()
 
     def generate(self, prompts: list[list[int]], tokens: int) -> None:
@@ -261,6 +272,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--modes", default=MODES, help="of engine-core, by commas")
+    parser.add_argument("--busy", type=int, default=0, help="processes that take a core each")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -273,10 +286,14 @@ def main() -> None:
         return [draw.randrange(1000, 40000) for _ in range(length)]
 
     batch = [prompt(draw.randrange(32, PROMPT)) for _ in range(BATCH)]
-    names = {f"engine-core {mode}": sys.executable for mode in ("bf16", "int8", "int4", "gguf")}
+    names = {f"engine-core {mode}": sys.executable for mode in options.modes.split(",")}
+    dtype = EngineCore.dtype()
     if options.peers_env is not None:
         peers = prepare_peers(options.peers_env)
-        names |= {"transformers bf16": peers, "llama.cpp Q4_1": peers}
+        names |= {f"transformers {dtype}": peers, "llama.cpp Q4_1": peers}
+        BASELINES["transformers"] = f"transformers {dtype}"
+    whole = (LINEAR_WEIGHTS + VOCABULARY_WEIGHTS) * (2 if dtype == "bfloat16" else 4)
+    BYTES.update({"engine-core unpacked": whole, f"transformers {dtype}": whole})
     workers = []
     for name, python in names.items():
         try:
@@ -288,15 +305,23 @@ def main() -> None:
     bandwidths = []
     for worker in workers:
         worker.seconds([prompt(64)], 4)
+    spin = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(spin) for _ in range(options.busy)]
     for number in range(options.rounds):
         bandwidths.append(ours.ask("bandwidth"))
         long = [prompt(PROMPT)]
         for worker in workers:
             rounds[worker.name].append(measure(worker, long, batch))
         print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
-    linears = {w.name: w.ask("profile", prompt=prompt(PROMPT)) for w in workers[:4]}
+    linears = {
+        worker.name: worker.ask("profile", prompt=prompt(PROMPT))
+        for worker in workers
+        if worker.name.startswith("engine-core") and not worker.name.endswith("default")
+    }
     for worker in workers:
         worker.close()
+    for each in busy:
+        each.kill()
     report(rounds, bandwidths, linears, options.threads)
 
 

@@ -151,6 +151,8 @@ class _Check:
     tokenizer: Tokenizer | None = None
     media: Mapping[str, MediaLimit | None] = field(default_factory=dict)
     network: nn.Module | None = None
+    num_parameters: int | None = None
+    matched: Checkpoint | None = None
     memory_info: MemoryInfo | None = None
     comparison: Comparison | None = None
     comparison_asked: bool = False
@@ -214,7 +216,7 @@ class _Check:
     def _understand(self, registry: Registry, checkpoint: Checkpoint) -> None:
         device = self.device or torch.device("cpu")
         with self._collecting():
-            self.scheme = find_scheme(checkpoint.hf_config, self.scheme, registry, device)
+            self.scheme = find_scheme(checkpoint, self.config, self.scheme, registry, device)
         with self._collecting():
             self.model_config = read_config(registry, checkpoint, self.config.model_impl)
         if self.model_config is None:
@@ -328,6 +330,9 @@ class _Check:
                 model_class=self.registry.model_class,
             )
             self.network = build_on_meta(self.model_class, model_config, context, self.scheme)
+        if self.network is not None:
+            parameters = dict.fromkeys(self.network.parameters())
+            self.num_parameters = sum(param.numel() for param in parameters)
         max_model_len = None
         with self._collecting():
             max_model_len = find_max_model_len(model_config, self.config, self.model)
@@ -336,7 +341,8 @@ class _Check:
         if checkpoint.has_weights:
             try:
                 weights = without_head(self.network, checkpoint, model_config)
-                _, account = match_weights(self.network, weights, self.model, self.scheme)
+                matched, account = match_weights(self.network, weights, self.model, self.scheme)
+                self.matched = matched
                 for pair in account.uncompared:
                     self._add(
                         "tied-head-unread",
@@ -622,15 +628,15 @@ class _Check:
         if self.checkpoint is None or not self.checkpoint.has_weights:
             return None
         headers = self.checkpoint.headers.values()
-        count = None
-        if self.network is not None:
-            count = sum(param.numel() for param in dict.fromkeys(self.network.parameters()))
+        gguf = (self.matched or self.checkpoint).gguf
         return WeightsInfo(
             num_tensors=len(headers),
             num_files=len({header.file for header in headers}),
             total_bytes=self.checkpoint.total_bytes,
             dtypes=dict(Counter(header.dtype for header in headers)),
-            num_parameters=count,
+            num_parameters=self.num_parameters,
+            kept=None if gguf is None else gguf.kept,
+            unpacked=None if gguf is None else gguf.unpacked,
         )
 
     def _tokenizer_info(self) -> TokenizerInfo | None:

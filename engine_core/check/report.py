@@ -110,6 +110,12 @@ class WeightsInfo(_Model):
     num_parameters: int | None = Field(
         description="Numbers in the model's parameters, shared ones once; null if not built."
     )
+    kept: dict[str, int] | None = Field(
+        description="Of a GGUF file: block type -> number of tensors that stay in blocks."
+    )
+    unpacked: dict[str, list[str]] | None = Field(
+        description="Of a GGUF file: block type -> tensors in blocks that become plain numbers."
+    )
 
 
 class TokenizerInfo(_Model):

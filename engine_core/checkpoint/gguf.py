@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from engine_core.checkpoint.gguf_blocks import Blocks
 
 _MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
@@ -110,15 +109,12 @@ class GGUFFile:
                 "installed gguf package cannot dequantise; upgrade it or take another quantisation"
             )
 
-    def read_blocks(self, name: str) -> Blocks:
-        """The matrix ``name``, whose type is one of ``BLOCK_TYPES``, as it is quantised."""
+    def read_bytes(self, name: str) -> NDArray[np.uint8]:
+        """A copy of a tensor as it is in the file."""
         import numpy as np
 
-        from engine_core.checkpoint.gguf_blocks import unpack_blocks
-
         tensor = self.tensors[name]
-        raw = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
-        return unpack_blocks(raw, tensor.type_name, tensor.shape)
+        return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset).copy()
 
 
 class GGUFAdapter(Protocol):

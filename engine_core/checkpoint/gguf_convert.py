@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from engine_core.checkpoint.disk_cache import DiskCache, file_key
 from engine_core.checkpoint.files import TensorHeader, check_regular_file
 from engine_core.checkpoint.gguf import GGUFAdapter, GGUFFile, GGUFTensor, read_architecture
-from engine_core.checkpoint.gguf_blocks import BLOCK_TYPES, GROUP_SIZE
 from engine_core.checkpoint.safetensors_file import SafetensorsWriter
 from engine_core.configs.dtypes import DTYPES, itemsize
 from engine_core.errors import (
@@ -38,7 +38,11 @@ logger = logging.getLogger(__name__)
 # Raised whenever the files written here change, so that old entries of the cache are left alone.
 FORMAT_VERSION = 3
 _MAX_THREADS = 8
-_BLOCK_LEAVES = ("qweight", "scales", "minima")
+#: Numbers of a block, by the types that may be kept as they are.
+BLOCK_TYPES = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"), 32),
+    **dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), 256),
+}
 _UNQUANTISED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -90,37 +94,43 @@ class GGUFWeights:
                 continue
             source = self._sources[name].name
             order = self._row_order(source)
-            blocks = self._gguf.read_blocks(source)
-            arrays: tuple[NDArray[Any], ...] = (blocks.codes, blocks.scales, blocks.minima)
-            for leaf, array in zip(_BLOCK_LEAVES, arrays, strict=True):
-                ordered = array if order is None else array[order]
-                yield _with_leaf(name, leaf), torch.from_numpy(ordered)
+            blocks = self._gguf.read_bytes(source).reshape(self.headers[name].shape)
+            yield name, torch.from_numpy(blocks if order is None else blocks[order])
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """Types of the tensors that are kept as they are quantised, and how many have each."""
+        return dict(Counter(self._sources[name].type_name for name in sorted(self._kept)))
+
+    @property
+    def unpacked(self) -> dict[str, list[str]]:
+        """Types of quantised tensors that become numbers, and the tensors' names."""
+        found: dict[str, list[str]] = {}
+        for name, source in self._sources.items():
+            if name not in self._kept and source.type_name not in _UNQUANTISED:
+                found.setdefault(source.type_name, []).append(name)
+        return found
 
     @cached_property
-    def block_tensors(self) -> frozenset[str]:
-        """The matrices ``<layer>.weight`` that :meth:`keeping_blocks` can keep."""
-        names = []
+    def block_types(self) -> Mapping[str, str]:
+        """The types of the matrices that :meth:`keeping_blocks` can keep."""
+        found = {}
         for name, source in self._sources.items():
-            if (
-                name.endswith(".weight")
-                and source.type_name in BLOCK_TYPES
-                and len(source.shape) == 2
-            ):
+            if source.type_name in BLOCK_TYPES and len(source.shape) == 2:
                 try:
                     self._row_order(source.name)
                 except _NoRowOrderError:
                     continue
-                names.append(name)
-        return frozenset(names)
+                found[name] = source.type_name
+        return found
 
     def keeping_blocks(self, names: Collection[str]) -> GGUFWeights:
-        """The same tensors, with some of :attr:`block_tensors` as they are quantised.
+        """The same tensors, with some of :attr:`block_types` as they are quantised.
 
-        Instead of ``<layer>.weight [N, K]`` there are ``<layer>.qweight [N, K]`` uint8, and
-        ``<layer>.scales`` and ``<layer>.minima [N, K / 32]`` float32, as in :class:`Blocks`.
+        Instead of numbers ``[N, K]`` they are uint8 ``[N, blocks of a row, bytes of a block]``.
         """
-        unknown = set(names) - self.block_tensors
-        assert not unknown, f"not in 4-bit blocks: {sorted(unknown)}"
+        unknown = set(names) - set(self.block_types)
+        assert not unknown, f"not in blocks: {sorted(unknown)}"
         kept = GGUFWeights(self._gguf, self._adapter, self._dtype)
         kept._kept = frozenset(names)
         headers: dict[str, TensorHeader] = {}
@@ -128,16 +138,11 @@ class GGUFWeights:
             if name not in kept._kept:
                 headers[name] = header
                 continue
-            rows, columns = header.shape
-            for leaf in _BLOCK_LEAVES:
-                own = _with_leaf(name, leaf)
-                dtype, size, width = (
-                    ("uint8", 1, columns)
-                    if leaf == "qweight"
-                    else ("float32", 4, columns // GROUP_SIZE)
-                )
-                shape = (rows, width)
-                headers[own] = TensorHeader(own, dtype, shape, self.path, size * rows * width)
+            source = self._sources[name]
+            rows, columns = source.shape
+            count = columns // BLOCK_TYPES[source.type_name]
+            shape = (rows, count, source.nbytes // rows // count)
+            headers[name] = TensorHeader(name, "uint8", shape, self.path, source.nbytes)
         kept.headers = headers
         return kept
 
@@ -206,10 +211,6 @@ class GGUFWeights:
 
 class _NoRowOrderError(Exception):
     """An adapter's transform is more than another order of the rows."""
-
-
-def _with_leaf(name: str, leaf: str) -> str:
-    return f"{name.removesuffix('weight')}{leaf}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,13 @@ def _rows(report: CheckReport) -> dict[str, str]:
             f"{weights.num_tensors} in {weights.num_files} files, {_bytes(weights.total_bytes)}: "
             f"{dtypes}"
         )
+        if weights.kept is not None and weights.unpacked is not None:
+            kept = ", ".join(f"{count} {type_name}" for type_name, count in weights.kept.items())
+            unpacked = ", ".join(
+                f"{len(names)} {type_name} ({names[0]}{', ...' if names[1:] else ''})"
+                for type_name, names in weights.unpacked.items()
+            )
+            rows["in blocks"] = f"kept: {kept or 'none'}; unpacked: {unpacked or 'none'}"
     if report.tokenizer is not None:
         tokenizer = report.tokenizer
         rows["tokenizer"] = (

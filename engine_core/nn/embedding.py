@@ -65,7 +65,7 @@ class VocabularySplit(MatrixModule):
         set_weight_loader(self.weight, self._load)
 
     def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: object = None) -> None:
-        wanted = [self.vocab_size, param.shape[1]]
+        wanted = [self.vocab_size, *param.shape[1:]]
         if shard_id is not None or list(tensor.shape) != wanted:
             raise ShapeMismatchError(f"has shape {list(tensor.shape)}, the model wants {wanted}")
         mine = tensor[self.first : self.first + self.rows]

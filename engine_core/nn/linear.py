@@ -354,6 +354,35 @@ class Linear(MatrixModule):
         """Linears that this one is merged of, each of which the checkpoint has by itself."""
         return len(self._parts)
 
+    @property
+    def part_rows(self) -> Mapping[Hashable, int]:
+        """This rank's rows of each part, by shard id."""
+        return {shard_id: part.size for shard_id, part in self._parts.items()}
+
+    def shard(self, tensor: Tensor, shard_id: Hashable = None) -> Mapping[Hashable, Tensor]:
+        """This rank's share of a checkpoint's tensor ``[rows, inputs, ...]``, by part.
+
+        The inputs may be counted in anything of which a rank has a whole number.
+
+        Raises:
+            ShapeMismatchError: it has another number of rows.
+            ValueError: ``shard_id`` is none of this linear's.
+        """
+        if shard_id in self._fused:
+            pieces = self._split(tensor, self._fused[shard_id], parts=self._parts, output_dim=0)
+            every = zip(self._parts, pieces, strict=True)
+            return {key: self.shard(piece, key)[key] for key, piece in every}
+        part = self._parts.get(shard_id)
+        if part is None:
+            raise ValueError(f"shard_id {shard_id!r} is not one of {list(self._parts)}")
+        if tensor.shape[0] != part.total:
+            shape = list(tensor.shape)
+            raise ShapeMismatchError(f"has shape {shape}, the model wants {part.total} rows")
+        tensor = tensor.narrow(0, part.start, part.size)
+        if self.rowwise:
+            tensor = tensor.chunk(self.context.tp_size, dim=1)[self.context.tp_rank]
+        return {shard_id: tensor}
+
     def add_parameter(
         self,
         name: str,

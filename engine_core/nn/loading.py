@@ -47,7 +47,7 @@ class LoadAccount:
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._sizes = {name: param.numel() for name, param in model.named_parameters()}
         self._filled: dict[str, dict[Any, int]] = {name: {} for name in self._sizes}
-        self._sources: dict[str, set[str]] = {name: set() for name in self._sizes}
+        self._sources: dict[str, dict[Any, set[str]]] = {name: {} for name in self._sizes}
         self._offered: dict[str, int] = {}
         self._taken: set[str] = set()
         # A weak reference leaves a storage its address, which otherwise a later one could have.
@@ -90,7 +90,7 @@ class LoadAccount:
             self._filled[name][shard_id] = numel
         source = self._source(tensor)
         if name is not None and source is not None:
-            self._sources[name].add(source)
+            self._sources[name].setdefault(shard_id, set()).add(source)
         self._take(source)
         if refused is not None:
             self._wrong.append(f"{source}: {refused}")
@@ -102,7 +102,12 @@ class LoadAccount:
 
     def sources(self, param: nn.Parameter) -> frozenset[str]:
         """The tensors that a parameter of the model was filled from."""
-        return frozenset(self._sources[self._names[id(param)]])
+        return frozenset().union(*self.shards(param).values())
+
+    def shards(self, param: nn.Parameter) -> Mapping[Any, frozenset[str]]:
+        """The same for each part of it, by shard id."""
+        parts = self._sources[self._names[id(param)]]
+        return {shard_id: frozenset(names) for shard_id, names in parts.items()}
 
     def ignore(self, tensor: Tensor) -> str | None:
         """Take ``tensor`` as known to the model, which fills nothing; its name."""

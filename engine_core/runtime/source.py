@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +23,18 @@ from engine_core.errors import (
     PluginError,
     UnknownArchitectureError,
 )
+from engine_core.kernels import compiled
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.plugin_code import contained, failed_at, package_of
 from engine_core.registry import Registry
 from engine_core.runtime import platform
 from engine_core.runtime.memory import MediaPlan, plan_media
 from engine_core.runtime.task import as_decoder, with_task
+
+logger = logging.getLogger(__name__)
+
+# The value of EngineConfig.quantization that keeps no blocks.
+UNPACKED = "unpacked"
 
 if TYPE_CHECKING:
     from engine_core.inputs import InputProcessor, MediaLimit, PromptState
@@ -115,7 +123,7 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
     check_deterministic(config, device)
     option = option_scheme(config, registry, device)
     checkpoint = open_files(model, config, registry, device, option)
-    scheme = find_scheme(checkpoint.hf_config, option, registry, device)
+    scheme = find_scheme(checkpoint, config, option, registry, device)
     model_config = read_config(registry, checkpoint, config.model_impl)
     model_class = registry.model_class(model_config.architecture)
     model_config = with_task(model_config, model_class, checkpoint, config)
@@ -166,7 +174,7 @@ def option_scheme(
         OptionError: no scheme has this name, or it cannot run on ``device``.
         PluginError: its package is broken, or two bring the name.
     """
-    if config.quantization is None:
+    if config.quantization in (None, UNPACKED):
         return None
     scheme = registry.quantization_scheme(config.quantization)
     scheme.check_device(device)
@@ -208,14 +216,21 @@ def open_files(
     """
     path = resolve_model(model, config.revision)
     try:
-        checkpoint = open_checkpoint(
+        opened = partial(
+            open_checkpoint,
             path,
             load_format=config.load_format,
             gguf_adapters=_GGUFAdapters(registry),
             dtype=platform.resolve_dtype(config, device, None),
             hf_overrides=config.hf_overrides,
-            convert=convert and (scheme is None or scheme.converts_gguf),
         )
+        checkpoint = opened(convert=False)
+        plain = scheme is None or scheme.converts_gguf
+        if convert and checkpoint.gguf and plain and not keeps_blocks(checkpoint, config, device):
+            if device.type == "cpu" and config.quantization is None and checkpoint.gguf.block_types:
+                logger.warning("%s is unpacked, which takes more memory and time than its blocks: "
+                               "install 'engine-core-llm[cpu]' to keep them", path)  # fmt: skip
+            checkpoint = opened(convert=True)
     except UnknownArchitectureError as error:
         advice = registry.gguf_advice(read_architecture(path))
         raise UnknownArchitectureError(f"{error}. {advice}") from error
@@ -223,6 +238,15 @@ def open_files(
         scheme.check_checkpoint(checkpoint, model)
     as_decoder(checkpoint, config, registry)
     return checkpoint
+
+
+def keeps_blocks(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> bool:
+    """Whether blocks of a GGUF file are multiplied as they are without being asked for.
+
+    They are on a CPU, where Numba is installed.
+    """
+    default = config.quantization is None and device.type == "cpu" and compiled.available()
+    return default and checkpoint.gguf is not None and bool(checkpoint.gguf.block_types)
 
 
 def check_deterministic(
@@ -255,9 +279,15 @@ def check_deterministic(
 
 
 def find_scheme(
-    hf_config: HFConfig, option: QuantizationScheme | None, registry: Registry, device: torch.device
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    option: QuantizationScheme | None,
+    registry: Registry,
+    device: torch.device,
 ) -> QuantizationScheme | None:
     """The scheme of a checkpoint that a tool quantised, else the one that the option asks for.
+
+    Without either the one that :func:`keeps_blocks` of a GGUF file.
 
     Raises:
         ConfigError: no scheme recognises what the tool wrote; names the tool's method.
@@ -265,6 +295,9 @@ def find_scheme(
             ``device``.
         PluginError: the scheme's package is broken, or two schemes recognise the checkpoint.
     """
+    if keeps_blocks(checkpoint, config, device):
+        return registry.quantization_scheme("gguf")
+    hf_config = checkpoint.hf_config
     key = next((key for key in _QUANTIZATION_KEYS if hf_config.get(key) is not None), None)
     if key is None:
         return option

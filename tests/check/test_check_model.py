@@ -337,14 +337,28 @@ def test_real_gguf(smollm2_gguf: Path, cache_home: Path) -> None:
     assert not list(cache_home.glob("**/*.safetensors"))
 
 
-def test_blocks_that_are_kept_are_planned_as_blocks(smollm2_gguf: Path, cache_home: Path) -> None:
-    report = check_model(smollm2_gguf, EngineConfig(quantization="gguf", dtype="bfloat16"))
+def test_blocks_are_planned_as_they_are(smollm2_gguf: Path, cache_home: Path) -> None:
+    report = check_model(smollm2_gguf, EngineConfig(dtype="bfloat16"))
     layers, hidden, vocabulary = 30, 576, 49152
     linears = layers * (2 * hidden * hidden + 2 * hidden * 192 + 3 * hidden * 1536)
     norms = (2 * layers + 1) * hidden
-    # A block of Q4_1 is 32 weights of 4 bits, a scale and a minimum of 2 bytes each.
+    # A block of Q4_1 is 32 weights of 4 bits, a scale and a minimum of 2 bytes each, and one of
+    # Q8_0 32 bytes and a scale.
     assert report.memory is not None
-    assert report.memory.weights_bytes == linears // 32 * 20 + 2 * (vocabulary * hidden + norms)
+    blocks = linears // 32 * 20 + vocabulary * hidden // 32 * 34
+    assert report.memory.weights_bytes == blocks + 2 * norms
+    assert report.memory.weights_bytes < smollm2_gguf.stat().st_size
+    assert report.weights is not None
+    assert report.weights.kept == {"Q8_0": 1, "Q4_1": 7 * layers}
+    assert report.weights.unpacked == {}
+
+    report = check_model(smollm2_gguf, EngineConfig(quantization="unpacked", dtype="bfloat16"))
+    assert report.memory is not None
+    assert report.memory.weights_bytes == 2 * (linears + vocabulary * hidden + norms)
+    assert report.weights is not None
+    assert report.weights.kept == {}
+    unpacked = report.weights.unpacked or {}
+    assert {name: len(names) for name, names in unpacked.items()} == {"Q8_0": 1, "Q4_1": 210}
 
 
 # Llama 3 8B in bfloat16: https://huggingface.co/meta-llama/Meta-Llama-3-8B

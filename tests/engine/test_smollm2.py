@@ -18,7 +18,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf: Path) -> Iterator[LLM]:
-    config = EngineConfig(dtype="float32", kv_cache_memory="1GiB", max_model_len=2048)
+    config = EngineConfig(
+        dtype="float32", quantization="unpacked", kv_cache_memory="1GiB", max_model_len=2048
+    )
     with LLM(str(smollm2_gguf), config) as llm:
         yield llm
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import gguf
-import numpy as np
 import pytest
 import torch
+from gguf_blocks import random_blocks
 
 from engine_core.errors import OptionError, PluginLoadError
 from engine_core.nn import (
@@ -16,6 +18,7 @@ from engine_core.nn import (
     build_rowwise_linear,
     load_weight,
 )
+from engine_core.nn.loading import ShapeMismatchError
 from engine_core.nn.packing import OneDNNMatrix, onednn_packs
 from engine_core.nn.quantization import (
     BlockLinearMethod,
@@ -154,43 +157,80 @@ def test_a_merged_linear_is_packed_with_its_bias(method) -> None:
     assert linear.weight.dtype == torch.float32
 
 
+def blocks(type_name: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random blocks, and their numbers."""
+    raw, numbers = random_blocks(type_name, rows, columns)
+    return torch.from_numpy(raw), torch.from_numpy(numbers.copy())
+
+
+def assert_blocks_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Activations are rounded to 8 bits."""
+    exact = x @ weight.T
+    assert (out - exact).norm() < 0.01 * exact.norm()
+
+
 def test_blocks_reach_the_rank_that_they_belong_to() -> None:
-    draw = np.random.default_rng(0)
-    q, k, v = (
-        {
-            "qweight": torch.from_numpy(draw.integers(0, 16, (rows, 64), dtype=np.uint8)),
-            "scales": torch.from_numpy(draw.random((rows, 2), dtype=np.float32)),
-            "minima": torch.from_numpy(draw.standard_normal((rows, 2), dtype=np.float32)),
-        }
-        for rows in (64, 32, 32)
-    )
-
-    def numbers(part) -> torch.Tensor:
-        groups = part["qweight"].float().unflatten(1, (-1, 32))
-        return (groups * part["scales"][..., None] + part["minima"][..., None]).flatten(1)
-
-    x = random(4, 64)
+    q, q_numbers = blocks("Q4_1", 64, 64)
+    k, k_numbers = blocks("Q4_1", 32, 64)
+    _, v_numbers = blocks("Q6_K", 32, 256)
+    x = random(4, 256)
     for rank in range(2):
         with building(BuildContext(tp_size=2, tp_rank=rank)):
             linear = build_qkv_proj(64, 4, 2, 16)
+            fused = build_qkv_proj(256, 2, 1, 16)
             down = build_rowwise_linear(64, 64)
-        linear.set_method(BlockLinearMethod())
-        for shard_id, part in (("q", q), ("k", k), ("v", v)):
-            for leaf, tensor in part.items():
-                load_weight(linear.get_parameter(leaf), tensor, shard_id)
+        linear.set_method(BlockLinearMethod({"q": "Q4_1", "k": "Q4_1", "v": None}))
+        for shard_id, part in (("v", v_numbers[:, :64]), ("q", q), ("k", k)):
+            load_weight(linear.weight, part, shard_id)
         linear.method.process_after_load(linear)
-        own = torch.cat([numbers(part).chunk(2)[rank] for part in (q, k, v)])
-        exact = x @ own.T
-        assert (linear(x) - exact).abs().max() < BFLOAT16 * exact.abs().max()
+        own = [part.chunk(2)[rank] for part in (q_numbers, k_numbers, v_numbers[:, :64])]
+        assert_blocks_product(linear(x[:, :64]), x[:, :64], torch.cat(own))
 
-        down.set_method(BlockLinearMethod())
-        for leaf, tensor in q.items():
-            load_weight(down.get_parameter(leaf), tensor)
+        if rank == 0:  # One head of keys and values, of which both ranks have a copy.
+            fused.set_method(BlockLinearMethod({None: "Q6_K"}))
+            both, numbers = blocks("Q6_K", 64, 256)
+            load_weight(fused.weight, both)
+            fused.method.process_after_load(fused)
+            own = [numbers[:16], numbers[32:48], numbers[48:]]
+            assert_blocks_product(fused(x), x, torch.cat(own))
+
+        down.set_method(BlockLinearMethod({None: "Q4_1"}))
+        load_weight(down.weight, q)
         down.method.process_after_load(down)
-        own = numbers(q).chunk(2, dim=1)[rank]
-        exact = x[:, :32] @ own.T
-        out = down.method.apply(down, x[:, :32], None)
-        assert (out - exact).abs().max() < BFLOAT16 * exact.abs().max()
+        own_x = x[:, :32]
+        out = down.method.apply(down, own_x, None)
+        assert_blocks_product(out, own_x, q_numbers.chunk(2, dim=1)[rank])
+
+
+def test_parts_of_several_types_are_one_linear() -> None:
+    """A Q4_K_M file has v in Q6_K beside q and k in Q4_K."""
+    parts = {
+        "q": ("Q6_K", *blocks("Q6_K", 64, 256)),
+        "k": (None, *[random(32, 256)] * 2),
+        "v": ("Q4_1", *blocks("Q4_1", 32, 256)),
+    }
+    linear = build_qkv_proj(256, 4, 2, 16, bias=True)
+    linear.bias.copy_(random(128))
+    types = {shard_id: type_name for shard_id, (type_name, _, _) in parts.items()}
+    linear.set_method(BlockLinearMethod(types))
+    (size,) = linear.method.packed_sizes(linear).values()
+    for shard_id, (_, loaded, _) in parts.items():
+        load_weight(linear.weight, loaded, shard_id)
+    linear.method.process_after_load(linear)
+    # 6.5625 and 5 bits a number, and float32.
+    assert size == linear.packed.nbytes == 64 * 256 * 105 // 128 + 32 * 256 * 5 // 8 + 32 * 256 * 4
+    weight = torch.cat([numbers for _, _, numbers in parts.values()])
+    assert torch.equal(linear.weight, weight)
+    x = random(3, 7, 256)
+    assert_blocks_product(linear(x) - linear.bias, x, weight)
+
+
+def test_blocks_of_another_shape_are_refused() -> None:
+    linear = build_rowwise_linear(64, 32)
+    linear.set_method(BlockLinearMethod({None: "Q4_1"}))
+    for shape in ((32, 2, 18), (32, 1, 20), (16, 2, 20)):
+        with pytest.raises(ShapeMismatchError, match=re.escape(f"has shape {list(shape)}")):
+            load_weight(linear.weight, torch.zeros(shape, dtype=torch.uint8))
 
 
 class Layers(torch.nn.Module):

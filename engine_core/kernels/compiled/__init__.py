@@ -67,10 +67,14 @@ class Kernel:
     Args:
         make: gives the body of a specialisation; what it closes over are constants to LLVM.
         arguments: their form in terms of :mod:`struct`, each of 8 bytes: ``q`` or ``d``.
+        exact: whether sums are added up in the order in which they are written.
     """
 
-    def __init__(self, make: Callable[..., Callable[..., None]], arguments: str) -> None:
+    def __init__(
+        self, make: Callable[..., Callable[..., None]], arguments: str, *, exact: bool = False
+    ) -> None:
         self._make = make
+        self._exact = exact
         self._pack = struct.Struct("=" + arguments).pack
         self._compiled: dict[Hashable, _Compiled] = {}
 
@@ -84,7 +88,7 @@ class Kernel:
         """
         compiled = self._compiled.get(special)
         if compiled is None:
-            compiled = self._compiled[special] = _Compiled(self._make(*special))
+            compiled = self._compiled[special] = _Compiled(self._make(*special), self._exact)
         packed = self._pack(*arguments)
         if _recording.calls is not None:
             _recording.calls.append(partial(compiled.run, packed, parts))
@@ -101,10 +105,10 @@ def threads(work: int, least: int) -> int:
 class _Compiled:
     """Machine code of one specialisation, which takes the address of its packed arguments."""
 
-    def __init__(self, body: Callable[..., None]) -> None:
+    def __init__(self, body: Callable[..., None], exact: bool) -> None:
         from engine_core.kernels.compiled.numbers import compile_entry
 
-        self._entry = compile_entry(body)
+        self._entry = compile_entry(body, exact=exact)
         self._address: int = self._entry.address
         # The GIL is kept: the call is shorter than releasing and taking it.
         self._call = ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(self._address)

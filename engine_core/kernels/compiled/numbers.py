@@ -47,12 +47,15 @@ inline: _Decorator = _numba.njit(fastmath=_FAST, error_model="numpy", inline="al
 _VERSION = f"{zlib.crc32(Path(__file__).read_bytes()):08x}_{int(openmp().found)}"
 
 
-def compile_entry(body: Callable[..., None]) -> Any:
-    """``body`` as a C function of the address of its packed arguments."""
+def compile_entry(body: Callable[..., None], *, exact: bool = False) -> Any:
+    """``body`` as a C function of the address of its packed arguments.
+
+    ``exact`` keeps the order of all operations.
+    """
     # Part of the name under which it is kept.
     body.__qualname__ += _VERSION
     signature = _types.void(_types.voidptr)
-    options = {"fastmath": _FAST, "error_model": "numpy"}
+    options = {"fastmath": False if exact else _FAST, "error_model": "numpy"}
     try:
         return _numba.cfunc(signature, cache=True, **options)(body)
     except (RuntimeError, OSError):

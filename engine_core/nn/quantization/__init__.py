@@ -5,7 +5,7 @@ GGUF file, and e4m3 codes from checkpoints that tools have quantised. Fp8 is for
 for CPUs.
 """
 
-from engine_core.nn.quantization.blocks import BlockLinearMethod
+from engine_core.nn.quantization.blocks import BlockLinearMethod, BlockMatrix
 from engine_core.nn.quantization.cpu import GGUFScheme, Int4Scheme, Int8Scheme
 from engine_core.nn.quantization.fp8 import Fp8LinearMethod, Fp8Scheme
 from engine_core.nn.quantization.fp8_checkpoint import CompressedTensorsScheme
@@ -15,6 +15,7 @@ from engine_core.nn.quantization.scheme import QuantizationScheme
 
 __all__ = [
     "BlockLinearMethod",
+    "BlockMatrix",
     "CompressedTensorsScheme",
     "Fp8LinearMethod",
     "Fp8Scheme",

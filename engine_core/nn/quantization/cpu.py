@@ -1,20 +1,26 @@
-"""The schemes of the core: int8, int4 and a GGUF file's blocks, by torch's CPU kernels."""
+"""The schemes of the core, for CPUs: int8 and int4 by torch's kernels, a GGUF file's blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections import Counter
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from engine_core.errors import OptionError
+from engine_core.kernels.block_linear import FORMS
+from engine_core.kernels.compiled import available
 from engine_core.nn.embedding import VocabularyMethod, VocabularySplit
 from engine_core.nn.linear import Linear, LinearMethod
-from engine_core.nn.quantization.blocks import BlockLinearMethod
+from engine_core.nn.quantization.blocks import BlockLinearMethod, BlockVocabularyMethod
 from engine_core.nn.quantization.int4 import Int4LinearMethod, Int4Matrix
 from engine_core.nn.quantization.int8 import Int8LinearMethod, Int8Matrix
 from engine_core.nn.quantization.scheme import QuantizationScheme
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from engine_core.checkpoint import Checkpoint
@@ -31,7 +37,7 @@ class _CPUScheme(QuantizationScheme):
         """Refuse what is no CPU."""
         if device.type != "cpu":
             raise OptionError(
-                f"quantization {self.name!r} is multiplied by torch's CPU kernels and cannot run "
+                f"quantization {self.name!r} is multiplied by kernels for CPUs and cannot run "
                 f"on {device}; set device='cpu', or leave it out"
             )
 
@@ -61,18 +67,25 @@ class Int4Scheme(Int8Scheme):
 
 
 class GGUFScheme(_CPUScheme):
-    """The 4-bit blocks of a GGUF file as they are; the vocabulary in plain numbers."""
+    """The blocks of a GGUF file as they are, of linears and of the vocabulary."""
 
     converts_gguf = False
-    takes = (
-        "linear layer of the file is in Q4_0, Q4_1 or Q4_K and of a shape that torch can multiply"
-    )
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse what is no CPU, and a CPU for which nothing can be compiled."""
+        super().check_device(device)
+        if not available():
+            raise OptionError(
+                f"quantization {self.name!r} multiplies blocks by kernels that Numba compiles, "
+                "which is not installed: pip install 'engine-core-llm[cpu]', or leave it out"
+            )
 
     def check_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
-        """Refuse what is no GGUF file."""
-        if checkpoint.gguf is None:
+        """Refuse what has no blocks."""
+        if checkpoint.gguf is None or not checkpoint.gguf.block_types:
+            has = "is none" if checkpoint.gguf is None else f"has none of {', '.join(FORMS)}"
             raise OptionError(
-                f"quantization {self.name!r} keeps the blocks of a GGUF file, and {model} is none; "
+                f"quantization {self.name!r} keeps the blocks of a GGUF file, and {model} {has}; "
                 "'int8' and 'int4' quantise any checkpoint"
             )
 
@@ -80,20 +93,63 @@ class GGUFScheme(_CPUScheme):
         """Leave the layers plain: the types of the tensors that fill them say who is taken."""
 
     def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Checkpoint:
-        """Keep the blocks of each linear all of whose tensors are in blocks."""
+        """Keep the blocks of each matrix that is filled from whole tensors, each by itself."""
         assert checkpoint.gguf is not None, "check_checkpoint asks for a GGUF file"
-        tensors = {
-            id(layer): account.sources(layer.weight)
-            for layer in model.modules()
-            if isinstance(layer, Linear)
-        }
-        self._in_blocks: Collection[int] = {
-            layer for layer, names in tensors.items() if names <= checkpoint.gguf.block_tensors
-        }
-        taken = self.give_methods(model)
-        return checkpoint.keeping_blocks({name for layer in taken for name in tensors[id(layer)]})
+        types = checkpoint.gguf.block_types
+        fills = Counter(name for param in model.parameters() for name in account.sources(param))
+        self._types: dict[int, dict[Hashable, str | None]] = {}
+        names: dict[int, set[str]] = {}
+        for module in model.modules():
+            if not isinstance(module, Linear | VocabularySplit):
+                continue
+            shards = account.shards(module.weight)
+            columns = module.weight.shape[1]
+            found: dict[Hashable, str | None] = {}
+            for shard_id, (first, *others) in shards.items():
+                kept = not others and fills[first] == 1 and first in types
+                fits = kept and columns % FORMS[types[first]].file_block == 0
+                found[shard_id] = types[first] if fits else None
+            if any(found.values()):
+                self._types[id(module)] = found
+                names[id(module)] = {
+                    name for key, (name, *_) in shards.items() if found[key] is not None
+                }
+        taken: list[nn.Module] = [*self.give_methods(model), *self._take_vocabulary(model)]
+        matched = checkpoint.keeping_blocks({name for layer in taken for name in names[id(layer)]})
+        assert matched.gguf is not None, "blocks are kept of a GGUF file"
+        for type_name, unpacked in matched.gguf.unpacked.items():
+            logger.warning("%d tensors in %s blocks are unpacked, such as %s: they take more memory"
+                           " than in the file", len(unpacked), type_name, unpacked[0])  # fmt: skip
+        return matched
+
+    def _take_vocabulary(self, model: nn.Module) -> list[VocabularySplit]:
+        """Give each vocabulary's matrix that has a method a parameter for its blocks."""
+        users: dict[int, list[nn.Module]] = {}
+        for module in model.modules():
+            for param in module._parameters.values():
+                users.setdefault(id(param), []).append(module)
+        taken = []
+        for modules in users.values():
+            layers = [module for module in modules if isinstance(module, VocabularySplit)]
+            methods = [layer.method for layer in layers if layer.method is not None]
+            if len(methods) < len(modules):
+                for layer in layers:
+                    layer.method = None
+                continue
+            assert isinstance(methods[0], BlockVocabularyMethod), "vocabulary_method gives these"
+            weight = methods[0].weight(layers[0])
+            for layer in layers:
+                layer.weight = weight
+            taken += layers
+        return taken
 
     def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
-        """Blocks, for a linear that has them and whose shape fits."""
-        fits = id(layer) in self._in_blocks and Int4Matrix.fits(layer.weight.shape)
-        return BlockLinearMethod() if fits else None
+        """Blocks, for a linear that has them."""
+        types = self._types.get(id(layer))
+        return None if types is None else BlockLinearMethod(types)
+
+    def vocabulary_method(self, name: str, layer: VocabularySplit) -> VocabularyMethod | None:
+        """Blocks, for a vocabulary in them."""
+        types = self._types.get(id(layer))
+        type_name = None if types is None else types.get(None)
+        return None if type_name is None else BlockVocabularyMethod(type_name, layer.dtype)

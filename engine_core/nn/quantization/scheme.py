@@ -98,7 +98,7 @@ class QuantizationScheme:
 
         A linear whose weight another module shares stays as it is. So does, if the option asks for
         the scheme, what the model's class names in ``quantization_skip``: the layer or a module
-        around it. Of a checkpoint that is quantised already the checkpoint decides.
+        around it. Of weights that are quantised already the checkpoint decides.
 
         Raises:
             OptionError: the option asks for it, and it takes no layer at all; or a layer's packed
@@ -106,7 +106,7 @@ class QuantizationScheme:
             PluginLoadError: the scheme fails at a layer.
         """
         skip: Collection[str] = getattr(model, "quantization_skip", ())
-        if self.settings is not None:
+        if self.settings is not None or not self.converts_gguf:
             skip = ()
         users = Counter(id(param) for m in model.modules() for param in m._parameters.values())
         taken: list[Linear] = []
@@ -135,7 +135,7 @@ class QuantizationScheme:
                     f"fails at {name}: {type(error).__name__}: {error}"
                 ) from error
             taken.append(module)
-        if not taken and self.settings is None:
+        if not taken and self.settings is None and self.converts_gguf:
             raise OptionError(f"quantization {self.name!r}: no {self.takes}; leave it out")
         if left:
             logger.info("quantization %s leaves %d of %d linears as they are: %s", self.name,

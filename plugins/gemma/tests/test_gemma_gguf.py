@@ -195,8 +195,8 @@ def test_k_quants_are_the_numbers_that_gguf_makes_of_them(
     found = []
     for model, more in (
         (plain, {}),
+        (path, {"quantization": "unpacked"}),
         (path, {}),
-        (path, {"quantization": "gguf"}),
     ):
         with LLM(str(model), max_model_len=64, **settings, **more) as llm:
             found.append([output.outputs[0] for output in llm.generate(prompts, params)])
