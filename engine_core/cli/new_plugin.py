@@ -239,6 +239,8 @@ class _Renaming:
         new = _STEM.fullmatch(architecture)
         self.stem = new[1] if new else architecture
         self._old_stem = old[1] if old else pattern.architecture
+        # As it is written of all versions, and with a size.
+        self._old_name = rf"{self._old_stem.rstrip('0123456789')}(-\d+B)?"
         self._pattern = pattern
         self._package = package
         self._architecture = architecture
@@ -251,6 +253,7 @@ class _Renaming:
 
     def __call__(self, text: str) -> str:
         """The source with the new names; other architectures of the pattern are left out."""
+        text = self._by_name(text)
         tree = ast.parse(text)
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and node.name in self._docstrings:
@@ -272,11 +275,38 @@ class _Renaming:
                 )
         return self.name(text)
 
+    def _by_name(self, text: str) -> str:
+        """A builder that goes by other keys than the architecture's name goes by that."""
+        from engine_core.cli.source_excerpt import without_unused
+        from engine_core.configs import HFConfig
+
+        builder = self._pattern.builder
+        named = builder.condition(HFConfig(architectures=[self._pattern.architecture]))
+        found = [
+            method
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.ClassDef) and node.name == builder.__name__
+            for method in node.body
+            if isinstance(method, ast.FunctionDef) and method.name == "condition"
+        ]
+        if named or not found:
+            return text
+        body = [ast.get_source_segment(text, line) or "" for line in found[0].body]
+        old = text[text.index(body[0]) : text.index(body[-1]) + len(body[-1])]
+        text = text.replace(old, _CONDITION % self._architecture, 1)
+        return without_unused(text)
+
     def name(self, text: str) -> str:
         """The new family's names in place of the pattern's."""
         text = re.sub(rf"\b{self._pattern.architecture}\b", self._architecture, text)
         text = re.sub(rf"(?<![A-Za-z]){self._old_stem}", self.stem, text)
+        text = re.sub(rf"(?<![A-Za-z]){self._old_name}(?![A-Z0-9])", self.stem, text)
         return text.replace(self._pattern.package, self._package)
+
+
+_CONDITION = '''\
+"""Whether the checkpoint calls itself by this architecture."""
+        return bool(hf_config.get("architectures") == ["%s"])'''
 
 
 def _template(file: str, values: Mapping[str, str]) -> str:
@@ -295,6 +325,13 @@ def _module_map(architecture: str, target: str) -> str:
     if len(entry) > _WIDTH:
         entry = f"        {key} (\n            {value}\n        ),"
     return f"{{\n{entry}\n    }}"
+
+
+def _before_a_constant(source: str) -> str:
+    """The source with as many empty lines at its end as are due beside that of the template."""
+    last = ast.parse(source).body[-1]
+    empty = "\n" if isinstance(last, ast.FunctionDef | ast.ClassDef) else ""
+    return source.rstrip("\n") + empty
 
 
 def _about(module: str) -> str:
@@ -348,10 +385,12 @@ def _package_files(
         rename.name(module).replace(".", "/") + ".py": docstring + rename(source)
         for module, source in excerpts.items()
     }
-    imports = {
-        f"from {rename.name(item.__module__)} import {rename.name(item.__name__)}"
-        for item in offered
-    }
+    homes: dict[str, list[str]] = {}
+    for item in offered:
+        homes.setdefault(rename.name(item.__module__), []).append(rename.name(item.__name__))
+    imports = [
+        f"from {home} import {', '.join(sorted(offered))}" for home, offered in homes.items()
+    ]
     major, minor, *_ = __version__.split(".")
     processors = ", ".join(rename.name(item.__name__) for item in pattern.processors)
     values = {
@@ -373,7 +412,7 @@ def _package_files(
         "builder": rename.name(pattern.builder.__name__),
         "imports": "\n".join(sorted(imports)),
         "config": _literal(config, 8),
-        "head": rename(head).rstrip("\n"),
+        "head": _before_a_constant(rename(head)),
         "more": "".join(
             f"\n        {key}={rename.name(text)}," for key, text in pattern.case_source.items()
         ),
@@ -474,8 +513,7 @@ def new_plugin(
         str | None,
         typer.Option(
             metavar="FAMILY",
-            help="Installed family to copy the source from; not one whose conformance cases are "
-            "golden files alone.",
+            help="Installed family to copy the source from.",
         ),
     ] = None,
     from_transformers: Annotated[

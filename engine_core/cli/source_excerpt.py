@@ -133,6 +133,29 @@ def _without_own(text: str) -> list[str]:
     return lines
 
 
+def without_unused(text: str) -> str:
+    """A source without the private functions and constants that nothing in it uses."""
+    while True:
+        body = ast.parse(text).body
+        used = {name for node in body for name in names_in(node) - set(defined(node))}
+        unused = [
+            node
+            for node in body
+            if isinstance(node, ast.FunctionDef | ast.Assign | ast.AnnAssign)
+            and all(name.startswith("_") and name not in used for name in defined(node))
+        ]
+        if not unused:
+            return text
+        lines = text.splitlines()
+        node = unused[-1]
+        first, last = node.lineno - 1, node.end_lineno or node.lineno
+        while lines[first - 1].startswith("#"):
+            first -= 1
+        while not lines[first - 1]:
+            first -= 1
+        text = "\n".join([*lines[:first], *lines[last:]]) + "\n"
+
+
 def _for_types(node: ast.stmt) -> list[ast.stmt]:
     """The statements under ``if TYPE_CHECKING``; of any other statement none."""
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":

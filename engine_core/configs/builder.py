@@ -114,6 +114,15 @@ class DefaultConfigBuilder:
         return True
 
     @classmethod
+    def conventions(cls, hf_config: HFConfig) -> dict[str, Any]:
+        """Fields of the model config that are about text, for a family's :meth:`build` to pass.
+
+        They are the family's own: ``new-plugin`` leaves them out of a copy.
+        """
+        del hf_config
+        return {}
+
+    @classmethod
     def build(
         cls, hf_config: HFConfig, model_path: Path | None = None, **kwargs: Any
     ) -> ModelConfig:

@@ -39,7 +39,7 @@ _DEFAULTS_2 = {
 
 _BASE = 10000.0
 
-# Rope scaling keys of other families; ChatGLM's code reads rope_ratio alone, or nothing.
+# Rope scaling keys of other families; the original code reads rope_ratio alone, or nothing.
 _ROTATION: dict[str, tuple[Any, ...]] = {
     "rope_theta": (_BASE,),
     "rope_scaling": (),
@@ -70,7 +70,7 @@ _VOCABULARY_23 = 65024
 _ENDS_OF_TURN_3 = (64795, 64797)
 
 
-class ChatGLM1ConfigBuilder:
+class ChatGLM1ConfigBuilder(DefaultConfigBuilder):
     """Reads the config of ChatGLM-6B, final revision (vocabulary 130528)."""
 
     @classmethod
@@ -100,10 +100,14 @@ class ChatGLM1ConfigBuilder:
         values["num_hidden_layers"] = _positive(values, "num_layers")
         values["max_position_embeddings"] = _positive(values, "max_sequence_length")
         kwargs.setdefault("architecture", "ChatGLM1ForConditionalGeneration")
-        kwargs.setdefault("default_chat_template", _chat_template("chatglm1"))
-        kwargs.setdefault("sentencepiece", FORMAT_1)
-        config = DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)
+        kwargs = {**cls.conventions(hf_config), **kwargs}
+        config = super().build(HFConfig(values), model_path, **kwargs)
         return _with_head_dim(config, "hidden_size / num_attention_heads")
+
+    @classmethod
+    def conventions(cls, hf_config: HFConfig) -> dict[str, Any]:
+        """The template and the file of the tokenizer."""
+        return {"default_chat_template": _chat_template("chatglm1"), "sentencepiece": FORMAT_1}
 
 
 class ChatGLM2ConfigBuilder:
