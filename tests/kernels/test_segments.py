@@ -35,6 +35,35 @@ def test_segments_do_not_influence_each_other(device: torch.device, dtype: torch
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("width", [64, 72, 80, 96, 128])
+def test_long_segments_on_hopper(width: int) -> None:
+    """Tiles that end early, one query in the last, and segments shorter than a tile."""
+    runs = [(1, 1025), (1, 63), (3, 200), (1, 7), (2, 128), (1, 640)]
+    device = torch.device("cuda")
+    segments = Segments(runs, device)
+    for dtype in (torch.bfloat16, torch.float16):
+        qkv = torch.randn(segments.length, 3, 4, width, device=device, dtype=dtype)
+        got = attend_segments(*qkv.unbind(1), segments)
+        wanted = reference.attend_segments(*qkv.float().unbind(1), runs, width**-0.5)
+        assert error(got, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("width", [64, 80])
+def test_what_is_beside_a_long_segment_may_be_anything(width: int) -> None:
+    device = torch.device("cuda")
+    qkv = torch.randn(3, 2300, 4, width, device=device, dtype=torch.bfloat16)
+    qkv[:, :600] = torch.nan
+    qkv[:, 1900:] = torch.nan
+    together = attend_segments(*qkv, Segments([(1, 600), (1, 1300), (1, 400)], device))
+    alone = attend_segments(*qkv[:, 600:1900], Segments([(1, 1300)], device))
+    assert alone.isfinite().all()
+    assert torch.equal(together[600:1900], alone)
+
+
+@pytest.mark.gpu
 def test_where_segments_begin_is_computed_on_the_device() -> None:
     segments = Segments(RUNS, torch.device("cuda"))
     assert segments.starts is not None

@@ -13,6 +13,8 @@ from torch import Tensor
 __all__ = ["Segments", "attend_segments"]
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
+# Tokens of the longest segment from which on the kernel for Hopper is taken.
+_LONG = 256
 # Heads that PyTorch's flash kernel takes: up to so wide, in steps of 8.
 _WIDEST_FLASH = 256
 
@@ -82,8 +84,9 @@ def attend_segments(
 ) -> Tensor:
     """Softmax attention of each token to all tokens of its segment.
 
-    Segments do not influence each other, bit for bit. On a GPU all of them are one launch of
-    PyTorch's flash kernel in 16 bits; elsewhere those of one size are attended to at once.
+    Segments do not influence each other, bit for bit. On a GPU all of them are one launch in 16
+    bits: on Hopper of our own kernel where segments are long and heads 64 to 128 wide, else of
+    PyTorch's flash kernel. Elsewhere those of one size are attended to at once.
 
     Args:
         q: ``[N, heads, D]``, last dimension contiguous, on the device of the segments.
@@ -108,6 +111,16 @@ def attend_segments(
     flash = q.dtype in _FLASH_DTYPES and width % 8 == 0 and width <= _WIDEST_FLASH
     if segments.starts is not None and flash:
         starts, longest = segments.starts, segments.longest
+        if longest >= _LONG and (scale is None or scale > 0):
+            from engine_core.kernels.launch.triton import num_multiprocessors, runs_gluon
+
+            if runs_gluon(q.device):
+                from engine_core.kernels.segments.hopper import triton as hopper
+
+                if hopper.fits(q, k, v):
+                    scale = width**-0.5 if scale is None else scale
+                    programs = num_multiprocessors(q.device)
+                    return hopper.attend(q, k, v, starts, longest, scale, programs)
         out: Tensor = torch.ops.aten._flash_attention_forward(
             q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=scale
         )[0]

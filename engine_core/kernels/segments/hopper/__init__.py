@@ -1,0 +1,1 @@
+"""Attention within segments, in Gluon for Hopper."""
