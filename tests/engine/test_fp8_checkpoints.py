@@ -20,6 +20,7 @@ from engine_core.checkpoint import open_checkpoint
 from engine_core.errors import EngineError, OptionError
 from engine_core.nn.linear import Linear
 from engine_core.nn.quantization import QuantizationScheme
+from engine_core.nn.quantization.fp8_checkpoint import Fp8PartsMethod
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
 from engine_core.runtime.packing import weight_bytes
@@ -199,6 +200,42 @@ def test_it_generates_and_says_that_a_cpu_gains_nothing(
             out.append(llm.generate([[1, 5, 9]], greedy)[0].outputs[0].token_ids)
     assert out[0] == out[1]
     assert "saves no memory" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["blocks", "tensor", "channel"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_parts_of_a_merged_linear_may_be_skipped(tmp_path: Path, kind: str, size: int) -> None:
+    """By a name or a pattern, and only then."""
+    part, left_out = {1: ("k_proj", "k_proj"), 2: ("re:.*down_proj", "down_proj")}[size]
+    made = Made(tmp_path, kind, left_out=left_out)
+    if size == 2:
+        made.tensors(lambda held: restore(held, made.plain, "up_proj"))
+        part = r"re:.*\.up_proj"
+    else:
+        report = check_model(made.quantised, EngineConfig(**BASE))
+        assert any("though no skip list names" in problem.message for problem in report.errors)
+    key = "ignore" if kind != "blocks" else "modules_to_not_convert"
+    setting(**{key: [part]})(made)
+    context = {"tp_size": size, "tp_rank": size - 1}
+    plain = dict(made.model(made.plain, **context).named_modules())
+    mixed = 0
+    for name, layer in made.model(made.quantised, **context).named_modules():
+        if isinstance(layer, Linear):
+            assert torch.equal(layer.weight, plain[name].weight)
+            mixed += isinstance(layer.method, Fp8PartsMethod)
+    assert mixed == 3
+    assert made.bytes == sum(
+        p.nbytes for p in made.model(made.plain, pack=False, **context).parameters()
+    )
+
+
+def restore(held: dict[str, Tensor], plain: Path, part: str) -> None:
+    """Put the numbers of some layers in the place of their codes."""
+    for name, weight in load_file(plain / "model.safetensors").items():
+        if f".{part}." in name:
+            held[name] = weight
+            for leaf in ("weight_scale", "weight_scale_inv"):
+                held.pop(name.removesuffix("weight") + leaf, None)
 
 
 GATE = "model.layers.0.mlp.gate_proj."

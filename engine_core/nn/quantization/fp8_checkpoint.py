@@ -9,6 +9,7 @@ for all their names, and of calibrated activations ``input_scale`` or ``activati
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +20,12 @@ from torch import Tensor, nn
 from engine_core.errors import ConfigError, ErrorCode, OptionError
 from engine_core.kernels import Fp8Weight, gpu_of
 from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
-from engine_core.nn.loading import ShapeMismatchError
+from engine_core.nn.loading import (
+    ShapeMismatchError,
+    WeightLoader,
+    load_weight,
+    set_weight_loader,
+)
 from engine_core.nn.packing import MatrixModule, OneDNNMatrix, onednn_packs
 from engine_core.nn.quantization.scheme import QuantizationScheme
 
@@ -32,6 +38,7 @@ logger = logging.getLogger(__name__)
 _E4M3 = "float8_e4m3fn"
 _BLOCK = 128
 _SCALES = ("weight_scale", "weight_scale_inv")
+_SKIP_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers")
 _INPUT_SCALES = ("input_scale", "activation_scale")
 
 
@@ -44,12 +51,14 @@ class Fp8Layout:
         blocks: whether 128 columns of a row have a scale of their own.
         input_scale: the name of the activations' scale; None if they are measured.
         quantizes_rows: whether activations are quantised at all, where that is faster.
+        mixed: whether some parts of a merged linear are plain, as a skip list has it.
     """
 
     scale: str
     blocks: bool
     input_scale: str | None
     quantizes_rows: bool
+    mixed: bool = False
 
 
 class Fp8CheckpointMethod(UnquantizedLinearMethod):
@@ -83,14 +92,7 @@ class Fp8CheckpointMethod(UnquantizedLinearMethod):
         layout = self._layout
         empty = torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn, device=device)
         layer.add_parameter("weight", empty, input_dim=1)
-        shape = (out_features, -(-in_features // _BLOCK)) if layout.blocks else (out_features,)
-        layer.add_parameter(
-            layout.scale,
-            torch.empty(shape, dtype=torch.float32, device=device),
-            input_dim=1 if layout.blocks else None,
-            group_size=_BLOCK if layout.blocks else 1,
-            spread=_spread_over_rows,
-        )
+        _add_scales(layer, layout, device)
         if layout.input_scale is not None:
             one = torch.empty(layer.num_parts, dtype=torch.float32, device=device)
             layer.add_parameter(layout.input_scale, one, output_dim=None)
@@ -122,6 +124,63 @@ class Fp8CheckpointMethod(UnquantizedLinearMethod):
         for name in self._names:
             delattr(layer, name)
         layer.weight = nn.Parameter(numbers, requires_grad=False)
+
+
+class Fp8PartsMethod(UnquantizedLinearMethod):
+    """A merged linear of which some parts are codes: all become numbers once they are loaded."""
+
+    def __init__(self, layout: Fp8Layout) -> None:
+        self._layout = layout
+
+    def create_weights(
+        self,
+        layer: Linear,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+    ) -> None:
+        """Make the weight of numbers, which holds codes too, and scales, which are 1 elsewhere."""
+        _add_scales(layer, self._layout, device)
+        super().create_weights(layer, in_features, out_features, dtype, device)
+        fill: WeightLoader = vars(layer.weight)["weight_loader"]
+
+        def load(param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
+            if tensor.dtype == torch.float8_e4m3fn:
+                # Every code is a number of any of the engine's dtypes.
+                tensor = tensor.to(param.dtype)
+            else:
+                one = torch.ones(1, dtype=torch.float32, device=tensor.device)
+                load_weight(layer.get_parameter(self._layout.scale), one, shard_id)
+            fill(param, tensor, shard_id)
+
+        set_weight_loader(layer.weight, load)
+
+    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
+        """The scales are not kept."""
+        return {self._layout.scale: 0}
+
+    def process_after_load(self, layer: Linear) -> None:
+        """Multiply by the scales."""
+        scales = layer.get_parameter(self._layout.scale).data
+        scales = scales.view(len(scales), -1)
+        if self._layout.blocks:
+            scales = scales.repeat_interleave(_BLOCK, dim=1)[:, : layer.weight.shape[1]]
+        layer.weight.copy_(layer.weight * scales)
+        delattr(layer, self._layout.scale)
+        super().process_after_load(layer)
+
+
+def _add_scales(layer: Linear, layout: Fp8Layout, device: torch.device | None) -> None:
+    """Scales ``[out]`` or ``[out, in / 128]``, which load from any form."""
+    n, blocks = layer.out_features, -(-layer.in_features // _BLOCK)
+    layer.add_parameter(
+        layout.scale,
+        torch.empty((n, blocks) if layout.blocks else (n,), dtype=torch.float32, device=device),
+        input_dim=1 if layout.blocks else None,
+        group_size=_BLOCK if layout.blocks else 1,
+        spread=_spread_over_rows,
+    )
 
 
 def _spread_over_rows(scales: Tensor, rows: int, width: int) -> Tensor:
@@ -177,6 +236,10 @@ class Fp8CheckpointScheme(QuantizationScheme):
         self._layouts: dict[int, Fp8Layout] = {}
         if settings is not None:
             unknown = sorted(settings.keys() - set(self.keys))
+            for key in _SKIP_LISTS:
+                names = settings.get(key) or []
+                if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+                    raise unsupported(f"{key} is {names!r}, no list of names")
             if unknown:
                 raise unsupported(f"{unknown[0]} is {settings[unknown[0]]!r}, which is not known")
             for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
@@ -240,12 +303,14 @@ class Fp8CheckpointScheme(QuantizationScheme):
     def _layout(
         self, name: str, sources: frozenset[str], quantised: set[str], headers: Mapping[str, Any]
     ) -> Fp8Layout:
-        plain = sorted(sources - quantised)
+        plain = sorted(source for source in sources - quantised if not self._skips(source))
         if plain:
             raise unsupported(
                 f"{name} is merged of tensors of which some are quantised "
-                f"({min(sources & quantised)}) and some are not ({plain[0]})"
+                f"({min(sources & quantised)}) and some are not ({plain[0]}), though no skip list "
+                "names these"
             )
+        mixed, sources = not sources <= quantised, sources & quantised
         found: dict[str, list[Any]] = {leaf: [] for leaf in (*_SCALES, *_INPUT_SCALES)}
         for source in sources:
             stem = source.removesuffix("weight")
@@ -261,12 +326,28 @@ class Fp8CheckpointScheme(QuantizationScheme):
         # A single column of blocks has a scale of each row, too.
         blocks = any(len(held.shape) == 2 and held.shape[1] > 1 for held in found[scale])
         static = [leaf for leaf in _INPUT_SCALES if found[leaf]]
-        return Fp8Layout(scale, blocks, static[0] if static else None, self.quantizes_rows)
+        if mixed and static:
+            raise unsupported(f"{name} has parts that are not quantised, and {static[0]} of others")
+        given = static[0] if static else None
+        return Fp8Layout(scale, blocks, given, self.quantizes_rows, mixed)
+
+    def _skips(self, tensor: str) -> bool:
+        """Whether a skip list of the config names the layer of a tensor, or a module around it."""
+        name = tensor.removesuffix(".weight")
+        for key in _SKIP_LISTS:
+            for skipped in (self.settings or {}).get(key) or ():
+                if skipped.startswith("re:") and re.match(skipped[3:], name):
+                    return True
+                if f".{skipped}." in f".{name}.":
+                    return True
+        return False
 
     def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
         """Codes and scales, for a linear that has them."""
         layout = self._layouts.get(id(layer))
-        return None if layout is None else Fp8CheckpointMethod(layout, self._on_cpu)
+        if layout is None:
+            return None
+        return Fp8PartsMethod(layout) if layout.mixed else Fp8CheckpointMethod(layout, self._on_cpu)
 
 
 def unsupported(what: str) -> ConfigError:
