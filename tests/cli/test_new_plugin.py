@@ -197,7 +197,17 @@ def test_nothing_of_a_pattern_that_sees_is_left_but_its_name(
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "bloom", "qwen2", "gpt2", "qwen2_vl", "internvl", "chatglm", "qwen_vl", "qwen2_audio"],
+    [
+        "llama",
+        "bloom",
+        "qwen2",
+        "gpt2",
+        "qwen2_vl",
+        "internvl",
+        "chatglm",
+        "qwen_vl",
+        "qwen2_audio",
+    ],
 )
 def test_any_family_with_cases_can_be_the_pattern(tmp_path: Path, family: str) -> None:
     """The written package is formatted, and every name in it is defined."""
