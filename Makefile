@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_RETRIES ?= 5
 export PIP_DEFAULT_TIMEOUT ?= 60
 
-.PHONY: help demo demo-embed models test check lint types imports fast unit browser soak soak-chats test-clients test-gpu bench-gpu bench-cpu bench-kernels clean
+.PHONY: help demo demo-embed models test check lint types imports fast unit browser soak soak-chats planted test-clients test-gpu bench-gpu bench-cpu bench-kernels clean
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
@@ -82,6 +82,9 @@ soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, the
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/fallback_table.py
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m hypothesis
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/fuzz
+
+planted: $(VENV)/.test ## Plant errors in the families: the conformance kit must find each and say where.
+	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/testing/test_planted_errors.py $(ARGS)
 
 test-clients: $(VENV)/.test $(SMOLLM2) ## Drive a server with the clients that people use; ARGS names some of them.
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/clients/run.py --cache $(CACHE)/clients --smollm2 $(SMOLLM2) $(ARGS)
