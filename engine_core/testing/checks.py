@@ -583,6 +583,10 @@ def prefix_caching(subject: Subject) -> None:
 
 def shared_prefixes(subject: Subject) -> None:
     """Prompts that share a prefix get a cold cache's tokens, also beyond the trained length."""
+    if subject.processor is None and not subject.model_config.may_exceed_length:
+        raise NotApplicableError(
+            "nothing of a prompt but its tokens reaches the model, and none exceeds its length"
+        )
     subject.require_run()
     prompts = list(_relatives(subject))
     if not prompts:
