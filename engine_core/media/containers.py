@@ -40,4 +40,17 @@ def opened(data: bytes, what: str, formats: Sequence[str]) -> Iterator[Any]:
         raise RequestError(f"the {what} is damaged: {type(error).__name__}: {error}") from None
 
 
-__all__ = ["opened"]
+def codec_of(stream: Any, what: str) -> Any:
+    """What decodes a stream of a container, in one thread.
+
+    Raises:
+        RequestError: FFmpeg has nothing for it, or the file does not say what it is.
+    """
+    codec = stream.codec_context
+    if codec is None:
+        raise RequestError(f"the {what} is encoded in a way that cannot be decoded here")
+    codec.thread_count = 1
+    return codec
+
+
+__all__ = ["codec_of", "opened"]

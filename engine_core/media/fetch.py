@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from engine_core.errors import EngineDeadError, QueueFullError, RequestError
+from engine_core.errors import EngineDeadError, QueueFullError, RequestError, shown
 from engine_core.media.parts import MediaPart
 
 MAX_BYTES = 128 * 2**20
@@ -229,7 +229,7 @@ class MediaSources:
         named = host if port in (None, usual) else f"{host}:{port}"
         if named not in self._domains or url.username is not None:
             raise RequestError(
-                f"addresses at {named!r} are not fetched; send a data URL "
+                f"addresses at {shown(named)} are not fetched; send a data URL "
                 "(allowed_media_domains of the server names the hosts that are)"
             )
         return self._fetch(url, host, port or usual, reading)

@@ -16,6 +16,8 @@ from engine_core.errors import RequestError
 
 # A picture of 50 million pixels has 150 MB as RGB; decoders take a few times that.
 MAX_PIXELS = 50_000_000
+# As JPEG has it. A decoder takes a row at a time: 50 million rows of a pixel take it a minute.
+MAX_SIDE = 65_535
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _SCHEME = "data:"
 
@@ -54,6 +56,10 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]
                 f"the picture has {width} x {height} pixels, and {max_pixels} are taken at most; "
                 "make it smaller"
             )
+        if max(width, height) > MAX_SIDE:
+            raise RequestError(
+                f"the picture has {width} x {height} pixels, and a side may have {MAX_SIDE} at most"
+            )
         if getattr(image, "n_frames", 1) > 1:
             raise RequestError(f"the picture is animated ({image.format}); send one frame of it")
         return np.asarray(_opaque(image))
@@ -83,14 +89,15 @@ def data_of(url: str, kind: str) -> bytes:
         RequestError: it is none.
     """
     head, comma, content = url.partition(",")
-    if not head.startswith(_SCHEME) or not comma:
+    head = head[:256].lower()
+    if not head.startswith(_SCHEME):
         scheme = head.split(":", 1)[0][:20] if ":" in head[:20] else "text"
         raise RequestError(
             f"what is shown is taken as data URLs (data:{kind}/TYPE;base64,...); this is "
             f"{scheme!r}, and addresses and files are not fetched"
         )
     type_, *attributes = head[len(_SCHEME) :].split(";")
-    if not type_.startswith(f"{kind}/") or "base64" not in attributes:
+    if not comma or not type_.startswith(f"{kind}/") or "base64" not in attributes:
         raise RequestError(
             f"the data URL is to begin with data:{kind}/TYPE;base64, and begins with {head[:60]!r}"
         )

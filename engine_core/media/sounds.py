@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_core.errors import RequestError
-from engine_core.media.containers import opened
+from engine_core.media.containers import codec_of, opened
 
 MAX_SECONDS = 1200.0
+_MOST_CHANNELS = 64  # of FFmpeg's decoders and resampler
 _FORMATS = ("wav", "mp3", "flac", "ogg", "mp4", "mov", "matroska", "webm", "aac", "aiff")
 
 
@@ -24,9 +27,15 @@ def decode_audio(data: bytes, max_seconds: float = MAX_SECONDS) -> tuple[NDArray
         if not container.streams.audio:
             raise RequestError("the file holds no sound")
         stream = container.streams.audio[0]
-        stream.codec_context.thread_count = 1
-        rate: int = stream.codec_context.sample_rate
-        floats = av.AudioResampler(format="fltp")
+        codec = codec_of(stream, "sound")
+        rate: int = codec.sample_rate
+        if not rate or not 0 < codec.channels <= _MOST_CHANNELS:
+            raise RequestError(
+                f"the sound has {codec.channels} channels of {rate} samples a second; it is to "
+                f"have 1 to {_MOST_CHANNELS}, and some samples"
+            )
+        # Not planar: PyAV reads behind the pointers of 8 planes and more.
+        floats = av.AudioResampler(format="flt")
         pieces: list[NDArray[np.float32]] = []
         left = int(max_seconds * rate)
         for frame in container.decode(stream):
@@ -35,11 +44,17 @@ def decode_audio(data: bytes, max_seconds: float = MAX_SECONDS) -> tuple[NDArray
                 raise RequestError(
                     f"the sound takes more than {max_seconds:g} s, or its rate changes; cut it"
                 )
-            pieces += [made.to_ndarray().mean(axis=0) for made in floats.resample(frame)]
-        pieces += [made.to_ndarray().mean(axis=0) for made in floats.resample(None)]
+            pieces += map(_mean, floats.resample(frame))
+        pieces += map(_mean, floats.resample(None))
         if not sum(map(len, pieces)):
             raise RequestError("the sound has no samples")
         return np.concatenate(pieces), rate
+
+
+def _mean(frame: Any) -> NDArray[np.float32]:
+    """Of the channels, which stand together for each sample."""
+    samples: NDArray[np.float32] = frame.to_ndarray().reshape(-1, frame.layout.nb_channels)
+    return samples.mean(axis=1)
 
 
 __all__ = ["decode_audio"]

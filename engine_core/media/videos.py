@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine_core.errors import RequestError
 from engine_core.inputs import Video
-from engine_core.media.containers import opened
+from engine_core.media.containers import codec_of, opened
 
 # Of all frames that are taken together: 150 MB as RGB.
 MAX_PIXELS = 50_000_000
@@ -32,14 +32,13 @@ def decode_video(data: bytes, max_pixels: int = MAX_PIXELS, max_frames: int = MA
         if not container.streams.video:
             raise RequestError("the video has no frames: the file holds no stream of pictures")
         stream = container.streams.video[0]
-        codec = stream.codec_context
+        codec = codec_of(stream, "video")
         pixels = codec.width * codec.height
         if pixels * min(_FEWEST, max_frames) > max_pixels:
             raise RequestError(
                 f"the video has frames of {codec.width} x {codec.height} pixels, of which "
                 f"{max_pixels // max(1, pixels)} are within {max_pixels} pixels; make it smaller"
             )
-        codec.thread_count = 1
         codec.options = {"max_pixels": str(max_pixels)}
         packets = [packet for packet in container.demux(stream) if packet.size]
         if not packets:

@@ -431,6 +431,9 @@ def _explained(error: ValidationError, value: Any) -> ApiError:
         known = complaints.setdefault(path, [])
         if message not in known:
             known.append(message)
+    # Of a field's forms, that which fits further: a list of parts, and not text.
+    outer = {path[:length] for path in complaints for length in range(len(path))}
+    complaints = {path: each for path, each in complaints.items() if path not in outer}
     if kinds == {"extra_forbidden"}:
         code = "unknown_field"
     elif kinds == {"missing"}:

@@ -41,6 +41,8 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 
+# Characters of a message, which may show what was sent.
+_LONGEST = 4000
 # Seconds after which a client may try again.
 RETRY_BUSY = 1
 RETRY_UNAVAILABLE = 5
@@ -70,6 +72,8 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > _LONGEST:
+            message = f"{message[:_LONGEST]}..."
         super().__init__(status, detail=message, headers=dict(headers or {}))
         self.message = message
         self.param = param

@@ -53,6 +53,8 @@ def test_pictures_come_back_as_they_were() -> None:
     for kind, options in (("PNG", {}), ("BMP", {}), ("WEBP", {"lossless": True})):
         got = decoded(data_url(encoded(image, kind, **options)))
         assert np.array_equal(got, PIXELS)
+    assert np.array_equal(decoded(data_url(encoded(image), "IMAGE/X")), PIXELS)
+    assert np.array_equal(decoded("DATA" + data_url(encoded(image))[4:]), PIXELS)
     grey = decoded(data_url(encoded(image.convert("L"))))
     assert np.array_equal(grey, np.asarray(image.convert("L").convert("RGB")))
 
@@ -80,6 +82,10 @@ def test_a_photograph_stands_upright() -> None:
         ("/etc/passwd", "'text'"),
         ("data:text/plain;base64,aaaa", "data:text/plain;base64"),
         ("data:image/png,aaaa", "data:image/TYPE;base64"),
+        (
+            "data:image/png;base64",
+            "data:image/TYPE;base64, and begins with 'data:image/png;base64'",
+        ),
         ("data:image/png;base64,a$b=", "its base64 is wrong"),
         (data_url(b"hello"), "no picture in one of PNG, JPEG"),
         (data_url(b""), "no picture"),
@@ -92,6 +98,12 @@ def test_a_photograph_stands_upright() -> None:
 def test_what_is_no_picture_is_refused_by_name(url: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         decoded(url)
+
+
+@pytest.mark.parametrize("size", [(1, 65_536), (65_536, 1)])
+def test_sides_are_bounded_as_pixels_are(size: tuple[int, int]) -> None:
+    with pytest.raises(RequestError, match="pixels, and a side may have 65535 at most"):
+        decode_image(bomb(*size))
 
 
 def test_animations_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import wave
 from io import BytesIO
 from pathlib import Path
@@ -136,7 +137,9 @@ def test_a_list_of_other_files_is_not_followed(tmp_path: Path) -> None:
             decode_audio(text.encode())
 
 
-@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (16000, 2), (44100, 3)])
+@pytest.mark.parametrize(
+    ("rate", "channels"), [(8000, 1), (16000, 2), (44100, 3), (8000, 8), (8000, 64)]
+)
 def test_samples_of_a_wave_file(rate: int, channels: int) -> None:
     data, values = sound(rate, channels)
     samples, found = decode_audio(data)
@@ -179,6 +182,16 @@ def test_what_is_no_sound_is_refused() -> None:
         (data[:44], "no samples|damaged"),
         (video(), "holds no sound"),
         (still(), "no sound in one of wav"),
+        # What a header may say that is not so: places of the format, channels and bits.
+        (patched(data, 20, 0xFFFF), "encoded in a way that cannot be decoded here"),
+        (patched(data, 34, 0), "encoded in a way that cannot be decoded here"),
+        (patched(data, 22, 0), "has 0 channels of 8000 samples a second; it is to have 1 to 64"),
+        (patched(data, 22, 65), "has 65 channels of 8000 samples a second"),
     ):
         with pytest.raises(RequestError, match=said):
             decode_audio(wrong)
+
+
+def patched(data: bytes, place: int, value: int) -> bytes:
+    """A file with another number of two bytes at a place."""
+    return data[:place] + struct.pack("<H", value) + data[place + 2 :]

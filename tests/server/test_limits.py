@@ -19,6 +19,7 @@ from slow_llama import OPTIONS as SLOW
 from tokenizers import Tokenizer
 
 from engine_core.errors import ConfigError
+from engine_core.server.errors import ApiError
 from engine_core.server.middleware import names_of
 from engine_core.server.settings import ServerSettings
 
@@ -462,8 +463,8 @@ LARGE: dict[str, tuple[str, dict[str, Any], str, str | None, str]] = {
         "/v1/completions",
         {"prompt": "a", "stop": ["a" * 100_000] * 64},
         "invalid_value",
-        "stop",
-        "stop: Input should be a valid string, got ['aaa",
+        "stop.0",
+        "stop.0: String should have at most ",
     ),
     "bad words": (
         "/v1/completions",
@@ -699,7 +700,7 @@ def test_the_log_is_json_without_prompts(strict: ServerProcess, session: httpx.C
     (line,) = [line for line in lines if line.get("request_id") == "logged-0"]
     assert line["path"].startswith("/a\n\x1b[31m")
     assert len(line["path"]) == 200
-    wrong: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": secret}]}]
+    wrong: list[Any] = [{"role": "user", "content": [{"type": "text", "text": [secret]}]}]
     headers = {"X-Request-Id": "logged-2"}
     refused = session.post(
         "/v1/chat/completions", json={**CHAT, "messages": wrong}, headers=headers
@@ -708,6 +709,11 @@ def test_the_log_is_json_without_prompts(strict: ServerProcess, session: httpx.C
     strict.wait_for_log('"request_id":"logged-2"')
     lines = [json.loads(line) for line in strict.log.splitlines()]
     (line,) = [line for line in lines if line.get("request_id") == "logged-2"]
-    assert (line["error"], line["param"]) == ("invalid_value", "messages.0.content")
+    assert (line["error"], line["param"]) == ("invalid_value", "messages.0.content.0.text")
     assert secret not in strict.log
     assert not any(key in strict.log for key in KEYS)
+
+
+def test_a_message_shows_only_the_beginning_of_what_was_sent() -> None:
+    error = ApiError(400, "x" * 10_000, param="prompt").body()["error"]
+    assert error["message"] == "x" * 4000 + "..."

@@ -443,7 +443,7 @@ IMAGE = {"type": "input_image", "image_url": "https://example.org/a.png", "detai
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input", "takes text alone"),
         (
             {"input": [{"role": "assistant", "content": [IMAGE]}]},
-            "input.0.content",
+            "input.0.content.0.type",
             "got 'input_image'",
         ),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0", "item_reference"),

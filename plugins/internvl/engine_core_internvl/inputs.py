@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.errors import RequestError
+from engine_core.errors import RequestError, shown
 from engine_core.inputs import (
     MediaItem,
     MediaLimit,
@@ -285,15 +285,15 @@ class InternVLProcessor:
         settings = {**self._settings, **options}
         for key, value in options.items():
             if key not in self._settings:
-                wrong = f"{key!r} is not one of {', '.join(self._settings)}"
+                wrong = f"{shown(key)} is not one of {', '.join(self._settings)}"
             elif key.endswith("_patch"):
                 if type(value) is int and 0 < value <= _MOST_TILES:
                     continue
-                wrong = f"{key} must be an integer from 1 to {_MOST_TILES}, got {value!r}"
+                wrong = f"{key} must be an integer from 1 to {_MOST_TILES}, got {shown(value)}"
             elif isinstance(value, bool):
                 continue
             else:
-                wrong = f"{key} must be true or false, got {value!r}"
+                wrong = f"{key} must be true or false, got {shown(value)}"
             raise RequestError(f"mm_processor_kwargs: {wrong}", param="mm_processor_kwargs")
         fewest, most = settings["min_dynamic_patch"], settings["max_dynamic_patch"]
         if fewest > most:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.errors import RequestError
+from engine_core.errors import RequestError, shown
 from engine_core.inputs import (
     MediaItem,
     MediaLimit,
@@ -96,8 +96,8 @@ class Qwen2AudioProcessor:
         for key, value in options.items():
             if key == "truncation" and isinstance(value, bool):
                 continue
-            known = f"{key!r} is not one of truncation"
-            wrong = f"truncation must be true or false, got {value!r}"
+            known = f"{shown(key)} is not one of truncation"
+            wrong = f"truncation must be true or false, got {shown(value)}"
             raise RequestError(
                 f"mm_processor_kwargs: {wrong if key == 'truncation' else known}",
                 param="mm_processor_kwargs",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.errors import RequestError
+from engine_core.errors import RequestError, shown
 from engine_core.inputs import (
     MediaItem,
     MediaLimit,
@@ -259,12 +259,12 @@ class Qwen2VLProcessor:
         for key, value in options.items():
             kinds = (int, float) if key == "fps" else (int,)
             if key not in known:
-                wrong = f"{key!r} is not one of {', '.join(known)}"
+                wrong = f"{shown(key)} is not one of {', '.join(known)}"
             elif key in _LIMITS and type(value) is int and value > _MOST_PIXELS:
-                wrong = f"{key} may be {_MOST_PIXELS} at most, got {value}"
+                wrong = f"{key} may be {_MOST_PIXELS} at most, got {shown(value)}"
             elif type(value) not in kinds or not 0 < value < math.inf:
                 number = "number" if key == "fps" else "integer"
-                wrong = f"{key} must be a positive {number}, got {value!r}"
+                wrong = f"{key} must be a positive {number}, got {shown(value)}"
             else:
                 continue
             raise RequestError(f"mm_processor_kwargs: {wrong}", param="mm_processor_kwargs")

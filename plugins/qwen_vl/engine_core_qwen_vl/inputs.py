@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.errors import RequestError
+from engine_core.errors import RequestError, shown
 from engine_core.inputs import (
     MediaItem,
     MediaLimit,
@@ -126,7 +126,7 @@ class QWenVLProcessor(QWenProcessor):
         if options:
             raise RequestError(
                 "mm_processor_kwargs: this model has no options of images, got "
-                f"{', '.join(map(repr, options))}",
+                f"{', '.join(map(shown, options))}",
                 param="mm_processor_kwargs",
             )
         ids = packed_token_ids(token_ids)
