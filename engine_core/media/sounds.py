@@ -53,8 +53,9 @@ def decode_audio(data: bytes, max_seconds: float = MAX_SECONDS) -> tuple[NDArray
 
 def _mean(frame: Any) -> NDArray[np.float32]:
     """Of the channels, which stand together for each sample."""
-    samples: NDArray[np.float32] = frame.to_ndarray().reshape(-1, frame.layout.nb_channels)
-    return samples.mean(axis=1)
+    samples = frame.to_ndarray().reshape(-1, frame.layout.nb_channels)
+    mean: NDArray[np.float32] = samples.mean(axis=1)
+    return mean
 
 
 __all__ = ["decode_audio"]
