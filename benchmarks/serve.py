@@ -18,9 +18,9 @@ gaps of an n-th of it in the columns of tokens. The largest gap has its cause, b
 server's steps.
 
 Ctrl-C, SIGINT and SIGTERM end the run under way: what was seen until then is reported and stored as
-always, with the seconds in its label, and the exit code is 130. So a time limit is
-``timeout -s INT 540 python benchmarks/serve.py ...``. Requests that were not sent do not count;
-those without a first token count as failed.
+always, with the seconds in its label, and the exit code is 130. So a time limit is ``timeout -s INT
+540 python benchmarks/serve.py ...``. Requests that were not sent do not count, streams that had
+begun count as cut, and those without a first token as failed.
 
 ``--plot`` needs matplotlib: ``pip install 'engine-core-llm[bench]'``.
 """
@@ -346,16 +346,18 @@ def summarise(
         and per_token[seen.index] * 1e3 <= (targets[1] or math.inf)
     ]
     late_p99 = milliseconds(late, 99)["p99"]
+    cut = sum(seen.cut for seen in done)
     figures: dict[str, Any] = {
         "requests": len(run.observations),
-        "finished": len(done),
+        "finished": len(done) - cut,
+        "cut": cut,
         "failed": len(run.observations) - len(done),
         "errors": dict(Counter(seen.error for seen in run.observations if seen.error)),
         "seconds": seconds,
         "first_token_ms": milliseconds(first, 50, 90, 99),
         "event_gap_ms": milliseconds(by_event, 50, 90, 99, 100),
         "token_gap_ms": milliseconds(by_token if counted else (), 50, 90, 99),
-        "requests_s": len(done) / seconds if seconds else 0.0,
+        "requests_s": (len(done) - cut) / seconds if seconds else 0.0,
         "good_requests_s": len(good) / seconds if seconds else 0.0,
         "output_tokens": tokens,
         "output_tokens_s": tokens / seconds if seconds else 0.0,
@@ -394,14 +396,14 @@ HEADER = """\
 def table_row(label: str, figures: dict[str, Any]) -> str:
     """A row of the Markdown table."""
     late = shown(figures, "client_late_ms_p99")
-    gap = figures["largest_gap"]
+    gap, cut = figures["largest_gap"], figures["cut"]
     cells = (
         label,
         shown(figures["first_token_ms"], "p50", "p99"),
         shown(figures["event_gap_ms"], "p50", "p99", "p100"),
         shown(figures["token_gap_ms"], "p50", "p99"),
         f"{figures['output_tokens_s']:,.0f}",
-        f"{figures['finished']}, {figures['failed']}",
+        f"{figures['finished']}, {figures['failed']}" + f", {cut} cut" * bool(cut),
         f"{late} **too late: not valid**" if figures["client_too_late"] else late,
         gap.get("cause", "") if gap else "-",
     )

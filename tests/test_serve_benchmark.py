@@ -160,7 +160,9 @@ def test_a_run_that_is_stopped_keeps_what_it_saw(server: ServerProcess, tmp_path
     row = json.loads(line)
     assert row["load"] == f"20 requests/s, stopped after {row['stopped_s']:.0f} s"
     assert f"| {row['load']} |" in printed
-    assert 5 <= row["finished"] + row["failed"] == row["requests"] < 20 * 300
+    assert row["finished"] + row["cut"] + row["failed"] == row["requests"] < 20 * 300
+    assert row["finished"] >= 5
+    assert row["cut"] == sum(seen["cut"] and seen["error"] is None for seen in row["observations"])
     assert set(row["errors"]) <= {"stopped before its first token"}
     tokens = [sum(seen["tokens"]) for seen in row["observations"] if seen["error"] is None]
     assert row["output_tokens"] == sum(tokens) > 0
