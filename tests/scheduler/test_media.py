@@ -198,6 +198,27 @@ def test_nobody_is_admitted_by_a_plan_without_rows() -> None:
     sched.check()
 
 
+def test_who_preempts_all_that_decode_has_its_item_computed_at_once() -> None:
+    """The step was planned with a budget beside the one that decoded."""
+    sched = scheduler(encoder_cache_tokens=16, max_num_batched_tokens=32, max_num_seqs=1)
+    sched.prompt_budget = lambda rows, tokens, cached: 5
+    sched.media_cost = lambda size: 1.0
+    sched.media_in_parts = True
+    shows = ProcessedPrompt((1,) * 17, media=(picture(0, 12),))
+    for name, prompt, priority in (("a", ProcessedPrompt((1,) * 2), 1), ("b", shows, 0)):
+        sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+        sequence = Sequence(
+            name, prompt, sampling, arrival_time=0.0, max_model_len=64, priority=priority
+        )
+        sched.add(sequence)
+        plan = planned(sched)
+        answer(sched, plan)
+    assert [each.sequence_id for each in plan.admitted] == ["b"]
+    assert [(row.sequence_id, row.num_tokens) for row in plan.rows] == [("b", 17)]
+    assert [(work.begin, work.end) for work in plan.media_work] == [(0, 12)]
+    assert (sched.num_running, sched.num_waiting) == (1, 1)
+
+
 def test_an_item_does_not_take_the_room_of_an_earlier_one_of_its_sequence() -> None:
     """Room for one of two pictures, and the first is shown twice with the second behind it."""
     sched = scheduler(encoder_cache_tokens=4, max_num_batched_tokens=32)
