@@ -154,7 +154,7 @@ class UnquantizedLinearMethod(LinearMethod):
         deterministic = layer.context.deterministic
         n, k = layer.out_features, layer.in_features
         shape = (call.rows, n, k, call.dtype, call.gpu)
-        fits = partial(has_kernel, *shape, fp8=self.fp8)
+        fits = partial(has_kernel, *shape, fp8=self.fp8, quantizes_rows=self.quantizes_rows)
         if isinstance(epilogue, Activated):
             activation = getattr(epilogue.module, "activation", None)
             if activation is None:
@@ -204,7 +204,8 @@ class UnquantizedLinearMethod(LinearMethod):
         if epilogue.deferred:
             if forward is not RMSNorm.forward:
                 return "LayerNorm takes the mean away, which no later linear makes up for"
-            return None if has_kernel(*shape, fp8=self.fp8) else _NEEDS_CUBLAS
+            fits = has_kernel(*shape, fp8=self.fp8, quantizes_rows=self.quantizes_rows)
+            return None if fits else _NEEDS_CUBLAS
         if self.fp8 and not self.quantizes_rows:
             return "numbers made of 8-bit floats add no residual"
         if adds_residual(*shape, with_bias=layer.bias is not None, fp8_rows=self.fp8):

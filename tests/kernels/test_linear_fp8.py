@@ -217,6 +217,9 @@ def test_few_rows_of_hopper_have_a_kernel() -> None:
         for rows in (1, 2, 32, 64):
             assert has_kernel(rows, n, k, torch.bfloat16, HOPPER, fp8=True), (rows, n, k)
         assert not has_kernel(65, n, k, torch.bfloat16, HOPPER, fp8=True)
+        blocks = {"fp8": True, "quantizes_rows": False}
+        assert has_kernel(128, n, k, torch.bfloat16, HOPPER, **blocks)
+        assert not has_kernel(129, n, k, torch.bfloat16, HOPPER, **blocks)
         assert not has_kernel(1, n, k, torch.bfloat16, ADA, fp8=True)
         assert not has_kernel(1, n, k, torch.float32, HOPPER, fp8=True)
 
@@ -247,7 +250,7 @@ def test_adds_the_residual_whatever_is_chosen(rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
-@pytest.mark.parametrize("rows", [1, 7, 64, 65, 300])
+@pytest.mark.parametrize("rows", [1, 7, 64, 65, 128, 300])
 def test_chosen_kernels(rows: int, blocks: bool) -> None:
     """Whatever is chosen, beyond 64 rows with quantised activations where a row has one scale."""
     for n, k, gated in ((6144, 4096, False), (2048, 1024, True), (2048, 14336, False)):

@@ -328,15 +328,21 @@ def has_kernel(
     gated: bool = False,
     deterministic: bool = False,
     fp8: bool = False,
+    quantizes_rows: bool = True,
 ) -> bool:
     """Whether a kernel that can fuse what follows takes a weight ``[n, k]`` for x of this dtype.
 
-    The weight is of 8-bit floats if ``fp8``, which deterministic mode does not know.
+    The weight is of 8-bit floats if ``fp8``, which deterministic mode does not know;
+    ``quantizes_rows`` says whether they multiply many rows quantised too.
     """
     if deterministic:
         return gpu is not None and rows <= tiles.few_rows_of_invariant(n)
-    choose = tiles.choose_fp8_tile if fp8 else tiles.choose_tile
-    return dtype in _SIXTEEN_BITS and choose(rows, n, k, gated, gpu) is not None
+    if dtype not in _SIXTEEN_BITS:
+        return False
+    if fp8:
+        tile = tiles.choose_fp8_tile(rows, n, k, gated, gpu, quantizes_rows=quantizes_rows)
+        return tile is not None
+    return tiles.choose_tile(rows, n, k, gated, gpu) is not None
 
 
 def fits_head_norms(rows: int, head_dim: int) -> bool:
@@ -500,5 +506,6 @@ def _tile(
     if x.dtype not in _SIXTEEN_BITS:
         return None
     if isinstance(weight, Fp8Weight):
-        return tiles.choose_fp8_tile(*shape, blocks=weight.scales.dim() > 1)
+        blocks, many = weight.scales.dim() > 1, weight.multiplies_codes
+        return tiles.choose_fp8_tile(*shape, blocks=blocks, quantizes_rows=many)
     return tiles.choose_tile(*shape)
