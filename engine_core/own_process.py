@@ -18,11 +18,16 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # of ideep, torch's layer over it. Their own limit of 1,024 each comes to 600 MiB, within minutes of
 # short chats. What was dropped costs 0.4 ms once more. They are read at the first product.
 _PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
+# Idle threads of GNU's OpenMP poll for work, milliseconds long unless told otherwise. Where other
+# processes want the cores, the working threads wait for them: beside ten on two cores SmolLM2
+# decoded less than a token a second, and 4 to 18 with so many turns, some 40 us. It is read when
+# torch is imported.
+_POLLS = {"GOMP_SPINCOUNT": "2000"}
 _claimed = False
 
 
 def claim() -> None:
-    """Declare that this process is the engine's alone, before torch has multiplied anything.
+    """Declare that this process is the engine's alone, best before torch is imported.
 
     It may have as many open files as the system allows: pictures in shared memory are one each.
     """
@@ -31,7 +36,7 @@ def claim() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # "unlimited", which not every system takes
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    for name, count in _PRODUCTS_KEPT.items():
+    for name, count in {**_PRODUCTS_KEPT, **_POLLS}.items():
         os.environ.setdefault(name, count)
 
 

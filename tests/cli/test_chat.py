@@ -24,7 +24,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "llama-gqa"
 COMMAND = [sys.executable, "-m", "engine_core.cli", "chat"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
 # In bfloat16 the first token of the answer is a tie, and an answer in French is as near.
-PRECISE = ["--temperature", "0", "--dtype", "float32"]
+PRECISE = ["--temperature", "0", "--dtype", "float32", "--quantization", "unpacked"]
 GREEDY = [*PRECISE, "--max-tokens", "24", "--max-model-len", "1024"]
 FRANCE = "What is the capital of France?"
 

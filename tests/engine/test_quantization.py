@@ -158,7 +158,7 @@ def test_blocks_of_a_gguf_file_are_its_numbers(smollm2_gguf: Path) -> None:
     for ours, theirs in zip(logprobs, expected, strict=True):
         for token in ours.keys() & theirs.keys():
             difference = math.exp(ours[token].logprob) - math.exp(theirs[token].logprob)
-            assert abs(difference) < 0.02
+            assert abs(difference) < 0.03
 
 
 def test_what_the_class_names_is_left_alone(stories: Path) -> None:
