@@ -61,12 +61,14 @@ class EngineCore:
     """engine-core, with a quantisation or none."""
 
     def __init__(self, model: str, threads: int, mode: str) -> None:
+        from engine_core import own_process
+
+        own_process.claim()
         import torch
 
-        from engine_core import LLM, EngineConfig, SamplingParams, own_process
+        from engine_core import LLM, EngineConfig, SamplingParams
 
         torch.set_num_threads(threads)
-        own_process.claim()
         config = EngineConfig(
             quantization=None if mode == "default" else mode,
             enable_prefix_caching=False,
