@@ -230,6 +230,8 @@ def dummy_weights(model: nn.Module, device: torch.device, seed: int) -> float:
         else:
             param.data.normal_(0.0, 0.02, generator=generator)
     packer = Packer(model)
+    packer.pack_linears()
+    _update_weights(model)
     packer.finish()
     _give_back(device)
     agree(model, device)

@@ -64,10 +64,14 @@ class Packer:
             if ready:
                 self._linears = [linear for linear in self._linears if linear not in ready]
 
-    def finish(self) -> None:
-        """Pack what is left, and the vocabulary."""
+    def pack_linears(self) -> None:
+        """Pack the linears that are left."""
         self._pack(self._linears)
         self._linears = []
+
+    def finish(self) -> None:
+        """Pack what is left, and the vocabulary."""
+        self.pack_linears()
         start = time.perf_counter()
         for key, modules in self._vocabularies.items():
             _pack_vocabulary(modules, key in self._only_vocabularies)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from engine_core.kernels import apply_rotary, rotary_store
 from engine_core.nn import Attention
 from engine_core.step_context import AttentionMetadata
 
@@ -44,24 +45,75 @@ class Step:
     """Whether each token sees itself only, to find out whether others reach it elsewhere."""
     angles: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     """By identity a model's cosines, which are kept, and cosines and sines as our kernel takes."""
+    normed: tuple[object, Tensor, Tensor] | None = None
+    """A norm, what it is expected to be asked of next, and the result."""
+
+    def begin(self) -> None:
+        """Forget what was kept for a step."""
+        self.angles.clear()
+        self.normed = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A rotation of queries and keys ``[1, heads, T, D]`` where they lie."""
+
+    query: Tensor
+    key: Tensor
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+    def now(self) -> None:
+        """Do it."""
+        both = rows(self.query), rows(self.key)
+        apply_rotary(*both, self.cos, self.sin, interleaved=self.interleaved)
 
 
 class PagedAttention(Attention):
-    """The attention of one of the model's own modules."""
+    """The attention of one of the model's own modules.
+
+    Attributes:
+        turn: a rotation that was left to this layer.
+        offered: the queries and keys of the last call in which tokens saw themselves only.
+    """
 
     step: Step
     cache: tuple[Tensor, Tensor] | None = None
+    turn: Turn | None = None
+    offered: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def forward_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """``[1, heads, T, D]`` and the like to ``[1, T, heads, Dv]``."""
+        turn, self.turn = self.turn, None
+        own = turn is not None and turn.query is query and turn.key is key
+        if turn is not None and (self.step.alone or not own):
+            turn.now()
         if self.step.alone:
+            self.offered = (query, key)
             group = query.shape[1] // value.shape[1]
             return value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous()
         assert self.cache is not None, "the model's forward sets it"
         assert self.step.metadata is not None, "the model's forward sets it"
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        out: Tensor = self(q, k, v, *self.cache, self.step.metadata)
-        return out[None]
+        metadata, cache = self.step.metadata, self.cache
+        q, k, v = (_heads_together(rows(x)) for x in (query, key, value))
+        if turn is None or not own:
+            out: Tensor = self(q, k, v, *cache, metadata)
+            return out[None]
+        slots = metadata.groups[self.group_id].slot_mapping
+        given = (q, k, v, turn.cos, turn.sin, *cache, slots)
+        rotary_store(*given, interleaved=turn.interleaved)
+        return self.attend(q, *cache, metadata)[None]
+
+
+def rows(x: Tensor) -> Tensor:
+    """``[1, heads, T, D]`` to ``[T, heads, D]``."""
+    return x[0].transpose(0, 1)
+
+
+def _heads_together(x: Tensor) -> Tensor:
+    """``[T, heads, D]``, each token's heads one after another, as in a part of a fused qkv."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +168,12 @@ def make_layers(trace: Trace, step: Step) -> list[PagedAttention]:
         module.add_module(_LAYER, layer)
         layers.append(layer)
     return layers
+
+
+def attention_of(module: nn.Module) -> PagedAttention:
+    """The layer of ours in a module that attends."""
+    layer: Any = module._modules[_LAYER]
+    return layer  # type: ignore[no-any-return]
 
 
 def has_layer(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 A norm takes seven launches there and a rotation of queries and keys ten, which is what decoding
 waits for. A module or function is replaced only where random numbers show that ours gives the same.
+What stands between a layer's modules is in :mod:`~engine_core_transformers.layers`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,29 +18,50 @@ from torch import Tensor, nn
 
 from engine_core.kernels.norm import rms_norm
 from engine_core.kernels.rotary import apply_rotary
-from engine_core_transformers.attention import Step
+from engine_core_transformers.attention import PagedAttention, Step, Turn, attention_of, rows
 
 _ROTATION = "apply_rotary_pos_emb"
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
-def replace_norms(model: nn.Module, dtype: torch.dtype) -> int:
-    """Have our kernel compute each root mean square norm of ``model`` with weights of ``dtype``.
+class Norm:
+    """A root mean square norm of a model, by our kernel."""
 
-    Returns:
-        How many there are.
-    """
-    count = 0
+    def __init__(self, module: nn.Module, eps: float, offset: float, step: Step) -> None:
+        self._module, self._eps, self._offset, self._step = module, eps, offset, step
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``norm(x)``, which the layer before may have computed together with x."""
+        kept, self._step.normed = self._step.normed, None
+        if kept is not None and kept[0] is self and kept[1] is x:
+            return kept[2]
+        weight: Tensor = self._module.weight  # type: ignore[assignment]
+        return rms_norm(x, weight, self._eps, offset=self._offset)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``norm(x + residual)`` and that sum."""
+        weight: Tensor = self._module.weight  # type: ignore[assignment]
+        return rms_norm(x, weight, self._eps, residual=residual, offset=self._offset)
+
+    def ahead(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``x + residual``, whose norm is kept for when the model asks for it."""
+        normed, total = self.add(x, residual)
+        self._step.normed = (self, total, normed)
+        return total
+
+
+def replace_norms(model: nn.Module, dtype: torch.dtype, step: Step) -> dict[nn.Module, Norm]:
+    """Have our kernel compute each root mean square norm of ``model`` with weights of ``dtype``."""
+    norms = {}
     for module in model.modules():
-        found = _norm_of(module, dtype)
-        if found is not None:
-            module.forward = found
-            count += 1
-    return count
+        kind = _kind_of_norm(module, dtype)
+        if kind is not None:
+            norms[module] = module.forward = Norm(module, *kind, step)
+    return norms
 
 
-def _norm_of(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """The same norm by our kernel, None for a module that is none."""
+def _kind_of_norm(module: nn.Module, dtype: torch.dtype) -> tuple[float, float] | None:
+    """The eps and the offset of a root mean square norm, None for another module."""
     weight = module._parameters.get("weight")
     stated = [vars(module)[key] for key in ("variance_epsilon", "eps") if key in vars(module)]
     plain = "RMSNorm" in type(module).__name__ and len(module._parameters) == 1
@@ -49,7 +70,9 @@ def _norm_of(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor
         return None
     (eps,) = stated
     probe = copy.copy(module)
-    draw = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
+    with torch.device("cpu"):
+        draw = torch.randn(4, len(weight), generator=torch.Generator("cpu").manual_seed(0))
+    draw = draw.float()
     # So small that a forgotten or another eps would show.
     x, scale = draw[:3] * eps**0.5, draw[3]
     probe.__dict__["_parameters"] = {"weight": nn.Parameter(scale, requires_grad=False)}
@@ -59,13 +82,8 @@ def _norm_of(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor
         return None
     for offset in (0.0, 1.0):
         if _close(theirs, rms_norm(x, scale, eps, offset=offset)):
-            return partial(_norm, module, eps, offset)
+            return eps, offset
     return None
-
-
-def _norm(module: nn.Module, eps: float, offset: float, x: Tensor) -> Tensor:
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return rms_norm(x, weight, eps, offset=offset)
 
 
 class Rotations:
@@ -78,6 +96,7 @@ class Rotations:
     def __init__(self, modules: list[nn.Module], step: Step) -> None:
         self._step = step
         self._seen: dict[nn.Module, list[bool | None]] = {}
+        self._given: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._original: dict[nn.Module, Rotate] = {}
         for module in modules:
             forward = type(module).forward
@@ -101,7 +120,8 @@ class Rotations:
         def rotate(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             known = None if kwargs or len(args) != 4 else _pairing(original, *args)
             self._seen[module].append(known)
-            return original(*args, **kwargs)
+            self._given[module] = original(*args, **kwargs)
+            return self._given[module]
 
         return rotate
 
@@ -113,8 +133,12 @@ class Rotations:
             if pairing is None:
                 del module.forward
                 continue
-            self._call_instead(module, self._ours(pairing))
+            # What the module hands on as it is may as well be rotated where it is stored.
+            layer, given = attention_of(module), self._given[module]
+            direct = all(a is b for a, b in zip(layer.offered, given, strict=True))
+            self._call_instead(module, self._ours(pairing, layer if direct else None))
             count += 1
+        self._given.clear()
         return count
 
     def restore(self) -> None:
@@ -122,7 +146,7 @@ class Rotations:
         for module in self._seen:
             module.__dict__.pop("forward", None)
 
-    def _ours(self, interleaved: bool) -> Rotate:
+    def _ours(self, interleaved: bool, layer: PagedAttention | None) -> Rotate:
         step = self._step
 
         def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,15 +155,14 @@ class Rotations:
             if kept is None:
                 kept = (cos, *_angles(cos, sin, interleaved))
                 step.angles[id(cos)] = kept
-            apply_rotary(_rows(q), _rows(k), kept[1], kept[2], interleaved=interleaved)
+            turn = Turn(q, k, kept[1], kept[2], interleaved)
+            if layer is None:
+                turn.now()
+            else:
+                layer.turn = turn
             return q, k
 
         return rotate
-
-
-def _rows(x: Tensor) -> Tensor:
-    """``[1, heads, T, D]`` to ``[T, heads, D]``."""
-    return x[0].transpose(0, 1)
 
 
 def _angles(cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -163,7 +186,7 @@ def _pairing(original: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -
         ours = [x.clone() for x in wide[:2]]
         turns = _angles(wide[2], wide[3], interleaved)
         try:
-            apply_rotary(_rows(ours[0]), _rows(ours[1]), *turns, interleaved=interleaved)
+            apply_rotary(rows(ours[0]), rows(ours[1]), *turns, interleaved=interleaved)
         except ValueError:
             return None
         pairs = list(zip(ours, theirs, strict=True))

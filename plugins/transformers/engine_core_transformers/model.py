@@ -39,6 +39,8 @@ from engine_core_transformers.attention import (
 )
 from engine_core_transformers.config import model_class, read_config
 from engine_core_transformers.fused import Rotations, replace_norms
+from engine_core_transformers.layers import fuse_layers
+from engine_core_transformers.merged import SameInputs, Watch, merge_feed_forward
 from engine_core_transformers.weights import Converted
 
 # Styles of transformers' plan under which every rank may as well keep a linear whole: its input is
@@ -79,6 +81,7 @@ class TransformersModel(CausalLM):
         self._name: str = config.architectures[0]
         self._context = current_build_context()
         self._step = Step()
+        self._colwise: set[nn.Module] = set()
         if self._context.deterministic:
             raise OptionError(
                 f"deterministic: {self._name} is run by transformers' own code, whose norms and "
@@ -131,9 +134,32 @@ class TransformersModel(CausalLM):
         chosen = hf._can_set_experts_implementation()
         self.support_cuda_graph = not chosen or experts in ("grouped_mm", "batched_mm")
         self._layers: list[PagedAttention] = []
-        self._trace(hf)
+        watch = Watch(hf)
+        try:
+            self._trace(hf)
+        finally:
+            watch.end()
         _compute_buffers(hf)
-        self.__dict__["_converted"] = Converted(hf, self)
+        self._fuse(hf, watch, dtype)
+
+    def _fuse(self, hf: PreTrainedModel, watch: Watch, dtype: torch.dtype) -> None:
+        """Have our kernels and blocks do what the model was seen to do."""
+        # What a checkpoint has names for.
+        params = dict(self.named_parameters(remove_duplicate=False))
+        attending = [module for module in hf.modules() if has_layer(module)]
+        same = SameInputs(hf, attending, watch, self._by_rows)
+        if same.merges:
+            try:
+                self._alone(*torch.zeros(2, 1, dtype=torch.long, device="meta"))
+            except Exception:  # Code may want a linear's attributes, or its result contiguous.
+                same.undo()
+        norms = replace_norms(hf, dtype, self._step)
+        fuse_layers(hf, watch, norms)
+        merges = same.merges | merge_feed_forward(hf, watch, self._by_rows)
+        self.__dict__["_converted"] = Converted(hf, params, merges)
+
+    def _by_rows(self, linear: nn.Module) -> bool:
+        return self._context.tp_size == 1 or linear in self._colwise
 
     def _split(self, hf: PreTrainedModel) -> None:
         """Put our linears, embedding and head in the place of plain ones."""
@@ -174,7 +200,9 @@ class TransformersModel(CausalLM):
         if self._context.tp_size == 1 or style in _WHOLE:
             return build_replicated_linear(size, rows, bias, dtype=dtype)
         if style == "colwise":
-            return build_colwise_linear(size, rows, bias, dtype=dtype)
+            linear = build_colwise_linear(size, rows, bias, dtype=dtype)
+            self._colwise.add(linear)
+            return linear
         if style == "packed_colwise":
             return build_merged_colwise_linear(size, [rows // 2] * 2, bias, dtype=dtype)
         if style == "rowwise":
@@ -233,7 +261,7 @@ class TransformersModel(CausalLM):
     ) -> Tensor:
         """``[1, T]`` to hidden states ``[1, T, H]``."""
         self._step.metadata = attn_metadata
-        self._step.angles.clear()
+        self._step.begin()
         for layer, cache in zip(self._ordered(), past_key_values, strict=True):
             layer.cache = cache
         return self._run(input_ids, position_ids, inputs_embeds)
@@ -259,7 +287,7 @@ class TransformersModel(CausalLM):
     def update_weights(self) -> None:
         """Once the weights are there, see that tokens reach each other by attention alone.
 
-        Norms and rotations that our kernels compute as well are theirs from then on.
+        Rotations that our kernels compute as well are theirs from then on.
 
         Raises:
             UnknownArchitectureError: they do not; packed sequences would disturb each other.
@@ -281,12 +309,11 @@ class TransformersModel(CausalLM):
         # Ours turns queries and keys where they lie, which a model may use for something else.
         if rotations.replace() and not torch.equal(first, self._alone(ids[0], places[0])):
             rotations.restore()
-        replace_norms(self, first.dtype)
 
     def _alone(self, ids: Tensor, places: Tensor) -> Tensor:
         """``[H]``, a first token's hidden state when each token sees itself only."""
         self._step.alone = True
-        self._step.angles.clear()
+        self._step.begin()
         try:
             with torch.inference_mode():
                 return self._run(ids[None], places[None], None)[0, 0]

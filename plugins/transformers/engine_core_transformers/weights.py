@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from transformers.core_model_loading import (
 )
 
 from engine_core.nn.loading import Weights, stacked_loader, take
+from engine_core_transformers.merged import Merges
 
 
 class Converted:
@@ -26,13 +28,15 @@ class Converted:
     the last of them is there, and no longer.
     """
 
-    def __init__(self, hf: PreTrainedModel, model: nn.Module) -> None:
+    def __init__(self, hf: PreTrainedModel, params: Mapping[str, Tensor], merges: Merges) -> None:
+        """``params``: under the names that transformers gives them, before any was merged."""
         transforms = get_model_conversion_mapping(hf)
         self._hf = hf
         self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
         self._by_pattern = {k: each for each in self._converters for k in each.source_patterns}
-        self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._params = dict(params)
+        self._merges = merges
         self._prefix = hf.base_model_prefix
         self._waiting: dict[str, dict[str, list[tuple[str, Tensor]]]] = {}
 
@@ -44,7 +48,12 @@ class Converted:
             r"\.rotary_emb\.",
             r"\.(attn|attention)\.(masked_)?bias$",
         ]
-        put = stacked_loader(model, {})
+        # A merged layer's name with the number of the part, which no other layer has.
+        parts = {
+            _numbered(path.rpartition(".")[2], part): (path.rpartition(".")[2], part)
+            for path, part in self._merges.values()
+        }
+        put = stacked_loader(model, parts, rename=self._place)
         for name, tensor in weights:
             target, pattern = self._renamed(name)
             if pattern is None:
@@ -60,6 +69,13 @@ class Converted:
                 self._convert(target, pattern, put)
         for target, group in list(self._waiting.items()):
             self._convert(target, next(iter(group)), put)
+
+    def _place(self, name: str) -> str:
+        """The name of a parameter that became a part of another, with that one's and the part."""
+        path, _, leaf = name.rpartition(".")
+        if path not in self._merges:
+            return name
+        return f"{_numbered(*self._merges[path])}.{leaf}"
 
     def _renamed(self, name: str) -> tuple[str, str | None]:
         params = self._params
@@ -90,3 +106,7 @@ class Converted:
         made = converter.convert(target, model=self._hf, config=self._hf.config)
         for name, value in made.items():
             put(name, value[0] if isinstance(value, list) else value)
+
+
+def _numbered(path: str, part: int) -> str:
+    return f"{path}:{part}"

@@ -19,6 +19,7 @@ from engine_core import LLM, SamplingParams
 from engine_core.check import check_model
 from engine_core.configs import EngineConfig
 from engine_core.errors import UnknownArchitectureError
+from engine_core_transformers.merged import GatedMLP, Part
 
 # Between them: biases, a head with a bias and half-rotated heads; merged experts; norms on both
 # sides, soft caps and windows; latent attention with values of another size; a fused qkv.
@@ -189,13 +190,17 @@ def test_tokens_that_reach_each_other_outside_of_attention_are_noticed(
         engine(tmp_path)
 
 
-def ours(llm: LLM) -> tuple[int, int]:
-    """Norms and attention modules whose forward is not that of their class."""
+def ours(llm: LLM) -> tuple[int, int, int, int, int]:
+    """Norms, rotations, layers, feed-forward parts, and merged linears of attention of ours."""
 
-    def count(model: nn.Module) -> tuple[int, int]:
+    def count(model: nn.Module) -> tuple[int, int, int, int, int]:
         changed = [type(m).__name__ for m in model.modules() if "forward" in vars(m)]
-        norms = sum("Norm" in name for name in changed)
-        return norms, len(changed) - norms
+        kinds = [sum(kind in name for name in changed) for kind in ("Norm", "Attention", "Layer")]
+        assert sum(kinds) == len(changed)
+        norms, rotations, layers = kinds
+        parts = [m for m in model.modules() if isinstance(m, Part)]
+        mlps = sum(isinstance(m, GatedMLP) for m in model.modules())
+        return norms, rotations, layers, mlps, len(parts)
 
     (found,) = llm.apply_model(count)
     return found
@@ -204,15 +209,19 @@ def ours(llm: LLM) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("model_type", "name", "wanted"),
     [
-        ("qwen3", "Qwen3ForCausalLM", (13, 3)),  # with norms of queries and of keys
-        ("gemma2", "Gemma2ForCausalLM", (13, 3)),  # with 1 added to the weights of norms
-        ("gpt_neox", "GPTNeoXForCausalLM", (0, 3)),  # with a part of each head rotated
-        ("cohere", "CohereForCausalLM", (0, 3)),  # with neighbours that turn
-        ("deepseek_v3", "DeepseekV3ForCausalLM", (13, 0)),  # with rotated keys of another shape
+        ("qwen3", "Qwen3ForCausalLM", (13, 3, 3, 3, 9)),  # with norms of queries and of keys
+        ("gemma2", "Gemma2ForCausalLM", (13, 3, 3, 3, 9)),  # with 1 added to the weights of norms
+        ("gpt_neox", "GPTNeoXForCausalLM", (0, 3, 0, 0, 0)),  # with a part of each head rotated
+        ("cohere", "CohereForCausalLM", (0, 3, 0, 3, 9)),  # with neighbours that turn
+        (
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            (13, 0, 3, 3, 6),
+        ),  # with rotated keys of another shape
     ],
 )
 def test_norms_and_rotations_are_our_kernels(
-    model_type: str, name: str, wanted: tuple[int, int], tmp_path: Path
+    model_type: str, name: str, wanted: tuple[int, ...], tmp_path: Path
 ) -> None:
     model = make_checkpoint(tmp_path, model_type, name)
     with engine(tmp_path) as llm:
@@ -256,16 +265,16 @@ def _keys_are_values(
 @pytest.mark.parametrize(
     ("part", "name", "code", "wanted"),
     [
-        ("MistralRMSNorm", "forward", _no_eps, (0, 3)),
-        (None, "apply_rotary_pos_emb", _turned_twice, (7, 0)),
-        ("MistralAttention", "forward", _keys_are_values, (7, 0)),
+        ("MistralRMSNorm", "forward", _no_eps, (0, 3, 0, 3, 9)),
+        (None, "apply_rotary_pos_emb", _turned_twice, (7, 0, 3, 3, 9)),
+        ("MistralAttention", "forward", _keys_are_values, (7, 0, 3, 3, 6)),
     ],
 )
 def test_norms_and_rotations_of_another_kind_stay_the_models_own(
     part: str | None,
     name: str,
     code: Any,
-    wanted: tuple[int, int],
+    wanted: tuple[int, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
