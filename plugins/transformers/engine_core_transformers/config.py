@@ -71,9 +71,8 @@ class FallbackConfigBuilder:
             architecture=ARCHITECTURE,
             caveat=(
                 f"{name} is run by transformers' own code (package engine-core-transformers), "
-                "since no installed package knows it or model_impl asks for it: norms, rotary "
-                "embeddings and activations are not fused with linears, so it is slower than a "
-                "package of its own"
+                "since no installed package knows it or model_impl asks for it: less of it "
+                "is fused, so it is slower than a package of its own"
             ),
             **kwargs,
         )

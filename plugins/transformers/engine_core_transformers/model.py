@@ -139,8 +139,8 @@ class TransformersModel(CausalLM):
             self._trace(hf)
         finally:
             watch.end()
-        _compute_buffers(hf)
         self._fuse(hf, watch, dtype)
+        _compute_buffers(hf)
 
     def _fuse(self, hf: PreTrainedModel, watch: Watch, dtype: torch.dtype) -> None:
         """Have our kernels and blocks do what the model was seen to do."""
@@ -150,7 +150,8 @@ class TransformersModel(CausalLM):
         same = SameInputs(hf, attending, watch, self._by_rows)
         if same.merges:
             try:
-                self._alone(*torch.zeros(2, 1, dtype=torch.long, device="meta"))
+                with _plain_experts(hf):
+                    self._alone(*torch.zeros(2, 1, dtype=torch.long, device="meta"))
             except Exception:  # Code may want a linear's attributes, or its result contiguous.
                 same.undo()
         norms = replace_norms(hf, dtype, self._step)

@@ -220,7 +220,7 @@ def ours(llm: LLM) -> tuple[int, int, int, int, int]:
         ),  # with rotated keys of another shape
     ],
 )
-def test_norms_and_rotations_are_our_kernels(
+def test_parts_of_known_kinds_are_ours(
     model_type: str, name: str, wanted: tuple[int, ...], tmp_path: Path
 ) -> None:
     model = make_checkpoint(tmp_path, model_type, name)
@@ -262,15 +262,28 @@ def _keys_are_values(
     return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
 
+def _limited(self: Any, x: torch.Tensor) -> Any:
+    return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=7.0) * self.up_proj(x))
+
+
+def _halved(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    out, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    hidden_states = hidden_states + out / 2
+    out = self.mlp(self.post_attention_layernorm(hidden_states))
+    return hidden_states + out
+
+
 @pytest.mark.parametrize(
     ("part", "name", "code", "wanted"),
     [
         ("MistralRMSNorm", "forward", _no_eps, (0, 3, 0, 3, 9)),
         (None, "apply_rotary_pos_emb", _turned_twice, (7, 0, 3, 3, 9)),
         ("MistralAttention", "forward", _keys_are_values, (7, 0, 3, 3, 6)),
+        ("MistralMLP", "forward", _limited, (7, 3, 3, 0, 9)),
+        ("MistralDecoderLayer", "forward", _halved, (7, 3, 0, 3, 9)),
     ],
 )
-def test_norms_and_rotations_of_another_kind_stay_the_models_own(
+def test_code_of_another_kind_stays_the_models_own(
     part: str | None,
     name: str,
     code: Any,
