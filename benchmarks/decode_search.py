@@ -47,9 +47,7 @@ TILES = {
     128: [(32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3), (64, 4, 2), (64, 4, 3), (32, 1, 3)],
     256: [(32, 4, 2), (32, 4, 3), (32, 2, 2), (16, 2, 3), (32, 2, 3), (64, 4, 2)],
 }
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
-# Tokens of a split at least.
-SHORTEST = 64
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BLOCK = 64
 # Bytes of a layer's keys and values at most, of all keys, and of the L2 cache with room to spare.
 MOST_BYTES, POOL_BYTES, FLUSHED = 2.2e9, 2.2e9, 128 << 20
@@ -77,20 +75,23 @@ def space(shape: Shape, rows: int, tokens: int) -> Iterator[decode.Launch]:
     wide, group = width_of(shape), heads // kv_heads
     for splits in SPLITS:
         programs = rows * kv_heads * splits
-        too_short = tokens < splits * SHORTEST
+        too_short = tokens < splits * decode.MIN_SPLIT
         if splits > 1 and (too_short or programs > 132 * 16):
             break
-        more = min(splits * 4, 96)
-        if programs * 4 <= 132 and tokens >= more * SHORTEST and more > splits:
+        more = min(splits * 4, 64)
+        if programs * 4 <= 132 and tokens >= more * decode.MIN_SPLIT and more > splits:
             continue
         for block_n, num_warps, num_stages in TILES[max(64, wide)]:
-            merged = decode.merging(splits, group, num_warps, wide) if splits > 1 else (4, 1)
-            yield decode.Launch(16, block_n, num_warps, num_stages, rows * splits, 1, *merged)
+            merged = (4, 1)
+            if splits > 4:
+                least = max(1, 32 * num_warps * 64 // (16 * wide))
+                merged = (16, min(1 << (group - 1).bit_length(), least))
+            yield decode.Launch(16, block_n, num_warps, num_stages, rows * splits, *merged)
 
 
 def compiled_for(cut: decode.Launch) -> decode.Launch:
     """The launch with what its kernel is not compiled for left out."""
-    return cut._replace(wanted=1, min_split=1)
+    return cut._replace(wanted=1)
 
 
 class Layers:
@@ -122,16 +123,13 @@ class Layers:
 
     def run(self, cut: decode.Launch, memo: dict[Any, Any], count: int | None = None) -> None:
         """Launch ``count`` layers, or all."""
-        choose, roots = decode.launch, decode.SPLIT_ROOTS
+        choose = decode.launch
         decode.launch = lambda *_: cut
-        if cut.min_split == 1:
-            # Of the search: splits are as short as it says.
-            decode.SPLIT_ROOTS = 0
         try:
             for k, v in self.caches[:count]:
                 kernels.paged_attention(self.q, k, v, out=self.out, memo=memo, **self.arguments)
         finally:
-            decode.launch, decode.SPLIT_ROOTS = choose, roots
+            decode.launch = choose
 
 
 class Clock:

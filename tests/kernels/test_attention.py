@@ -311,9 +311,8 @@ def test_kernel_merges_splits_in_rounds(
 ) -> None:
     from engine_core.kernels.attention import decode
 
-    cut = decode.Launch(16, 32, 4, 2, wanted=16, min_split=32, merged_splits=2, merged_heads=2)
-    monkeypatch.setattr(decode, "launch", lambda *_: cut)
-    monkeypatch.setattr(decode, "SPLIT_ROOTS", 0)
+    monkeypatch.setattr(decode, "_MERGED_SPLITS", (2, 2))
+    monkeypatch.setattr(decode, "MIN_SPLIT", 32)
     paged = make_paged([(1, 200), (1, 97)], heads=6, device=launch_device)
     expected = attend_by_reference(paged, 0.125, **options)
     for _ in range(2):  # the second launch finds the counts that the first one left

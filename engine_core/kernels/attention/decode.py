@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Splits of a row at most, and how long they are at least, in square roots of the row's tokens: the
-# last program of a row merges its splits one after the other.
-MAX_SPLITS = 128
-SPLIT_ROOTS = 4
-# Splits that are merged at a time: as many as a row has, within these bounds.
+# Splits of a row at most: enough for 8 programs on each of 132 multiprocessors from 16 unsplit.
+# Each has 64 tokens at least, or merging them costs more than they save.
+MAX_SPLITS = 64
+MIN_SPLIT = 64
+# Splits merged at a time: as many as a row has, within these bounds.
 _MERGED_SPLITS = (4, 16)
-# Registers of each thread that hold splits' results while they are merged.
-_MERGED = 128
+# Where splits are rare, these with one head at a time: the kernel needs 128 registers a thread then
+# and not 164, so that 8 programs of 2 warps fit on a multiprocessor and not 6.
+_RARELY_MERGED_SPLITS = 4
 # Where there are programs enough, only rows about so many times as long as the mean are split, with
 # heads of up to 64 dimensions and with larger ones. ms of a step with 1.2 and 1.5, 256 rows of 200
 # to 1860 tokens: 24 layers of 2 KV heads of 64, 2.19 and 2.27; 32 of 8 of 128, 16.2 and 16.0.
@@ -27,7 +28,6 @@ class Launch(NamedTuple):
         num_warps: warps of a program.
         num_stages: tiles in flight, their block numbers counted as one.
         wanted: so many splits would hold all rows' tokens.
-        min_split: tokens of a split at least.
         merged_splits: splits of a row that are merged at a time.
         merged_heads: heads that are merged at a time.
     """
@@ -37,7 +37,6 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int
     wanted: int
-    min_split: int
     merged_splits: int
     merged_heads: int
 
@@ -47,50 +46,53 @@ class _Tile(NamedTuple):
 
     Attributes:
         programs: to be reached on each multiprocessor by splitting rows.
+        merged: registers of each thread that hold splits' results while they are merged.
     """
 
     block_n: int
     num_warps: int
     num_stages: int
-    programs: int = 1
-    min_split: int = 64
+    programs: int
+    merged: int = 64
 
 
-def _tile(width: int, float32: bool, share: float) -> _Tile:
-    """The tile for heads of ``width`` where unsplit rows make ``share`` programs a multiprocessor.
+def _tile(dims: int, float32: bool, num_programs: int) -> _Tile:
+    """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
 
-    Few programs take tiles of 64 tokens with many of them in flight, and splits; some take a warp
-    each and are split where rows are long, so that the last of them do not run alone; many need no
-    splits, and the fewer their bytes of shared memory the more of them are at work.
+    Chosen on H200s in bfloat16 in whole decode steps at 1030 tokens, or at 200 to 1860 (in
+    brackets), least ms with these tiles and with those before: 32 layers of 8 KV heads of 128, 1
+    row 3.92 and 3.95, 8 rows 4.40 and 4.43 (4.39, 4.41), 32 rows 5.29 and 5.35 (5.42, 5.46); 24 of
+    2 KV heads of 64, 8 rows 0.743 and 0.795 (0.742, 0.822), 32 rows 0.879 and 0.918 (0.892, 0.926),
+    64 rows 1.05 and 1.08 (1.06, 1.08), 128 rows 1.50 and 1.54 (1.54, 1.57), 256 rows 2.06 and 2.11
+    (2.08, 2.18).
     """
     if float32:
-        return _Tile(16 if width > 128 else 32, 8, 3, 2)
-    if width <= 64:
-        if share < 0.75:
-            return _Tile(64, 2, 3, programs=3)
-        return _Tile(32, 1, 3, programs=6, min_split=384) if share < 5 else _Tile(64, 2, 2)
-    if width <= 128:
-        if share < 0.75:
-            return _Tile(64, 2, 3, programs=2, min_split=128)
-        if share < 3:
-            return _Tile(32, 1, 3, programs=6, min_split=384)
-        return _Tile(64, 4, 2) if share < 24 else _Tile(32, 1, 3)
-    if share < 1:
-        return _Tile(32, 2, 3, programs=2, min_split=128)
-    return _Tile(64, 4, 2) if share < 3 else _Tile(32, 2, 2)
+        return _Tile(16 if dims > 128 else 32, 8, 3, 2)
+    if dims > 128:
+        return _Tile(32, 4, 2, 8) if num_programs < 256 else _Tile(32, 4, 2, 2)
+    if num_programs >= (2048 if dims > 64 else 1024):
+        # Tiles of 16 KiB.
+        return _Tile(8192 // max(dims, 64), 4, 2, 2)
+    if dims > 64:
+        if num_programs < 16:
+            return _Tile(64, 2, 3, 1, merged=128)
+        if num_programs < 128:
+            return _Tile(32, 2, 4, 2)
+        if num_programs < 512:
+            return _Tile(32, 2, 3, 3)
+        return _Tile(32, 2, 3, 8 if num_programs < 896 else 2)
+    if num_programs < 16:
+        return _Tile(128, 4, 2, 8)
+    if num_programs < 48:
+        return _Tile(64, 2, 4, 1, merged=128)
+    if num_programs < 256:
+        return _Tile(64, 2, 3, 2)
+    return _Tile(32, 1, 2, 8 if num_programs < 384 else 10)
 
 
 def _power_of_2(count: int) -> int:
     """The least power of 2 that is no less than ``count``."""
     return 1 << (count - 1).bit_length()
-
-
-def merging(splits: int, heads: int, num_warps: int, block_dv: int) -> tuple[int, int]:
-    """Splits, of ``splits`` of a row, and heads that a program merges at a time."""
-    least, most = _MERGED_SPLITS
-    together = max(least, min(_power_of_2(splits), most))
-    room = 32 * num_warps * _MERGED // (together * block_dv)
-    return together, max(1, min(_power_of_2(heads), room))
 
 
 def launch(
@@ -109,17 +111,18 @@ def launch(
         multiprocessors: of the device.
     """
     block_g = min(64, max(16, _power_of_2(group_size)))
-    share = num_rows * kv_heads * -(-group_size // block_g) / multiprocessors
-    tile = _tile(block_d, float32, share)
-    splits = int(tile.programs / share)
-    if splits > 1:
-        wanted = num_rows * splits
-        merged = merging(splits, min(group_size, block_g), tile.num_warps, block_dv)
-    else:
-        # Only rows much longer than the mean are split. One head is merged at a time: the kernel
-        # needs fewer registers then, and more of its programs fit on a multiprocessor.
+    head_tiles = kv_heads * -(-group_size // block_g)
+    tile = _tile(block_d, float32, num_rows * head_tiles)
+    wanted = max(1, tile.programs * multiprocessors // head_tiles)
+    if wanted <= num_rows:
+        # Only rows much longer than the mean are split.
         wanted = max(1, int(num_rows / (_NARROW_STRETCH if block_d <= 64 else _STRETCH)))
-        merged = _MERGED_SPLITS[0], 1
+        merged_splits, merged_heads = _RARELY_MERGED_SPLITS, 1
+    else:
+        least, most = _MERGED_SPLITS
+        merged_splits = max(least, min(_power_of_2(wanted // num_rows + 1), most))
+        merged_heads = 32 * tile.num_warps * tile.merged // (merged_splits * block_dv)
+        merged_heads = max(1, min(_power_of_2(min(group_size, block_g)), merged_heads))
     return Launch(
-        block_g, tile.block_n, tile.num_warps, tile.num_stages, wanted, tile.min_split, *merged
-    )  # fmt: skip
+        block_g, tile.block_n, tile.num_warps, tile.num_stages, wanted, merged_splits, merged_heads
+    )
