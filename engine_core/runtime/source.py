@@ -23,7 +23,7 @@ from engine_core.errors import (
     PluginError,
     UnknownArchitectureError,
 )
-from engine_core.kernels import compiled
+from engine_core.kernels.block_linear import is_fast
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.plugin_code import contained, failed_at, package_of
 from engine_core.registry import Registry
@@ -228,8 +228,8 @@ def open_files(
         plain = scheme is None or scheme.converts_gguf
         if convert and checkpoint.gguf and plain and not keeps_blocks(checkpoint, config, device):
             if device.type == "cpu" and config.quantization is None and checkpoint.gguf.block_types:
-                logger.warning("%s is unpacked, which takes more memory and time than its blocks: "
-                               "install 'engine-core-llm[cpu]' to keep them", path)  # fmt: skip
+                logger.warning("%s is unpacked: to keep its blocks, which take less memory, needs "
+                               "'engine-core-llm[cpu]' and a CPU with AVX2", path)  # fmt: skip
             checkpoint = opened(convert=True)
     except UnknownArchitectureError as error:
         advice = registry.gguf_advice(read_architecture(path))
@@ -243,10 +243,11 @@ def open_files(
 def keeps_blocks(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> bool:
     """Whether blocks of a GGUF file are multiplied as they are without being asked for.
 
-    They are on a CPU, where Numba is installed.
+    They are on a CPU with AVX2, where Numba is installed.
     """
-    default = config.quantization is None and device.type == "cpu" and compiled.available()
-    return default and checkpoint.gguf is not None and bool(checkpoint.gguf.block_types)
+    if config.quantization is not None or device.type != "cpu":
+        return False
+    return checkpoint.gguf is not None and bool(checkpoint.gguf.block_types) and is_fast()
 
 
 def check_deterministic(

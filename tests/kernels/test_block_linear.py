@@ -7,7 +7,7 @@ import torch
 from gguf_blocks import random_blocks
 
 from engine_core.kernels import compiled
-from engine_core.kernels.block_linear import FORMS, block_linear, pack_blocks, take_rows
+from engine_core.kernels.block_linear import FORMS, block_linear, is_fast, pack_blocks, take_rows
 
 pytestmark = pytest.mark.skipif(not compiled.available(), reason="needs numba")
 
@@ -49,6 +49,17 @@ def test_blocks_are_multiplied_exactly(type_name: str) -> None:
 @pytest.mark.parametrize("rows", [2, 3, 4])
 def test_few_rows_are_multiplied_exactly(rows: int) -> None:
     check("Q6_K", rows)
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q6_K"])
+def test_a_cpu_without_such_instructions_multiplies_exactly(
+    type_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numba = compiled.kernels("block_linear")
+    monkeypatch.setattr(numba, "instructions", lambda: numba.PORTABLE)
+    check(type_name, 1)
+    check(type_name, 5)
+    assert not is_fast()
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
