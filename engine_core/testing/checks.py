@@ -621,7 +621,7 @@ def _relatives(subject: Subject) -> Iterator[list[int]]:
     if not given:
         return
     tokens = max(given, key=len)
-    trained = min(_stated_lengths(config) or [config.max_position_embeddings])
+    trained = min(stated_lengths(config) or [config.max_position_embeddings])
     most = 4 * trained if config.may_exceed_length else config.max_position_embeddings - 4
     most = min(most, _LONGEST)
     base = (tokens * (most // len(tokens) + 1))[:most]
@@ -638,10 +638,12 @@ def _relatives(subject: Subject) -> Iterator[list[int]]:
         yield order
 
 
-def _stated_lengths(config: ModelConfig) -> list[int]:
+def stated_lengths(config: ModelConfig) -> list[int]:
     """The lengths that a config states, as far as they are trained ones."""
     names = ("max_position_embeddings", "seq_length")
-    return [v for v in map(config.hf_config.get, names) if type(v) is int and v > 8]
+    parts = [config.hf_config, HFConfig(config.hf_config.get("text_config", {}))]
+    found = [part.get(name) for part in parts for name in names]
+    return [value for value in found if type(value) is int and value > 8]
 
 
 def tensor_parallel(subject: Subject) -> None:

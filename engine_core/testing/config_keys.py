@@ -49,6 +49,8 @@ _ACTIVATIONS = ("gelu", "relu", "silu")
 # Switches of many families. One that the reference does not know changes nothing, or the family
 # refuses the config or the weights.
 _COMMON = {"sliding_window": 5, "attention_bias": True}
+# Keys whose default stands for something that follows from others.
+_UNSET = {"n_inner": 40}
 # A norm's eps that shows among activations of about 1.
 _EPS = 0.03
 
@@ -206,6 +208,9 @@ def _check_longest(subject: Subject, keys: _Keys, length: int) -> None:
 def _check_default(subject: Subject, keys: _Keys, key: Key) -> None:
     """The family reads a config without the key as one that states its default."""
     without = _with(keys.config, key, None)
+    if key[-1] == "rope_parameters":  # Older configs have the same beside it.
+        for name in ("rope_theta", "rope_scaling"):
+            without = _with(without, (*key[:-1], name), None)
     default = keys.defaults[key]
     if subject.case.reference == "transformers":
         try:
@@ -214,7 +219,16 @@ def _check_default(subject: Subject, keys: _Keys, key: Key) -> None:
         except Exception:  # It has none without the key, or none that a config.json could state.
             return
     left_out, stated = _build(subject, without), _build(subject, _with(without, key, default))
-    if default is None or left_out is None or stated is None:
+    if default is None or left_out is None:
+        return
+    if stated is None:  # Tiny sizes may not go with it.
+        given = _get(left_out.hf_config.to_dict(), key)
+        heads = left_out.num_attention_heads  # As many are a safe reading.
+        if key[-1] == "num_key_value_heads" and given not in (default, heads):
+            raise ConformanceError(
+                f"without {_shown(key)} in config.json {_shown(key)} is {given!r}; its default in "
+                f"{keys.source} is {default!r}"
+            )
         return
     for name, ours, theirs in _differences(left_out, stated):
         if name == "eos_token_ids" and not ours:
@@ -378,7 +392,8 @@ def _others(key: Key, value: Any) -> Iterator[Any]:
     """Values for a switch that has ``value``."""
     name = key[-1]
     if isinstance(value, bool):
-        if name != "use_cache":
+        # Of parts that tie the whole decides, and weights that contradict it are refused.
+        if name != "use_cache" and (name != "tie_word_embeddings" or len(key) == 1):
             yield not value
     elif isinstance(value, float):
         yield from () if value == 0 else (_EPS if value < 1e-3 else 1.5 * value,)
@@ -390,8 +405,8 @@ def _others(key: Key, value: Any) -> Iterator[Any]:
         yield from (other for other in _ACTIVATIONS if other != value)
     elif name in _SIZES and type(value) is int:
         yield from (value // 2, value + 1, 2 * value)
-    elif value is None and name in _COMMON:
-        yield _COMMON[name]
+    elif value is None and name in {**_COMMON, **_UNSET}:
+        yield {**_COMMON, **_UNSET}[name]
 
 
 def _faster(rope: Any) -> Any:
@@ -429,9 +444,7 @@ def _try(
         except Exception as error:
             cause = error.cause if isinstance(error, BlockedError) else error
             unknown = not changes.keys() & keys.defaults
-            refused = isinstance(cause, ConfigError) or (
-                unknown and isinstance(cause, WeightsMismatchError)
-            )
+            refused = unknown and isinstance(cause, ConfigError | WeightsMismatchError)
             return None if refused else cause
     return None
 

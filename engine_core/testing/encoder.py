@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,9 @@ def _check_alone(subject: Subject, llm: LLM) -> list[Any]:
         try:
             _compare([ids], _run(llm, [ids]), [vector], "alone")
         except ConformanceError as error:
-            (ours,) = llm.apply_model(partial(_traced, llm, ids))
+            # Not from within apply_model, whose function runs in a step.
+            (model,) = llm.apply_model(lambda model: model)
+            ours = _traced(llm, ids, model)
             raise ConformanceError(f"{error}. {explain(ours, theirs, checkpoint.prefix)}") from None
     return wanted
 

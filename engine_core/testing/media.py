@@ -14,7 +14,15 @@ from engine_core.cache.prefix_cache import BlockKey, extend_block_keys
 from engine_core.errors import EngineError
 from engine_core.inputs import MediaItem, MediaProcessor, ProcessedPrompt
 from engine_core.testing.case import ConformanceError, MediaPrompt
-from engine_core.testing.checks import check_output, check_same, chunk, generate, greedy, llm_of
+from engine_core.testing.checks import (
+    check_output,
+    check_same,
+    chunk,
+    generate,
+    greedy,
+    llm_of,
+    stated_lengths,
+)
 from engine_core.testing.reference import NEW_TOKENS, Prompt, kinds_of
 from engine_core.testing.state import changes, snapshot
 from engine_core.testing.subject import NotApplicableError, Subject
@@ -74,8 +82,28 @@ def media_items(subject: Subject) -> None:
                 "processor keeps nothing of a prompt"
             )
         _check_reuse(subject, variant)
+        _check_salts(subject, variant)
     _check_digests(variants)
     _check_prefixes(variants)
+
+
+def _check_salts(subject: Subject, variant: _Variant) -> None:
+    """A long prompt that shows something is told apart as one of text is."""
+    text = next((list(p.token_ids) for p in subject.checkpoint.prompts if p.shown is None), [])
+    trained = stated_lengths(subject.model_config)
+    if not text or not trained or not subject.model_config.may_exceed_length:
+        return
+    ids = list(variant.prompt.token_ids)
+    length = 2 * max(*trained, len(ids)) + 1
+    more = (text * length)[: length - len(ids)]
+    long = _process(subject, replace(variant.shown, token_ids=[*ids, *more]))
+    salts = subject.processor.process((text * length)[:length]).cache_salts  # type: ignore[union-attr]
+    if set(salts) - set(long.cache_salts):
+        raise ConformanceError(
+            f"{variant.how}, with text after it up to {length} tokens, has the cache_salts "
+            f"{long.cache_salts}, and text alone of that length has {salts}: what keys depend on "
+            "holds for both"
+        )
 
 
 def _check_reuse(subject: Subject, variant: _Variant) -> None:

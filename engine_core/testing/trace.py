@@ -125,6 +125,8 @@ def explain(ours: Trace, theirs: Trace, prefix: str = "") -> str:
     assert first is not None, "the loop ended with one"
     modules = [name for name in pairs if apart[name] > 0 and name not in layers]
     before = next((name for name in modules if not _in_layer(name, ours.layers)), None)
+    if _INPUT in pairs and not apart[_INPUT]:
+        before = None  # Something before the layers differs by what is made up for there.
     within = next((name for name in modules if name.startswith(f"{first}.")), None)
     sizes = ", ".join(f"{name} by {apart[name]:.2g}" for name in layers)
     place = f"The first decoder layer that differs is {first} (layers differ: {sizes})"

@@ -66,7 +66,7 @@ class ChatGLM1(nn.Module):
             norms = {name: self._norm() for name in ("input_layernorm", "post_attention_layernorm")}
             return _Layers(self._layer, attention=attention, mlp=mlp, **norms)
 
-        self.transformer = _Layers(
+        self.transformer: Any = _Layers(
             word_embeddings=nn.Embedding(c["vocab_size"], hidden),
             layers=nn.ModuleList(layer() for _ in range(c["num_layers"])),
             final_layernorm=self._norm(),
@@ -140,10 +140,10 @@ class ChatGLM2(nn.Module):
 
         rotary = nn.Module()
         rotary.register_buffer("inv_freq", freq)
-        encoder = _Layers(layers=nn.ModuleList(layer() for _ in range(c["num_layers"])))
+        encoder: Any = _Layers(layers=nn.ModuleList(layer() for _ in range(c["num_layers"])))
         if c["post_layer_norm"]:
             encoder.final_layernorm = self._norm()
-        self.transformer = _Layers(
+        self.transformer: Any = _Layers(
             embedding=_Layers(word_embeddings=nn.Embedding(c["padded_vocab_size"], hidden)),
             rotary_pos_emb=rotary,
             encoder=encoder,

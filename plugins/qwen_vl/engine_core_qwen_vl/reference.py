@@ -56,8 +56,8 @@ class Visual(nn.Module):
                 mlp=_part(c_fc=nn.Linear(width, inner), c_proj=nn.Linear(inner, width)),
             )
 
-        self.transformer = _part(resblocks=nn.ModuleList(block() for _ in range(c["layers"])))
-        self.attn_pool = _part(
+        self.transformer: Any = _part(resblocks=nn.ModuleList(block() for _ in range(c["layers"])))
+        self.attn_pool: Any = _part(
             kv_proj=nn.Linear(width, out, bias=False),
             attn=nn.MultiheadAttention(out, out // 128),
             ln_q=nn.LayerNorm(out, 1e-6),
@@ -92,11 +92,11 @@ class Layer(nn.Module):
         hidden, inner = config["hidden_size"], config["intermediate_size"] // 2
         self.size = config["kv_channels"]
         self.ln_1 = nn.RMSNorm(hidden, config["layer_norm_epsilon"])
-        self.attn = _part(
+        self.attn: Any = _part(
             c_attn=nn.Linear(hidden, 3 * hidden), c_proj=nn.Linear(hidden, hidden, bias=False)
         )
         self.ln_2 = nn.RMSNorm(hidden, config["layer_norm_epsilon"])
-        self.mlp = _part(
+        self.mlp: Any = _part(
             w1=nn.Linear(hidden, inner, bias=False),
             w2=nn.Linear(hidden, inner, bias=False),
             c_proj=nn.Linear(inner, hidden, bias=False),
@@ -110,7 +110,8 @@ class Layer(nn.Module):
         q, k = (_rotated(part, angles) for part in (q, k))
         x = x + self.attn.c_proj(_attended(q * factors[:, None, None], k, v, seen))
         normed = self.ln_2(x)
-        return (x + self.mlp.c_proj(self.mlp.w1(normed) * F.silu(self.mlp.w2(normed))))[None]
+        out: Tensor = x + self.mlp.c_proj(self.mlp.w1(normed) * F.silu(self.mlp.w2(normed)))
+        return out[None]
 
 
 class QWen(nn.Module):
@@ -120,7 +121,7 @@ class QWen(nn.Module):
         super().__init__()
         self.values = c = {**DEFAULTS, **config}
         hidden = c["hidden_size"]
-        self.transformer = _part(
+        self.transformer: Any = _part(
             wte=nn.Embedding(c["vocab_size"], hidden),
             h=nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"])),
             ln_f=nn.RMSNorm(hidden, c["layer_norm_epsilon"]),
@@ -128,6 +129,8 @@ class QWen(nn.Module):
         if "visual" in c:
             self.transformer.add_module("visual", Visual(c["visual"]))
         self.lm_head = nn.Linear(hidden, c["vocab_size"], bias=False)
+        if c.get("tie_word_embeddings"):
+            self.lm_head.weight = self.transformer.wte.weight
 
     def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
         """``[1, T]`` to logits ``[1, T, vocab]``; ``pixel_values [images, 3, S, S]``."""
