@@ -379,7 +379,7 @@ class Frontend:
         return tokenized if shown is None else _with_media(tokenized, shown.result().pop())
 
     def tokenize_each(self, prompts: Iterable[Prompt]) -> Generator[TokenizedPrompt, None, None]:
-        """What :meth:`tokenize` gives of each; what several show is processed side by side.
+        """Each prompt as :meth:`tokenize` gives it; what several show is processed side by side.
 
         Most of that is resizing and hashing, which leave other threads the interpreter.
         """
