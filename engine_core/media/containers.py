@@ -41,7 +41,7 @@ def opened(data: bytes, what: str, formats: Sequence[str]) -> Iterator[Any]:
 
 
 def codec_of(stream: Any, what: str) -> Any:
-    """What decodes a stream of a container, in one thread.
+    """The decoder of a stream of a container, in one thread.
 
     Raises:
         RequestError: FFmpeg has nothing for it, or the file does not say what it is.

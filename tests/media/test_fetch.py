@@ -189,7 +189,7 @@ def test_what_is_not_fetched(
 def test_reading_ends_when_nobody_waits_for_it(
     dialled: list[Any], port: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes is ended, and what waits for a thread is not begun."""
+    """Connections are ended, and downloads that wait for a thread are not begun."""
     sources = MediaSources(domains=("public.example",), seconds=60)
     url = "http://public.example/slow"
     parts = [MediaPart("image", url, f"part.{number}") for number in range(many)]
