@@ -142,3 +142,25 @@ def test_a_span_larger_than_the_budget_goes_without_other_prompts() -> None:
     assert next_counts(sched) == {"decoding": 1, "before": 6, "picture": 1, "after": 1}
     assert next_counts(sched) == {"decoding": 1, "before": 1, "picture": 1, "after": 3}
     assert next_counts(sched) == {"decoding": 1, "before": 1, "picture": 18, "after": 1}
+
+
+def test_rows_that_are_planned_as_columns_count_as_decoding() -> None:
+    sched = decoding()
+    sched.lockstep_from = 2
+    add(sched, "also", 3)
+    for _ in range(3):
+        next_counts(sched)
+    asked = []
+
+    def of_rows(rows: int, tokens: int, cached: int) -> int:
+        asked.append((rows, tokens, cached))
+        return 8
+
+    sched.prompt_budget = of_rows
+    add(sched, "long", 30)
+    assert next_counts(sched) == {"decoding": 1, "also": 1, "long": 8}
+    add(sched, "second", 30)
+    assert next_counts(sched) == {"decoding": 1, "also": 1, "long": 4, "second": 4}
+    next_counts(sched)
+    # Of several prompts that have begun the one that is furthest tells.
+    assert asked == [(2, 30, 0), (2, 52, 8), (2, 44, 12)]
