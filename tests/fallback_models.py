@@ -21,7 +21,9 @@ from torch import Tensor
 from engine_core import LLM, SamplingParams
 from engine_core.errors import EngineError
 
-VOCAB, MAX_LENGTH, NEW_TOKENS, TOLERANCE = 96, 128, 12, 1e-4
+VOCAB, MAX_LENGTH, NEW_TOKENS = 96, 128, 12
+# Of log-probabilities. ERNIE 4.5 MoE's differ by 8e-5 between transformers' generate and one pass.
+TOLERANCE = 2e-4
 
 # Of these a config takes those that its class knows, each under its own name.
 _SIZES: Mapping[str, Any] = {
