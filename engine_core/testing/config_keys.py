@@ -140,7 +140,7 @@ def _build(subject: Subject, config: Mapping[str, Any]) -> ModelConfig | None:
 
 
 def config_values(subject: Subject) -> None:
-    """What a config leaves out has its class's default; ends and lengths are the stated ones."""
+    """Keys that are left out have the class's defaults; ends and lengths are as stated."""
     assert subject.model_config is not None, "built by the registry"
     keys = _keys(subject)
     _check_ends(subject, keys)

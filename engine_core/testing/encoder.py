@@ -48,7 +48,7 @@ def alone(subject: Subject) -> None:
 
 
 def _check_alone(subject: Subject, llm: LLM) -> list[Any]:
-    """What the prompts must give, after each has given it alone."""
+    """The results that prompts must have, which each has had alone."""
     kind = llm.model_config.pooling.kind if llm.model_config.pooling else "mean"
     checkpoint = subject.checkpoint
     wanted = [_pooled(states, kind) for _, states, _ in checkpoint.encoded]

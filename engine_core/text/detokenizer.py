@@ -74,7 +74,7 @@ class IncrementalDetokenizer:
 
 @dataclass(slots=True)
 class _Known:
-    """What was found of a vocabulary's tokens.
+    """Texts and bytes of a vocabulary's tokens, as far as they were asked for.
 
     Attributes:
         texts: of those that are whole characters and change nothing before them.

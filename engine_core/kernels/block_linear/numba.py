@@ -67,7 +67,7 @@ _VERSION = f"_{zlib.crc32(Path(forms.__file__).read_bytes()):08x}"
 
 @cache
 def instructions() -> int:
-    """What multiplies bytes on the CPU for which Numba compiles."""
+    """The instructions that multiply bytes on the CPU for which Numba compiles."""
     target: Any = importlib.import_module("numba.core.registry").cpu_target
     names: str = target.target_context.codegen()._tm_features
     features = set(names.split(","))
@@ -148,7 +148,7 @@ class _Emitter:
         return self.b.call(_cgutils.get_or_insert_function(self.b.module, kind, name), arguments)
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What was made under this key in this block."""
+        """The value that was made under this key in this block."""
         if key not in self._seen:
             self._seen[key] = make()
         return self._seen[key]
@@ -274,7 +274,7 @@ class _Emitter:
         return sums
 
     def offset(self, meta: Any, group: int) -> Any:
-        """What the codes' offset adds to a group's products, in each lane."""
+        """The part of a group's products that the codes' offset makes, in each lane."""
         form = self.form
         if form.offset is None or self.signed:
             return _repeated(_I32, 0, self.lanes)
