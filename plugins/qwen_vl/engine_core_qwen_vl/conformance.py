@@ -80,7 +80,7 @@ CASES = [
         architecture="QWenLMHeadModel",
         config={
             **_CONFIG,
-            "seq_length": 512,
+            "seq_length": 64,
             "visual": {
                 "heads": 2,
                 "image_size": 24,
