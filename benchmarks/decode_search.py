@@ -48,6 +48,8 @@ TILES = {
     256: [(32, 4, 2), (32, 4, 3), (32, 2, 2), (16, 2, 3), (32, 2, 3), (64, 4, 2)],
 }
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Tokens of a split at least.
+SHORTEST = 64
 BLOCK = 64
 # Bytes of a layer's keys and values at most, of all keys, and of the L2 cache with room to spare.
 MOST_BYTES, POOL_BYTES, FLUSHED = 2.2e9, 2.2e9, 128 << 20
@@ -75,23 +77,25 @@ def space(shape: Shape, rows: int, tokens: int) -> Iterator[decode.Launch]:
     wide, group = width_of(shape), heads // kv_heads
     for splits in SPLITS:
         programs = rows * kv_heads * splits
-        too_short = tokens < splits * decode.MIN_SPLIT
+        too_short = tokens < splits * SHORTEST
         if splits > 1 and (too_short or programs > 132 * 16):
             break
         more = min(splits * 4, 64)
-        if programs * 4 <= 132 and tokens >= more * decode.MIN_SPLIT and more > splits:
+        if programs * 4 <= 132 and tokens >= more * SHORTEST and more > splits:
             continue
         for block_n, num_warps, num_stages in TILES[max(64, wide)]:
             merged = (4, 1)
             if splits > 4:
                 least = max(1, 32 * num_warps * 64 // (16 * wide))
                 merged = (16, min(1 << (group - 1).bit_length(), least))
-            yield decode.Launch(16, block_n, num_warps, num_stages, rows * splits, *merged)
+            yield decode.Launch(
+                16, block_n, num_warps, num_stages, rows * splits, SHORTEST, *merged
+            )
 
 
 def compiled_for(cut: decode.Launch) -> decode.Launch:
     """The launch with what its kernel is not compiled for left out."""
-    return cut._replace(wanted=1)
+    return cut._replace(wanted=1, min_split=SHORTEST)
 
 
 class Layers:

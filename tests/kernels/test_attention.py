@@ -312,7 +312,10 @@ def test_kernel_merges_splits_in_rounds(
     from engine_core.kernels.attention import decode
 
     monkeypatch.setattr(decode, "_MERGED_SPLITS", (2, 2))
-    monkeypatch.setattr(decode, "MIN_SPLIT", 32)
+    launch_as_chosen = decode.launch
+    monkeypatch.setattr(
+        decode, "launch", lambda *given: launch_as_chosen(*given)._replace(min_split=32)
+    )
     paged = make_paged([(1, 200), (1, 97)], heads=6, device=launch_device)
     expected = attend_by_reference(paged, 0.125, **options)
     for _ in range(2):  # the second launch finds the counts that the first one left

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # Splits of a row at most: enough for 8 programs on each of 132 multiprocessors from 16 unsplit.
-# Each has 64 tokens at least, or merging them costs more than they save.
 MAX_SPLITS = 64
-MIN_SPLIT = 64
 # Splits merged at a time: as many as a row has, within these bounds.
 _MERGED_SPLITS = (4, 16)
 # Where splits are rare, these with one head at a time: the kernel needs 128 registers a thread then
@@ -28,6 +26,7 @@ class Launch(NamedTuple):
         num_warps: warps of a program.
         num_stages: tiles in flight, their block numbers counted as one.
         wanted: so many splits would hold all rows' tokens.
+        min_split: tokens of a split at least, or merging it costs more than it saves.
         merged_splits: splits of a row that are merged at a time.
         merged_heads: heads that are merged at a time.
     """
@@ -37,6 +36,7 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int
     wanted: int
+    min_split: int
     merged_splits: int
     merged_heads: int
 
@@ -52,8 +52,9 @@ class _Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    programs: int
+    programs: float
     merged: int = 64
+    min_split: int = 64
 
 
 def _tile(dims: int, float32: bool, num_programs: int) -> _Tile:
@@ -64,27 +65,36 @@ def _tile(dims: int, float32: bool, num_programs: int) -> _Tile:
     row 3.92 and 3.95, 8 rows 4.40 and 4.43 (4.39, 4.41), 32 rows 5.29 and 5.35 (5.42, 5.46); 24 of
     2 KV heads of 64, 8 rows 0.743 and 0.795 (0.742, 0.822), 32 rows 0.879 and 0.918 (0.892, 0.926),
     64 rows 1.05 and 1.08 (1.06, 1.08), 128 rows 1.50 and 1.54 (1.54, 1.57), 256 rows 2.06 and 2.11
-    (2.08, 2.18).
+    (2.08, 2.18). Later a search of attention alone, at up to 128,000 tokens, gave those of heads of
+    more than 128 and of 512 programs and more, of 16 to 31 programs with heads of more than 64, and
+    of 4 to 15 and 24 to 47 with others (benchmarks/notes/attention.md).
     """
     if float32:
         return _Tile(16 if dims > 128 else 32, 8, 3, 2)
     if dims > 128:
-        return _Tile(32, 4, 2, 8) if num_programs < 256 else _Tile(32, 4, 2, 2)
-    if num_programs >= (2048 if dims > 64 else 1024):
-        # Tiles of 16 KiB.
-        return _Tile(8192 // max(dims, 64), 4, 2, 2)
+        if num_programs < 128:
+            return _Tile(32, 2, 3, 2, merged=32)
+        return _Tile(64, 4, 2, 1) if num_programs < 400 else _Tile(32, 2, 2, 1)
     if dims > 64:
+        if num_programs >= 512:
+            return _Tile(64, 4, 2, 1) if num_programs < 4096 else _Tile(32, 1, 3, 1)
+        if 16 <= num_programs < 32:
+            return _Tile(64, 2, 3, 1.5, min_split=128)
         if num_programs < 16:
             return _Tile(64, 2, 3, 1, merged=128)
         if num_programs < 128:
             return _Tile(32, 2, 4, 2)
-        if num_programs < 512:
-            return _Tile(32, 2, 3, 3)
-        return _Tile(32, 2, 3, 8 if num_programs < 896 else 2)
-    if num_programs < 16:
+        return _Tile(32, 2, 3, 3)
+    if num_programs >= 1024:
+        return _Tile(64, 2, 2, 2)
+    if num_programs < 4:
         return _Tile(128, 4, 2, 8)
-    if num_programs < 48:
+    if num_programs < 16:
+        return _Tile(64, 2, 3, 3, min_split=128)
+    if num_programs < 24:
         return _Tile(64, 2, 4, 1, merged=128)
+    if num_programs < 48:
+        return _Tile(64, 2, 3, 3)
     if num_programs < 256:
         return _Tile(64, 2, 3, 2)
     return _Tile(32, 1, 2, 8 if num_programs < 384 else 10)
@@ -113,7 +123,7 @@ def launch(
     block_g = min(64, max(16, _power_of_2(group_size)))
     head_tiles = kv_heads * -(-group_size // block_g)
     tile = _tile(block_d, float32, num_rows * head_tiles)
-    wanted = max(1, tile.programs * multiprocessors // head_tiles)
+    wanted = max(1, int(tile.programs * multiprocessors) // head_tiles)
     if wanted <= num_rows:
         # Only rows much longer than the mean are split.
         wanted = max(1, int(num_rows / (_NARROW_STRETCH if block_d <= 64 else _STRETCH)))
@@ -124,5 +134,6 @@ def launch(
         merged_heads = 32 * tile.num_warps * tile.merged // (merged_splits * block_dv)
         merged_heads = max(1, min(_power_of_2(min(group_size, block_g)), merged_heads))
     return Launch(
-        block_g, tile.block_n, tile.num_warps, tile.num_stages, wanted, merged_splits, merged_heads
-    )
+        block_g, tile.block_n, tile.num_warps, tile.num_stages, wanted, tile.min_split,
+        merged_splits, merged_heads,
+    )  # fmt: skip

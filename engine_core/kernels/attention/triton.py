@@ -90,16 +90,16 @@ def _attend_tiles(
     return acc, denominator, maximum
 
 
-@triton.jit(do_not_specialize=["num_rows", "window", "wanted", "max_items"])
+@triton.jit(do_not_specialize=["num_rows", "window", "wanted", "min_split", "max_items"])
 def _plan_kernel(
     items_ptr,
     kv_lens_ptr,
     num_rows,
     window,
     wanted,
+    min_split,
     max_items,
     MAX_SPLITS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ITEM: tl.constexpr,
@@ -110,7 +110,7 @@ def _plan_kernel(
 
     Its row, the first token and that behind the last, the row's first item, and how many it has. A
     row of -1 is none. Splits are about equally long in all rows, so that long rows do not keep the
-    launch waiting: ``wanted`` of them would hold all rows' tokens. Each has MIN_SPLIT tokens at
+    launch waiting: ``wanted`` of them would hold all rows' tokens. Each has ``min_split`` tokens at
     least, or merging takes longer than the splits save.
     """
     launch_dependents(PDL)
@@ -123,7 +123,7 @@ def _plan_kernel(
     cropped = tl.maximum(kv_lens - window, 0) // BLOCK_N * BLOCK_N if CROP else 0
     visible = kv_lens - cropped
     total = tl.sum(visible.to(tl.int64))
-    length = tl.maximum(tl.cdiv(total, wanted), MIN_SPLIT).to(tl.int32)
+    length = tl.maximum(tl.cdiv(total, wanted), min_split).to(tl.int32)
     used = tl.maximum(tl.minimum(tl.cdiv(visible, length), MAX_SPLITS), 1)
     per_split = tl.maximum(tl.cdiv(tl.cdiv(visible, used), BLOCK_N), 1) * BLOCK_N
     # A row without tokens has an item too, which writes its zeros.
@@ -372,18 +372,20 @@ def _plan(
     max_kv_len: int,
     window: int | None,
     wanted: int,
+    min_split: int,
     block_n: int,
     memo: dict[Any, Any],
 ) -> tuple[Tensor, bool]:
     """The splits of the first rows, made once for all layers of a step that cut them alike.
 
-    ``wanted`` splits would hold all rows' tokens; ``window`` is what a query sees, if that is known
-    beforehand. Returns the items that ``_plan_kernel`` writes, and whether it was launched now.
+    ``wanted`` splits, of ``min_split`` tokens at least, would hold all rows' tokens; ``window`` is
+    what a query sees, if that is known beforehand. Returns the items that ``_plan_kernel`` writes,
+    and whether it was launched now.
     """
-    key = (num_rows, window, wanted, block_n)
+    key = (num_rows, window, wanted, min_split, block_n)
     if key in memo:
         return memo[key], False
-    longest = triton.cdiv(max_kv_len, max(block_n, decode.MIN_SPLIT))
+    longest = triton.cdiv(max_kv_len, max(block_n, min_split))
     # No more than what is wanted and the beginning of a split in each row.
     most = min(num_rows + wanted, num_rows * max(1, min(longest, decode.MAX_SPLITS)))
     items = torch.empty((most, _ITEM), dtype=torch.int32, device=kv_lens.device)
@@ -393,9 +395,9 @@ def _plan(
         num_rows,
         window or 0,
         wanted,
+        min_split,
         most,
         MAX_SPLITS=decode.MAX_SPLITS,
-        MIN_SPLIT=decode.MIN_SPLIT,
         BLOCK_ROWS=max(64, triton.next_power_of_2(num_rows)),
         BLOCK_N=block_n,
         ITEM=_ITEM,
@@ -451,6 +453,7 @@ def paged_attention(call: Call) -> None:
             call.max_kv_len,
             window if prefix_lens is None else None,
             cut.wanted,
+            cut.min_split,
             cut.block_n,
             call.memo,
         )

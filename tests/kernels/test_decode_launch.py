@@ -1,0 +1,67 @@
+"""How decode attention is cut: what holds of every choice, whatever it is."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from engine_core.kernels.attention import decode
+
+H200 = 132
+# Bytes of shared memory and registers that a program of an H200 can have.
+SHARED, REGISTERS = 227 * 1024, 65536
+SHAPES = [
+    (32, 8, 64),
+    (14, 2, 64),
+    (32, 32, 80),
+    (64, 4, 128),
+    (16, 2, 192),
+    (8, 1, 256),
+    (71, 1, 64),
+]
+
+
+def launch(rows: int, heads: int, kv_heads: int, dim: int, float32: bool = False) -> decode.Launch:
+    width = max(16, 1 << (dim - 1).bit_length())
+    return decode.launch(rows, heads // kv_heads, kv_heads, width, width, float32, H200)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("float32", [False, True])
+def test_a_program_fits_a_multiprocessor(shape: tuple[int, int, int], float32: bool) -> None:
+    heads, kv_heads, dim = shape
+    width = 1 << (dim - 1).bit_length()
+    for rows in (1, 4, 8, 32, 64, 128, 256, 1000):
+        cut = launch(rows, *shape, float32=float32)
+        tiles = 2 * cut.num_stages * cut.block_n * width * (4 if float32 else 2)
+        assert tiles <= SHARED
+        assert cut.block_g >= min(16, heads // kv_heads)
+        # Results of splits are float32 in registers, beside those of the loop.
+        held = cut.merged_splits * cut.merged_heads * width
+        assert held <= REGISTERS // 2
+        assert cut.merged_heads == 1 or held <= 32 * cut.num_warps * 128
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_few_programs_are_split_to_fill_the_device(shape: tuple[int, int, int]) -> None:
+    heads, kv_heads, _ = shape
+    for rows in (1, 2, 4, 8):
+        cut = launch(rows, *shape)
+        head_tiles = kv_heads * -(-heads // kv_heads // cut.block_g)
+        if rows * head_tiles <= H200 // 2:
+            assert 0.9 * H200 <= cut.wanted * head_tiles <= 8 * H200
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_many_programs_are_not_split_but_for_long_rows(shape: tuple[int, int, int]) -> None:
+    rows = 24 * H200
+    assert rows / 2 < launch(rows, *shape).wanted < rows
+
+
+def test_a_launch_is_of_powers_of_2() -> None:
+    for rows, shape in product((1, 3, 77, 300), SHAPES):
+        cut = launch(rows, *shape)
+        for number in (cut.block_g, cut.block_n, cut.num_warps, cut.merged_splits):
+            assert number & (number - 1) == 0
+        assert cut.merged_heads & (cut.merged_heads - 1) == 0
