@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ def _shown(
             for grid in grids
         ]
 
-    media = {
+    media: dict[str, list[dict[str, Any]]] = {
         "image": items("pixel_values", "image_grid_thw", images),
         "video": items("pixel_values_videos", "video_grid_thw", videos),
     }

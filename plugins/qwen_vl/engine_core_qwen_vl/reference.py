@@ -121,8 +121,9 @@ class QWen(nn.Module):
         super().__init__()
         self.values = c = {**DEFAULTS, **config}
         hidden = c["hidden_size"]
+        word_embeddings = nn.Embedding(c["vocab_size"], hidden)
         self.transformer: Any = _part(
-            wte=nn.Embedding(c["vocab_size"], hidden),
+            wte=word_embeddings,
             h=nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"])),
             ln_f=nn.RMSNorm(hidden, c["layer_norm_epsilon"]),
         )
@@ -130,7 +131,7 @@ class QWen(nn.Module):
             self.transformer.add_module("visual", Visual(c["visual"]))
         self.lm_head = nn.Linear(hidden, c["vocab_size"], bias=False)
         if c.get("tie_word_embeddings"):
-            self.lm_head.weight = self.transformer.wte.weight
+            self.lm_head.weight = word_embeddings.weight
 
     def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
         """``[1, T]`` to logits ``[1, T, vocab]``; ``pixel_values [images, 3, S, S]``."""
