@@ -72,8 +72,8 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if len(message) > _LONGEST:
-            message = f"{message[:_LONGEST]}..."
+        if len(message) > _LONGEST:  # What is wrong may stand behind what was sent.
+            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
         super().__init__(status, detail=message, headers=dict(headers or {}))
         self.message = message
         self.param = param

@@ -716,4 +716,4 @@ def test_the_log_is_json_without_prompts(strict: ServerProcess, session: httpx.C
 
 def test_a_message_shows_only_the_beginning_of_what_was_sent() -> None:
     error = ApiError(400, "x" * 10_000, param="prompt").body()["error"]
-    assert error["message"] == "x" * 4000 + "..."
+    assert error["message"] == "x" * 2000 + " ... " + "x" * 2000

@@ -29,6 +29,9 @@ RUNS = {
     "test_prefix_caching",
     "test_quantised",
 }
+# They run the model under other configs and prompts, so that most faults show there once more; the
+# planted errors of the families say what only they find.
+VARIED = {"test_config_values", "test_switches", "test_norms_eps", "test_shared_prefixes"}
 
 FAULTS = {
     "a module map that names no class": Fault(
@@ -91,7 +94,6 @@ FAULTS = {
             "test_logits": r"differs is model\.layers\.0 .*inside it "
             r"model\.layers\.0\.self_attn\.o_proj differs first",
         },
-        case="biases",
         more={"ignore=()": 'ignore=("o_proj.bias",)'},
     ),
     "a layer that ignores the residual": Fault(
@@ -283,7 +285,16 @@ def first_subject(checkpoints: dict[str, TinyCheckpoint]) -> Subject:
 
 def test_a_sound_family_passes(tmp_path: Path, checkpoints: dict[str, TinyCheckpoint]) -> None:
     with installed(tmp_path):
-        assert run_kit(checkpoints) == ({}, set())
+        failed, skipped = run_kit(checkpoints)
+    assert failed == {}
+    # The second case is of an architecture that the first one shows, and nothing but its tokens
+    # of a prompt reaches the model.
+    assert skipped == {
+        ("test_norms_eps", "window"),
+        ("test_switches", "window"),
+        ("test_shared_prefixes", "biases"),
+        ("test_shared_prefixes", "window"),
+    }
 
 
 def test_a_fault_of_two_ranks_is_found(
@@ -364,6 +375,7 @@ def test_a_fault_is_found(
         found = [text for (name, case), text in failed.items() if name == check]
         assert found, f"{check} passes; failing are {failed}"
         assert any(pytest.RaisesExc(Exception, match=message).matches(Exception(t)) for t in found)
-    assert {name for name, _ in failed} == set(fault.fails), failed
-    assert {case for _, case in failed} <= {*cases, ""}
-    assert {name for name, _ in blocked} == fault.blocked
+    plain = {(name, case) for name, case in failed if name not in VARIED}
+    assert {name for name, _ in plain} == set(fault.fails), failed
+    assert {case for _, case in plain} <= {*cases, ""}
+    assert {name for name, _ in blocked} - VARIED == fault.blocked

@@ -368,6 +368,9 @@ def _config_source(made: Draft, values: Mapping[str, Any], found: _Found, stem: 
     }
     if "sliding_window" in found.reads:
         defaults["sliding_window"] = found.reads["sliding_window"]
+    head_dim = _constant_head_dim(made)
+    if head_dim is not None:
+        defaults["head_dim"] = head_dim
     only = {
         key: value
         for key, value in sorted(values.items())
@@ -408,6 +411,15 @@ class {made.builder}(RotaryConfigBuilder):
                     f"config.json: {{key}} is {{values[key]!r}}; only {{only!r}} can be run"
                 )
 {types if "layer_types" in found.reads else ""}'''
+
+
+def _constant_head_dim(made: Draft) -> int | None:
+    """The head dimension of a config that does not say it; None where it follows from the width."""
+    kind: Any = CONFIG_MAPPING[made.tiny["model_type"]]
+    usual = kind()
+    stated = getattr(usual, "head_dim", None)
+    wider = getattr(kind(hidden_size=2 * usual.hidden_size), "head_dim", None)
+    return int(stated) if stated is not None and stated == wider else None
 
 
 def _longest(made: Draft) -> int:
