@@ -97,14 +97,13 @@ class Rotations:
         self._step = step
         self._seen: dict[nn.Module, list[bool | None]] = {}
         self._given: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self._original: dict[nn.Module, Rotate] = {}
         for module in modules:
             forward = type(module).forward
             plain = isinstance(forward, FunctionType) and inspect.unwrap(forward) is forward
             original = forward.__globals__.get(_ROTATION) if plain else None
             if original is None or _ROTATION not in forward.__code__.co_names:
                 continue
-            self._original[module], self._seen[module] = original, []
+            self._seen[module] = []
             self._call_instead(module, self._watched(module, original))
 
     def _call_instead(self, module: nn.Module, rotate: Rotate) -> None:
