@@ -224,10 +224,12 @@ def open_files(
             dtype=platform.resolve_dtype(config, device, None),
             hf_overrides=config.hf_overrides,
         )
-        checkpoint = opened(convert=False)
-        plain = scheme is None or scheme.converts_gguf
-        if convert and checkpoint.gguf and plain and not keeps_blocks(checkpoint, config, device):
-            if device.type == "cpu" and config.quantization is None and checkpoint.gguf.block_types:
+        plain = convert and (scheme is None or scheme.converts_gguf)
+        # Only these may keep blocks; the file has to be looked at before it is unpacked.
+        choice = plain and device.type == "cpu" and config.quantization is None
+        checkpoint = opened(convert=plain and not choice)
+        if choice and checkpoint.gguf and not keeps_blocks(checkpoint, config, device):
+            if checkpoint.gguf.block_types:
                 logger.warning("%s is unpacked: to keep its blocks, which take less memory, needs "
                                "'engine-core-llm[cpu]' and a CPU with AVX2", path)  # fmt: skip
             checkpoint = opened(convert=True)
