@@ -241,7 +241,7 @@ def _body(size: int) -> bytes:
 
 
 def test_health_is_answered_when_all_are_busy(server: ServerProcess, healthy: Healthy) -> None:
-    with healthy.beside(), _crowd(server, CONNECTIONS + 30, _body(99)):
+    with healthy.beside(refused=True), _crowd(server, CONNECTIONS + 30, _body(99)):
         # While it still takes in the crowd, it may drop who has said nothing yet.
         wait_until(lambda: sum(_is_healthy(server) for _ in range(5)) == 5)
         for _ in range(8):
