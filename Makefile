@@ -27,6 +27,8 @@ PROMPT ?= What is an inference engine? Answer in two sentences.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_RETRIES ?= 5
 export PIP_DEFAULT_TIMEOUT ?= 60
+# Images for containers set it, and every process that a test starts would compile the code anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-embed models test check lint types imports fast unit browser soak soak-chats planted test-clients test-gpu bench-gpu bench-cpu bench-kernels clean
 help: ## Show the targets.
