@@ -174,6 +174,10 @@ RAGGED = {
     "nothing": [0, 0],
 }
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+# Small heads share code that is given their sizes; larger ones have code of their own.
+SHAPES = pytest.mark.parametrize(
+    "shape", [{"head_dim": 16, "v_head_dim": 12}, {"head_dim": 64, "v_head_dim": 48}], ids=str
+)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
@@ -183,14 +187,16 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
     [{}, {"window": 1}, {"window": 37}, {"alibi_slopes": SLOPES, "softcap": 1.5, "window": 290}],
     ids=["plain", "window1", "window37", "everything"],
 )
+@SHAPES
 def test_threads_share_rows_and_heads(
+    shape: dict[str, int],
     options: dict[str, Any],
     lengths: list[int],
     count: int,
     share_among: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    paged = decode(lengths)
+    paged = decode(lengths, **shape)
     share_among(count)
     with counted(monkeypatch) as runs:
         # The longest may be far from what the caller says it is at most.
@@ -200,8 +206,11 @@ def test_threads_share_rows_and_heads(
     assert max(error(x, expected) for x in got) < 2e-6
 
 
-def test_threads_share_rows_of_bfloat16(share_among: Callable[[int], None]) -> None:
-    paged = decode(RAGGED["ragged"], dtype=torch.bfloat16)
+@SHAPES
+def test_threads_share_rows_of_bfloat16(
+    shape: dict[str, int], share_among: Callable[[int], None]
+) -> None:
+    paged = decode(RAGGED["ragged"], dtype=torch.bfloat16, **shape)
     share_among(5)
     assert error(attend(paged), attend_by_reference(paged)) < TOLERANCE[torch.bfloat16]
 
@@ -218,15 +227,17 @@ def test_threads_share_rows_of_bfloat16(share_among: Callable[[int], None]) -> N
     block_size=st.sampled_from([1, 3, 16, 256]),
     more=st.integers(0, 2000),
 )
+@SHAPES
 def test_any_rows_among_any_threads(
     lengths: list[int],
     count: int,
     window: int | None,
     block_size: int,
     more: int,
+    shape: dict[str, int],
     share_among: Callable[[int], None],
 ) -> None:
-    paged = decode(lengths, block_size=block_size)
+    paged = decode(lengths, block_size=block_size, **shape)
     share_among(count)
     got = attend(paged, window=window, max_kv_len=max(lengths) + more)
     assert error(got, attend_by_reference(paged, window=window)) < 2e-6
@@ -234,10 +245,14 @@ def test_any_rows_among_any_threads(
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"alibi_slopes": SLOPES, "softcap": 1.5}], ids=str)
+@SHAPES
 def test_a_query_of_nan_gives_nan_to_its_head_alone(
-    options: dict[str, Any], count: int, share_among: Callable[[int], None]
+    shape: dict[str, int],
+    options: dict[str, Any],
+    count: int,
+    share_among: Callable[[int], None],
 ) -> None:
-    paged = decode([5, 300, 40])
+    paged = decode([5, 300, 40], **shape)
     paged.q[1, 2, 7] = torch.nan
     share_among(count)
     got = attend(paged, **options)
@@ -249,10 +264,11 @@ def test_a_query_of_nan_gives_nan_to_its_head_alone(
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("logits", ["all", "some"])
+@SHAPES
 def test_logits_of_minus_infinity(
-    logits: str, count: int, share_among: Callable[[int], None]
+    shape: dict[str, int], logits: str, count: int, share_among: Callable[[int], None]
 ) -> None:
-    paged = decode([5, 300, 40])
+    paged = decode([5, 300, 40], **shape)
     paged.q.abs_()
     paged.k_cache[:, :: 1 if logits == "all" else 3] = -torch.inf
     share_among(count)

@@ -33,6 +33,8 @@ from engine_core.kernels.compiled.numbers import (
 _LEAST = 2**15
 # Tokens whose logits are held at once.
 _TILE = 256
+# Heads that are smaller, of tiny models, share code that is given its sizes: compiling takes 3 s.
+_OWN_CODE = 64
 
 
 def decode_attention(call: Call) -> None:
@@ -48,7 +50,9 @@ def decode_attention(call: Call) -> None:
     stride = _scratch(group, head_dim, v_head_dim)[2]
     scratch = q.new_empty(parts * stride + 1, dtype=torch.float32)
     capped = call.softcap is not None
-    special = (q.dtype, group, head_dim, v_head_dim, alibi_slopes is not None, capped)
+    sizes = (group, head_dim, v_head_dim)
+    known = sizes if max(head_dim, v_head_dim) >= _OWN_CODE else (0, 0, 0)
+    special = (q.dtype, *known, alibi_slopes is not None, capped)
     arguments = (
         q.data_ptr(),
         k_cache.data_ptr(),
@@ -69,6 +73,7 @@ def decode_attention(call: Call) -> None:
         *v_cache.stride()[:3],
         call.scale,
         call.softcap or 0.0,
+        *sizes,
     )
     _ATTEND.run(special, parts, *arguments)
     if parts > 1:
@@ -76,13 +81,14 @@ def decode_attention(call: Call) -> None:
 
 
 def _make_attend(
-    dtype: torch.dtype, group: int, head_dim: int, v_head_dim: int, alibi: bool, capped: bool
+    dtype: torch.dtype, heads: int, dims: int, v_dims: int, alibi: bool, capped: bool
 ) -> Callable[..., None]:
     stored, size = STORED[dtype], dtype.itemsize
-    private, piece, stride = _scratch(group, head_dim, v_head_dim)
 
     def body(arguments: Any) -> None:
         args = unpack(arguments)
+        group, head_dim, v_head_dim = heads or args[29], dims or args[30], v_dims or args[31]
+        private, piece, stride = _scratch_inside(group, head_dim, v_head_dim)
         num_rows, num_kv_heads, block_size, table_stride = args[8], args[9], args[10], args[11]
         window = args[12]
         scale, cap = float32(as_double(args[22])), float32(as_double(args[23]))
@@ -205,13 +211,14 @@ def _make_attend(
 
 
 def _make_join(
-    dtype: torch.dtype, group: int, head_dim: int, v_head_dim: int, alibi: bool, capped: bool
+    dtype: torch.dtype, heads: int, dims: int, v_dims: int, alibi: bool, capped: bool
 ) -> Callable[..., None]:
     stored, size = STORED[dtype], dtype.itemsize
-    private, piece, stride = _scratch(group, head_dim, v_head_dim)
 
     def body(arguments: Any) -> None:
         args = unpack(arguments)
+        group, head_dim, v_head_dim = heads or args[29], dims or args[30], v_dims or args[31]
+        private, piece, stride = _scratch_inside(group, head_dim, v_head_dim)
         num_rows, num_kv_heads, window = args[8], args[9], args[12]
         kv_lens = array(args[5], np.int32, num_rows)
         line = _line(kv_lens, window, num_kv_heads)
@@ -270,6 +277,9 @@ def _scratch(group: int, head_dim: int, v_head_dim: int) -> tuple[int, int, int]
     return private, piece, private + 2 * piece
 
 
+_scratch_inside = inline(_scratch)
+
+
 @inline
 def _line(kv_lens: Any, window: int, num_kv_heads: int) -> int:
     """The tokens that all rows and KV heads see, one after another."""
@@ -285,6 +295,7 @@ def _span(kv_len: int, window: int) -> int:
     return min(kv_len, window) if window > 0 else kv_len
 
 
-_ARGUMENTS = "22q2d"
+# Sizes come last of the 32 that there may be.
+_ARGUMENTS = "22q2d40x3q"
 _ATTEND = Kernel(_make_attend, _ARGUMENTS)
 _JOIN = Kernel(_make_join, _ARGUMENTS)
