@@ -36,6 +36,7 @@ from engine_core import EngineConfig
 from engine_core.kernels.linear.fp8 import quantize_rows
 from engine_core.nn.linear import Linear
 from engine_core.nn.quantization import Fp8LinearMethod
+from engine_core.nn.quantization.fp8_checkpoint import Fp8Method
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
 from engine_core.runtime.source import find_scheme, open_files, option_scheme, read_config
@@ -199,7 +200,7 @@ def measure(name: str, tokens: int) -> None:
         def with_rows(make: Callable[[], nn.Module]) -> nn.Module:
             model = make()
             for layer in model.modules():
-                if isinstance(layer, Linear) and getattr(layer.method, "fp8", False):
+                if isinstance(layer, Linear) and isinstance(layer.method, Fp8Method):
                     layer.method = QuantisedRows(on_cpu=True)
             return model
 

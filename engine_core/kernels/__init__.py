@@ -15,6 +15,7 @@ from engine_core.kernels.greedy import choose_greedy
 from engine_core.kernels.kv_store import store_kv
 from engine_core.kernels.linear import (
     Activation,
+    CodedWeight,
     DeferredRMSNorm,
     Fp8Weight,
     adds_residual,
@@ -36,6 +37,7 @@ from engine_core.kernels.segments import Segments, attend_segments
 __all__ = [
     "GPU",
     "Activation",
+    "CodedWeight",
     "DecodeInputs",
     "DeferredRMSNorm",
     "Fp8Weight",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from engine_core.kernels import (
+    CodedWeight,
     DeferredRMSNorm,
-    Fp8Weight,
     adds_residual,
     fits_head_norms,
     has_gated_kernel,
@@ -96,19 +96,16 @@ def _onednn_gelu(layer: Linear, epilogue: Epilogue) -> str | None:
 
 
 _NEEDS_CUBLAS = "for so many rows cuBLAS and operations of their own are faster"
+_RESIDUAL_ALONE = "for so many rows the norm adds the residual at no cost"
 _NEEDS_ALONE = "a batch-invariant norm rounds as a kernel of its own, which more rows have"
 
 
 class UnquantizedLinearMethod(LinearMethod):
     """A plain weight ``[out_features, in_features]``; on a CPU in oneDNN's layout.
 
-    Attributes:
-        fp8: whether a GPU gets it packed to :class:`~engine_core.kernels.Fp8Weight`.
-        quantizes_rows: whether the codes of that multiply many rows, quantised too.
+    A subclass whose weight is a :class:`~engine_core.kernels.CodedWeight` on a GPU answers
+    :meth:`fits`, :meth:`activates` and :meth:`adds_residual` for it.
     """
-
-    fp8: ClassVar[bool] = False
-    quantizes_rows: bool = False
 
     def create_weights(
         self,
@@ -135,11 +132,32 @@ class UnquantizedLinearMethod(LinearMethod):
     def apply(self, layer: Linear, x: Tensor | DeferredRMSNorm, bias: Tensor | None) -> Tensor:
         """``x @ weight.T + bias``."""
         packed = layer.packed
-        if packed is None or isinstance(packed, Fp8Weight):
+        if packed is None or isinstance(packed, CodedWeight):
             weight = layer.weight if packed is None else packed
             return linear(x, weight, bias, deterministic=layer.context.deterministic)
         assert isinstance(x, Tensor), "a packed weight takes no norm without its division"
         return packed.multiply(x, bias)
+
+    def fits(
+        self, layer: Linear, call: Call, *, gated: bool = False, deterministic: bool = False
+    ) -> bool:
+        """Whether a kernel that can fuse any epilogue takes such a call."""
+        shape = (call.rows, layer.out_features, layer.in_features, call.dtype, call.gpu)
+        return has_kernel(*shape, gated=gated, deterministic=deterministic)
+
+    def activates(self, layer: Linear, call: Call, gated: bool, activation: str) -> bool:
+        """Whether a kernel of many rows ends with this activation."""
+        if call.dtype.itemsize != 2:
+            return False
+        if not gated:
+            return activation == "gelu_tanh" and layer.bias is not None  # cuBLAS has it
+        shape = (call.rows, layer.out_features, layer.in_features, call.gpu)
+        return activation == "silu" and has_gated_kernel(*shape)
+
+    def adds_residual(self, layer: Linear, call: Call) -> bool:
+        """Whether the residual's addition, before a norm by itself, is part of the product."""
+        shape = (call.rows, layer.out_features, layer.in_features, call.dtype, call.gpu)
+        return adds_residual(*shape, with_bias=layer.bias is not None)
 
     def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
         """The reason against fusing: mostly that no kernel takes so many rows of this weight.
@@ -149,12 +167,10 @@ class UnquantizedLinearMethod(LinearMethod):
         """
         if _onednn_gelu(layer, epilogue) is not None:
             return None
-        if call.gpu is None or not isinstance(layer.packed, Fp8Weight | None):
+        if call.gpu is None or not isinstance(layer.packed, CodedWeight | None):
             return "no kernel on this device fuses it"
         deterministic = layer.context.deterministic
-        n, k = layer.out_features, layer.in_features
-        shape = (call.rows, n, k, call.dtype, call.gpu)
-        fits = partial(has_kernel, *shape, fp8=self.fp8, quantizes_rows=self.quantizes_rows)
+        fits = partial(self.fits, layer, call)
         if isinstance(epilogue, Activated):
             activation = getattr(epilogue.module, "activation", None)
             if activation is None:
@@ -162,11 +178,8 @@ class UnquantizedLinearMethod(LinearMethod):
             gated = bool(epilogue.module.gated)
             if fits(gated=gated, deterministic=deterministic):
                 return None
-            if not deterministic and not self.fp8 and call.dtype.itemsize == 2:
-                if gated and activation == "silu" and has_gated_kernel(call.rows, n, k, call.gpu):
-                    return None
-                if not gated and activation == "gelu_tanh" and layer.bias is not None:
-                    return None  # cuBLAS has it
+            if not deterministic and self.activates(layer, call, gated, activation):
+                return None
             return _NEEDS_CUBLAS
         if isinstance(epilogue, RotateStore):
             head_dim = getattr(layer, "head_dim", None)
@@ -200,17 +213,13 @@ class UnquantizedLinearMethod(LinearMethod):
         forward = type(epilogue.norm).forward
         if forward not in (RMSNorm.forward, LayerNorm.forward):
             return f"{type(epilogue.norm).__name__} is not a norm of a kernel"
-        shape = (call.rows, layer.out_features, layer.in_features, call.dtype, call.gpu)
         if epilogue.deferred:
             if forward is not RMSNorm.forward:
                 return "LayerNorm takes the mean away, which no later linear makes up for"
-            fits = has_kernel(*shape, fp8=self.fp8, quantizes_rows=self.quantizes_rows)
-            return None if fits else _NEEDS_CUBLAS
-        if self.fp8 and not self.quantizes_rows:
-            return "numbers made of 8-bit floats add no residual"
-        if adds_residual(*shape, with_bias=layer.bias is not None, fp8_rows=self.fp8):
+            return None if self.fits(layer, call) else _NEEDS_CUBLAS
+        if self.adds_residual(layer, call):
             return None
-        return "for so few rows the residual costs nothing beside the norm"
+        return _RESIDUAL_ALONE
 
     def apply_with(
         self, layer: Linear, x: Tensor | DeferredRMSNorm, epilogue: Epilogue, *operands: Any
@@ -220,7 +229,7 @@ class UnquantizedLinearMethod(LinearMethod):
         if form is not None:
             packed: Any = layer.packed
             return packed.multiply(x, layer.bias, "gelu", form)
-        weight: Any = layer.packed if self.fp8 else layer.weight
+        weight: Any = layer.weight if layer.packed is None else layer.packed
         product = (x, weight, layer.bias)
         deterministic = layer.context.deterministic
         if isinstance(epilogue, Activated):

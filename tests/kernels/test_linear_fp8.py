@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine_core.kernels import DeferredRMSNorm, Fp8Weight, linear, linear_add_norm
 from engine_core.kernels.gpu import GPU
-from engine_core.kernels.linear import adds_residual, fp8, has_kernel
+from engine_core.kernels.linear import fp8
 
 HOPPER, ADA = (GPU.of_capability(capability) for capability in ((9, 0), (8, 9)))
 # All finite numbers of e4m3.
@@ -215,19 +215,19 @@ def test_few_rows_of_hopper_have_a_kernel() -> None:
     shapes += [(1536, 4096), (4096, 1024), (4096, 3584)]
     for n, k in shapes:
         for rows in (1, 2, 32, 64):
-            assert has_kernel(rows, n, k, torch.bfloat16, HOPPER, fp8=True), (rows, n, k)
-        assert not has_kernel(65, n, k, torch.bfloat16, HOPPER, fp8=True)
-        blocks = {"fp8": True, "quantizes_rows": False}
-        assert has_kernel(128, n, k, torch.bfloat16, HOPPER, **blocks)
-        assert not has_kernel(129, n, k, torch.bfloat16, HOPPER, **blocks)
-        assert not has_kernel(1, n, k, torch.bfloat16, ADA, fp8=True)
-        assert not has_kernel(1, n, k, torch.float32, HOPPER, fp8=True)
+            assert fp8.has_kernel(rows, n, k, torch.bfloat16, HOPPER), (rows, n, k)
+        assert not fp8.has_kernel(65, n, k, torch.bfloat16, HOPPER)
+        blocks = {"quantizes_rows": False}
+        assert fp8.has_kernel(128, n, k, torch.bfloat16, HOPPER, **blocks)
+        assert not fp8.has_kernel(129, n, k, torch.bfloat16, HOPPER, **blocks)
+        assert not fp8.has_kernel(1, n, k, torch.bfloat16, ADA)
+        assert not fp8.has_kernel(1, n, k, torch.float32, HOPPER)
 
 
 def test_rows_whose_sums_the_norm_scales() -> None:
     cases = [(64, HOPPER, False), (65, HOPPER, True), (256, HOPPER, True), (257, HOPPER, False)]
     for rows, gpu, expected in [*cases, (65, ADA, True), (65, None, False)]:
-        got = adds_residual(rows, 4096, 14336, torch.bfloat16, gpu, with_bias=False, fp8_rows=True)
+        got = fp8.adds_residual(rows, 4096, 14336, torch.bfloat16, gpu)
         assert got == expected, (rows, gpu)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.kv_store import store_kv
 from engine_core.kernels.linear import cublas, fp8, reference, tiles
+from engine_core.kernels.linear.coded import CodedWeight, numbers_of
 from engine_core.kernels.linear.fp8 import Fp8Weight
 from engine_core.kernels.linear.reference import Activation, DeferredRMSNorm, taken_apart
 from engine_core.kernels.norm import layer_norm, rms_norm
@@ -17,6 +18,7 @@ from engine_core.kernels.rotary_store import check_norms, rotary_store
 
 __all__ = [
     "Activation",
+    "CodedWeight",
     "DeferredRMSNorm",
     "Fp8Weight",
     "adds_residual",
@@ -34,7 +36,7 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 def linear(
     x: Tensor | DeferredRMSNorm,
-    weight: Tensor | Fp8Weight,
+    weight: Tensor | CodedWeight,
     bias: Tensor | None = None,
     *,
     gated: bool = False,
@@ -49,7 +51,7 @@ def linear(
 
     Args:
         x: ``[..., K]``, or what an RMSNorm gave without its division.
-        weight: ``[N, K]``, x's dtype or 8-bit floats; if ``gated`` N is even, the gate's rows
+        weight: ``[N, K]``, x's dtype or codes; if ``gated`` N is even, the gate's rows
             before those of up.
         bias: ``[N]``, or None.
         gated: whether the first half of the columns is activated and multiplies the second.
@@ -70,11 +72,17 @@ def linear(
     if gated and weight.shape[0] % 2:
         raise ValueError(f"linear: a gated weight must have an even N, got {tuple(weight.shape)}")
     if deterministic:
-        weight = _numbers(weight, values.dtype)
+        weight = numbers_of(weight, values.dtype)
         _check_invariant("linear", values, weight, squares)
         from engine_core.kernels.linear.invariant import triton as invariant
 
         return invariant.linear(values, weight, bias, gated=gated, activation=activation)
+    tile = _tile(values, weight, gated)
+    if isinstance(weight, CodedWeight) and tile is None:
+        product = weight.product(values, bias) if squares is None else None
+        if product is not None:
+            return reference.activate(product, gated, activation)
+        weight = weight.numbers(values.dtype)
     silu = activation in (None, "silu")
     if (
         isinstance(weight, Tensor)
@@ -87,16 +95,13 @@ def linear(
 
         out = hopper.gated_linear(values.view(-1, values.shape[-1]), weight, bias)
         return out.view(*values.shape[:-1], out.shape[-1])
-    tile = _tile(values, weight, gated)
     if tile is not None:
         from engine_core.kernels.linear import triton
 
         epilogue = triton.Activated.of(values, len(weight), gated, activation)
         reader = triton.reader_of(weight)
         return triton.linear(x, reader, epilogue, tile, bias)
-    if isinstance(weight, Fp8Weight) and squares is None:
-        return reference.activate(fp8.linear(values, weight, bias), gated, activation)
-    weight = _numbers(weight, values.dtype)
+    assert isinstance(weight, Tensor), "codes without a tile became numbers"
     gelu = activation == "gelu_tanh" and not gated
     if gelu and bias is not None and squares is None and _cublas_activates(values, weight):
         rows = values.reshape(-1, values.shape[-1])
@@ -107,7 +112,7 @@ def linear(
 
 def linear_add(
     x: Tensor,
-    weight: Tensor | Fp8Weight,
+    weight: Tensor | CodedWeight,
     bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
@@ -122,7 +127,7 @@ def linear_add(
 
     Args:
         x: ``[..., K]``.
-        weight: ``[N, K]``, x's dtype or 8-bit floats.
+        weight: ``[N, K]``, x's dtype or codes.
         bias: ``[N]``, or None.
         residual: ``[..., N]``, x's dtype.
         norm_weight: ``[N]``, of the RMSNorm.
@@ -138,7 +143,7 @@ def linear_add(
     _check_added("linear_add", x, weight, bias, residual, norm_weight)
     tile = _tile(x, weight, gated=False)
     if tile is None:
-        numbers = _numbers(weight, x.dtype)
+        numbers = numbers_of(weight, x.dtype)
         return reference.linear_add(x, numbers, bias, residual, norm_weight, eps, norm_offset)
     from engine_core.kernels.linear import triton
 
@@ -149,7 +154,7 @@ def linear_add(
 
 def linear_add_norm(
     x: Tensor,
-    weight: Tensor | Fp8Weight,
+    weight: Tensor | CodedWeight,
     bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
@@ -168,7 +173,7 @@ def linear_add_norm(
 
     Args:
         x: ``[..., K]``.
-        weight: ``[N, K]``, x's dtype or 8-bit floats.
+        weight: ``[N, K]``, x's dtype or codes.
         bias: ``[N]``, or None.
         residual: ``[..., N]``, x's dtype, the last dimension contiguous.
         norm_weight: ``[N]``, of the norm, contiguous.
@@ -201,7 +206,13 @@ def linear_add_norm(
                 offset=norm_offset,
                 scales=(scales, weight.scales),
             )
-    elif x.is_cuda and dense and weight.is_contiguous() and _tile(x, weight, False) is None:
+    elif (
+        isinstance(weight, Tensor)
+        and x.is_cuda
+        and dense
+        and weight.is_contiguous()
+        and _tile(x, weight, gated=False) is None
+    ):
         parts = 1
         if x.dtype in _SIXTEEN_BITS:
             parts = tiles.choose_parts(rows, n, k, gpu_of(x.device))
@@ -230,7 +241,7 @@ def linear_add_norm(
 
 def linear_rotary_store(
     x: Tensor | DeferredRMSNorm,
-    weight: Tensor | Fp8Weight,
+    weight: Tensor | CodedWeight,
     bias: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
@@ -252,7 +263,7 @@ def linear_rotary_store(
 
     Args:
         x: ``[..., K]`` of T rows, or what an RMSNorm gave without its division.
-        weight: ``[(Hq + 2 Hk) * D, K]``, x's dtype or 8-bit floats: the rows of all queries, keys,
+        weight: ``[(Hq + 2 Hk) * D, K]``, x's dtype or codes: the rows of all queries, keys,
             then values.
         bias: ``[(Hq + 2 Hk) * D]``, or None.
         cos: ``[T, half]``, or ``[S, T, half]`` for S sections; float32; None for no rotation.
@@ -284,7 +295,7 @@ def linear_rotary_store(
             f"keys and values of {num_kv_heads} key heads of {head_dim}"
         )
     if deterministic:
-        weight = _numbers(weight, values.dtype)
+        weight = numbers_of(weight, values.dtype)
         _check_invariant("linear_rotary_store", values, weight, squares)
     check_norms("linear_rotary_store", q_weight, k_weight, head_dim)
     norms: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight}
@@ -327,21 +338,15 @@ def has_kernel(
     *,
     gated: bool = False,
     deterministic: bool = False,
-    fp8: bool = False,
-    quantizes_rows: bool = True,
 ) -> bool:
     """Whether a kernel that can fuse what follows takes a weight ``[n, k]`` for x of this dtype.
 
-    The weight is of 8-bit floats if ``fp8``, which deterministic mode does not know;
-    ``quantizes_rows`` says whether they multiply many rows quantised too.
+    Deterministic mode multiplies by the numbers of any weight.
     """
     if deterministic:
         return gpu is not None and rows <= tiles.few_rows_of_invariant(n)
     if dtype not in _SIXTEEN_BITS:
         return False
-    if fp8:
-        tile = tiles.choose_fp8_tile(rows, n, k, gated, gpu, quantizes_rows=quantizes_rows)
-        return tile is not None
     return tiles.choose_tile(rows, n, k, gated, gpu) is not None
 
 
@@ -373,16 +378,11 @@ def adds_residual(
     gpu: GPU | None,
     *,
     with_bias: bool,
-    fp8_rows: bool = False,
 ) -> bool:
     """Whether :func:`linear_add_norm` does more at once than the linear and the norm alone.
 
-    For many rows that is so if the residual may be overwritten. ``fp8_rows`` says that the weight's
-    codes multiply quantised rows.
+    For many rows that is so if the residual may be overwritten.
     """
-    if fp8_rows:
-        few = has_kernel(rows, n, k, dtype, gpu, fp8=True)
-        return not few and fp8.scales_apart(rows, n, k, dtype, gpu)
     if gpu is None or has_kernel(rows, n, k, dtype, gpu):
         return False
     if dtype in _SIXTEEN_BITS and tiles.choose_parts(rows, n, k, gpu) > 1:
@@ -403,11 +403,7 @@ def _check_invariant(op: str, x: Tensor, weight: Tensor, squares: Tensor | None)
         )
 
 
-def _numbers(weight: Tensor | Fp8Weight, dtype: torch.dtype) -> Tensor:
-    return weight.numbers(dtype) if isinstance(weight, Fp8Weight) else weight
-
-
-def _check(op: str, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None) -> None:
+def _check(op: str, x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None) -> None:
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features or (bias is not None and bias.shape != (out_features,)):
         raise ValueError(
@@ -420,7 +416,7 @@ def _check(op: str, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None) 
 def _check_added(
     op: str,
     x: Tensor,
-    weight: Tensor | Fp8Weight,
+    weight: Tensor | CodedWeight,
     bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
@@ -490,22 +486,21 @@ def _cublas_activates(x: Tensor, weight: Tensor) -> bool:
 
 
 def _tile(
-    x: Tensor, weight: Tensor | Fp8Weight, gated: bool, deterministic: bool = False
+    x: Tensor, weight: Tensor | CodedWeight, gated: bool, deterministic: bool = False
 ) -> tiles.Tile | None:
     """The tile of this linear's kernel of few rows; None where it is not used."""
-    stored = weight.codes if isinstance(weight, Fp8Weight) else weight
     if not x.is_cuda or x.stride(-1) != 1 or x.dtype != weight.dtype:
-        return None
-    if not stored.is_contiguous() or stored.data_ptr() % 16:
         return None
     n, k = weight.shape
     shape = (x.numel() // k, n, k, gated, gpu_of(x.device))
+    if isinstance(weight, CodedWeight):
+        fits = not deterministic and x.dtype in _SIXTEEN_BITS
+        return weight.tile(shape[0], gated, shape[-1]) if fits else None
+    if not weight.is_contiguous() or weight.data_ptr() % 16:
+        return None
     if deterministic:
         few = 0 < shape[0] <= tiles.few_rows_of_invariant(n)
         return tiles.choose_invariant_tile(*shape, x.dtype) if few else None
     if x.dtype not in _SIXTEEN_BITS:
         return None
-    if isinstance(weight, Fp8Weight):
-        blocks, many = weight.scales.dim() > 1, weight.multiplies_codes
-        return tiles.choose_fp8_tile(*shape, blocks=blocks, quantizes_rows=many)
     return tiles.choose_tile(*shape)

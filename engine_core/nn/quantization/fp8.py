@@ -8,23 +8,20 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from engine_core.kernels import Fp8Weight
-from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
+from engine_core.nn.linear import Linear, LinearMethod
 from engine_core.nn.packing import MatrixModule, PackedMatrix
-from engine_core.nn.quantization.fp8_checkpoint import Fp8CheckpointScheme, unsupported
+from engine_core.nn.quantization.fp8_checkpoint import Fp8CheckpointScheme, Fp8Method, unsupported
 
 if TYPE_CHECKING:
     from engine_core.checkpoint import Checkpoint
     from engine_core.nn.loading import LoadAccount
 
 
-class Fp8LinearMethod(UnquantizedLinearMethod):
+class Fp8LinearMethod(Fp8Method):
     """Weights that are quantised to :class:`Fp8Weight` once they are loaded.
 
     A CPU, which has no kernel for them, multiplies by the numbers that the codes stand for.
     """
-
-    fp8 = True
-    quantizes_rows = True
 
     def __init__(self, on_cpu: bool = False) -> None:
         self.on_cpu = on_cpu

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from engine_core.errors import ConfigError, ErrorCode, OptionError
 from engine_core.kernels import Fp8Weight, gpu_of
+from engine_core.kernels.linear import fp8
+from engine_core.nn.epilogue import Call
 from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
 from engine_core.nn.loading import (
     ShapeMismatchError,
@@ -61,14 +63,40 @@ class Fp8Layout:
     mixed: bool = False
 
 
-class Fp8CheckpointMethod(UnquantizedLinearMethod):
+class Fp8Method(UnquantizedLinearMethod):
+    """A weight that is an :class:`Fp8Weight` on a GPU.
+
+    Attributes:
+        quantizes_rows: whether many rows are quantised too, to be multiplied by the codes.
+    """
+
+    quantizes_rows = True
+
+    def fits(
+        self, layer: Linear, call: Call, *, gated: bool = False, deterministic: bool = False
+    ) -> bool:
+        """By the tiles of 8-bit floats; deterministic mode multiplies by numbers."""
+        if deterministic:
+            return super().fits(layer, call, gated=gated, deterministic=True)
+        shape = (call.rows, layer.out_features, layer.in_features, call.dtype, call.gpu)
+        return fp8.has_kernel(*shape, gated=gated, quantizes_rows=self.quantizes_rows)
+
+    def activates(self, layer: Linear, call: Call, gated: bool, activation: str) -> bool:
+        """None of many rows does."""
+        return False
+
+    def adds_residual(self, layer: Linear, call: Call) -> bool:
+        """Where the norm applies the scales."""
+        shape = (call.rows, layer.out_features, layer.in_features, call.dtype, call.gpu)
+        return self.quantizes_rows and fp8.adds_residual(*shape)
+
+
+class Fp8CheckpointMethod(Fp8Method):
     """Codes and scales as the checkpoint has them.
 
     Ranks and merged layers may cut blocks at any row: each row gets the scales of its block. Merged
     parts that were calibrated apart share the greatest scale of their activations.
     """
-
-    fp8 = True
 
     def __init__(self, layout: Fp8Layout, on_cpu: bool) -> None:
         self._layout = layout

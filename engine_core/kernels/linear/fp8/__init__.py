@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine_core.kernels.gpu import GPU, gpu_of
+from engine_core.kernels.linear import tiles
+from engine_core.kernels.linear.coded import CodedWeight
 
 FP8 = torch.float8_e4m3fn
 # The largest number of e4m3.
@@ -20,7 +22,7 @@ _ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fp8Weight:
+class Fp8Weight(CodedWeight):
     """A matrix ``[N, K]`` as ``codes * scales``.
 
     Make it by :meth:`of` or :meth:`quantized`.
@@ -81,16 +83,26 @@ class Fp8Weight:
         """Whether many rows are quantised, and each row of the weight has one scale."""
         return self.quantizes_rows and self.scales.dim() == 1
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """As :func:`linear`."""
-        return linear(x, self, bias)
+    def tile(self, rows: int, gated: bool, gpu: GPU | None) -> tiles.Tile | None:
+        """By the table of 8-bit floats."""
+        if not self.codes.is_contiguous() or self.codes.data_ptr() % 16:
+            return None
+        n, k = self.shape
+        blocks, many = self.scales.dim() > 1, self.multiplies_codes
+        return tiles.choose_fp8_tile(rows, n, k, gated, gpu, blocks=blocks, quantizes_rows=many)
 
-    def dense(self) -> Tensor:
-        """The numbers that the codes stand for, ``[N, K]``, rounded once."""
-        return self.numbers(self.dtype)
+    def reader(self) -> Any:
+        """Pairs of codes."""
+        from engine_core.kernels.linear.readers.triton import Fp8Reader
 
-    def __len__(self) -> int:
-        return self.codes.shape[0]
+        return Fp8Reader.of(self)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Of rows that are quantised too, where matrix units can and the weight has row scales."""
+        shape = (*self.shape, x.dtype, gpu_of(x.device))
+        if not self.multiplies_codes or not x.numel() or not multiplies_in_fp8(*shape):
+            return None
+        return _product(x, self, bias)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """The numbers ``[N, K]``, multiplied in float32 and rounded once."""
@@ -145,6 +157,31 @@ def multiplies_in_fp8(n: int, k: int, dtype: torch.dtype, gpu: GPU | None) -> bo
     return able and n % 16 == k % 16 == 0 and dtype == torch.bfloat16
 
 
+def has_kernel(
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    gpu: GPU | None,
+    *,
+    gated: bool = False,
+    quantizes_rows: bool = True,
+) -> bool:
+    """Whether a kernel that can fuse what follows takes 8-bit floats ``[n, k]`` for such rows.
+
+    ``quantizes_rows`` says whether they multiply many rows quantised too.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    tile = tiles.choose_fp8_tile(rows, n, k, gated, gpu, quantizes_rows=quantizes_rows)
+    return tile is not None
+
+
+def adds_residual(rows: int, n: int, k: int, dtype: torch.dtype, gpu: GPU | None) -> bool:
+    """Whether the norm after the linear applies the scales of a weight that quantises rows."""
+    return not has_kernel(rows, n, k, dtype, gpu) and scales_apart(rows, n, k, dtype, gpu)
+
+
 def scales_apart(rows: int, n: int, k: int, dtype: torch.dtype, gpu: GPU | None) -> bool:
     """Whether the scales of a product are applied to its result, by a kernel of their own.
 
@@ -172,18 +209,10 @@ def unscaled(x: Tensor, weight: Fp8Weight) -> tuple[Tensor, Tensor]:
     return out, scales
 
 
-def linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """``x [..., K] @ weight.T + bias`` of many rows.
-
-    Where matrix units can, and the weight has a scale a row, the rows are quantised to e4m3 too.
-    Else the weight becomes numbers of x's dtype first.
-    """
+def _product(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     n, k = weight.shape
-    shape = (n, k, x.dtype, gpu_of(x.device))
-    if not weight.multiplies_codes or not x.numel() or not multiplies_in_fp8(*shape):
-        return F.linear(x, weight.numbers(x.dtype), bias)
     rows = x.reshape(-1, k)
-    if scales_apart(len(rows), *shape):
+    if scales_apart(len(rows), n, k, x.dtype, gpu_of(x.device)):
         from engine_core.kernels.linear.fp8 import triton
 
         product, scales = unscaled(rows, weight)

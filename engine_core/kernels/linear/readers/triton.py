@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.launch.triton import prefetch_l2
+from engine_core.kernels.linear.coded import CodedWeight
 from engine_core.kernels.linear.fp8 import BLOCK, Fp8Weight
 
 
@@ -212,6 +213,6 @@ class Fp8Reader(NamedTuple):
         return n, 2 * pairs
 
 
-def reader_of(weight: Tensor | Fp8Weight) -> DenseWeight | Fp8Reader:
+def reader_of(weight: Tensor | CodedWeight) -> Any:
     """The reader of a weight."""
-    return Fp8Reader.of(weight) if isinstance(weight, Fp8Weight) else DenseWeight(weight)
+    return weight.reader() if isinstance(weight, CodedWeight) else DenseWeight(weight)
