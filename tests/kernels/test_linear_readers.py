@@ -42,7 +42,7 @@ class ScaledRows(NamedTuple):
 
     weight: Tensor
     scales: Tensor
-    PAIRS: Any = tl.constexpr(False)
+    PARTS: Any = tl.constexpr(1)
     prefetch: Any = _prefetch
     begin: Any = _begin
     load: Any = _load

@@ -12,6 +12,7 @@ from engine_core.kernels.kv_store import store_kv
 from engine_core.kernels.linear import cublas, fp8, reference, tiles
 from engine_core.kernels.linear.coded import CodedWeight, numbers_of
 from engine_core.kernels.linear.fp8 import Fp8Weight
+from engine_core.kernels.linear.groups import GroupWeight
 from engine_core.kernels.linear.reference import Activation, DeferredRMSNorm, taken_apart
 from engine_core.kernels.norm import layer_norm, rms_norm
 from engine_core.kernels.rotary_store import check_norms, rotary_store
@@ -21,6 +22,7 @@ __all__ = [
     "CodedWeight",
     "DeferredRMSNorm",
     "Fp8Weight",
+    "GroupWeight",
     "adds_residual",
     "fits_head_norms",
     "has_gated_kernel",

@@ -231,6 +231,33 @@ def choose_fp8_tile(
     return replace(tile, block_k=128)
 
 
+# Rows up to which codes of groups are multiplied as they are. For more they become numbers first,
+# which writes and reads 4 bytes for each code; up to here cuBLAS's time is that of reading weights.
+MOST_GROUP_ROWS = 256
+
+
+def choose_group_tile(
+    rows: int, n: int, k: int, gated: bool, gpu: GPU | None, most_rows: int | None = None
+) -> Tile | None:
+    """The tile for ``rows`` of 16 bits by integers with scales of groups, or None for many rows.
+
+    A rule, not measured: a tile has one block of 128 columns, so that scales are applied to its
+    products. K is split until there are three programs for two multiprocessors.
+    """
+    known = gpu is not None and gpu.capability >= (8, 0)
+    if gpu is None or not known or not 0 < rows <= (most_rows or MOST_GROUP_ROWS) or k % 8:
+        return None
+    stages = 4 if table_of(gpu) is HOPPER else 3
+    if rows > 64:
+        return Tile(64, 128, 1, "wx", 8 if gated else 4, stages - 1, 256)
+    splits, outputs = 1, n // 2 if gated else n
+    while splits < 8 and outputs // 64 * splits * 2 < gpu.num_multiprocessors * 3:
+        splits *= 2
+    while splits > 1 and k < 512 * splits:
+        splits //= 2
+    return Tile(64, 128, splits, "wx", 4, stages, 256)
+
+
 def choose_parts(rows: int, n: int, k: int, gpu: GPU | None) -> int:
     """Parts to cut K into for cuBLAS and ``rows`` of 16 bits by ``[n, k]``; 1 to leave it whole.
 

@@ -52,20 +52,29 @@ def _add_products(acc, x, w, MODE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _multiply(reader, acc, x, w, MODE: tl.constexpr, PRECISION: tl.constexpr):
-    """Add a tile's products, of both halves if it has PAIRS."""
-    if not reader.PAIRS:
+    """Add a tile's products, of all its PARTS."""
+    if reader.PARTS == 1:
         acc = _add_products(acc, x, w, MODE, PRECISION)
-    elif reader.BLOCK == 0:
-        acc = _add_products(acc, x[0], w[0], MODE, PRECISION)
-        acc = _add_products(acc, x[1], w[1], MODE, PRECISION)
+    elif reader.RUN == 0:
+        for part in tl.static_range(reader.PARTS):
+            acc = _add_products(acc, x[part], w[part], MODE, PRECISION)
     else:
-        products = _add_products(tl.zeros_like(acc), x[0], w[0], MODE, PRECISION)
-        products = _add_products(products, x[1], w[1], MODE, PRECISION)
-        if MODE == "vector":
-            parts = tl.reshape(products, [acc.shape[0], acc.shape[1] // 64, 64])
-            acc += tl.reshape(parts * w[2][:, :, None], acc.shape)
-        else:
-            acc += products * (w[2] if MODE == "wx" else tl.trans(w[2]))
+        for run in tl.static_range(reader.PARTS // reader.RUN):
+            products = tl.zeros_like(acc)
+            for part in tl.static_range(reader.RUN):
+                products = _add_products(
+                    products,
+                    x[run * reader.RUN + part],
+                    w[run * reader.RUN + part],
+                    MODE,
+                    PRECISION,
+                )
+            scales = w[reader.PARTS + run]
+            if MODE == "vector":
+                parts = tl.reshape(products, [acc.shape[0], scales.shape[1], 128 // reader.PARTS])
+                acc += tl.reshape(parts * scales[:, :, None], acc.shape)
+            else:
+                acc += products * (scales if MODE == "wx" else tl.trans(scales))
     return acc
 
 
@@ -91,10 +100,22 @@ def _rows_by_cols(acc, MODE: tl.constexpr):
 
 
 @triton.jit
-def _load_x(ptrs, row_mask, k_mask, EVEN_K: tl.constexpr, PAIRS: tl.constexpr):
-    mask = row_mask[:, None] if EVEN_K else row_mask[:, None] & k_mask[None, :]
-    x = tl.load(ptrs, mask=mask, other=0.0)
-    return (x, tl.load(ptrs + 64, mask=mask, other=0.0)) if PAIRS else x
+def _load_run(ptrs, row_mask, cols, high, AT: tl.constexpr, EVEN_K: tl.constexpr):
+    mask = row_mask[:, None] if EVEN_K else row_mask[:, None] & (cols + AT < high)[None, :]
+    return tl.load(ptrs + AT, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_x(ptrs, row_mask, cols, high, EVEN_K: tl.constexpr, PARTS: tl.constexpr):
+    """x at ``cols``, the first run of each 128 if there are PARTS, and the others."""
+    x = _load_run(ptrs, row_mask, cols, high, 0, EVEN_K)
+    if PARTS == 2:
+        x = (x, _load_run(ptrs, row_mask, cols, high, 64, EVEN_K))
+    elif PARTS == 4:
+        second = _load_run(ptrs, row_mask, cols, high, 32, EVEN_K)
+        third = _load_run(ptrs, row_mask, cols, high, 64, EVEN_K)
+        x = (x, second, third, _load_run(ptrs, row_mask, cols, high, 96, EVEN_K))
+    return x
 
 
 @triton.jit
@@ -160,7 +181,7 @@ def _linear_kernel(
     division, which is made up for at the end.
     """
     # Columns of x and of the accumulator that a step multiplies at once.
-    WIDTH: tl.constexpr = BLOCK_K // 2 if reader.PAIRS else BLOCK_K
+    WIDTH: tl.constexpr = BLOCK_K // reader.PARTS
     if not epilogue.LATE:
         launch_dependents(PDL)
     tile = tl.program_id(0)
@@ -190,8 +211,9 @@ def _linear_kernel(
 
     row_mask = place.row_mask
     places = tl.arange(0, WIDTH)
-    if reader.PAIRS:
-        places = places // 64 * 128 + places % 64
+    if reader.PARTS > 1:
+        SIZE: tl.constexpr = 128 // reader.PARTS
+        places = places // SIZE * 128 + places % SIZE
     x_ptrs = x_ptr + first_row * x_stride + low
     x_ptrs += place.rows.to(tl.int64)[:, None] * x_stride + places[None, :]
     # Asked for here, used after the products.
@@ -210,7 +232,7 @@ def _linear_kernel(
     acc = _zeros(MODE, BLOCK_M, BLOCK_N, WIDTH)
     up = _zeros(MODE, BLOCK_M, BLOCK_N, WIDTH)
     if PRELOAD:
-        x = _load_x(x_ptrs, row_mask, low + places < high, EVEN_K, reader.PAIRS)
+        x = _load_x(x_ptrs, row_mask, low + places, high, EVEN_K, reader.PARTS)
         acc = _multiply(reader, acc, x, w_first, MODE, PRECISION)
         if epilogue.GATED:
             up = _multiply(reader, up, x, up_first, MODE, PRECISION)
@@ -218,7 +240,7 @@ def _linear_kernel(
         low += BLOCK_K
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         k_mask = start + tl.arange(0, BLOCK_K) < high
-        x = _load_x(x_ptrs, row_mask, start + places < high, EVEN_K, reader.PAIRS)
+        x = _load_x(x_ptrs, row_mask, start + places, high, EVEN_K, reader.PARTS)
         w, w_cursor = reader.load(reader, w_cursor, k_mask, EVEN_K)
         acc = _multiply(reader, acc, x, w, MODE, PRECISION)
         if epilogue.GATED:

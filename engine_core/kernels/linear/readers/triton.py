@@ -8,9 +8,10 @@ reader. Any epilogue goes with any reader. A cursor is a tensor or a tuple, of t
 - ``begin(reader, rows, cols, K)``: the cursor at ``cols [BLOCK_K]`` of rows that there are.
 - ``load(reader, cursor, k_mask, EVEN_K)``: the tile ``[BLOCK_N, BLOCK_K]`` at the cursor, zeros
   outside of ``k_mask`` unless EVEN_K, and the cursor of the next. Any dtype: it becomes that of x.
-  With PAIRS the tile is ``(low, high, weights)``: low and high ``[BLOCK_N, BLOCK_K / 2]`` are the
-  columns j and j + 64 of each 128, weights 1 or ``[BLOCK_N, BLOCK_K / 128]`` what the products of
-  128 columns are multiplied by.
+  With PARTS of 2 or 4 the tile is a tuple of so many ``[BLOCK_N, BLOCK_K / PARTS]``: each 128
+  columns lie in runs of 128 / PARTS, of which each part has one. Behind them, unless RUN is 0, is
+  what the products of RUN parts are multiplied by, for one run after another: each
+  ``[BLOCK_N, BLOCK_K / 128]``.
 - ``scale(reader, cursor, acc)``: the products ``[BLOCK_M, BLOCK_N]`` in float32, scaled, by the
   cursor behind the last tile.
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from engine_core.kernels.launch.triton import prefetch_l2
 from engine_core.kernels.linear.coded import CodedWeight
 from engine_core.kernels.linear.fp8 import BLOCK, Fp8Weight
+from engine_core.kernels.linear.groups import GroupWeight
 
 
 @triton.jit
@@ -60,7 +62,8 @@ class DenseWeight(NamedTuple):
     """A weight ``[N, K]`` of numbers, contiguous, that begins at a multiple of 16 bytes."""
 
     weight: Tensor
-    PAIRS: Any = tl.constexpr(False)
+    PARTS: Any = tl.constexpr(1)
+    RUN: Any = tl.constexpr(0)
     prefetch: Any = _prefetch
     begin: Any = _begin
     load: Any = _load
@@ -188,7 +191,8 @@ class Fp8Reader(NamedTuple):
     rows: int
     BLOCK: Any
     ELEMENT: Any
-    PAIRS: Any = tl.constexpr(True)
+    PARTS: Any = tl.constexpr(2)
+    RUN: Any = tl.constexpr(0)
     prefetch: Any = _prefetch_fp8
     begin: Any = _begin_fp8
     load: Any = _load_fp8
@@ -204,6 +208,7 @@ class Fp8Reader(NamedTuple):
             len(weight),
             tl.constexpr(0 if weight.scales.dim() == 1 else BLOCK),
             tl.constexpr(native.get(weight.dtype) if weight.codes.is_cuda else None),
+            RUN=tl.constexpr(0 if weight.scales.dim() == 1 else 2),
         )
 
     @property
@@ -211,6 +216,247 @@ class Fp8Reader(NamedTuple):
         """``(N, K)``."""
         n, pairs = self.weight.shape
         return n, 2 * pairs
+
+
+# Two registers of the same lanes of two words each to four registers of pairs of numbers, by
+# arithmetic on floats whose last bit of fraction is 1: 128 of bfloat16, 1024 of float16. The
+# operands behind the words are what is added to each part.
+def _nibbles(magic: int, one: int, kind: str) -> Any:
+    """4 bits: ``magic | code`` is 128 or 1024 more than the code."""
+    lines = [f".reg .b32 w, p0, p1, p2, p3, one; mov.b32 one, {one:#x};"]
+    for part in range(4):
+        if part:
+            lines.append(f"shr.u32 w, $4, {4 * part};")
+        source = "w" if part else "$4"
+        lines.append(f"lop3.b32 p{part}, {source}, 0x000f000f, {magic:#x}, 0xea;")
+        lines.append(f"fma.rn.{kind} p{part}, p{part}, one, ${5 + part};")
+    lines += [f"mov.b32 ${part}, p{part};" for part in range(4)]
+    return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
+
+
+def _bytes(kind: str) -> Any:
+    """8 bits with a sign. bfloat16 has 7 bits of fraction: the sign, -128, is added by itself."""
+    lines = [".reg .b32 w, s, p0, p1, p2, p3, one;"]
+    lines.append(f"mov.b32 one, {0x3F803F80 if kind == 'bf16x2' else 0x3C003C00:#x};")
+    for part in range(4):
+        lines.append(f"prmt.b32 w, $4, $5, {(4 + part) << 8 | part:#x};")
+        if kind == "bf16x2":
+            lines.append(f"lop3.b32 p{part}, w, 0x007f007f, 0x43004300, 0xea;")
+            lines.append("lop3.b32 s, w, 0x00800080, 0xc300c300, 0xea;")
+            lines.append(f"fma.rn.bf16x2 p{part}, p{part}, one, s;")
+        else:
+            lines.append(f"lop3.b32 p{part}, w, 0x00ff00ff, 0x64806480, 0x6a;")
+        lines.append(f"fma.rn.{kind} p{part}, p{part}, one, ${6 + part};")
+    lines += [f"mov.b32 ${part}, p{part};" for part in range(4)]
+    return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
+
+
+# What the floats are larger by than the codes, by their type and bits.
+OFFSETS = {("bfloat16", 4): 128.0, ("float16", 4): 1024.0, ("float16", 8): 1152.0}
+_NIBBLES_BFLOAT16 = _nibbles(0x43004300, 0x3F803F80, "bf16x2")
+_NIBBLES_FLOAT16 = _nibbles(0x64006400, 0x3C003C00, "f16x2")
+_BYTES_BFLOAT16 = _bytes("bf16x2")
+_BYTES_FLOAT16 = _bytes("f16x2")
+
+
+@triton.jit
+def _prefetch_groups(reader, rows, low, high, K, part, PARTS: tl.constexpr):
+    """As of numbers, in multiples of 128 columns."""
+    SIZE: tl.constexpr = reader.words.dtype.element_ty.primitive_bitwidth // 8
+    part = tl.cdiv(part, 128) * 128
+    cols = low + tl.arange(0, PARTS) * part
+    wide = rows.to(tl.int64)[:, None] * (tl.cdiv(K, 128) * 32)
+    pointers = reader.words + wide + cols[None, :] // 4
+    size = tl.maximum(tl.minimum(high - cols, part), 0) // 128 * (32 * SIZE)
+    prefetch_l2(pointers, tl.broadcast_to(size[None, :], pointers.shape))
+
+
+@triton.jit
+def _begin_groups(reader, rows, cols, K):
+    """The pointers to words, the rows, the block, and the rows' own scales and zeros."""
+    WIDTH: tl.constexpr = cols.shape[0] // 4
+    first = tl.min(cols, axis=0)
+    words = tl.multiple_of(first // 4, WIDTH) + tl.arange(0, WIDTH)
+    wide = rows.to(tl.int64)[:, None] * (tl.cdiv(K, 128) * 32)
+    scales = tl.load(reader.scales + rows).to(tl.float32)
+    added = _added(reader, rows, 0)
+    return reader.words + wide + words[None, :], rows, first // 128, scales, added
+
+
+@triton.jit
+def _added(reader, rows, group):
+    """Minus the zeros of a group, as float32, with what the codes' floats are too large by."""
+    if reader.zeros is None:
+        zeros = tl.full(rows.shape, reader.MIDDLE, tl.float32)
+    else:
+        zeros = tl.load(reader.zeros + group * reader.rows + rows).to(tl.float32)
+    return 0.0 - zeros - reader.OFFSET
+
+
+@triton.jit
+def _bits_of(added, shape: tl.constexpr, ELEMENT: tl.constexpr):
+    if ELEMENT == "bfloat16":
+        bits = added.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    else:
+        bits = added.to(tl.float16).to(tl.int16, bitcast=True)
+    return tl.broadcast_to(bits[:, None], shape)
+
+
+@triton.jit
+def _decode(reader, words, a0, a1, a2, a3):
+    """The numbers of the four parts, without their scales, from words and what is added."""
+    if reader.ELEMENT == "bfloat16" or reader.ELEMENT == "float16":
+        b0 = _bits_of(a0, words.shape, reader.ELEMENT)
+        b1 = _bits_of(a1, words.shape, reader.ELEMENT)
+        b2 = _bits_of(a2, words.shape, reader.ELEMENT)
+        b3 = _bits_of(a3, words.shape, reader.ELEMENT)
+        INPUTS: tl.constexpr = "r,r,r,r,r" if reader.BITS == 4 else "r,r,r,r,r,r"
+        if reader.ELEMENT == "bfloat16":
+            ASM: tl.constexpr = _NIBBLES_BFLOAT16 if reader.BITS == 4 else _BYTES_BFLOAT16
+            p0, p1, p2, p3 = tl.inline_asm_elementwise(
+                ASM,
+                "=r,=r,=r,=r," + INPUTS,
+                [words, b0, b1, b2, b3],
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            HALVES: tl.constexpr = _NIBBLES_FLOAT16 if reader.BITS == 4 else _BYTES_FLOAT16
+            p0, p1, p2, p3 = tl.inline_asm_elementwise(
+                HALVES,
+                "=r,=r,=r,=r," + INPUTS,
+                [words, b0, b1, b2, b3],
+                (tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+    else:
+        wide = words.to(tl.int32)
+        if reader.BITS == 4:
+            p0, p1, p2, p3 = wide & 15, wide >> 4 & 15, wide >> 8 & 15, wide >> 12 & 15
+        else:
+            p0, p1, p2, p3 = wide << 24 >> 24, wide << 16 >> 24, wide << 8 >> 24, wide >> 24
+        p0 = p0.to(tl.float32) + a0[:, None]
+        p1 = p1.to(tl.float32) + a1[:, None]
+        p2 = p2.to(tl.float32) + a2[:, None]
+        p3 = p3.to(tl.float32) + a3[:, None]
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def _group_scales(reader, rows, group):
+    return tl.load(reader.scales + group * reader.rows + rows).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _load_groups(reader, cursor, k_mask, EVEN_K: tl.constexpr):
+    pointers, rows, block, scales, added = cursor
+    WIDTH: tl.constexpr = pointers.shape[1]
+    if EVEN_K or WIDTH == 32:
+        # A row has whole blocks, and a tile of one is never beyond them.
+        words = tl.load(pointers)
+    else:
+        inside = tl.reshape(k_mask, [WIDTH // 32, 4, 32])
+        inside = tl.reshape(tl.max(inside.to(tl.int32), axis=1), [WIDTH]) > 0
+        words = tl.load(pointers, mask=inside[None, :], other=0)
+    following = (pointers + WIDTH, rows, block + WIDTH // 32, scales, added)
+    if reader.RUN == 0:
+        tile = _decode(reader, words, added, added, added, added)
+    elif reader.RUN == 4:
+        group = block // reader.SPAN
+        own = _added(reader, rows, group)
+        p0, p1, p2, p3 = _decode(reader, words, own, own, own, own)
+        tile = (p0, p1, p2, p3, _group_scales(reader, rows, group))
+    elif reader.RUN == 2:
+        # The last block may end in the middle: what is beyond is multiplied by zeros.
+        last = tl.minimum(block * 2 + 1, reader.GROUPS - 1)
+        low, high = _added(reader, rows, block * 2), _added(reader, rows, last)
+        p0, p1, p2, p3 = _decode(reader, words, low, low, high, high)
+        s0, s1 = _group_scales(reader, rows, block * 2), _group_scales(reader, rows, last)
+        tile = (p0, p1, p2, p3, s0, s1)
+    else:
+        g1 = tl.minimum(block * 4 + 1, reader.GROUPS - 1)
+        g2 = tl.minimum(block * 4 + 2, reader.GROUPS - 1)
+        g3 = tl.minimum(block * 4 + 3, reader.GROUPS - 1)
+        a0, a1 = _added(reader, rows, block * 4), _added(reader, rows, g1)
+        p0, p1, p2, p3 = _decode(
+            reader, words, a0, a1, _added(reader, rows, g2), _added(reader, rows, g3)
+        )
+        s0, s1 = _group_scales(reader, rows, block * 4), _group_scales(reader, rows, g1)
+        s2, s3 = _group_scales(reader, rows, g2), _group_scales(reader, rows, g3)
+        tile = (p0, p1, p2, p3, s0, s1, s2, s3)
+    return tile, following
+
+
+@triton.jit
+def _scale_groups(reader, cursor, acc):
+    if reader.RUN == 0:
+        acc *= cursor[3][None, :]
+    return acc
+
+
+class GroupReader(NamedTuple):
+    """A weight of integers with scales of groups; tiles are as wide as a block if there are any.
+
+    Attributes:
+        words: ``[N, blocks, 32]``, as the weight has them.
+        scales: ``[N]``, or ``[groups, N]``.
+        zeros: int8, shape of ``scales``, or None.
+        columns: K.
+        rows: N.
+        GROUPS: of a row.
+        SPAN: blocks that share a scale, if a group is that large.
+        BITS: of a code.
+        MIDDLE: the zero where ``zeros`` has none.
+        OFFSET: by which the instructions' floats are larger than the codes.
+        ELEMENT: what codes become by instructions of an NVIDIA GPU; None to leave it to Triton.
+    """
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    columns: int
+    rows: int
+    GROUPS: Any
+    SPAN: Any
+    BITS: Any
+    MIDDLE: Any
+    OFFSET: Any
+    ELEMENT: Any
+    RUN: Any
+    PARTS: Any = tl.constexpr(4)
+    prefetch: Any = _prefetch_groups
+    begin: Any = _begin_groups
+    load: Any = _load_groups
+    scale: Any = _scale_groups
+
+    @classmethod
+    def of(cls, weight: GroupWeight) -> GroupReader:
+        """The reader of a weight."""
+        native = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+        element = native.get(weight.dtype) if weight.words.is_cuda else None
+        n, k = weight.shape
+        size = weight.group_size
+        return cls(
+            weight.words,
+            weight.scales,
+            weight.zeros,
+            k,
+            n,
+            tl.constexpr(-(-k // size) if size else 1),
+            tl.constexpr(max(1, size // BLOCK)),
+            tl.constexpr(weight.bits),
+            tl.constexpr(8.0 if weight.bits == 4 else 0.0),
+            tl.constexpr(OFFSETS.get((element or "", weight.bits), 0.0)),
+            tl.constexpr(element),
+            tl.constexpr(min(size, BLOCK) // 32),
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, K)``."""
+        return self.rows, self.columns
 
 
 def reader_of(weight: Tensor | CodedWeight) -> Any:
