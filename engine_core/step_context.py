@@ -30,6 +30,7 @@ class BuildContext:
         process_group: their ``torch.distributed`` group; None if ``tp_size`` is 1.
         deterministic: whether the layers give a token the same values, bit for bit, whatever else
             is computed beside it.
+        expert_parallel: whether ranks have whole experts each, not a part of every expert.
         model_class: finds the class of an architecture, for a model that holds another family's;
             None if no registry is at hand.
     """
@@ -40,6 +41,7 @@ class BuildContext:
     tp_size: int = 1
     process_group: Any = None
     deterministic: bool = False
+    expert_parallel: bool = False
     model_class: Callable[[str], type] | None = None
 
 

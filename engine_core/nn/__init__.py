@@ -22,6 +22,7 @@ from engine_core.nn.decoder import Decoder, RotaryCausalLM
 from engine_core.nn.embedding import Embedding, LMHead, build_embedding, build_lm_head
 from engine_core.nn.encoder import EncoderAttention, step_segments
 from engine_core.nn.epilogue import Activated, CosSin
+from engine_core.nn.experts import Experts, Router, SparseMoE
 from engine_core.nn.linear import (
     Linear,
     LinearMethod,
@@ -67,6 +68,7 @@ __all__ = [
     "DecoderLayer",
     "Embedding",
     "EncoderAttention",
+    "Experts",
     "GatedMLP",
     "GeluAndMul",
     "HeadsRMSNorm",
@@ -80,8 +82,10 @@ __all__ = [
     "RMSNorm",
     "RotaryCausalLM",
     "RotaryEmbedding",
+    "Router",
     "SelfAttention",
     "SiluAndMul",
+    "SparseMoE",
     "Weights",
     "alibi_slopes",
     "build_colwise_linear",

@@ -152,6 +152,14 @@ class FeedForward(Branch):
             return last(first(x, epilogue), *then)
         return last(epilogue.plain(first, x), *then)
 
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the result, ``[..., H]``, for a caller that adds up the ranks'.
+
+        Without forward hooks, and without the last linear's bias.
+        """
+        first, epilogue, last = self.ends()
+        return last.partial(first(x, epilogue) if self._asks else epilogue.plain(first, x))
+
     def _between(self, first: Linear, last: Linear) -> tuple[Linear, Epilogue, Linear]:
         if self._epilogue is None:
             self._epilogue = Activated(self.act)
@@ -228,7 +236,7 @@ class DecoderLayer(Module):
 
         Args:
             self_attn: takes ``(x, cos_sin, cache, attn_metadata)``.
-            mlp: takes ``x``.
+            mlp: takes ``x``; if its ``takes_metadata`` is true, ``(x, attn_metadata)``.
             norm: makes a norm.
             sandwich: whether a branch is normalised after it too, before it is added (Gemma 2).
                 Then ``post_attention_layernorm`` and ``post_feedforward_layernorm`` do that, and
@@ -239,6 +247,7 @@ class DecoderLayer(Module):
         super().__init__()
         self.self_attn = self_attn
         self.mlp = mlp
+        self._mlp_takes_metadata: bool = getattr(mlp, "takes_metadata", False)
         self.input_layernorm = norm()
         self.post_attention_layernorm = norm()
         if sandwich:
@@ -282,10 +291,13 @@ class DecoderLayer(Module):
         normed, residual = middle.run(self.self_attn, inputs, residual, owned, watched)
         if self.residual_after_norm:
             residual = normed
+        given: tuple[Any, ...] = (normed,)
+        if self._mlp_takes_metadata:
+            given = (normed, attn_metadata)
         if end is None or watched or self._next[0].watched:
-            out = self.mlp(normed)
+            out = self.mlp(*given)
             return self.post_feedforward_layernorm(out) if self.sandwich else out, residual
-        normed, residual = end.run(self.mlp, (normed,), residual, True, False)
+        normed, residual = end.run(self.mlp, given, residual, True, False)
         return PreNormed(normed), residual
 
     def join(

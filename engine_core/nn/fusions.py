@@ -67,10 +67,11 @@ def _questions(module: DecoderLayer | Branch, gpu: GPU | None) -> Iterator[_Ques
     names = {part: name for name, part in module.named_modules()}
     branches = [part for part in module.modules() if isinstance(part, Branch)]
     joints = list(module.join(gpu, settled=True)) if isinstance(module, DecoderLayer) else []
-    for index, branch in enumerate(branches):
+    ends = [module.self_attn, module.mlp] if isinstance(module, DecoderLayer) else []
+    for branch in branches:
         first, epilogue, last = branch.ends()
         yield names[first], str(epilogue), partial(first.declined, epilogue)
-        joint = joints[index] if index < len(joints) else None
+        joint = next((j for end, j in zip(ends, joints, strict=True) if end is branch), None)
         if joint is None:
             continue
         yield names[last], str(joint.add), partial(last.declined, joint.add)

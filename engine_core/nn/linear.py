@@ -125,7 +125,7 @@ class UnquantizedLinearMethod(LinearMethod):
 
     def process_after_load(self, layer: Linear) -> None:
         """Put what :meth:`pack` makes in the weight's place."""
-        packed = self.pack(layer.weight)
+        packed = layer.pack_by(self.pack, layer.weight)
         if packed is not None:
             layer.set_packed(packed, "weight")
 
@@ -301,8 +301,10 @@ class Linear(MatrixModule):
     Attributes:
         bias: ``[out_features]``, or None.
         dtype: of the weight as it was built, and of the activations.
+        quantizable: whether the option ``quantization`` is for it too.
     """
 
+    quantizable: ClassVar[bool] = True
     bias: nn.Parameter | None
 
     def __init__(
@@ -358,6 +360,17 @@ class Linear(MatrixModule):
             delattr(self, name)
         self.method = method
         method.create_weights(self, self.in_features, self.out_features, self.dtype, device)
+
+    @property
+    def matrix_shape(self) -> torch.Size:
+        """This rank's ``(out_features, in_features)`` of what is multiplied by at once."""
+        return torch.Size((self.out_features, self.in_features))
+
+    def pack_by(
+        self, pack: Callable[[Tensor], PackedMatrix | None], weight: Tensor
+    ) -> PackedMatrix | None:
+        """Matrices that ``pack`` makes of ``weight [out_features, in_features]``, or None."""
+        return pack(weight)
 
     @property
     def num_parts(self) -> int:
@@ -538,6 +551,10 @@ class Linear(MatrixModule):
                 f"has shape {list(tensor.shape)}, the model wants {sum(sizes)} rows"
             )
         return list(tensor.split(sizes, output_dim))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the product, without the sum over the ranks and the bias."""
+        return self.method.apply(self, x, None)
 
     def declined(self, epilogue: Epilogue, call: Call) -> str | None:
         """The reason why an epilogue is not fused in such a call; None if it is."""

@@ -45,9 +45,10 @@ class LoadAccount:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(param): name for name, param in model.named_parameters()}
-        self._sizes = {name: param.numel() for name, param in model.named_parameters()}
-        self._filled: dict[str, dict[Any, int]] = {name: {} for name in self._sizes}
-        self._sources: dict[str, dict[Any, set[str]]] = {name: {} for name in self._sizes}
+        # Numbers to come. Added up for each tensor, the parts of 128 experts would take minutes.
+        self._missing = {name: param.numel() for name, param in model.named_parameters()}
+        self._filled: dict[str, dict[Any, int]] = {name: {} for name in self._missing}
+        self._sources: dict[str, dict[Any, set[str]]] = {name: {} for name in self._missing}
         self._offered: dict[str, int] = {}
         self._taken: set[str] = set()
         # A weak reference leaves a storage its address, which otherwise a later one could have.
@@ -87,6 +88,7 @@ class LoadAccount:
         """
         name = self._names.get(id(param))
         if name is not None:
+            self._missing[name] -= numel - self._filled[name].get(shard_id, 0)
             self._filled[name][shard_id] = numel
         source = self._source(tensor)
         if name is not None and source is not None:
@@ -97,8 +99,7 @@ class LoadAccount:
 
     def is_filled(self, param: nn.Parameter) -> bool:
         """Whether all parts of a parameter of the model were filled."""
-        name = self._names[id(param)]
-        return sum(self._filled[name].values()) >= self._sizes[name]
+        return self._missing[self._names[id(param)]] <= 0
 
     def sources(self, param: nn.Parameter) -> frozenset[str]:
         """The tensors that a parameter of the model was filled from."""
@@ -125,9 +126,7 @@ class LoadAccount:
             WeightsMismatchError: a parameter was not or only partly filled, a tensor was not
                 taken, or one had a wrong shape.
         """
-        missing = tuple(
-            name for name, parts in self._filled.items() if sum(parts.values()) < self._sizes[name]
-        )
+        missing = tuple(name for name, numel in self._missing.items() if numel > 0)
         unexpected = tuple(name for name in self._offered if name not in self._taken)
         wrong = tuple(self._wrong)
         if not (missing or unexpected or wrong):
@@ -292,7 +291,9 @@ def stacked_loader(
     Args:
         model: whose parameters are filled.
         stacked: checkpoint's layer name -> (model's layer name, shard id), such as
-            ``{"q_proj": ("qkv_proj", "q")}``; a layer name is one dotted part.
+            ``{"q_proj": ("qkv_proj", "q")}``; a layer name is one dotted part. Of stacked experts
+            (:class:`~engine_core.nn.Experts`) it is an expert's shard; a tensor of all
+            experts may lack the last part, "weight".
         rename: applied to each checkpoint name first.
         ignore: beginnings or ends of names that the model has no use for.
     """
@@ -313,6 +314,13 @@ def stacked_loader(
             layer, shard_id = stacked[layer]
             target = ".".join([*path, layer, leaf]).lstrip(".")
         param = params.get(target)
+        if param is None and len(path) > 1 and path[-1].isdigit():
+            # An expert's tensor, where the model has one for all experts.
+            *path, expert = path
+            target = ".".join([*path, layer, leaf]).lstrip(".")
+            param, shard_id = params.get(target), (int(expert), shard_id)
+        elif param is None and hasattr(params.get(f"{target}.weight"), "stacks"):
+            param = params[f"{target}.weight"]
         if param is None:
             if account is None:
                 raise WeightsMismatchError(

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from engine_core.kernels.compiled.openmp import openmp
 
-__all__ = ["Kernel", "available", "kernels", "recording", "takes", "threads"]
+__all__ = ["Kernel", "available", "kernels", "recording", "run_whole", "takes", "threads"]
 
 logger = logging.getLogger(__name__)
 
@@ -136,3 +137,21 @@ def recording(calls: list[Callable[[], object]]) -> Iterator[None]:
         yield
     finally:
         _recording.calls = None
+
+
+def run_whole(call: Callable[[], object]) -> None:
+    """Run a ``call`` that reads numbers on the host, such as which experts tokens go to.
+
+    It writes to tensors that were made before it. A recording repeats it as one kernel.
+    """
+    calls = _recording.calls
+    if calls is None:
+        call()
+        return
+    calls.append(call)
+    _recording.calls = None
+    try:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            call()
+    finally:
+        _recording.calls = calls

@@ -47,7 +47,7 @@ class Int8Scheme(_CPUScheme):
 
     def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
         """8 bits, for a shape that fits."""
-        return Int8LinearMethod() if Int8Matrix.fits(layer.weight.shape) else None
+        return Int8LinearMethod() if Int8Matrix.fits(layer.matrix_shape) else None
 
     def vocabulary_method(self, name: str, layer: VocabularySplit) -> VocabularyMethod | None:
         """8 bits, for a shape that fits."""
@@ -63,7 +63,7 @@ class Int4Scheme(Int8Scheme):
 
     def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
         """4 bits, for a shape that fits."""
-        return Int4LinearMethod() if Int4Matrix.fits(layer.weight.shape) else None
+        return Int4LinearMethod() if Int4Matrix.fits(layer.matrix_shape) else None
 
 
 class GGUFScheme(_CPUScheme):

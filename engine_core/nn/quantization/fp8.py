@@ -91,5 +91,5 @@ class Fp8Scheme(Fp8CheckpointScheme):
         """8-bit floats, for a shape that fits."""
         if self.settings is not None:
             return super().linear_method(name, layer)
-        n, k = layer.weight.shape
+        n, k = layer.matrix_shape
         return Fp8LinearMethod(self._on_cpu) if n % 16 == k % 16 == 0 else None

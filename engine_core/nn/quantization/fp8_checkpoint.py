@@ -28,7 +28,7 @@ from engine_core.nn.loading import (
     load_weight,
     set_weight_loader,
 )
-from engine_core.nn.packing import MatrixModule, OneDNNMatrix, onednn_packs
+from engine_core.nn.packing import MatrixModule
 from engine_core.nn.quantization.scheme import QuantizationScheme
 
 if TYPE_CHECKING:
@@ -145,13 +145,10 @@ class Fp8CheckpointMethod(Fp8Method):
         if codes.is_cuda:
             layer.set_packed(matrix, *self._names)
             return
-        numbers = matrix.dense()
-        if onednn_packs(numbers):
-            layer.set_packed(OneDNNMatrix(numbers), *self._names)
-            return
         for name in self._names:
             delattr(layer, name)
-        layer.weight = nn.Parameter(numbers, requires_grad=False)
+        layer.weight = nn.Parameter(matrix.dense(), requires_grad=False)
+        super().process_after_load(layer)
 
 
 class Fp8PartsMethod(UnquantizedLinearMethod):

@@ -120,7 +120,9 @@ class QuantizationScheme:
                 continue
             shared = users[id(module.weight)] > 1
             try:
-                method = None if skipped or shared else self.linear_method(name, module)
+                asked = module.quantizable or self.settings is not None
+                takes = asked and not (skipped or shared)
+                method = self.linear_method(name, module) if takes else None
                 if method is None:
                     left.append(name)
                     continue

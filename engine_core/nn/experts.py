@@ -1,0 +1,338 @@
+"""Mixtures of experts: a router, stacked experts, and perhaps an expert that all tokens share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from engine_core.errors import OptionError
+from engine_core.kernels import Routing, choose_experts, run_experts
+from engine_core.nn.activation import build_gated_activation
+from engine_core.nn.blocks import GatedMLP
+from engine_core.nn.distributed import all_reduce, divide
+from engine_core.nn.linear import (
+    Linear,
+    LinearMethod,
+    UnquantizedLinearMethod,
+    build_replicated_linear,
+)
+from engine_core.nn.loading import ShapeMismatchError, empty_parameter
+from engine_core.nn.module import Module
+from engine_core.nn.packing import PackedMatrix
+from engine_core.step_context import AttentionMetadata, current_build_context
+
+
+class StackedMatrix(list[PackedMatrix]):
+    """The packed matrices of this rank's experts."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take."""
+        return sum(matrix.nbytes for matrix in self)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Refused: one matrix is multiplied by at a time."""
+        raise TypeError("experts are multiplied by one at a time")
+
+    def dense(self) -> Tensor:
+        """The numbers again, one expert below the other."""
+        return torch.cat([matrix.dense() for matrix in self])
+
+
+class StackedLinear(Linear):
+    """Linears of one shape, one for each expert, as one matrix with an expert below the other.
+
+    So a linear's parameters, loaders and methods are an expert's too. Shard ids are
+    ``(expert, part)``; ``(expert, None)`` for all parts of an expert, a part for a tensor of all
+    experts ``[experts, rows, inputs]``, and None for one of all parts of all experts. It is
+    :func:`engine_core.kernels.run_experts` that multiplies by them.
+
+    Attributes:
+        first_expert: the number of this rank's first expert.
+        num_local: experts of this rank.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        rows: Sequence[int],
+        *,
+        rowwise: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """``rows``: of each part of an expert. Ranks split them, or the inputs if ``rowwise``.
+
+        If the build context splits by experts, each rank has some experts whole.
+        """
+        context = current_build_context()
+        self.num_experts, self.part_ids = num_experts, range(len(rows))
+        size, rank = context.tp_size, context.tp_rank
+        by_experts = context.expert_parallel
+        self.num_local = num_experts
+        if by_experts:
+            self.num_local = divide(num_experts, size, "number of experts")
+        self.first_expert = rank * self.num_local if by_experts else 0
+        parts: list[tuple[Hashable, int, int, int]] = []
+        for expert in range(num_experts):
+            here = self.first_expert <= expert < self.first_expert + self.num_local
+            for part, total in enumerate(rows):
+                split = not (by_experts or rowwise)
+                share = divide(total, size, "intermediate size of an expert") if split else total
+                first = rank * share if split else 0
+                parts.append(((expert, part), total, first, share if here else 0))
+        super().__init__(
+            in_features,
+            parts,
+            bias=False,
+            rowwise=rowwise and not by_experts,
+            dtype=dtype,
+            device=device,
+        )
+        self.input_width = None
+
+    @property
+    def matrix_shape(self) -> torch.Size:
+        """Of one expert's matrix on this rank."""
+        return torch.Size((self.out_features // self.num_local, self.in_features))
+
+    def set_method(self, method: LinearMethod) -> None:
+        """Take another arithmetic, of a kind that packs a matrix by itself."""
+        if not isinstance(method, UnquantizedLinearMethod):
+            raise OptionError(
+                f"{type(method).__name__} does not pack matrices one by one, as experts are; leave "
+                "the quantization out, or take a method that derives from UnquantizedLinearMethod"
+            )
+        super().set_method(method)
+
+    def pack_by(
+        self, pack: Callable[[Tensor], PackedMatrix | None], weight: Tensor
+    ) -> PackedMatrix | None:
+        """Each expert's matrix by itself; on a GPU all in one, by whose rows kernels find them."""
+        if weight.is_cuda:
+            return pack(weight)
+        matrices = [pack(rows) for rows in weight.view(self.num_local, *self.matrix_shape)]
+        packed = StackedMatrix(matrix for matrix in matrices if matrix is not None)
+        return packed if len(packed) == len(matrices) else None
+
+    @property
+    def operand(self) -> Any:
+        """The matrices as :func:`engine_core.kernels.run_experts` takes them."""
+        if self.packed is None:
+            return self.weight.view(self.num_local, *self.matrix_shape)
+        return self.packed
+
+    def add_parameter(self, name: str, data: Tensor, **kwargs: Any) -> None:
+        """See :meth:`Linear.add_parameter`; the shard ids of several parts are added."""
+        super().add_parameter(name, data, **kwargs)
+        param: Any = self.get_parameter(name)
+        sizes = dict(param.shard_sizes)
+        for (expert, part), size in param.shard_sizes.items():
+            for shared in (part, (expert, None)):
+                sizes[shared] = sizes.get(shared, 0) + size
+        param.shard_sizes = sizes
+        param.stacks = True
+
+    def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
+        if isinstance(shard_id, tuple) and shard_id[1] is not None:
+            super()._load(param, tensor, shard_id)
+        elif isinstance(shard_id, tuple):
+            parts = len(self.part_ids)
+            if tensor.dim() and tensor.shape[0] % parts:
+                raise ShapeMismatchError(
+                    f"has shape {list(tensor.shape)}, which is not {parts} equal parts"
+                )
+            pieces = tensor.chunk(parts) if tensor.dim() else [tensor] * parts
+            for part, piece in enumerate(pieces):
+                super()._load(param, piece, (shard_id[0], part))
+        elif tensor.dim() == 0 or tensor.shape[0] != self.num_experts:
+            raise ShapeMismatchError(
+                f"has shape {list(tensor.shape)}, the model wants {self.num_experts} experts"
+            )
+        else:
+            for expert, piece in enumerate(tensor.unbind()):
+                self._load(param, piece, (expert, shard_id))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: the experts that tokens chose are run together."""
+        raise TypeError("experts are multiplied by where run_experts finds which tokens chose them")
+
+
+class Experts(Module):
+    """Gated MLPs of one shape, of which each token takes a few.
+
+    A checkpoint's ``experts.3.gate_proj.weight`` is a shard of ``experts.gate_up_proj.weight``.
+    """
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, activation: str = "silu"
+    ) -> None:
+        super().__init__()
+        rows = (intermediate_size, intermediate_size)
+        self.gate_up_proj = StackedLinear(num_experts, hidden_size, rows)
+        self.down_proj = StackedLinear(num_experts, intermediate_size, (hidden_size,), rowwise=True)
+        self.act = build_gated_activation(activation)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """``x [T, H]`` to this rank's part of the weighted sum, ``[T, H]``.
+
+        ``ids`` and ``weights`` are those of :class:`Router`.
+        """
+        first = self.gate_up_proj.first_expert
+        return run_experts(
+            x,
+            ids - first if first else ids,
+            weights,
+            self.gate_up_proj.operand,
+            self.down_proj.operand,
+            self.act.activation,  # type: ignore[arg-type]
+        )
+
+
+class Router(Linear):
+    """The choice of experts by a linear, which every rank computes and no option quantises.
+
+    Attributes:
+        routing: the rule.
+        e_score_correction_bias: ``[experts]`` float32, added to the scores for the choice alone;
+            None for none.
+    """
+
+    quantizable = False
+    e_score_correction_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        routing: Routing,
+        *,
+        bias: bool = False,
+        correction_bias: bool = False,
+    ) -> None:
+        """``bias`` is the linear's; ``correction_bias`` is for the choice.
+
+        Raises:
+            ValueError: there are not so many experts, or no equal groups of them.
+        """
+        groups = routing.groups
+        if num_experts % groups or not 1 <= routing.top_groups <= groups:
+            raise ValueError(
+                f"{num_experts} experts are not {groups} groups of which {routing.top_groups} can "
+                "be chosen"
+            )
+        most = num_experts // groups * routing.top_groups
+        if not 1 <= routing.top_k <= most:
+            raise ValueError(f"a token cannot choose {routing.top_k} of {most} experts")
+        if not 1 <= routing.group_scores <= num_experts // groups:
+            raise ValueError(
+                f"a group of {num_experts // groups} experts has no {routing.group_scores} scores"
+            )
+        super().__init__(hidden_size, [(None, num_experts, 0, num_experts)], bias=bias)
+        self.routing = routing
+        self.register_parameter("e_score_correction_bias", None)
+        if correction_bias:
+            self.e_score_correction_bias = empty_parameter(num_experts, dtype=torch.float32)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``x [T, H]`` to ids ``[T, top_k]`` int32 and weights ``[T, top_k]`` float32.
+
+        ``slots [T]``: where it is negative, a token is padding and its ids are -1.
+        """
+        logits = super().forward(x)
+        return choose_experts(logits, self.routing, self.e_score_correction_bias, slots)
+
+
+class SparseMoE(Module):
+    """A feed-forward block of experts: a router's choice of them, and perhaps a shared one.
+
+    Ranks split each expert or, if the build context says so, have whole experts. Either way one sum
+    over the ranks follows.
+
+    Attributes:
+        takes_metadata: that ``forward`` wants the step's metadata too.
+    """
+
+    takes_metadata = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        activation: str = "silu",
+        *,
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        renormalize: bool = False,
+        groups: int = 1,
+        top_groups: int = 1,
+        group_scores: int = 1,
+        scale: float = 1.0,
+        router_bias: bool = False,
+        correction_bias: bool = False,
+        shared_size: int | None = None,
+        shared_gate: bool = False,
+    ) -> None:
+        """Sizes are the whole model's.
+
+        Args:
+            hidden_size: of the input.
+            intermediate_size: of one expert.
+            num_experts: of which each token takes ``top_k``.
+            top_k: see ``num_experts``.
+            activation: of the gates.
+            scoring: as of :class:`~engine_core.kernels.Routing`, and so the next five.
+            renormalize: whether a token's weights are made to sum up to 1.
+            groups: groups of experts.
+            top_groups: groups that are chosen from.
+            group_scores: best scores that make up a group's.
+            scale: of the weights.
+            router_bias: whether the router's linear has a bias.
+            correction_bias: whether a bias ``gate.e_score_correction_bias`` is added to the scores
+                for the choice.
+            shared_size: intermediate size of the expert that all tokens take; None for none.
+            shared_gate: whether the sigmoid of a linear multiplies that one's result.
+        """
+        super().__init__()
+        self.context = current_build_context()
+        if self.context.deterministic:
+            raise OptionError(
+                "deterministic: the kernels of experts were not examined for it; leave it out"
+            )
+        self.input_width = hidden_size
+        routing = Routing(top_k, scoring, renormalize, groups, top_groups, group_scores, scale)
+        self.gate = Router(
+            hidden_size, num_experts, routing, bias=router_bias, correction_bias=correction_bias
+        )
+        self.experts = Experts(num_experts, hidden_size, intermediate_size, activation)
+        self.shared_expert = self.shared_expert_gate = None
+        if shared_size is not None:
+            self.shared_expert = GatedMLP(hidden_size, shared_size, activation)
+            if shared_gate:
+                self.shared_expert_gate = build_replicated_linear(hidden_size, 1)
+
+    def forward(self, x: Tensor, attn_metadata: AttentionMetadata | None = None) -> Tensor:
+        """``[..., H]`` to ``[..., H]``; with the step's metadata, padding takes no experts."""
+        flat = x.flatten(0, -2)
+        groups = () if attn_metadata is None else attn_metadata.groups
+        ids, weights = self.gate(flat, groups[0].slot_mapping if groups else None)
+        out = self.experts(flat, ids, weights)
+        if self.shared_expert is None:
+            return all_reduce(out, self.context).view(x.shape)
+        watched = self.watched
+        # One sum over the ranks for both; a watched part gives its whole result.
+        shared = self.shared_expert(flat) if watched else self.shared_expert.partial(flat)
+        if self.shared_expert_gate is not None:
+            shared = shared * self.shared_expert_gate(flat).sigmoid()
+        if watched:
+            out = all_reduce(out, self.context) + shared
+        else:
+            out = all_reduce(out + shared, self.context)
+        return out.view(x.shape)
