@@ -231,6 +231,8 @@ class VisionTower(nn.Module):
         stored = math.isqrt(len(table))
         if stored == self.grid or stored**2 != len(table):
             return table  # One of another shape is refused by its name.
+        if table.is_meta:  # There torch would take it apart into hundreds of operations.
+            return table.new_empty(self.grid**2, table.shape[1])
         square = table.float().view(1, stored, stored, -1).permute(0, 3, 1, 2)
         fitted = F.interpolate(square, (self.grid, self.grid), mode="bicubic")
         return fitted[0].flatten(1).T.to(table.dtype)
