@@ -178,7 +178,9 @@ def _read_config(path: Path) -> HFConfig:
 
     folder = path.parent if path.name == "config.json" else path
     if not folder.is_dir():
-        raise typer.BadParameter(f"--hf-config: {path} is no config.json, nor a folder with one")
+        raise typer.BadParameter(
+            f"--hf-config: {path} is no file named config.json, nor a folder with one"
+        )
     return HFConfig.from_folder(folder)
 
 
@@ -220,7 +222,15 @@ def _tiny_config(pattern: _Pattern, architecture: str, given: HFConfig | None) -
             continue
         if key not in ("model_type", "transformers_version") and value is not None:
             values[key] = value
-    pattern.builder.build(HFConfig({**values, "architectures": pattern.config["architectures"]}))
+    try:
+        old = pattern.config["architectures"]
+        pattern.builder.build(HFConfig({**values, "architectures": old}))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{pattern.origin}, of which --like makes a copy, does not take the settings of "
+            f"--hf-config: {error}. Make the package after a family that takes them, or with "
+            f"--from-transformers {architecture} --hf-config"
+        ) from error
     values["architectures"] = [architecture]
     if pattern.builder.condition(HFConfig(values)):
         raise PluginLoadError(
@@ -354,6 +364,10 @@ def _literal(value: Any, indent: int) -> str:
     inner, end = " " * (indent + 4), " " * indent
     if isinstance(value, Mapping):
         items = [f"{inner}{json.dumps(k)}: {_literal(v, indent + 4)},\n" for k, v in value.items()]
+        for index, (key, each) in enumerate(value.items()):
+            if isinstance(each, list | tuple) and len(items[index]) > _WIDTH + 1:
+                lines = "".join(f"{inner}    {_literal(item, indent + 8)},\n" for item in each)
+                items[index] = f"{inner}{json.dumps(key)}: [\n{lines}{inner}],\n"
         return f"{{\n{''.join(items)}{end}}}" if items else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(_literal(item, indent + 4) for item in value)}]"
@@ -454,8 +468,13 @@ def _with_templates(files: dict[str, str], values: Mapping[str, str]) -> dict[st
     return {path: text.rstrip("\n") + "\n" if text else "" for path, text in files.items()}
 
 
-def _draft(registry: Registry, architecture: str) -> Any:
+def _draft(registry: Registry, architecture: str, given: HFConfig | None) -> Any:
     """The draft that the package of transformers' models makes of one."""
+    names = [architecture] if given is None else given.get("architectures", [])
+    if names != [architecture]:
+        raise typer.BadParameter(
+            f"--hf-config is of {names}, and --from-transformers names {architecture!r}"
+        )
     if architecture in registry.architectures:
         raise typer.BadParameter(
             f"architecture {architecture!r} is already known, by plugin "
@@ -467,7 +486,7 @@ def _draft(registry: Registry, architecture: str) -> Any:
         raise typer.BadParameter(
             f"--from-transformers needs the package engine-core-transformers: {error}"
         ) from error
-    return scaffold.draft(architecture)
+    return scaffold.draft(architecture, None if given is None else given.to_dict())
 
 
 def _drafted_files(name: str, made: Any) -> dict[str, str]:
@@ -550,15 +569,13 @@ def new_plugin(
     if (like is None) == (from_transformers is None):
         raise typer.BadParameter("give one of --like and --from-transformers")
     left: list[str] = []
+    given = None if hf_config is None else _read_config(hf_config)
     if like is None:
-        if hf_config is not None:
-            raise typer.BadParameter("--hf-config goes with --like")
-        made = _draft(registry, from_transformers or "")
+        made = _draft(registry, from_transformers or "", given)
         architecture, origin, left = made.architecture, "drawn from transformers", made.left
         files = _drafted_files(name, made)
     else:
         pattern = _Pattern(registry, like)
-        given = None if hf_config is None else _read_config(hf_config)
         architecture = _new_architecture(registry, name, pattern.architecture, given)
         files = _package_files(
             name, pattern, architecture, _tiny_config(pattern, architecture, given)
@@ -572,6 +589,11 @@ def new_plugin(
         except OSError as error:
             raise typer.BadParameter(f"--out: {file} cannot be written: {error.strerror}") from None
     print(f"{folder}: {architecture}, {origin}")
+    if like is not None and given is None:
+        print(
+            f"{architecture} is made of NAME: what the architectures of a config.json say comes by "
+            "--hf-config"
+        )
     for line in left:
         print(f"Left to do: {line}")
     print(f"Next: pip install -e '{folder}[test]' && pytest {folder}")

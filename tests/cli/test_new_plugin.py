@@ -242,7 +242,7 @@ REFUSED = {
     "prefix": (["engine-core-rose"], 2, "leave out engine-core"),
     "a family": (["llama"], 2, "taken by the installed engine-core-llama"),
     "no such pattern": (["rose", "--like", "tulip"], 2, "no installed family is named 'tulip'"),
-    "no config": (["rose", "--hf-config", "nowhere"], 2, "no config.json"),
+    "no config": (["rose", "--hf-config", "nowhere"], 2, "no file named config.json"),
 }
 
 
@@ -264,6 +264,7 @@ def test_a_wrong_argument_is_refused_and_nothing_is_written(
         ({"architectures": []}, 1, "'architectures' must be a list that names the model"),
         ({"architectures": ["No Name"]}, 1, "cannot be the name of a class"),
         ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, 1, "'su' is not one of"),
+        ({"partial_rotary_factor": 0.5}, 1, "--from-transformers MarigoldForCausalLM --hf-config"),
     ],
 )
 def test_a_config_that_cannot_serve_is_refused_by_name(

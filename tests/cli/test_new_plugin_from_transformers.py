@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -18,56 +19,116 @@ ROOT = Path(__file__).parents[2]
 runner = CliRunner(env={"COLUMNS": "300"})
 
 
-def make(architecture: str, out: Path) -> str:
+def make(architecture: str, out: Path, name: str = "iris", *more: str) -> str:
     done = runner.invoke(
-        app, ["new-plugin", "iris", "--from-transformers", architecture, "--out", str(out)]
+        app, ["new-plugin", name, "--from-transformers", architecture, "--out", str(out), *more]
     )
     assert done.exit_code == 0, done.output
     return done.stdout
+
+
+def source(out: Path, module: str = "model") -> str:
+    return (out / "engine-core-iris" / "engine_core_iris" / f"{module}.py").read_text()
+
+
+def kit(projects: list[Path], checks: str) -> str:
+    """What pytest says of the conformance kit in packages."""
+    for project in projects:
+        command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "egg_info"]
+        subprocess.run(command, check=True, cwd=project, capture_output=True)
+    paths = [*map(str, projects), str(ROOT)]
+    done = forkserver.run(
+        [sys.executable, "-m", "pytest", "-qk", checks, "-p", "no:cacheprovider", *paths[:-1]],
+        cwd=projects[0].parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(done.stdout)
 
 
 @pytest.mark.slow
 def test_a_family_that_the_blocks_cover_passes_the_kit(tmp_path: Path) -> None:
     """Helium rotates interleaved pairs, which no name of it says."""
     assert "Left to do" not in make("HeliumForCausalLM", tmp_path)
-    project = tmp_path / "engine-core-iris"
-    command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "egg_info"]
-    subprocess.run(command, check=True, cwd=project, capture_output=True)
-    done = forkserver.run(
-        [sys.executable, "-m", "pytest", "-qk", "not tensor_parallel", "-p", "no:cacheprovider"],
-        cwd=project,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{project}{os.pathsep}{ROOT}",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
+    assert " passed" in kit([tmp_path / "engine-core-iris"], "not tensor_parallel")
+
+
+@pytest.mark.slow
+def test_layers_of_other_forms_are_drawn_so_that_logits_are_the_same(tmp_path: Path) -> None:
+    """Side by side with layer norms, after branches, without positions, rotated in part."""
+    families = {
+        "rose": "Cohere2ForCausalLM",
+        "iris": "Exaone4ForCausalLM",
+        "lily": "SmolLM3ForCausalLM",
+        "aster": "StableLmForCausalLM",
+    }
+    for name, architecture in families.items():
+        assert "Left to do" not in make(architecture, tmp_path, name)
+    said = kit(
+        [tmp_path / f"engine-core-{name}" for name in families], "config_builder or test_logits"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    assert "passed" in said
 
 
 def test_what_no_block_does_is_told_and_stands_in_the_model(tmp_path: Path) -> None:
     said = make("Olmo2ForCausalLM", tmp_path)
-    model = (tmp_path / "engine-core-iris" / "engine_core_iris" / "model.py").read_text()
-    for part in ("q_norm (Olmo2RMSNorm) is no RMSNorm of each head", "post_feedforward_layernorm"):
-        assert part in said
-        assert part in model
+    model = source(tmp_path)
+    part = "q_norm (Olmo2RMSNorm) is no RMSNorm of each head"
+    assert part in said
+    assert part in model
+    assert "class PostNormLayer" in model
     readme = (tmp_path / "engine-core-iris" / "README.md").read_text()
     assert "Left to do" in readme
 
 
 def test_embeddings_that_are_scaled_in_their_module_are_noticed(tmp_path: Path) -> None:
     make("GemmaForCausalLM", tmp_path)
-    model = (tmp_path / "engine-core-iris" / "engine_core_iris" / "model.py").read_text()
+    model = source(tmp_path)
     assert "return float(config.hidden_size**0.5)" in model
     assert "offset=1.0" in model
 
 
-def test_layers_that_differ_are_noticed(tmp_path: Path) -> None:
-    assert "layers differ in use_rope" in make("SmolLM3ForCausalLM", tmp_path)
+def test_a_checkpoints_settings_show_by_which_keys_it_multiplies(tmp_path: Path) -> None:
+    settings = {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "hidden_size": 4096,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.22,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    given = ("--hf-config", str(tmp_path))
+    assert "GraniteDecoderLayer is more than norms" in make(
+        "GraniteForCausalLM", tmp_path, "iris", *given
+    )
+    model = source(tmp_path)
+    for read in (
+        "return config.embedding_multiplier\n",
+        "self._logit_factor = config.logits_scaling**-1.0\n",
+        "scale=config.attention_multiplier,\n",
+    ):
+        assert read in model
+
+
+def test_sizes_that_follow_from_others_are_given_to_the_tiny_model(tmp_path: Path) -> None:
+    """Nemotron's class says neither key and value heads nor a head's size."""
+    said = make("NemotronForCausalLM", tmp_path)
+    assert "'relu2' is not one of" in said
+    assert "LayerNorm1P" in said
+    assert '"partial_rotary_factor": 0.5' in source(tmp_path, "config")
+
+
+def test_settings_must_be_of_the_architecture(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["RoseForCausalLM"]}')
+    given = ["--hf-config", str(tmp_path), "--out", str(tmp_path)]
+    done = runner.invoke(app, ["new-plugin", "iris", "--from-transformers", "Helium", *given])
+    assert done.exit_code == 2
+    assert "--hf-config is of ['RoseForCausalLM']" in done.output
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
@@ -22,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engine_core.configs import HFConfig
 from engine_core.errors import ConfigError
+from engine_core.nn.activation import build_activation
 from engine_core.step_context import StepContextManager
 from engine_core_transformers.config import model_class
 from engine_core_transformers.model import TransformersModel
@@ -46,6 +50,12 @@ _ASIDE = re.compile(
 )
 _NORMS = ["input_layernorm", "post_attention_layernorm"]
 _SANDWICH = [*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+_AFTER = ["post_attention_layernorm", "post_feedforward_layernorm"]
+# Settings of a checkpoint's config that a tiny model does not take over.
+_DROPPED = re.compile(
+    rf"{_ASIDE.pattern}|.*_token_id|auto_map|torch_dtype|.*(theta|quantization).*"
+)
+_FACTOR = re.compile("multiplier|scal")
 
 
 @dataclass(slots=True)
@@ -69,22 +79,77 @@ class Draft:
     left: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """A norm that is a block: its class, arguments after the width and eps, and its eps."""
+
+    block: str
+    more: str
+    eps: float
+
+
 @dataclass(slots=True)
 class _Found:
-    """Findings of the trials, as source of the arguments of blocks."""
+    """Findings of the trials, mostly as source of the arguments of blocks.
 
+    Attributes:
+        values: the tiny model's config.
+        layer: the form of a decoder layer, as :func:`_look_at_layers` names it.
+        renames: parts of names in a checkpoint, and here.
+        reads: keys that the model reads beside the usual ones.
+    """
+
+    values: dict[str, Any]
     attention: list[str] = field(default_factory=list)
+    unrotated: str | None = None
     mlp: list[str] = field(default_factory=list)
-    norm_offset: float = 0.0
-    sandwich: bool = False
-    embedding_scale: float = 1.0
-    logit_factor: float = 1.0
+    gated: bool = True
+    norm: _Norm | None = None
+    layer: str = "pre"
+    embedding_scale: str | None = None
+    logit_factor: str | None = None
     activation: str = "hidden_act"
-    reads: dict[str, Any] = field(default_factory=dict)
+    partial: bool = False
+    renames: dict[str, str] = field(default_factory=dict)
+    reads: set[str] = field(default_factory=set)
+
+    def eps(self) -> str:
+        """The source of the norms' eps."""
+        value = 1e-6 if self.norm is None else self.norm.eps
+        keys = [key for key in self._keys(value) if "eps" in key]
+        self.reads.update(keys[:1])
+        return f"config.{keys[0]}" if keys else repr(value)
+
+    def number(self, value: float, what: str, left: list[str], *, root: bool = False) -> str:
+        """The source of ``value``: the only key that has it, or its inverse (of the root)."""
+        power = -0.5 if root else -1.0
+        given = [(key, f"config.{key}") for key in self._keys(value)]
+        given += [(key, f"config.{key}**{power}") for key in self._keys(value ** (1 / power))]
+        given = [(k, text) for k, text in given if "eps" not in k and self.values[k] != 1]
+        if len(given) == 1:
+            self.reads.add(given[0][0])
+            return given[0][1]
+        ones = [key for key, each in self.values.items() if each == 1 and _FACTOR.search(key)]
+        given += [(key, f"config.{key}") for key in ones if value == 1]
+        hint = f" (perhaps {' or '.join(text for _, text in given)})" if given else ""
+        left.append(f"{what} {value:g} here: say by which key{hint}")
+        return repr(value)
+
+    def _keys(self, value: float) -> list[str]:
+        return [
+            key
+            for key, each in self.values.items()
+            if isinstance(each, int | float) and not isinstance(each, bool) and key not in _SIZES
+            and abs(each - value) <= 1e-6 * abs(value)
+        ]  # fmt: skip
 
 
-def draft(architecture: str) -> Draft:
+def draft(architecture: str, given: Mapping[str, Any] | None = None) -> Draft:
     """The first package for ``architecture``.
+
+    Args:
+        architecture: the name of transformers' class.
+        given: a checkpoint's config, whose settings beside sizes the tiny model has too.
 
     Raises:
         ConfigError: transformers has no causal model of that name, or makes no tiny one of it.
@@ -100,11 +165,17 @@ def draft(architecture: str) -> Draft:
     kind: Any = CONFIG_MAPPING[own[0]]
     try:
         default = kind()
-        known = {
+        known: dict[str, Any] = {
             key: value
             for key, value in _SIZES.items()
-            if getattr(default, key, None) is not None
+            if hasattr(default, key)
+            and (key != "sliding_window" or default.sliding_window is not None)
             and not isinstance(getattr(kind, key, None), property)
+        }
+        known |= {
+            key: value
+            for key, value in (given or {}).items()
+            if isinstance(value, bool | float | str) and not _DROPPED.fullmatch(key)
         }
         ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
         hf_config = kind(**known, **ends, architectures=[architecture])
@@ -116,15 +187,21 @@ def draft(architecture: str) -> Draft:
             f"({type(error).__name__}: {error}); start with --like"
         ) from error
     stem = re.split(r"For[A-Z]|LMHead|Model$", architecture)[0]
-    tiny = _plain_config(hf_config.to_dict(), known, architecture, own[0])
+    values = hf_config.to_dict()
+    beyond = [k for k in ends if (getattr(default, k, None) or 0) >= _SIZES["vocab_size"]]
+    known |= {key: ends[key] for key in beyond}
+    tiny = _plain_config(values, known, architecture, own[0])
     made = Draft(architecture, f"{stem}ConfigBuilder", tiny)
     with torch.device("meta"):
         runs = TransformersModel(HFConfig(hf_config.to_dict()), StepContextManager())
     _randomise(model)
-    found = _Found()
-    _look_at_layers(model, runs, found, made.left)
+    found = _Found(values)
     _look_at_ends(model, found, made.left)
-    made.config = _config_source(made, hf_config.to_dict(), found, stem)
+    _look_at_layers(model, runs, found, made.left)
+    for key in found.reads:
+        if isinstance(values.get(key), list):
+            made.tiny.setdefault(key, values[key])
+    made.config = _config_source(made, found, stem)
     made.model = _model_source(made, found, stem, model)
     return made
 
@@ -137,6 +214,8 @@ def _plain_config(
     tiny["tie_word_embeddings"] = bool(values.get("tie_word_embeddings"))
     if "rope_theta" in rope:
         tiny["rope_theta"] = 5000.0 if rope["rope_theta"] != 5000.0 else 20000.0
+    if "partial_rotary_factor" in rope:
+        tiny["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if values.get("layer_types"):
         tiny["layer_types"] = list(values["layer_types"])
     return tiny
@@ -164,32 +243,136 @@ def _look_at_layers(
     layer = layers[0]
     parts = dict(layer.named_children())
     attention = next((n for n, m in parts.items() if hasattr(m, "q_proj")), None)
-    mlp = next((n for n, m in parts.items() if hasattr(m, "down_proj")), None)
+    mlp = next((n for n, m in parts.items() if n != attention and len(_linears(m)) > 1), None)
     _look_at_attention(parts.pop(attention or "", None), attention, runs, found, left)
     _look_at_mlp(parts.pop(mlp or "", None), mlp, found, left)
     norms = [name for name in parts if "norm" in name]
     left += [
         f"{type(layer).__name__}.{name} ({type(part).__name__}) has no block"
         for name, part in parts.items()
-        if name not in norms
+        if name not in norms and not isinstance(part, nn.Dropout | nn.Identity)
     ]
-    if attention is not None:
-        told = [_scalars(getattr(each, attention, each)) for each in layers]
-        differ = {key for each in told for key in each if each[key] != told[0].get(key)}
-        left += [f"layers differ in {key} of their attention" for key in sorted(differ - _ALLOWED)]
-    if sorted(norms) == sorted(_SANDWICH):
-        found.sandwich = True
-    elif sorted(norms) != sorted(_NORMS):
+    if attention is None or mlp is None:
+        return
+    told = [_scalars(getattr(each, attention, each)) for each in layers]
+    differ = {key for each in told for key in each if each[key] != told[0].get(key)}
+    _look_at_rotations(model, attention, found, left)
+    allowed = _ALLOWED | ({"use_rope"} if found.unrotated else set())
+    left += [f"layers differ in {key} of their attention" for key in sorted(differ - allowed)]
+    forms = {"pre": _NORMS, "sandwich": _SANDWICH, "after": _AFTER, "parallel": _NORMS[:1]}
+    form = next((key for key, each in forms.items() if sorted(norms) == sorted(each)), None)
+    if form is None:
         left.append(
             f"the norms of {type(layer).__name__} are {', '.join(norms) or 'none'}: DecoderLayer "
             f"has {' and '.join(_NORMS)} before the branches, so write the layer anew"
         )
+        return
+    found.layer = form
+    if not _adds_up(model, layer, form, attention, mlp):
+        left.append(
+            f"{type(layer).__name__} is more than norms, attention, {mlp} and the sum of them: "
+            "write the layer anew"
+        )
     for name in norms:
-        offset = _norm_offset(parts[name])
-        if offset is None:
-            left.append(f"{name} ({type(parts[name]).__name__}) is no RMSNorm of this kind")
+        if found.norm is None or _norm(parts[name]) != found.norm:
+            left.append(f"{name} ({type(parts[name]).__name__}) is no norm like the final one")
             break
-        found.norm_offset = offset
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    return {name: m for name, m in module.named_children() if isinstance(m, nn.Linear)}
+
+
+@contextmanager
+def _calls(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """The first tensor that each module takes and gives, by its name, while models run."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def noting(name: str) -> Any:
+        def note(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            given = args[0] if args else next(iter(kwargs.values()))
+            seen.setdefault(name, (given, out[0] if isinstance(out, tuple) else out))
+
+        return note
+
+    hooks = [
+        module.register_forward_hook(noting(name), with_kwargs=True)
+        for name, module in modules.items()
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+_IDS = [[3, 5, 7, 11]]
+
+
+def _adds_up(model: PreTrainedModel, layer: nn.Module, form: str, attention: str, mlp: str) -> bool:
+    """Whether a layer's parts are put together as its form says."""
+    parts = {**dict(layer.named_children()), "": layer}
+    with _calls(parts) as seen, torch.no_grad():
+        model(torch.tensor(_IDS), use_cache=False)
+    if not {attention, mlp, ""} <= set(seen):
+        return False
+    x, out = seen[""]
+    first, second = _AFTER if form in ("sandwich", "after") else (attention, mlp)
+    middle = x if form == "parallel" else x + seen[first][1]
+    starts = {
+        "pre": {_NORMS[0]: x, _NORMS[1]: middle},
+        "sandwich": {_NORMS[0]: x, _SANDWICH[2]: middle},
+        "after": {attention: x, mlp: middle},
+        "parallel": {_NORMS[0]: x, mlp: seen.get(_NORMS[0], (x, x))[1]},
+    }[form]
+    pairs = [(seen[name][0], wanted) for name, wanted in starts.items() if name in seen]
+    pairs.append((out, x + seen[first][1] + seen[second][1]))
+    return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-4) for a, b in pairs)
+
+
+def _look_at_rotations(
+    model: PreTrainedModel, attention: str, found: _Found, left: list[str]
+) -> None:
+    """Find the layers that do not rotate, and what of the config says so."""
+    body: Any = getattr(model, model.base_model_prefix)
+    now: list[int] = []
+    turned: set[int] = set()
+    space: Any = sys.modules[type(getattr(body.layers[0], attention)).__module__]
+    rotate = getattr(space, "apply_rotary_pos_emb", None)
+    if rotate is None:
+        return
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        turned.update(now[-1:])
+        return rotate(*args, **kwargs)
+
+    hooks = [
+        getattr(layer, attention).register_forward_pre_hook(lambda *_, i=i: now.append(i))
+        for i, layer in enumerate(body.layers)
+    ]
+    try:
+        space.apply_rotary_pos_emb = noted
+        with torch.no_grad():
+            model(torch.tensor(_IDS), use_cache=False)
+    finally:
+        space.apply_rotary_pos_emb = rotate
+        for hook in hooks:
+            hook.remove()
+    turns = [index in turned for index in range(len(body.layers))]
+    if all(turns):
+        return
+    lists = {k: v for k, v in found.values.items() if isinstance(v, list) and len(v) == len(turns)}
+    slides = [kind == "sliding_attention" for kind in lists.pop("layer_types", [])]
+    known = [key for key, value in lists.items() if list(map(bool, value)) == turns]
+    if slides == turns:
+        found.unrotated = 'config.layer_types[index] == "sliding_attention"'
+        found.reads.add("layer_types")
+    elif known:
+        found.unrotated = f"config.{known[0]}[index]"
+        found.reads.add(known[0])
+    else:
+        still = [index for index, turn in enumerate(turns) if not turn]
+        left.append(f"layers {still} do not rotate: give their SelfAttention cos_sin None")
 
 
 # What layers may differ in: their number, and the window, which is looked at by itself.
@@ -203,27 +386,36 @@ def _scalars(module: nn.Module) -> dict[str, Any]:
 def _look_at_attention(
     module: Any, name: str | None, runs: TransformersModel, found: _Found, left: list[str]
 ) -> None:
-    if module is None or name != "self_attn" or not hasattr(module, "o_proj"):
+    inner = [] if module is None else [f"{part}_proj" for part in "qkv"]
+    out = [key for key in ([] if module is None else _linears(module)) if key not in inner]
+    if name != "self_attn" or len(out) != 1 or not all(hasattr(module, key) for key in inner):
         left.append("attention has no q_proj, k_proj, v_proj and o_proj under self_attn")
         return
-    biases = [getattr(module, f"{part}_proj").bias is not None for part in "qkvo"]
+    if out != ["o_proj"]:
+        found.renames[f".self_attn.{out[0]}."] = ".self_attn.o_proj."
+    biases = [getattr(module, key).bias is not None for key in (*inner, *out)]
     if len(set(biases[:3])) > 1:
         left.append("of q, k and v only some have a bias")
     for key, bias in (("qkv_bias", biases[0]), ("o_bias", biases[3])):
         if bias:
             found.attention.append(f"{key}=True,")
-    known = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+    known = {*inner, *out, "q_norm", "k_norm"}
     layer = runs._ordered()[0]
     head_dim = layer.head_dim
     norm = getattr(module, "q_norm", None)
     if norm is not None:
-        offset = _norm_offset(norm)
-        if offset is None or next(norm.parameters()).shape != (head_dim,):
-            left.append(f"q_norm ({type(norm).__name__}) is no RMSNorm of each head")
+        kind = _norm(norm)
+        each = next(norm.parameters()).shape == (head_dim,)
+        if not each or kind is None or kind.block != "RMSNorm":
+            left.append(
+                f"q_norm ({type(norm).__name__}) is no RMSNorm of each head alone: put attention "
+                "together from build_qkv_proj, a norm (HeadsRMSNorm is one over all heads), "
+                "ApplyRotaryEmb, Attention and build_o_proj"
+            )
         else:
-            found.attention.append("qk_norm_eps=config.rms_norm_eps,")
-            if offset:
-                found.attention.append(f"qk_norm_offset={offset},")
+            found.attention.append(f"qk_norm_eps={found.eps()},")
+            if kind.more:
+                found.attention.append(f"qk_norm_{kind.more},")
     for part, child in module.named_children():
         if part not in known and next(child.parameters(), None) is not None:
             left.append(f"{type(module).__name__}.{part} ({type(child).__name__}) has no block")
@@ -236,19 +428,22 @@ def _look_at_attention(
         left.append("values have another size than keys: use build_qkv_proj and Attention")
     windows = {each.window for each in runs._ordered()}
     if windows != {None}:
-        found.reads["sliding_window"] = _SIZES["sliding_window"]
+        found.reads.add("sliding_window")
         slides = "config.sliding_window"
         if None in windows or len(windows) > 1:
-            slides += ' if config.layer_types[index] == "sliding_attention" else None'
-            found.reads["layer_types"] = []
+            slides += " if slides else None"
+            found.reads.add("layer_types")
         found.attention.append(f"sliding_window={slides},")
     if abs(layer.scale - head_dim**-0.5) > 1e-9:
-        left.append(f"scores are scaled by {layer.scale} here: say by which key (scale=)")
+        scale = found.number(layer.scale, "scores are scaled by", left, root=True)
+        found.attention.append(f"scale={scale},")
     if layer.softcap is not None:
         left.append(f"scores are capped at {layer.softcap}: say by which key (logit_softcapping=)")
     rotary = [m for n, m in runs._body.named_modules() if n.endswith("rotary_emb")]  # type: ignore[attr-defined]
     sizes = {tuple(m.inv_freq.shape) for m in rotary if hasattr(m, "inv_freq")}
-    if sizes != {(head_dim // 2,)}:
+    widths = {size[0] for size in sizes if len(size) == 1}
+    found.partial = len(widths) == 1 and max(widths) < head_dim // 2
+    if sizes != {(head_dim // 2,)} and not found.partial:
         left.append(
             "the rotary embedding is not one of whole heads: override build_rotary, or pass "
             "cos_sin None"
@@ -260,57 +455,88 @@ def _rotation(module: nn.Module, head_dim: int) -> str | None:
     rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     q = torch.randn(1, 1, 3, head_dim)
     angles = torch.outer(torch.arange(1.0, 4.0), torch.logspace(0, -1, head_dim // 2))[None]
-    both = torch.cat((angles, angles), dim=-1)
-    try:
-        out: Tensor = rotate(q, q, both.cos(), both.sin())[0]  # type: ignore[misc]
-    except Exception:  # It takes other arguments.
-        return None
+    outs: list[Tensor] = []
+    for both in (torch.cat((angles, angles), dim=-1), angles.repeat_interleave(2, dim=-1)):
+        try:
+            outs.append(rotate(q, q, both.cos(), both.sin())[0])  # type: ignore[misc]
+        except Exception:  # It takes other arguments.
+            return None
     cos, sin = angles.cos(), angles.sin()
     first, second = q.chunk(2, dim=-1)
     halves = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     even, odd = q[..., ::2], q[..., 1::2]
     pairs = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    if torch.allclose(out, halves, atol=1e-5):
+    if torch.allclose(outs[0], halves, atol=1e-5):
         return "halves"
-    return "interleaved" if torch.allclose(out, pairs, atol=1e-5) else None
+    turned = any(torch.allclose(out, pairs, atol=1e-5) for out in outs)
+    return "interleaved" if turned else None
 
 
 def _look_at_mlp(module: Any, name: str | None, found: _Found, left: list[str]) -> None:
-    parts = {} if module is None else dict(module.named_children())
-    linears = sorted(key for key, each in parts.items() if isinstance(each, nn.Linear))
-    if name != "mlp" or linears != ["down_proj", "gate_proj", "up_proj"]:
+    parts = {} if module is None else _linears(module)
+    gated = sorted(parts) == ["down_proj", "gate_proj", "up_proj"]
+    if name != "mlp" or (not gated and len(parts) != 2):
         left.append(
             f"the feed-forward part ({'none' if module is None else type(module).__name__}) is no "
-            "GatedMLP of gate_proj, up_proj and down_proj under mlp"
+            "GatedMLP of gate_proj, up_proj and down_proj, nor an MLP of two linears, under mlp"
         )
         return
+    if not gated:
+        found.gated = False
+        sizes = {key: each.in_features for key, each in parts.items()}
+        up, down = sorted(parts, key=lambda key: sizes[key] != _SIZES["hidden_size"])
+        for theirs, ours in ((up, "up_proj"), (down, "down_proj")):
+            if theirs != ours:
+                found.renames[f".mlp.{theirs}."] = f".mlp.{ours}."
+        parts = {"up_proj": parts[up], "down_proj": parts[down]}
     if parts["down_proj"].bias is not None:
         found.mlp.append("bias=True,")
-    config: Any = module.config if hasattr(module, "config") else None
     keys = ("hidden_act", "hidden_activation", "activation_function")
-    found.activation = next((key for key in keys if getattr(config, key, None)), keys[0])
-    x = torch.randn(1, 3, parts["gate_proj"].in_features)
-    act = ACT2FN[getattr(config, found.activation, "silu")]
+    found.activation = next((key for key in keys if found.values.get(key)), keys[0])
+    name = found.values.get(found.activation, "silu")
+    x = torch.randn(1, 3, parts["up_proj"].in_features)
     with torch.no_grad():
-        plain = parts["down_proj"](act(parts["gate_proj"](x)) * parts["up_proj"](x))
-        if not torch.allclose(module(x), plain, atol=1e-5):
-            left.append(f"{type(module).__name__} is more than down(act(gate(x)) * up(x))")
+        try:
+            act = ACT2FN[name]
+            inner = parts["up_proj"](x)
+            inner = act(parts["gate_proj"](x)) * inner if gated else act(inner)
+            plain = parts["down_proj"](inner)
+            same = torch.allclose(module(x), plain, atol=1e-5)
+        except Exception:  # The activation, or the module, is of another kind.
+            same = False
+    if not same:
+        form = "act(gate(x)) * up(x)" if gated else "act(up(x))"
+        left.append(f"{type(module).__name__} is more than down({form})")
+    elif not gated:
+        try:
+            build_activation(name)
+        except ValueError as error:
+            left.append(
+                f"MLP: {error}; write it of build_colwise_linear, the activation and "
+                "build_rowwise_linear"
+            )
 
 
-def _norm_offset(norm: nn.Module) -> float | None:
-    """0 or 1 for an RMSNorm whose weight has that offset, None for anything else."""
+def _norm(norm: nn.Module) -> _Norm | None:
+    """The block that computes as a norm does; None if none does."""
     params = dict(norm.named_parameters())
-    if set(params) != {"weight"}:
+    if (
+        "weight" not in params
+        or not set(params) <= {"weight", "bias"}
+        or params["weight"].dim() > 1
+    ):
         return None
-    weight = params["weight"]
+    weight, bias = params["weight"], params.get("bias")
     x = torch.randn(1, 4, weight.shape[-1])
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))
+    eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     with torch.no_grad():
         out: Tensor = norm(x)
+        if torch.allclose(out, F.layer_norm(x, weight.shape, weight, bias, eps), atol=1e-4):
+            return _Norm("LayerNorm", "" if bias is not None else "bias=False", eps)
         for offset in (0.0, 1.0):
-            if torch.allclose(out, normed * (weight + offset), atol=1e-4):
-                return offset
+            if bias is None and torch.allclose(out, normed * (weight + offset), atol=1e-4):
+                return _Norm("RMSNorm", f"offset={offset}" if offset else "", eps)
     return None
 
 
@@ -318,34 +544,38 @@ def _look_at_ends(model: PreTrainedModel, found: _Found, left: list[str]) -> Non
     """Compare what goes into the first layer with the embedding, and logits with the head's."""
     body = getattr(model, model.base_model_prefix)
     layers = getattr(body, "layers", None)
-    ids = torch.tensor([[3, 5, 7, 11]])
-    seen: list[Tensor] = []
-    hooks = []
-    if isinstance(layers, nn.ModuleList):
-        hooks.append(
-            layers[0].register_forward_pre_hook(
-                lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]),
-                with_kwargs=True,
-            )
-        )
+    ids = torch.tensor(_IDS)
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    with torch.no_grad():
+    first = {"": layers[0]} if isinstance(layers, nn.ModuleList) else {}
+    with _calls(first) as seen, torch.no_grad():
         logits = model(ids, use_cache=False).logits
         hidden = body(ids, use_cache=False).last_hidden_state
         # Of the matrix: the module may multiply by a factor, as Gemma's does.
         matrix: Any = model.get_input_embeddings().weight
         embedded: Tensor = matrix[ids]
         plain: Tensor = head(hidden)
-    for hook in hooks:
-        hook.remove()
     if seen:
-        found.embedding_scale = _ratio(seen[0], embedded, "embeddings", left)
-    found.logit_factor = _ratio(logits, plain, "logits", left)
+        factor = _ratio(seen[""][0], embedded, "embeddings", left)
+        if abs(factor - _SIZES["hidden_size"] ** 0.5) < 1e-3:
+            found.embedding_scale = "float(config.hidden_size**0.5)"
+        elif factor != 1.0:
+            found.embedding_scale = found.number(factor, "embeddings are multiplied by", left)
+    factor = _ratio(logits, plain, "logits", left)
+    if factor != 1.0:
+        found.logit_factor = found.number(factor, "logits are multiplied by", left)
     if head.bias is not None:
         left.append("the head has a bias, which build_lm_head has not")
-    norm = getattr(body, "norm", None)
-    if norm is None or _norm_offset(norm) is None:
-        left.append("the final norm is no RMSNorm under model.norm")
+    norms = {n: m for n, m in body.named_children() if n == "norm" or "layernorm" in n}
+    name, norm = next(iter(norms.items()), ("", None))
+    found.norm = None if norm is None else _norm(norm)
+    if norm is None or found.norm is None:
+        kind = "none" if norm is None else type(norm).__name__
+        left.append(
+            f"the final norm ({kind}) is no RMSNorm or LayerNorm: override build_norm (or, where 1 "
+            "is added to the weight of a LayerNorm, add it in load_weights)"
+        )
+    elif name != "norm":
+        found.renames[f"model.{name}."] = "model.norm."
 
 
 def _ratio(got: Tensor, plain: Tensor, what: str, left: list[str]) -> float:
@@ -356,32 +586,42 @@ def _ratio(got: Tensor, plain: Tensor, what: str, left: list[str]) -> float:
     return 1.0 if abs(factor - 1) < 1e-4 else factor
 
 
-def _config_source(made: Draft, values: Mapping[str, Any], found: _Found, stem: str) -> str:
-    act = found.activation
-    rope = values.get("rope_parameters") or {}
+def _config_source(made: Draft, found: _Found, stem: str) -> str:
+    values, act = found.values, found.activation
+    usual = CONFIG_MAPPING[made.tiny["model_type"]]().to_dict()
+    rope = usual.get("rope_parameters") or {}
+    found.eps()
     defaults = {
-        act: values.get(act) or "silu",
-        "rms_norm_eps": float(values.get("rms_norm_eps") or 1e-6),
+        act: usual.get(act) or "silu",
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
-        "max_position_embeddings": _longest(made),
-        "tie_word_embeddings": bool(values.get("tie_word_embeddings")),
+        "max_position_embeddings": int(usual.get("max_position_embeddings") or 2048),
+        "tie_word_embeddings": bool(usual.get("tie_word_embeddings")),
     }
+    if found.partial:
+        defaults["partial_rotary_factor"] = float(rope.get("partial_rotary_factor", 1.0))
+    lists = {key for key in found.reads if isinstance(values.get(key), list)}
+    for key in sorted(found.reads - lists - {"sliding_window"}):
+        defaults[key] = usual[key]
+    nullable = ""
     if "sliding_window" in found.reads:
-        defaults["sliding_window"] = found.reads["sliding_window"]
+        nullable = f'\n    nullable = {{"sliding_window": (1, {usual["sliding_window"]})}}'
     head_dim = _constant_head_dim(made)
     if head_dim is not None:
         defaults["head_dim"] = head_dim
     only = {
         key: value
         for key, value in sorted(values.items())
-        if key not in {**defaults, **_SIZES, **found.reads}
+        if key not in {**defaults, **_SIZES} | dict.fromkeys(found.reads)
         and not _ASIDE.fullmatch(key)
         and isinstance(value, bool | str | float)
     }
-    types = """        types = values.get("layer_types")
-        if not isinstance(types, list) or len(types) != values.get("num_hidden_layers"):
-            raise ConfigError(f"config.json: layer_types must name every layer, got {types!r}")
+    types = "".join(
+        f"""        each = values.get("{key}")
+        if not isinstance(each, list) or len(each) != values.get("num_hidden_layers"):
+            raise ConfigError(f"config.json: {key} must name every layer, got {{each!r}}")
 """
+        for key in sorted(lists)
+    )
     return f'''"""Reads the configs of {stem}. Imports no torch."""
 
 from __future__ import annotations
@@ -399,7 +639,7 @@ class {made.builder}(RotaryConfigBuilder):
     """Reads the configs of {stem}; the defaults are those of transformers' config class."""
 
     architecture = "{made.architecture}"
-    defaults = {_literal(defaults, 4)}
+    defaults = {_literal(defaults, 4)}{nullable}
 
     @classmethod
     def complete(cls, values: dict[str, Any]) -> None:
@@ -410,7 +650,7 @@ class {made.builder}(RotaryConfigBuilder):
                 raise ConfigError(
                     f"config.json: {{key}} is {{values[key]!r}}; only {{only!r}} can be run"
                 )
-{types if "layer_types" in found.reads else ""}'''
+{types}'''
 
 
 def _constant_head_dim(made: Draft) -> int | None:
@@ -422,77 +662,193 @@ def _constant_head_dim(made: Draft) -> int | None:
     return int(stated) if stated is not None and stated == wider else None
 
 
-def _longest(made: Draft) -> int:
-    default = CONFIG_MAPPING[made.tiny["model_type"]]()
-    return int(getattr(default, "max_position_embeddings", None) or 2048)
-
-
 def _model_source(made: Draft, found: _Found, stem: str, model: PreTrainedModel) -> str:
     module = type(model).__module__.replace(".", "/") + ".py"
-    todo = "".join(f"\n- {line}." for line in made.left)
+    todo = ""
     if made.left:
-        todo = (
-            f"\n\nTo do: transformers' {module} does what no block here was seen to do.\n{todo}\n"
-        )
-    arguments = "\n                ".join(found.attention)
-    mlp = "\n                ".join(found.mlp)
-    norm_import = "RMSNorm, " if found.norm_offset else ""
-    extra = "\n            sandwich=True," if found.sandwich else ""
-    methods = ""
-    if found.norm_offset:
+        lines = [f"To do: what no block was seen to do in\n{module}.\n"]
+        lines += [
+            textwrap.fill(f"{line}.", 99, initial_indent="- ", subsequent_indent="  ")
+            for line in made.left
+        ]
+        todo = "\n\n" + "\n".join(lines) + "\n"
+    mlp = "GatedMLP" if found.gated else "MLP"
+    blocks = {mlp, "RotaryCausalLM", "SelfAttention"}
+    indent = "\n" + 16 * " "
+    attention = "SelfAttention" if found.unrotated is None else "attention"
+    start, slides = "", 'config.layer_types[index] == "sliding_attention"'
+    rotated = found.unrotated
+    if rotated == slides or any("if slides" in line for line in found.attention):
+        start = f"        slides = {slides}\n"
+        rotated = "slides" if rotated == slides else rotated
+    if rotated is not None:
+        start += f"        attention = SelfAttention if {rotated} else _Unrotated\n"
+    methods, imports = "", ""
+    norm = found.norm
+    if norm is not None and (
+        norm.block != "RMSNorm" or norm.more or "rms_norm_eps" not in found.eps()
+    ):
+        blocks.add(norm.block)
+        more = f", {norm.more}" if norm.more else ""
         methods += f'''
-    def build_norm(self, config: HFConfig) -> RMSNorm:
-        """A norm with {found.norm_offset} added to its weight."""
-        return RMSNorm(config.hidden_size, config.rms_norm_eps, offset={found.norm_offset})
+    def build_norm(self, config: HFConfig) -> {norm.block}:
+        """The norms of layers and the final one."""
+        return {norm.block}(config.hidden_size, {found.eps()}{more})
 '''
-    if found.embedding_scale != 1.0:
-        root = abs(found.embedding_scale - _SIZES["hidden_size"] ** 0.5) < 1e-3
-        factor = "float(config.hidden_size**0.5)" if root else repr(found.embedding_scale)
-        if not root:
-            made.left.append(f"embeddings are multiplied by {factor}: say by which key")
+    if found.embedding_scale is not None:
         methods += f'''
     def embedding_scale(self, config: HFConfig) -> float:
         """The factor of the embeddings."""
-        return {factor}
+        return {found.embedding_scale}
 '''
-    if found.logit_factor != 1.0:
-        made.left.append(f"logits are multiplied by {found.logit_factor}: say by which key")
-        methods += f'''
+    needs: dict[str, set[str]] = {}
+    if found.logit_factor is not None:
+        needs = {"typing": {"Any"}, "torch": {"Tensor"}}
+        methods = (
+            f"""
+    def __init__(self, config: HFConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._logit_factor = {found.logit_factor}
+"""
+            + methods
+            + '''
     def adjust_logits(self, logits: Tensor) -> Tensor:
-        """``[..., vocab]``, multiplied by a constant of the tiny model: read it from the config."""
-        return logits * {found.logit_factor!r}
+        """``[..., vocab]``, times a constant."""
+        return logits * self._logit_factor
 '''
-    torch_import = "from torch import Tensor\n\n" if found.logit_factor != 1.0 else ""
+        )
+    if found.renames:
+        methods += '''
+    def weight_name(self, name: str) -> str:
+        """The name of a tensor here."""
+        for theirs, ours in _NAMES.items():
+            name = name.replace(theirs, ours)
+        return name
+'''
+    names = ""
+    if found.renames:
+        names = (
+            f"\n# Parts of names in checkpoints, and here.\n_NAMES = {_literal(found.renames, 0)}\n"
+        )
+    stacked = (
+        ""
+        if found.gated
+        else """
+    stacked_weights = {
+        name: target
+        for name, target in RotaryCausalLM.stacked_weights.items()
+        if target[0] == "qkv_proj"
+    }
+"""
+    )
+    classes, step = "", ""
+    if found.unrotated is not None:
+        classes += _UNROTATED
+        needs.setdefault("typing", set()).add("Any")
+    layer, extra = "DecoderLayer", ""
+    if found.layer in _LAYERS:
+        layer = {"parallel": "ParallelLayer", "after": "PostNormLayer"}[found.layer]
+        classes += _LAYERS[found.layer]
+        needs.setdefault("torch", set()).update({"Tensor", "nn"})
+        needs["collections.abc"] = {"Callable"}
+    else:
+        blocks.add(layer)
+        extra = "\n            sandwich=True," if found.layer == "sandwich" else ""
+    if classes:
+        blocks |= {"CosSin", "KVCacheLayer"}
+        step = "from engine_core.step_context import AttentionMetadata\n"
+    for group in (("collections.abc", "typing"), ("torch",)):
+        lines = [f"from {m} import {', '.join(sorted(needs[m]))}\n" for m in group if m in needs]
+        imports += "".join(lines) + ("\n" if lines else "")
+    ordered = sorted(blocks, key=lambda name: (not name.isupper(), name))
+    listed = "import " + ", ".join(ordered)
+    if len(f"from engine_core.nn {listed}") > 100:
+        listed = "import (\n" + "".join(f"    {name},\n" for name in ordered) + ")"
     return f'''"""{stem}, after transformers' {type(model).__name__}.{todo}"""
 
 from __future__ import annotations
 
-{torch_import}from engine_core.configs import HFConfig
-from engine_core.nn import DecoderLayer, GatedMLP, {norm_import}RotaryCausalLM, SelfAttention
-
+{imports}from engine_core.configs import HFConfig
+from engine_core.nn {listed}
+{step}{names}{classes}
 
 class {made.architecture}(RotaryCausalLM):
     """{stem}: what a tiny random model of transformers showed of it."""
-{methods}
-    def build_layer(self, config: HFConfig, index: int) -> DecoderLayer:
+{stacked}{methods}
+    def build_layer(self, config: HFConfig, index: int) -> {layer}:
         """The decoder layer ``index``."""
-        return DecoderLayer(
-            SelfAttention(
+{start}        return {layer}(
+            {attention}(
                 config.hidden_size,
                 config.num_attention_heads,
                 config.num_key_value_heads,
-                config.head_dim,
-                {arguments}
+                config.head_dim,{"".join(indent + line for line in found.attention)}
             ),
-            GatedMLP(
+            {mlp}(
                 config.hidden_size,
                 config.intermediate_size,
-                config.{found.activation},
-                {mlp}
+                config.{found.activation},{"".join(indent + line for line in found.mlp)}
             ),
             lambda: self.build_norm(config),{extra}
         )
-'''.replace("                \n", "")
+'''
+
+
+_UNROTATED = '''
+
+class _Unrotated(SelfAttention):
+    """Attention of a layer without positions."""
+
+    def forward(
+        self,
+        x: Any,
+        cos_sin: CosSin | None,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+        *then: Any,
+    ) -> Any:
+        """As :class:`SelfAttention`'s, with ``cos_sin`` left out."""
+        return super().forward(x, None, cache, attn_metadata, *then)
+'''
+_FORWARD = '''
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos_sin: CosSin,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """``(x, residual)`` to the next layer's; the residual stream is their sum."""
+'''
+_INIT = """
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = self_attn, mlp
+"""
+# Layers that are no DecoderLayer, by their form.
+_LAYERS = {
+    "parallel": f'''
+
+class ParallelLayer(nn.Module):
+    """``x + attention(norm(x)) + mlp(norm(x))``."""
+{_INIT}        self.input_layernorm = norm()
+{_FORWARD}        x = x if residual is None else x + residual
+        normed = self.input_layernorm(x)
+        attended = self.self_attn(normed, cos_sin, cache, attn_metadata)
+        return attended + self.mlp(normed), x
+''',
+    "after": f'''
+
+class PostNormLayer(nn.Module):
+    """``h = x + norm(attention(x))``, then ``h + norm(mlp(h))``."""
+{_INIT}        self.post_attention_layernorm, self.post_feedforward_layernorm = norm(), norm()
+{_FORWARD}        x = x if residual is None else x + residual
+        attended = self.self_attn(x, cos_sin, cache, attn_metadata)
+        x = x + self.post_attention_layernorm(attended)
+        return self.post_feedforward_layernorm(self.mlp(x)), x
+''',
+}
 
 
 def _literal(values: Mapping[str, Any], indent: int) -> str:
