@@ -81,6 +81,15 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         },
         "none": {"head_dim": 8},
     },
+    "stablelm": {
+        "norms of each head, a key head for both ranks": {
+            "hidden_size": 64,
+            "num_key_value_heads": 1,
+            "qk_layernorm": True,
+            "use_qkv_bias": True,
+        },
+        "side by side": {"use_parallel_residual": True, "partial_rotary_factor": 0.5},
+    },
 }
 ALL = [(file, case) for file, cases in CASES.items() for case in cases]
 FIRST = [(file, next(iter(cases))) for file, cases in CASES.items()]
@@ -91,6 +100,7 @@ ARCHITECTURES = {
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
 }
 PROMPTS = [[5], list(range(10, 19)), [(7 * i) % 90 + 3 for i in range(33)]]
 

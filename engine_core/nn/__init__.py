@@ -44,7 +44,7 @@ from engine_core.nn.loading import (
     stacked_loader,
 )
 from engine_core.nn.media import finished, sent
-from engine_core.nn.norm import HeadsRMSNorm, LayerNorm, RMSNorm
+from engine_core.nn.norm import HeadsRMSNorm, LayerNorm, RMSNorm, build_heads_parameter
 from engine_core.nn.rotary import (
     ApplyRotaryEmb,
     RotaryEmbedding,
@@ -93,6 +93,7 @@ __all__ = [
     "build_embedding",
     "build_gated_activation",
     "build_gateup_linear",
+    "build_heads_parameter",
     "build_lm_head",
     "build_merged_colwise_linear",
     "build_o_proj",

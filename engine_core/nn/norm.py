@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -50,41 +50,59 @@ class RMSNorm(Module):
         return rms_norm(x, self.weight, self.eps, residual=residual, offset=self.offset)
 
 
+def build_heads_parameter(num_heads: int, head_dim: int) -> nn.Parameter:
+    """A parameter ``[heads of this rank, D]`` with a row for each query, or key and value head.
+
+    Each rank has the rows of the heads that :class:`QKVLinear` gives it. A checkpoint's tensor is
+    ``[heads, D]`` or ``[heads * D]``, or ``[D]`` with the head's number as its shard id.
+
+    Args:
+        num_heads: the whole model's.
+        head_dim: the size of a row.
+    """
+    count, first = split_heads(num_heads, current_build_context(), "query, or key and value")
+    mine = range(first, first + count)
+
+    def load(param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
+        shapes = [[num_heads, head_dim], [num_heads * head_dim]]
+        shapes = shapes if shard_id is None else [[head_dim]]
+        if list(tensor.shape) not in shapes:
+            wanted = " or ".join(map(str, shapes))
+            raise ShapeMismatchError(f"has shape {list(tensor.shape)}, the model wants {wanted}")
+        if shard_id is None:
+            copy_checked(param, tensor.reshape(num_heads, head_dim)[mine.start : mine.stop])
+        elif shard_id in mine:
+            copy_checked(param[shard_id - first], tensor)
+
+    param = empty_parameter(count, head_dim)
+    vars(param)["shard_sizes"] = {i: head_dim * (i in mine) for i in range(num_heads)}
+    set_weight_loader(param, load)
+    return param
+
+
 class HeadsRMSNorm(Module):
     """Root mean square norm over all heads of the queries or keys at once, as in OLMo 2.
 
-    Each rank has its own heads, as :class:`QKVLinear` gives them out, and their part of the weight;
-    the mean is over the heads of all ranks.
+    Each rank has its own heads, and the mean is over those of all ranks.
     """
 
     def __init__(self, num_heads: int, head_dim: int, eps: float = 1e-6) -> None:
         """``num_heads`` is the whole model's."""
         super().__init__()
         self.context = current_build_context()
-        count, first = split_heads(num_heads, self.context, "query, or key and value")
         self.eps = eps
-        self._shape = [num_heads * head_dim]
-        self._rows = slice(first * head_dim, (first + count) * head_dim)
-        self.weight = empty_parameter(count * head_dim)
-        set_weight_loader(self.weight, self._load)
+        self.weight = build_heads_parameter(num_heads, head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[T, heads, D]``, normalised."""
-        flat = x.flatten(1)
         if self.context.tp_size == 1:
-            return rms_norm(flat, self.weight, self.eps).view_as(x)
-        wide = flat.float()
+            return rms_norm(x.flatten(1), self.weight.view(-1), self.eps).view_as(x)
+        wide = x.float()
         # Ranks have equally many heads, and where they repeat some, all as often.
-        mean = all_reduce(wide.square().mean(-1, keepdim=True), self.context) / self.context.tp_size
-        out: Tensor = (wide * (mean + self.eps).rsqrt()).to(x.dtype) * self.weight
-        return out.view_as(x)
-
-    def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: object = None) -> None:
-        if shard_id is not None or list(tensor.shape) != self._shape:
-            raise ShapeMismatchError(
-                f"has shape {list(tensor.shape)}, the model wants {self._shape}"
-            )
-        copy_checked(param, tensor[self._rows])
+        mean = all_reduce(wide.square().mean((1, 2), keepdim=True), self.context)
+        scale = (mean / self.context.tp_size + self.eps).rsqrt()
+        out: Tensor = (wide * scale).to(x.dtype) * self.weight
+        return out
 
 
 class LayerNorm(Module):
