@@ -1,4 +1,4 @@
-"""Config builders of Llama and Mistral checkpoints. Imports no torch."""
+"""Config builders of Llama, Mistral and Mixtral checkpoints. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from engine_core.configs import (
     SentencePieceFormat,
 )
 from engine_core.configs.builder import token_ids
+from engine_core.errors import ConfigError
 
 # <|eom_id|>, the end of a message that waits for a tool's answer.
 _EOM = 128008
@@ -61,6 +62,34 @@ class MistralConfigBuilder(LlamaConfigBuilder):
     }
     # Null means no window.
     nullable: ClassVar[dict[str, tuple[Any, Any]]] = {"sliding_window": (1, 4096)}
+
+
+class MixtralConfigBuilder(LlamaConfigBuilder):
+    """Reads the configs of Mixtral 8x7B and 8x22B."""
+
+    architecture: ClassVar[str] = "MixtralForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = {
+        **LlamaConfigBuilder.defaults,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    # Null means no window.
+    nullable: ClassVar[dict[str, tuple[Any, Any]]] = {"sliding_window": (1, None)}
+
+    @classmethod
+    def complete(cls, values: dict[str, Any]) -> None:
+        """No linear of a Mixtral has a bias, whatever its config says."""
+        super().complete(values)
+        chosen, experts = values["num_experts_per_tok"], values["num_local_experts"]
+        if chosen > experts:
+            raise ConfigError(
+                f"config.json: num_experts_per_tok {chosen} is more than num_local_experts {experts}"
+            )
+        values["attention_bias"] = values["mlp_bias"] = False
 
 
 def _tool_parser(hf_config: HFConfig) -> str | None:

@@ -17,6 +17,15 @@ _LLAMA = {
     "tie_word_embeddings": False,
 }
 
+_MIXTRAL = {
+    **_LLAMA,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "intermediate_size": 64,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
+
 CASES = [
     ConformanceCase(name="llama", architecture="LlamaForCausalLM", config=_LLAMA),
     ConformanceCase(
@@ -54,6 +63,18 @@ CASES = [
             "model_type": "mistral",
             "head_dim": 32,
             "sliding_window": 12,
+        },
+    ),
+    ConformanceCase(name="mixtral", architecture="MixtralForCausalLM", config=_MIXTRAL),
+    ConformanceCase(
+        name="mixtral-window-tied-one-expert-a-token",
+        architecture="MixtralForCausalLM",
+        config={
+            **_MIXTRAL,
+            "head_dim": 32,
+            "sliding_window": 12,
+            "tie_word_embeddings": True,
+            "num_experts_per_tok": 1,
         },
     ),
 ]

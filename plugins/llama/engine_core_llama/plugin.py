@@ -1,7 +1,11 @@
 """The hooks of this package. Imports no torch."""
 
 from engine_core import hookimpl
-from engine_core_llama.config import LlamaConfigBuilder, MistralConfigBuilder
+from engine_core_llama.config import (
+    LlamaConfigBuilder,
+    MistralConfigBuilder,
+    MixtralConfigBuilder,
+)
 from engine_core_llama.inputs import DynamicRopeProcessor
 
 requires_api = "0.3"
@@ -13,13 +17,14 @@ def module_map() -> dict[str, str]:
     return {
         "LlamaForCausalLM": "engine_core_llama.model.LlamaForCausalLM",
         "MistralForCausalLM": "engine_core_llama.model.MistralForCausalLM",
+        "MixtralForCausalLM": "engine_core_llama.model.MixtralForCausalLM",
     }
 
 
 @hookimpl
 def config_builders() -> list[type]:
-    """Read the configs of Llama and Mistral."""
-    return [LlamaConfigBuilder, MistralConfigBuilder]
+    """Read the configs of Llama, Mistral and Mixtral."""
+    return [LlamaConfigBuilder, MistralConfigBuilder, MixtralConfigBuilder]
 
 
 @hookimpl

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig, MistralConfig, MixtralConfig
 
 from engine_core.configs import HFConfig, ModelConfig
 from engine_core.errors import ConfigError
@@ -85,6 +85,22 @@ MISTRAL_7B_01 = {
     "use_cache": True,
     "vocab_size": 32000,
 }
+MIXTRAL_8X7B = {
+    **MISTRAL_7B_01,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+CONFIG_CLASSES: dict[str, Any] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+}
 PUBLISHED = {
     "llama-7b": LLAMA_7B,
     "llama-3.1-8b": LLAMA_31_8B,
@@ -117,6 +133,16 @@ PUBLISHED = {
             "num_attention_heads",
         )
     },
+    "mixtral-8x7b": MIXTRAL_8X7B,
+    "mixtral-of-defaults": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
 }
 
 
@@ -126,7 +152,7 @@ def build(values: dict[str, Any]) -> ModelConfig:
 
 @pytest.mark.parametrize("values", PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_a_published_config_means_what_transformers_reads(values: dict[str, Any]) -> None:
-    theirs = (LlamaConfig if values["model_type"] == "llama" else MistralConfig)(**values)
+    theirs = CONFIG_CLASSES[values["model_type"]](**values)
     config = build(values)
     ours = config.hf_config
     for key in (
@@ -136,13 +162,17 @@ def test_a_published_config_means_what_transformers_reads(values: dict[str, Any]
         "num_hidden_layers",
         "num_attention_heads",
         "num_key_value_heads",
-        "head_dim",
         "hidden_act",
         "rms_norm_eps",
         "max_position_embeddings",
         "tie_word_embeddings",
     ):
         assert getattr(ours, key) == getattr(theirs, key), key
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == head_dim
+    if values["model_type"] == "mixtral":
+        assert ours.num_local_experts == theirs.num_local_experts
+        assert ours.num_experts_per_tok == theirs.num_experts_per_tok
     # Transformers' Mistral has no such keys and its Llama no window: there the others hold.
     assert ours.attention_bias == getattr(theirs, "attention_bias", False)
     assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
@@ -205,3 +235,17 @@ def test_a_window_in_a_llama_config_is_not_one() -> None:
 def test_a_broken_config_is_refused_by_name(changes: dict[str, Any], names: str) -> None:
     with pytest.raises(ConfigError, match=names):
         build({**MISTRAL_7B_01, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"num_local_experts": 0}, "num_local_experts"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than num_local_experts 8"),
+        ({"num_experts_per_tok": 2.0}, "num_experts_per_tok"),
+        ({"sliding_window": 0}, "sliding_window"),
+    ],
+)
+def test_a_broken_mixture_is_refused_by_name(changes: dict[str, Any], names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        build({**MIXTRAL_8X7B, **changes})

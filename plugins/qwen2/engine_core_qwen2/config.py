@@ -1,4 +1,4 @@
-"""Config builders of Qwen2 and Qwen3 checkpoints. Imports no torch."""
+"""Config builders of Qwen2 and Qwen3 checkpoints, dense and with experts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -59,17 +59,102 @@ class Qwen3ConfigBuilder(Qwen2ConfigBuilder):
         return {**super().conventions(hf_config), "reasoning_parser": "think"}
 
 
+_EXPERTS = {
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+}
+
+
+class Qwen2MoeConfigBuilder(Qwen2ConfigBuilder):
+    """Reads the configs of Qwen1.5-MoE and Qwen2-MoE.
+
+    Which layers have experts stands in the key ``sparse_layers`` of the built config.
+    """
+
+    architecture: ClassVar[str] = "Qwen2MoeForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = {
+        **Qwen2ConfigBuilder.defaults,
+        **_EXPERTS,
+        "num_key_value_heads": 16,
+        "qkv_bias": True,
+        "shared_expert_intermediate_size": 5632,
+    }
+
+    @classmethod
+    def complete(cls, values: dict[str, Any]) -> None:
+        """Say which layers have experts; transformers has every other layer of the first slide."""
+        if values.get("layer_types") is None:
+            check_kinds(values, {"num_hidden_layers": 1})
+            first = _first_window(values)
+            slides = values["use_sliding_window"]
+            values["layer_types"] = [
+                _SLIDING if slides and layer % 2 == 0 and layer < first else _FULL
+                for layer in range(values["num_hidden_layers"])
+            ]
+        super().complete(values)
+        values["sparse_layers"] = _sparse_layers(values)
+
+
+class Qwen3MoeConfigBuilder(Qwen3ConfigBuilder):
+    """Reads the configs of Qwen3-MoE; see :class:`Qwen2MoeConfigBuilder`."""
+
+    architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = {
+        **Qwen2ConfigBuilder.defaults,
+        **_EXPERTS,
+        "attention_bias": False,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 4,
+    }
+
+    @classmethod
+    def complete(cls, values: dict[str, Any]) -> None:
+        """Say which layers have experts; all layers have the window, or none."""
+        check_kinds(values, {"num_hidden_layers": 1})
+        slides = values["use_sliding_window"] and values["sliding_window"] is not None
+        values["layer_types"] = [_SLIDING if slides else _FULL] * values["num_hidden_layers"]
+        super().complete(values)
+        values["sparse_layers"] = _sparse_layers(values)
+
+
+def _sparse_layers(values: dict[str, Any]) -> list[bool]:
+    """For each layer whether it has experts: every ``decoder_sparse_step``-th, with exceptions."""
+    if values["num_experts_per_tok"] > values["num_experts"]:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok {values['num_experts_per_tok']} is more than "
+            f"num_experts {values['num_experts']}"
+        )
+    dense = values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ConfigError(f"config.json: mlp_only_layers must be a list of layers, got {dense!r}")
+    step = values["decoder_sparse_step"]
+    return [
+        layer not in dense and (layer + 1) % step == 0
+        for layer in range(values["num_hidden_layers"])
+    ]
+
+
+def _first_window(values: dict[str, Any]) -> int:
+    first = values.get("max_window_layers", 28)
+    if type(first) is not int or first < 0:
+        raise ConfigError(
+            f"config.json: max_window_layers must be an integer from 0 on, got {first!r}"
+        )
+    return first
+
+
 def _layer_types(values: dict[str, Any]) -> list[str]:
     """``layer_types`` of newer configs; older ones slide from layer ``max_window_layers`` on."""
     check_kinds(values, {"num_hidden_layers": 1})
     window, num_layers = values["sliding_window"], values["num_hidden_layers"]
     types = values.get("layer_types")
     if types is None:
-        first = values.get("max_window_layers", 28)
-        if type(first) is not int or first < 0:
-            raise ConfigError(
-                f"config.json: max_window_layers must be an integer from 0 on, got {first!r}"
-            )
+        first = _first_window(values)
         full = num_layers if window is None else min(first, num_layers)
         return [_FULL] * full + [_SLIDING] * (num_layers - full)
     if not isinstance(types, list) or not all(kind in (_FULL, _SLIDING) for kind in types):

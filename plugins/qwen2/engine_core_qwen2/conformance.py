@@ -24,6 +24,21 @@ _QWEN3 = {
     "head_dim": 32,
 }
 
+_EXPERTS = {
+    "moe_intermediate_size": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+_QWEN3_MOE = {
+    **_QWEN3,
+    **_EXPERTS,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+}
+
 CASES = [
     ConformanceCase(
         name="qwen2-window-from-layer-1",
@@ -50,4 +65,39 @@ CASES = [
         },
     ),
     ConformanceCase(name="qwen3", architecture="Qwen3ForCausalLM", config=_QWEN3),
+    ConformanceCase(
+        name="qwen2-moe",
+        architecture="Qwen2MoeForCausalLM",
+        config={
+            **_QWEN2,
+            **_EXPERTS,
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "shared_expert_intermediate_size": 96,
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "max_window_layers": 2,
+        },
+    ),
+    ConformanceCase(
+        name="qwen3-moe-dense-layers",
+        architecture="Qwen3MoeForCausalLM",
+        config={
+            **_QWEN3_MOE,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+        },
+    ),
+    ConformanceCase(
+        name="qwen3-moe-window-tied",
+        architecture="Qwen3MoeForCausalLM",
+        config={
+            **_QWEN3_MOE,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 12,
+        },
+    ),
 ]

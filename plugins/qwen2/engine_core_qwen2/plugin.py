@@ -1,7 +1,12 @@
 """The hooks of this package. Imports no torch."""
 
 from engine_core import hookimpl
-from engine_core_qwen2.config import Qwen2ConfigBuilder, Qwen3ConfigBuilder
+from engine_core_qwen2.config import (
+    Qwen2ConfigBuilder,
+    Qwen2MoeConfigBuilder,
+    Qwen3ConfigBuilder,
+    Qwen3MoeConfigBuilder,
+)
 
 requires_api = "0.3"
 
@@ -11,14 +16,21 @@ def module_map() -> dict[str, str]:
     """The architectures of this family."""
     return {
         "Qwen2ForCausalLM": "engine_core_qwen2.model.Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM": "engine_core_qwen2.model.Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM": "engine_core_qwen2.model.Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM": "engine_core_qwen2.model.Qwen3MoeForCausalLM",
     }
 
 
 @hookimpl
 def config_builders() -> list[type]:
-    """Read the configs of Qwen2 and Qwen3."""
-    return [Qwen2ConfigBuilder, Qwen3ConfigBuilder]
+    """Read the configs of Qwen2 and Qwen3, dense and with experts."""
+    return [
+        Qwen2ConfigBuilder,
+        Qwen2MoeConfigBuilder,
+        Qwen3ConfigBuilder,
+        Qwen3MoeConfigBuilder,
+    ]
 
 
 @hookimpl

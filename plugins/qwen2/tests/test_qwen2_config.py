@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import Qwen2Config, Qwen3Config
+from transformers import Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from engine_core.configs import HFConfig, ModelConfig
 from engine_core.errors import ConfigError
@@ -86,6 +86,53 @@ QWEN3_06B = {
     "num_hidden_layers": 28,
     "tie_word_embeddings": True,
 }
+QWEN15_MOE_A27B = {
+    **QWEN25_7B_INSTRUCT,
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "vocab_size": 151936,
+}
+QWEN3_30B_A3B = {
+    **QWEN3_8B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+CONFIG_CLASSES: dict[str, Any] = {
+    "qwen2": Qwen2Config,
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 PUBLISHED = {
     "qwen2.5-7b-instruct": QWEN25_7B_INSTRUCT,
@@ -131,7 +178,32 @@ PUBLISHED = {
         "layer_types": ["full_attention"] * 36,
         "dtype": "bfloat16",
     },
+    "qwen1.5-moe-a2.7b": QWEN15_MOE_A27B,
+    "qwen2-moe-with-a-window-and-dense-layers": {
+        **QWEN15_MOE_A27B,
+        "use_sliding_window": True,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
+    "qwen2-moe-of-defaults": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
 }
+EXPERT_KEYS = (
+    "decoder_sparse_step",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_experts",
+    "num_experts_per_tok",
+)
 
 
 def build(values: dict[str, Any]) -> ModelConfig:
@@ -140,8 +212,8 @@ def build(values: dict[str, Any]) -> ModelConfig:
 
 @pytest.mark.parametrize("values", PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_a_published_config_means_what_transformers_reads(values: dict[str, Any]) -> None:
-    reference_class = Qwen2Config if values["model_type"] == "qwen2" else Qwen3Config
-    theirs = reference_class(**values)
+    kind = values["model_type"]
+    theirs = CONFIG_CLASSES[kind](**values)
     config = build(values)
     ours = config.hf_config
     for key in (
@@ -155,13 +227,16 @@ def test_a_published_config_means_what_transformers_reads(values: dict[str, Any]
         "rms_norm_eps",
         "max_position_embeddings",
         "tie_word_embeddings",
-        "layer_types",
-        "sliding_window",
+        *(EXPERT_KEYS if kind.endswith("moe") else ()),
+        *(("shared_expert_intermediate_size", "qkv_bias") if kind == "qwen2_moe" else ()),
+        *(("layer_types",) if kind != "qwen3_moe" else ()),
     ):
         assert getattr(ours, key) == getattr(theirs, key), key
+    # A window that no layer has is 0 or None, as the class has it.
+    assert ours.sliding_window == (theirs.sliding_window or None)
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert ours.head_dim == config.head_dim == head_dim
-    if reference_class is Qwen3Config:
+    if kind.startswith("qwen3"):
         assert ours.attention_bias == theirs.attention_bias
     rope = {key: value for key, value in theirs.rope_parameters.items() if key != "type"}
     assert {**ours.rope_scaling, "rope_theta": ours.rope_theta} == rope
@@ -217,3 +292,29 @@ def test_a_missing_number_of_key_heads_means_one_a_query_head() -> None:
 def test_a_broken_config_is_refused_by_name(changes: dict[str, Any], names: str) -> None:
     with pytest.raises(ConfigError, match=names):
         build({**QWEN25_7B_INSTRUCT, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"num_experts": 0}, "num_experts"),
+        ({"num_experts": "60"}, "num_experts"),
+        ({"num_experts_per_tok": 61}, "num_experts_per_tok"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
+        ({"norm_topk_prob": "no"}, "norm_topk_prob"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers"),
+        ({"mlp_only_layers": ["0"]}, "mlp_only_layers"),
+        ({"qkv_bias": 1}, "qkv_bias"),
+    ],
+)
+def test_a_broken_mixture_is_refused_by_name(changes: dict[str, Any], names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        build({**QWEN15_MOE_A27B, **changes})
+
+
+def test_layers_that_have_experts() -> None:
+    config = build(PUBLISHED["qwen2-moe-with-a-window-and-dense-layers"]).hf_config
+    sparse = [layer for layer, has in enumerate(config.sparse_layers) if has]
+    assert sparse == [1, *range(5, 24, 2)]
