@@ -156,12 +156,14 @@ class RotaryConfigBuilder:
         defaults: values of keys that checkpoints leave out or set to null, usually those of
             transformers' config class. Values must be of their kinds, see :func:`check_kinds`.
         nullable: an example and a default for each key whose null has a meaning.
+        aliases: other names of keys, such as those of a config class's ``attribute_map``.
         rope_types: supported types of ``rope_scaling``. With "dynamic" a family needs salts.
     """
 
     architecture: ClassVar[str]
     defaults: ClassVar[Mapping[str, Any]] = {}
     nullable: ClassVar[Mapping[str, tuple[Any, Any]]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
     rope_types: ClassVar[Collection[str]] = ("default", "linear", "yarn", "llama3")
 
     @classmethod
@@ -179,6 +181,13 @@ class RotaryConfigBuilder:
             ConfigError: a key is missing or senseless, or asks for what the model does not do.
         """
         given = hf_config.to_dict()
+        for alias, key in cls.aliases.items():
+            value = given.pop(alias, None)
+            if value is not None and given.setdefault(key, value) != value:
+                raise ConfigError(
+                    f"config.json: {alias} {value!r} and {key} {given[key]!r} mean the same; leave "
+                    "one out"
+                )
         stated = stated_keys(given)
         values = {**cls.defaults, **stated}
         if "num_attention_heads" in values:

@@ -79,6 +79,7 @@ class MixtralConfigBuilder(LlamaConfigBuilder):
     }
     # Null means no window.
     nullable: ClassVar[dict[str, tuple[Any, Any]]] = {"sliding_window": (1, None)}
+    aliases: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
 
     @classmethod
     def complete(cls, values: dict[str, Any]) -> None:
@@ -87,7 +88,8 @@ class MixtralConfigBuilder(LlamaConfigBuilder):
         chosen, experts = values["num_experts_per_tok"], values["num_local_experts"]
         if chosen > experts:
             raise ConfigError(
-                f"config.json: num_experts_per_tok {chosen} is more than num_local_experts {experts}"
+                f"config.json: num_experts_per_tok {chosen} is more than num_local_experts "
+                f"{experts}"
             )
         values["attention_bias"] = values["mlp_bias"] = False
 

@@ -181,6 +181,16 @@ def test_a_published_config_means_what_transformers_reads(values: dict[str, Any]
     assert config.max_position_embeddings == theirs.max_position_embeddings
 
 
+@pytest.mark.parametrize("values", PUBLISHED.values(), ids=PUBLISHED.keys())
+def test_what_transformers_writes_means_the_same(values: dict[str, Any]) -> None:
+    written = CONFIG_CLASSES[values["model_type"]](**copy.deepcopy(values)).to_dict()
+    ours = build(values).hf_config.to_dict()
+    again = build({**written, "architectures": values["architectures"]}).hf_config.to_dict()
+    left_out = {"rope_parameters", "torch_dtype", "dtype", "transformers_version"}
+    shared = (set(ours) & set(again)) - left_out
+    assert {key: again[key] for key in shared} == {key: ours[key] for key in shared}
+
+
 @pytest.mark.parametrize(
     "rope",
     [

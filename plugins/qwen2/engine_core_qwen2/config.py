@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
-from engine_core.configs import HFConfig, RotaryConfigBuilder, check_kinds
+from engine_core.configs import HFConfig, ModelConfig, RotaryConfigBuilder, check_kinds
 from engine_core.errors import ConfigError
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -84,6 +85,15 @@ class Qwen2MoeConfigBuilder(Qwen2ConfigBuilder):
     }
 
     @classmethod
+    def build(
+        cls, hf_config: HFConfig, model_path: Path | None = None, **kwargs: Any
+    ) -> ModelConfig:
+        """See :class:`RotaryConfigBuilder`; a window of 0 that is not used means none."""
+        if hf_config.get("sliding_window") == 0 and not hf_config.get("use_sliding_window"):
+            hf_config = hf_config.replace(sliding_window=None)
+        return super().build(hf_config, model_path, **kwargs)
+
+    @classmethod
     def complete(cls, values: dict[str, Any]) -> None:
         """Say which layers have experts; transformers has every other layer of the first slide."""
         if values.get("layer_types") is None:
@@ -111,6 +121,7 @@ class Qwen3MoeConfigBuilder(Qwen3ConfigBuilder):
         "num_experts_per_tok": 8,
         "num_key_value_heads": 4,
     }
+    aliases: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
 
     @classmethod
     def complete(cls, values: dict[str, Any]) -> None:
