@@ -67,7 +67,12 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the single cases that need a CUDA GPU if there is none."""
+    """Leave out the single cases that need a CUDA GPU if there is none.
+
+    Processes that share the tests begin with the slow ones: the others would wait for a last one.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not _has_gpu():
         config.stash[_LEFT_OUT].update(item.nodeid for item in gpu)

@@ -24,6 +24,8 @@ from random_requests import Job, answered, known_jobs
 from serving import ServerProcess
 from slow_llama import OPTIONS as SLOW
 
+pytestmark = pytest.mark.slow
+
 LONG = {"prompt": [5, 6, 7], "max_tokens": 480, "ignore_eos": True, "temperature": 0}
 
 

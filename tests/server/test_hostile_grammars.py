@@ -16,6 +16,8 @@ import pytest
 from serving import ServerProcess
 from slow_llama import OPTIONS as SLOW
 
+pytestmark = pytest.mark.slow
+
 DEPTH = 2750
 
 
