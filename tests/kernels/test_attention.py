@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import TOLERANCE, Paged, error, make_paged
+from random_examples import pairwise
 from torch import Tensor
 
 from engine_core.kernels import paged_attention, store_kv
@@ -287,8 +288,13 @@ def test_kernel_shapes(shape: dict[str, Any], deterministic: bool, launch_device
     assert error(got, expected) < TOLERANCE[paged.q.dtype]
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 50}, {"window": 131}], ids=str)
-@pytest.mark.parametrize("block_size", [32, 64, 128, 256])
+@pytest.mark.parametrize(
+    ("options", "block_size", "deterministic"),
+    pairwise(
+        [{}, {"window": 1}, {"window": 50}, {"window": 131}], [32, 64, 128, 256], [False, True]
+    ),
+    ids=str,
+)
 def test_kernel_tiles_within_blocks(
     block_size: int, options: dict[str, Any], deterministic: bool, launch_device: str
 ) -> None:

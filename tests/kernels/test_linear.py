@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import TOLERANCE, error
+from random_examples import pairwise
 from torch import Tensor
 
 from engine_core.kernels import (
@@ -87,9 +88,9 @@ TILES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "tile", "gated"), pairwise(SHAPES, TILES, [False, True]), ids=str
+)
 def test_kernel(
     shape: tuple[int, int, int], tile: dict[str, Any], gated: bool, launch_device: str
 ) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from kernel_cases import TOLERANCE, by_complex_numbers, error, stored
+from random_examples import pairwise
 from torch import Tensor
 
 from engine_core.kernels import DeferredRMSNorm, linear_rotary_store, rotary_store
@@ -139,9 +139,13 @@ def test_preconditions() -> None:
         linear_rotary_store(*given, k_weight=torch.ones(16))
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+BOTH = [False, True]
+
+
 @pytest.mark.parametrize(
-    ("shape", "options"), [*product(SHAPES, TILES), *product(SHAPES[:1], NARROW)], ids=str
+    ("shape", "options", "interleaved"),
+    [*pairwise(SHAPES, TILES, BOTH), *pairwise(SHAPES[:1], NARROW, BOTH)],
+    ids=str,
 )
 def test_kernel(
     shape: dict[str, int], options: dict[str, Any], interleaved: bool, launch_device: str

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import DTYPES, Sampling, check_sampling, make_sampling
+from random_examples import pairwise
 from torch import Tensor
 
 from engine_core.kernels import sample_tokens
@@ -47,9 +48,9 @@ def device(way: str, launch_device: str) -> str:
     return "cpu" if way == "reference" else launch_device
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("way", "adjusted", "dtype"), pairwise(WAYS, [False, True], DTYPES), ids=str
+)
 def test_the_tokens_are_those_of_the_definition(
     op: Any, device: str, dtype: torch.dtype, adjusted: bool
 ) -> None:
