@@ -47,6 +47,8 @@ PRELOADED = (
     *("numba.core.ccallback", "numba.np.arrayobj", "numba.np.linalg", "numba.np.random"),
     *("numba.np.polynomial", "numba.typed.typeddict", "numba.cpython.setobj", "email.policy"),
 )
+# For a command that imports the models of all families: it takes three seconds of most.
+TRANSFORMERS = ("transformers.modeling_utils", "engine_core_transformers.model")
 # What begins so is read when a library is imported, or when Python starts.
 _FIXED = ("CUDA_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "OMP_", "PYTHON", "TORCH_", "TYPER_")
 _FIXED += ("PROMETHEUS_", "TRITON_INTERPRET")
@@ -97,38 +99,45 @@ class Server:
         return int(struct.unpack("=I", answer)[0])
 
 
-_server: Server | None = None
+_servers: dict[Sequence[str], Server] = {}
 _starting = threading.Lock()
 
 
-def server() -> Server | None:
-    """The server of this process, started if it must be; None where every process is its own."""
-    global _server
+def server(more: Sequence[str] = ()) -> Server | None:
+    """The server of this process that imports ``more`` too, started if it must be.
+
+    None where every process is its own.
+    """
     if not sys.platform.startswith("linux") or Path("/dev/nvidiactl").exists():
         return None
     with _starting:
-        if _server is None:
+        if more not in _servers:
             ours, theirs = socket.socketpair()
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno())],
+                    [sys.executable, __file__, str(theirs.fileno()), *more],
                     env=_ENVIRONMENT,
                     pass_fds=[theirs.fileno()],
                 )
-            _server = Server(ours, _ENVIRONMENT)
+            _servers[more] = Server(ours, _ENVIRONMENT)
             atexit.register(process.wait)
             atexit.register(ours.close)  # before it, which tells the server to end
-        return _server
+        return _servers[more]
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """A child of this process, as ``subprocess.Popen`` makes it."""
+    """A child of this process, as ``subprocess.Popen`` makes it; ``preloaded`` as for a server."""
+
+    def __init__(self, *values: Any, preloaded: Sequence[str] = (), **options: Any) -> None:
+        self._preloaded = preloaded
+        super().__init__(*values, **options)
 
     def _execute_child(self, *values: Any) -> None:
         names = inspect.signature(subprocess.Popen._execute_child).parameters  # type: ignore[attr-defined]
         asked = dict(zip(list(names)[1:], values, strict=True))
         environment = dict(os.environ if asked["env"] is None else asked["env"])
-        if not _is_plain(asked) or (known := server()) is None or not known.offers(environment):
+        known = server(self._preloaded) if _is_plain(asked) else None
+        if known is None or not known.offers(environment):
             super()._execute_child(*values)  # type: ignore[misc]
             return
         ends = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
@@ -171,7 +180,7 @@ def run(
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """``subprocess.run``."""
+    """``subprocess.run``; ``options`` are those of :class:`Popen`."""
     if input is not None:
         options["stdin"] = subprocess.PIPE
     if capture_output:
@@ -220,7 +229,6 @@ def _spawned(path: bytes, command: list[Any], passed: Sequence[int]) -> int:
 
 def _serve(connection: socket.socket) -> Task:
     """Fork what is asked for, until nobody can ask. Returns in each fork what that is to do."""
-    global _server
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the others of the terminal
     while asked := _receive(connection):
         request, files = asked
@@ -261,7 +269,7 @@ def _serve(connection: socket.socket) -> Task:
         theirs.close()
         high = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 500))
         ours.close()
-        _server = Server(high, request["environment"])
+        _servers[()] = Server(high, request["environment"])
         return lambda: _become(request, files)
     os._exit(0)  # nothing was used, so nothing is to be put away
 
@@ -351,7 +359,7 @@ def _stream(number: int, mode: str, unbuffered: bool) -> io.TextIOWrapper:
 def _main() -> Task:
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
-    for name in PRELOADED:
+    for name in (*PRELOADED, *sys.argv[2:]):
         with suppress(ImportError):  # a test that needs it says so
             importlib.import_module(name)
     # Else every fork copies all of it for its first collection, and looks through it at its end.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -53,7 +54,7 @@ class Installed:
     target: Path
 
     def run(
-        self, *arguments: str | Path, start: Callable[..., Any] = forkserver.run
+        self, *arguments: str | Path, start: Callable[..., Any] = forkserver.run, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """In a process of its own if ``start`` is subprocess.run."""
         paths = os.pathsep.join((str(self.target), str(ROOT)))
@@ -64,10 +65,15 @@ class Installed:
             text=True,
             check=False,
             cwd=self.target,
+            **options,
         )
 
     def cli(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         return self.run("-m", "engine_core.cli", *arguments)
+
+    def plugins(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        given = ("-m", "engine_core.cli", "plugins", *arguments)
+        return self.run(*given, preloaded=forkserver.TRANSFORMERS)
 
     def generate(self, folder: Path) -> subprocess.CompletedProcess[str]:
         prompt = ("--token-ids", "1,2,3", "--skip-tokenizer-init", "--max-tokens", "4")
@@ -77,24 +83,31 @@ class Installed:
 Install = Callable[[str], Installed]
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pip has installed the sound plugin."""
+    project, target = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("target")
+    package = project / "engine_core_thistle"
+    package.mkdir()
+    (project / "pyproject.toml").write_text(PROJECT)
+    (package / "__init__.py").touch()
+    (package / "plugin.py").write_text(SOUND)
+    command = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
+    done = subprocess.run(
+        [sys.executable, *command, "--no-index", "--no-compile", "--target", target, project],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return target
+
+
 @pytest.fixture
-def install(tmp_path: Path) -> Install:
+def install(sound: Path, tmp_path: Path) -> Install:
     def make(plugin: str) -> Installed:
-        project, target = tmp_path / "project", tmp_path / "target"
-        package = project / "engine_core_thistle"
-        package.mkdir(parents=True)
-        target.mkdir()
-        (project / "pyproject.toml").write_text(PROJECT)
-        (package / "__init__.py").touch()
-        (package / "plugin.py").write_text(plugin)
-        command = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
-        done = subprocess.run(
-            [sys.executable, *command, "--no-index", "--no-compile", "--target", target, project],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        target = Path(shutil.copytree(sound, tmp_path / "target"))
+        (target / "engine_core_thistle" / "plugin.py").write_text(plugin)
         return Installed(target)
 
     return make
@@ -111,7 +124,7 @@ def checkpoint_of(architecture: str, folder: Path) -> Path:
 
 def check_reported(installed: Installed, message: str, folder: Path) -> None:
     """The fault is in the list, in what is said when its model is asked for, and nowhere else."""
-    listed = installed.cli("plugins", "--json")
+    listed = installed.plugins("--json")
     assert listed.returncode == 1, listed.stderr
     reports = {report["name"]: report for report in json.loads(listed.stdout)}
     assert message in reports["thistle"]["error"]
@@ -133,7 +146,7 @@ def check_reported(installed: Installed, message: str, folder: Path) -> None:
     )
     assert "Traceback" not in refused.stderr
 
-    strict = installed.cli("plugins", "--plugin-errors", "strict")
+    strict = installed.plugins("--plugin-errors", "strict")
     assert strict.returncode == 1
     assert message in strict.stderr
     check_llama_serves(installed)
@@ -209,7 +222,7 @@ def test_a_processor_whose_condition_fails_stops_its_own_models_only(
         "from engine_core_llama.model import LlamaForCausalLM as ThistleForCausalLM"
     )
     message = "plugin 'thistle': Thistle.condition() failed: ZeroDivisionError"
-    listed = json.loads(installed.cli("plugins", "--json").stdout)
+    listed = json.loads(installed.plugins("--json").stdout)
     assert [report["name"] for report in listed if report["error"]] == ["thistle"]
     checked = installed.cli("check-model", GOLDEN, "--skip-tokenizer-init")
     assert checked.returncode == 0, checked.stderr
@@ -249,7 +262,7 @@ def test_a_stolen_architecture_names_both_and_a_file_decides(
     """Only who asks for the architecture that two claim is refused."""
     stolen = SOUND.replace('"ThistleForCausalLM":', '"LlamaForCausalLM":')
     installed = install(stolen)
-    listed = installed.cli("plugins", "--json")
+    listed = installed.plugins("--json")
     claims = [
         report["name"]
         for report in json.loads(listed.stdout)

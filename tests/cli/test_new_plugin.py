@@ -94,12 +94,20 @@ def test_the_package_passes_the_conformance_kit_unchanged(
         capture_output=True,
         text=True,
         check=False,
+        preloaded=forkserver.TRANSFORMERS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
 
     command = [sys.executable, "-m", "engine_core.cli", "plugins", "--json"]
-    listed = forkserver.run(command, env=environment, capture_output=True, text=True, check=True)
+    listed = forkserver.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        preloaded=forkserver.TRANSFORMERS,
+    )
     reports = {report["name"]: report for report in json.loads(listed.stdout)}
     assert reports["marigold"]["distribution"] == "engine-core-marigold"
     assert reports["marigold"]["architectures"] == [f"Marigold{suffix}"]

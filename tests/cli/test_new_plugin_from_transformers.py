@@ -44,6 +44,7 @@ def kit(projects: list[Path], checks: str) -> str:
         capture_output=True,
         text=True,
         check=False,
+        preloaded=forkserver.TRANSFORMERS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return str(done.stdout)

@@ -29,6 +29,7 @@ def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
         check=False,
         cwd=folder / "empty",
         env={**os.environ, "PYTHONPATH": paths},
+        preloaded=forkserver.TRANSFORMERS,
     )
 
 
