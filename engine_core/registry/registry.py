@@ -95,6 +95,9 @@ _CORE = _Source(
     quantization_schemes={
         "int8": "engine_core.nn.quantization.Int8Scheme",
         "int4": "engine_core.nn.quantization.Int4Scheme",
+        "awq": "engine_core.nn.quantization.AWQScheme",
+        "gptq": "engine_core.nn.quantization.GPTQScheme",
+        "compressed-tensors-int": "engine_core.nn.quantization.CompressedIntegersScheme",
         "compressed-tensors": "engine_core.nn.quantization.CompressedTensorsScheme",
         "fp8": "engine_core.nn.quantization.Fp8Scheme",
         "gguf": "engine_core.nn.quantization.GGUFScheme",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from inspect import isgenerator
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from engine_core.nn.blocks import agree
 from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.loading import LoadAccount, load_account, materialize
 from engine_core.nn.quantization import QuantizationScheme
+from engine_core.nn.quantization.packed import PackedCheckpoint
 from engine_core.plugin_code import described, failed_at, is_own, package_of, silent
 from engine_core.runtime.first_pass import refuse
 from engine_core.runtime.packing import Packer
@@ -205,6 +206,8 @@ def _opened(
     source: WeightSource, device: torch.device, tp_size: int
 ) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
     """The tensors of ``source``, from where they are read fastest."""
+    if isinstance(source, PackedCheckpoint):
+        return _converted(source, _opened(source.source, device, tp_size))
     # One of several ranks copies its part out of the mapped files. If each read all of them, the
     # machine would copy the weights once per rank, which takes longer with eight ranks.
     if device.type == "cuda" and tp_size == 1 and isinstance(source, Checkpoint):
@@ -215,6 +218,14 @@ def _opened(
         if files is not None and room:
             return closing(read_weights(files, device))
     return nullcontext(source.weights())
+
+
+@contextmanager
+def _converted(
+    source: PackedCheckpoint, opened: AbstractContextManager[Iterator[tuple[str, Tensor]]]
+) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    with opened as tensors:
+        yield source.convert(tensors)
 
 
 def dummy_weights(model: nn.Module, device: torch.device, seed: int) -> float:

@@ -437,10 +437,10 @@ BROKEN: dict[str, tuple[Callable[[Model], Any], set[str], type[EngineError], str
         "'LlamoForCausalLM'.* Nearest: LlamaForCausalLM",
     ),
     "quantised by a tool": (
-        config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        config(quantization_config={"quant_method": "aqlm", "bits": 4}),
         {"quantization-unsupported"},
         ConfigError,
-        "'gptq'",
+        "'aqlm'",
     ),
     "no tokenizer": (
         without("tokenizer.json"),
@@ -535,7 +535,7 @@ def test_every_problem_is_collected(model: Model) -> None:
     transpose_of = "model.layers.0.mlp.up_proj.weight"
     model.tensors(lambda tensors: tensors.update({transpose_of: tensors[transpose_of].T}))
     bad_tokenizer(model)
-    model.json("config.json", quantization_config={"quant_method": "awq"})
+    model.json("config.json", quantization_config={"quant_method": "aqlm"})
     model.json("generation_config.json", eos_token_id=[2, 9999])
     report = check_model(str(model), EngineConfig(max_model_len=10**6))
     assert codes(report) == {

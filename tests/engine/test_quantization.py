@@ -201,15 +201,16 @@ def test_the_memory_plan_counts_packed_weights(stories: Path) -> None:
 
 
 def test_what_is_not_possible_is_refused(stories: Path, smollm2_gguf: Path, tmp_path: Path) -> None:
-    names = ("int8", "int4", "compressed-tensors", "fp8", "gguf")
+    names = ("int8", "int4", "awq", "gptq", "compressed-tensors-int", "compressed-tensors", "fp8")
+    names = (*names, "gguf")
     known = ", ".join(rf"'{name}' \(engine-core-llm\)" for name in names)
     with pytest.raises(ConfigError, match=f"quantization 'fp6' is none .* installed: {known}"):
         LLM(str(stories), EngineConfig(quantization="fp6", skip_tokenizer_init=True))
     with pytest.raises(ConfigError, match=r"'gguf' keeps the blocks of a GGUF file, and .* is non"):
         LLM(str(stories), EngineConfig(quantization="gguf", skip_tokenizer_init=True))
     registry = build_registry(())
-    with pytest.raises(ConfigError, match=r"'int4' .* cannot run on cuda:0; set device='cpu'"):
-        option_scheme(EngineConfig(quantization="int4"), registry, torch.device("cuda:0"))
+    with pytest.raises(ConfigError, match=r"'gguf' .* cannot run on cuda:0; set device='cpu'"):
+        option_scheme(EngineConfig(quantization="gguf"), registry, torch.device("cuda:0"))
     config = json.loads((stories / "config.json").read_text())
     odd = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({**config, **odd, "num_key_value_heads": 2}))

@@ -1,4 +1,4 @@
-"""The schemes of the core, for CPUs: int8 and int4 by torch's kernels, a GGUF file's blocks."""
+"""Schemes for any checkpoint: int8 and int4 made at load, and a GGUF file's blocks on a CPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from engine_core.errors import OptionError
+from engine_core.kernels import gpu_of
 from engine_core.kernels.block_linear import FORMS
 from engine_core.kernels.compiled import available
 from engine_core.nn.embedding import VocabularyMethod, VocabularySplit
 from engine_core.nn.linear import Linear, LinearMethod
 from engine_core.nn.quantization.blocks import BlockLinearMethod, BlockVocabularyMethod
+from engine_core.nn.quantization.groups import GroupAtLoadMethod, warn_of_slower
 from engine_core.nn.quantization.int4 import Int4LinearMethod, Int4Matrix
 from engine_core.nn.quantization.int8 import Int8LinearMethod, Int8Matrix
 from engine_core.nn.quantization.scheme import QuantizationScheme
@@ -27,53 +29,77 @@ if TYPE_CHECKING:
     from engine_core.nn.loading import LoadAccount
 
 
-class _CPUScheme(QuantizationScheme):
+class Int8Scheme(QuantizationScheme):
+    """Any checkpoint's weights, quantised once they are loaded: with a scale for each row.
+
+    To :class:`Int8Matrix` on a CPU, to a :class:`~engine_core.kernels.GroupWeight` on a GPU, where
+    the vocabulary stays as it is.
+    """
+
     takes = (
-        "linear layer has a shape that torch can multiply so (inputs in multiples of 32, with int4 "
+        "linear layer has a shape that can be multiplied so (inputs in multiples of 32, with int4 "
         "outputs in multiples of 16)"
     )
+    _on_cpu = True
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse what is no CPU."""
+        """Say where a GPU gains no time."""
+        self._on_cpu = device.type == "cpu"
+        if not self._on_cpu and torch.cuda.is_available():
+            warn_of_slower(self.name, gpu_of(device))
+
+    def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
+        """8 bits, for a shape that fits."""
+        if not Int8Matrix.fits(layer.matrix_shape):
+            return None
+        return Int8LinearMethod() if self._on_cpu else self._grouped(layer, 8, 0)
+
+    def _grouped(self, layer: Linear, bits: int, group_size: int) -> LinearMethod:
+        if layer.matrix_shape != layer.weight.shape:
+            raise OptionError(
+                f"quantization {self.name!r} has no kernel for experts on a GPU; take 'fp8', or "
+                "leave it out"
+            )
+        return GroupAtLoadMethod(bits, group_size)
+
+    def vocabulary_method(self, name: str, layer: VocabularySplit) -> VocabularyMethod | None:
+        """8 bits on a CPU, for a shape that fits."""
+        fits = self._on_cpu and Int8Matrix.fits(layer.weight.shape)
+        return Int8LinearMethod() if fits else None
+
+
+class Int4Scheme(Int8Scheme):
+    """Any checkpoint's weights, quantised once they are loaded: with a scale for each group.
+
+    To :class:`Int4Matrix` in groups of 32 on a CPU. A GPU has groups of 128, or of the 64 or 32
+    that divide the inputs. The vocabulary's matrices take 8 bits on a CPU: with 4 the divergence
+    from float32 would grow by a quarter (see ``benchmarks/README.md``).
+    """
+
+    def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
+        """4 bits, for a shape that fits."""
+        shape = layer.matrix_shape
+        if not Int4Matrix.fits(shape):
+            return None
+        if self._on_cpu:
+            return Int4LinearMethod()
+        size = next(size for size in (128, 64, 32) if shape[1] % size == 0)
+        return self._grouped(layer, 4, size)
+
+
+class GGUFScheme(QuantizationScheme):
+    """The blocks of a GGUF file as they are, of linears and of the vocabulary."""
+
+    converts_gguf = False
+    takes = "linear layer is in blocks"
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse what is no CPU, and a CPU for which nothing can be compiled."""
         if device.type != "cpu":
             raise OptionError(
                 f"quantization {self.name!r} is multiplied by kernels for CPUs and cannot run "
                 f"on {device}; set device='cpu', or leave it out"
             )
-
-
-class Int8Scheme(_CPUScheme):
-    """Any checkpoint's weights, quantised to :class:`Int8Matrix` once they are loaded."""
-
-    def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
-        """8 bits, for a shape that fits."""
-        return Int8LinearMethod() if Int8Matrix.fits(layer.matrix_shape) else None
-
-    def vocabulary_method(self, name: str, layer: VocabularySplit) -> VocabularyMethod | None:
-        """8 bits, for a shape that fits."""
-        return Int8LinearMethod() if Int8Matrix.fits(layer.weight.shape) else None
-
-
-class Int4Scheme(Int8Scheme):
-    """Any checkpoint's weights, quantised to :class:`Int4Matrix` once they are loaded.
-
-    The vocabulary's matrices take 8 bits: with 4 the divergence from float32 would grow by a
-    quarter (see ``benchmarks/README.md``).
-    """
-
-    def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
-        """4 bits, for a shape that fits."""
-        return Int4LinearMethod() if Int4Matrix.fits(layer.matrix_shape) else None
-
-
-class GGUFScheme(_CPUScheme):
-    """The blocks of a GGUF file as they are, of linears and of the vocabulary."""
-
-    converts_gguf = False
-
-    def check_device(self, device: torch.device) -> None:
-        """Refuse what is no CPU, and a CPU for which nothing can be compiled."""
-        super().check_device(device)
         if not available():
             raise OptionError(
                 f"quantization {self.name!r} multiplies blocks by kernels that Numba compiles, "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -260,17 +260,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
         super().__init__(name, settings)
         self._layouts: dict[int, Fp8Layout] = {}
         if settings is not None:
-            unknown = sorted(settings.keys() - set(self.keys))
-            for key in _SKIP_LISTS:
-                names = settings.get(key) or []
-                if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-                    raise unsupported(f"{key} is {names!r}, no list of names")
-            if unknown:
-                raise unsupported(f"{unknown[0]} is {settings[unknown[0]]!r}, which is not known")
-            for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-                value = settings.get(key)
-                if value and value != {"format": "dense"}:
-                    raise unsupported(f"{key} is {value!r}")
+            refuse_settings(settings, self.keys)
 
     def check_device(self, device: torch.device) -> None:
         """Say where e4m3 saves no memory, or no time."""
@@ -358,14 +348,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
 
     def _skips(self, tensor: str) -> bool:
         """Whether a skip list of the config names the layer of a tensor, or a module around it."""
-        name = tensor.removesuffix(".weight")
-        for key in _SKIP_LISTS:
-            for skipped in (self.settings or {}).get(key) or ():
-                if skipped.startswith("re:") and re.match(skipped[3:], name):
-                    return True
-                if f".{skipped}." in f".{name}.":
-                    return True
-        return False
+        return names_layer(self.settings or {}, tensor.removesuffix(".weight"))
 
     def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
         """Codes and scales, for a linear that has them."""
@@ -373,6 +356,31 @@ class Fp8CheckpointScheme(QuantizationScheme):
         if layout is None:
             return None
         return Fp8PartsMethod(layout) if layout.mixed else Fp8CheckpointMethod(layout, self._on_cpu)
+
+
+def refuse_settings(settings: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Raise a :class:`ConfigError` for settings that are not known, or not supported by any."""
+    for key in _SKIP_LISTS:
+        names = settings.get(key) or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise unsupported(f"{key} is {names!r}, no list of names")
+    unknown = sorted(settings.keys() - set(keys))
+    if unknown:
+        raise unsupported(f"{unknown[0]} is {settings[unknown[0]]!r}, which is not known")
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        value = settings.get(key)
+        if value and value != {"format": "dense"}:
+            raise unsupported(f"{key} is {value!r}")
+
+
+def names_layer(settings: Mapping[str, Any], name: str) -> bool:
+    """Whether a skip list among the settings names a layer, or a module around it."""
+    for skipped in (each for key in _SKIP_LISTS for each in settings.get(key) or ()):
+        if skipped.startswith("re:") and re.match(skipped[3:], name):
+            return True
+        if f".{skipped}." in f".{name}.":
+            return True
+    return False
 
 
 def unsupported(what: str) -> ConfigError:
@@ -412,8 +420,14 @@ class CompressedTensorsScheme(Fp8CheckpointScheme):
 
     @classmethod
     def condition(cls, settings: Mapping[str, Any]) -> bool:
-        """By the method's name."""
-        return settings.get("quant_method") == "compressed-tensors"
+        """By the method's name; integers have a scheme of their own."""
+        groups = settings.get("config_groups")
+        kinds = {
+            weights.get("type")
+            for group in (groups.values() if isinstance(groups, dict) else ())
+            if isinstance(group, dict) and isinstance(weights := group.get("weights"), dict)
+        }
+        return settings.get("quant_method") == "compressed-tensors" and kinds != {"int"}
 
 
 def _check_numbers(where: str, given: Any) -> None:

@@ -78,10 +78,21 @@ class Int4Matrix:
         nbytes: bytes of codes, scales and zeros.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> None:
-        """As :func:`quantize_int4` returns them; scales and zeros are rounded to bfloat16."""
-        self.shape = codes.shape
-        assert self.fits(self.shape), f"{tuple(self.shape)} cannot be multiplied in int4"
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor,
+        dtype: torch.dtype,
+        group_size: int = GROUP_SIZE,
+    ) -> None:
+        """As :func:`quantize_int4` returns them; scales and zeros are rounded to bfloat16.
+
+        Groups may be of 32, 64, 128 or 256.
+        """
+        self.shape, self._group = codes.shape, group_size
+        fits = self.fits(self.shape) and codes.shape[1] % group_size == 0
+        assert fits, f"{tuple(self.shape)} cannot be multiplied in int4"
         self.dtype = dtype
         self._packed = torch.empty(codes.shape[0], codes.shape[1] // 2, dtype=torch.uint8)
         step = _rows_at_once(codes.shape)
@@ -106,9 +117,9 @@ class Int4Matrix:
         return shape[0] % _ROW_COUNT_MULTIPLE == 0 and shape[1] % GROUP_SIZE == 0
 
     @staticmethod
-    def size(shape: torch.Size) -> int:
+    def size(shape: torch.Size, group_size: int = GROUP_SIZE) -> int:
         """Bytes of the codes, scales and zeros of a matrix of this shape."""
-        return shape[0] * (shape[1] // 2 + shape[1] // GROUP_SIZE * 4)
+        return shape[0] * (shape[1] // 2 + shape[1] // group_size * 4)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ matrix.T + bias``."""
@@ -117,7 +128,7 @@ class Int4Matrix:
             out = self._multiply_dense(flat)
         elif x.dtype == torch.bfloat16:
             # Without conversions, which cost 0.7 us where there is nothing to convert.
-            out = _int4pack_mm(flat, self._packed, GROUP_SIZE, self._scales_and_zeros)
+            out = _int4pack_mm(flat, self._packed, self._group, self._scales_and_zeros)
         else:
             out = self._multiply_packed(flat.to(torch.bfloat16)).to(x.dtype)
         out = out.view(*x.shape[:-1], self.shape[0])
@@ -134,7 +145,7 @@ class Int4Matrix:
         return self.shape[0] % _BLOCK_ROWS == 0 and _blocks_as_on_avx512()
 
     def _multiply_packed(self, x: Tensor) -> Tensor:
-        out: Tensor = _int4pack_mm(x, self._packed, GROUP_SIZE, self._scales_and_zeros)
+        out: Tensor = _int4pack_mm(x, self._packed, self._group, self._scales_and_zeros)
         return out
 
     def _multiply_dense(self, x: Tensor) -> Tensor:
@@ -148,7 +159,7 @@ class Int4Matrix:
     def _transposed_rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """The numbers of some whole blocks of rows, ``[in_features, rows]``."""
         in_features = self.shape[1]
-        codes = _unpack(self._packed[rows]).unflatten(0, (-1, GROUP_SIZE)).to(dtype)
+        codes = _unpack(self._packed[rows]).unflatten(0, (-1, self._group)).to(dtype)
         scales, zeros = self._scales_and_zeros[:, rows].to(dtype).unbind(-1)
         numbers = torch.addcmul(zeros.unsqueeze(1), codes, scales.unsqueeze(1))
         return numbers.view(in_features, -1)

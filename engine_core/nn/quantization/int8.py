@@ -48,6 +48,14 @@ class Int8Matrix:
             self.codes[start : start + step] = (rows / divisor).round_().clamp_(-127, 127)
         self.nbytes = self.codes.nbytes + self.scales.nbytes
 
+    @classmethod
+    def of(cls, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Int8Matrix:
+        """The matrix of ``codes [N, K]`` int8 and ``scales [N]``, rounded to bfloat16."""
+        self = cls.__new__(cls)
+        self.codes, self.scales = codes.contiguous(), scales.to(torch.bfloat16)
+        self.dtype, self.nbytes = dtype, self.codes.nbytes + self.scales.nbytes
+        return self
+
     @staticmethod
     def fits(shape: torch.Size) -> bool:
         """Whether torch's kernel can multiply a matrix of this shape."""

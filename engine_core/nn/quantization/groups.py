@@ -1,0 +1,240 @@
+"""Integers of 4 or 8 bits with scales of groups, as :class:`GroupWeight` or by torch on a CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine_core.kernels import GPU, CodedWeight, GroupWeight, linear
+from engine_core.kernels.linear.groups import fits_group, pack_codes, unpack_codes
+from engine_core.kernels.linear.tiles import MOST_GROUP_ROWS, choose_group_tile
+from engine_core.nn.epilogue import Call, Epilogue
+from engine_core.nn.linear import Linear, UnquantizedLinearMethod
+from engine_core.nn.packing import MatrixModule, PackedMatrix
+from engine_core.nn.quantization.int4 import Int4Matrix
+from engine_core.nn.quantization.int8 import Int8Matrix
+
+logger = logging.getLogger(__name__)
+
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """The form of a linear's integers.
+
+    Attributes:
+        bits: 4 or 8.
+        group_size: inputs that share a scale; 0 for all of them.
+        zeros: whether groups have zero points.
+        ordered: whether the inputs of a group are not neighbours (``g_idx``).
+        scale_dtype: of the scales.
+        quantizes_rows: whether many rows are quantised to 8 bits too, on a GPU.
+    """
+
+    bits: int
+    group_size: int
+    zeros: bool
+    ordered: bool
+    scale_dtype: torch.dtype
+    quantizes_rows: bool = False
+
+    def runs(self, on_cpu: bool, shape: torch.Size) -> bool:
+        """Whether a kernel multiplies a matrix ``shape`` of this form as it is."""
+        n, k = shape
+        if not on_cpu:
+            return fits_group(self.group_size)
+        if self.bits == 8:
+            return not self.group_size and not self.zeros and Int8Matrix.fits(shape)
+        return self.cpu_group(k) > 0 and n % 16 == 0
+
+    def cpu_group(self, in_features: int) -> int:
+        """The group that torch's kernel for 4 bits takes; 0 if there is none."""
+        sizes = [each for each in (256, 128, 64, 32) if in_features % each == 0]
+        wanted = self.group_size
+        return next((each for each in sizes if not wanted or wanted % each == 0), 0)
+
+
+class OrderedMatrix:
+    """A packed matrix whose columns are in another order than its inputs."""
+
+    def __init__(self, matrix: PackedMatrix, order: Tensor) -> None:
+        """``order [K]`` names the input of each column."""
+        self._matrix, self._order = matrix, order
+        self.nbytes = matrix.nbytes + order.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ matrix.T + bias``; the inputs are put in order first."""
+        x = x.index_select(-1, self._order)
+        if isinstance(self._matrix, CodedWeight):
+            return linear(x, self._matrix, bias)
+        return self._matrix.multiply(x, bias)
+
+    def dense(self) -> Tensor:
+        """The numbers, in the order of the inputs."""
+        numbers = self._matrix.dense()
+        return torch.empty_like(numbers).index_copy_(1, self._order.long(), numbers)
+
+
+class GroupMethod(UnquantizedLinearMethod):
+    """A weight that is a :class:`GroupWeight` on a GPU."""
+
+    quantizes_rows = False
+
+    @staticmethod
+    def slower(gpu: GPU | None) -> str | None:
+        """The rule by which a plain weight is faster on a kind of GPU.
+
+        Beyond some rows the numbers are written and read in each step, by which a step takes longer
+        than with a plain weight by 4 bytes a weight over the memory's speed.
+        """
+        if gpu is None or gpu.capability < (8, 0):
+            return "there are no kernels for this GPU: each step turns the weights into numbers"
+        return (
+            f"steps of more than {MOST_GROUP_ROWS} tokens turn the weights into numbers first, "
+            "which takes longer than bfloat16 weights do"
+        )
+
+    def fits(
+        self, layer: Linear, call: Call, *, gated: bool = False, deterministic: bool = False
+    ) -> bool:
+        """By the tiles of groups; deterministic mode multiplies by numbers."""
+        if deterministic:
+            return super().fits(layer, call, gated=gated, deterministic=True)
+        shape = (call.rows, layer.out_features, layer.in_features, gated, call.gpu)
+        limit = 64 if self.quantizes_rows else None
+        return call.dtype in _SIXTEEN_BITS and choose_group_tile(*shape, limit) is not None
+
+    def activates(self, layer: Linear, call: Call, gated: bool, activation: str) -> bool:
+        """As a plain weight's: many rows are multiplied by the numbers."""
+        return not self.quantizes_rows and super().activates(layer, call, gated, activation)
+
+    def adds_residual(self, layer: Linear, call: Call) -> bool:
+        """Not by itself."""
+        return False
+
+
+def warn_of_slower(scheme: str, gpu: GPU | None) -> None:
+    """Say at the start where the weights of a scheme take longer than plain ones."""
+    why = GroupMethod.slower(gpu)
+    if why is not None:
+        logger.warning("quantization %s: %s", scheme, why)
+
+
+class GroupLinearMethod(GroupMethod):
+    """A checkpoint's integers, in the form that all of its formats are brought into.
+
+    Its tensors are ``weight [out, in * bits / 8]`` uint8, ``weight_scale [out, groups]``, and
+    perhaps ``weight_zero_point`` of that shape, uint8, and ``weight_g_idx [in]`` int32. On a CPU
+    torch's kernels multiply them, by scales that are rounded to bfloat16.
+    """
+
+    def __init__(self, layout: GroupLayout, on_cpu: bool) -> None:
+        self._layout = layout
+        self._on_cpu = on_cpu
+        self.quantizes_rows = layout.quantizes_rows
+
+    def create_weights(
+        self,
+        layer: Linear,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+    ) -> None:
+        """Make the tensors above."""
+        layout, n, k = self._layout, out_features, in_features
+        share = 8 // layout.bits
+        packed = torch.empty(n, k // share, dtype=torch.uint8, device=device)
+        layer.add_parameter("weight", packed, input_dim=1, packed_dim=1, pack_factor=share)
+        size = layout.group_size
+        grouped = partial(layer.add_parameter, input_dim=1 if size else None, group_size=size or 1)
+        shape = (n, -(-k // size) if size else 1)
+        scales = torch.empty(shape, dtype=layout.scale_dtype, device=device)
+        grouped("weight_scale", scales)
+        if layout.zeros:
+            zeros = torch.empty(shape, dtype=torch.uint8, device=device)
+            grouped("weight_zero_point", zeros)
+        if layout.ordered:
+            groups = torch.empty(layer.num_parts, k, dtype=torch.int32, device=device)
+            layer.add_parameter("weight_g_idx", groups, output_dim=None)
+
+    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
+        """Codes in the kernels' layout; on a CPU scales and zeros in torch's."""
+        n, packed = layer.get_parameter("weight").shape
+        layout, k = self._layout, packed * 8 // self._layout.bits
+        sizes = {"weight": GroupWeight.size(n, k, layout.bits)}
+        if layout.ordered:
+            sizes["weight_g_idx"] = k * 4
+        if self._on_cpu:
+            shape = torch.Size((n, k))
+            four = layout.bits == 4
+            sizes["weight"] = (
+                Int4Matrix.size(shape, layout.cpu_group(k)) if four else Int8Matrix.size(shape)
+            )
+            sizes |= {"weight_scale": 0} | ({"weight_zero_point": 0} if layout.zeros else {})
+        return sizes
+
+    def process_after_load(self, layer: Linear) -> None:
+        """Bring the codes into the layout of a kernel."""
+        names = [name for name in layer._parameters if name.startswith("weight")]
+        layout = self._layout
+        packed, scales = (layer.get_parameter(name).data for name in ("weight", "weight_scale"))
+        zeros = layer.get_parameter("weight_zero_point").data if layout.zeros else None
+        order = None
+        if layout.ordered:
+            order = layer.get_parameter("weight_g_idx").data[0].argsort(stable=True).int()
+            codes = unpack_codes(packed, layout.bits).index_select(1, order)
+            packed = pack_codes(codes, layout.bits)
+        matrix: PackedMatrix
+        if not self._on_cpu:
+            matrix = GroupWeight.of(
+                *(packed, scales, zeros, layout.bits, layer.dtype),
+                quantizes_rows=layout.quantizes_rows,
+            )
+        elif layout.bits == 8:
+            codes = (packed ^ 128).view(torch.int8)
+            matrix = Int8Matrix.of(codes, scales.squeeze(1), layer.dtype)
+        else:
+            matrix = self._int4(unpack_codes(packed, 4), scales, zeros, layer.dtype)
+        layer.set_packed(matrix if order is None else OrderedMatrix(matrix, order), *names)
+
+    def _int4(
+        self, codes: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype
+    ) -> Int4Matrix:
+        size = self._layout.cpu_group(codes.shape[1])
+        scales = scales.float()
+        offsets = torch.zeros_like(scales) if zeros is None else (8 - zeros.float()) * scales
+        times = codes.shape[1] // size // scales.shape[1]
+        scales, offsets = (
+            each.repeat_interleave(times, dim=1).to(torch.bfloat16) for each in (scales, offsets)
+        )
+        return Int4Matrix(codes, scales, offsets, dtype, size)
+
+    def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
+        """As of any weight; one whose inputs have an order of their own fuses nothing."""
+        if self._layout.ordered:
+            return "the inputs are put into the order of the groups first"
+        return super().declined(layer, epilogue, call)
+
+
+class GroupAtLoadMethod(GroupMethod):
+    """Weights that become a :class:`GroupWeight` once they are loaded, on a GPU."""
+
+    def __init__(self, bits: int, group_size: int) -> None:
+        self._bits, self._group_size = bits, group_size
+
+    def pack(self, weight: Tensor) -> GroupWeight:
+        """The quantised weight."""
+        return GroupWeight.quantized(weight, self._bits, self._group_size)
+
+    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
+        """Codes, scales and zeros instead of the weight."""
+        n, k = layer.weight.shape
+        scales = 3 * n * k // self._group_size if self._group_size else 4 * n
+        return {"weight": GroupWeight.size(n, k, self._bits) + scales}

@@ -1,0 +1,640 @@
+"""Checkpoints of integers with scales of groups: AWQ, GPTQ and compressed-tensors.
+
+Each tool packs codes, scales and zero points in its own way. :class:`PackedCheckpoint` brings them
+into one form as they are read, the tensors of :class:`GroupLinearMethod`, or into numbers where no
+kernel takes them: merged linears whose parts differ, the vocabulary, and modules of torch. Before
+that the model is matched with headers as plain layers have them, which says what is what.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from engine_core.errors import OptionError
+from engine_core.kernels import gpu_of
+from engine_core.kernels.linear.groups import pack_codes, unpack_codes
+from engine_core.nn.linear import Linear, LinearMethod
+from engine_core.nn.quantization.fp8_checkpoint import names_layer, refuse_settings, unsupported
+from engine_core.nn.quantization.groups import GroupLayout, GroupLinearMethod, warn_of_slower
+from engine_core.nn.quantization.scheme import QuantizationScheme
+
+if TYPE_CHECKING:
+    from engine_core.checkpoint import Checkpoint
+    from engine_core.nn.loading import LoadAccount
+
+logger = logging.getLogger(__name__)
+
+_FLOATS = ("float16", "bfloat16", "float32")
+_ROWS = 1024
+# AWQ's places of neighbouring columns in an int32.
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Integers:
+    """A checkpoint's linear of integers.
+
+    Attributes:
+        name: of the layer, without the leaf.
+        leaves: its tensors' last names, and what each holds: codes, scales, zeros, groups; others
+            are passed over.
+        shape: ``(N, K)``.
+        layout: the form that they are brought into.
+        order: the group of each input, if the checkpoint names other groups than neighbours.
+        even: whether these groups are of equal size.
+        held: tensors that were read, until all of them were.
+    """
+
+    name: str
+    leaves: dict[str, str]
+    shape: tuple[int, int]
+    layout: GroupLayout
+    order: Tensor | None = None
+    even: bool = True
+    held: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row."""
+        size = self.layout.group_size
+        return -(-self.shape[1] // size) if size else 1
+
+    def headers(self, kept: bool) -> Iterator[tuple[str, _Header]]:
+        """Those of the tensors that it becomes."""
+        (n, k), layout = self.shape, self.layout
+        if not kept:
+            yield f"{self.name}.weight", _Header("float32", (n, k))
+            return
+        yield f"{self.name}.weight", _Header("uint8", (n, k * layout.bits // 8))
+        scale_dtype = str(layout.scale_dtype).removeprefix("torch.")
+        yield f"{self.name}.weight_scale", _Header(scale_dtype, (n, self.groups))
+        if layout.zeros:
+            yield f"{self.name}.weight_zero_point", _Header("uint8", (n, self.groups))
+        if layout.ordered:
+            yield f"{self.name}.weight_g_idx", _Header("int32", (k,))
+
+
+def _expand(packed: Tensor, bits: int) -> Tensor:
+    """int32 ``[rows, n]`` as uint8 ``[rows, n * 32 / bits]``, the lowest bits first."""
+    return unpack_codes(packed.contiguous().view(torch.uint8), bits)
+
+
+class PackedCheckpoint:
+    """A checkpoint whose integers come in one form, or as numbers.
+
+    Attributes:
+        headers: as :meth:`weights` gives the tensors.
+        gguf: None, as of no GGUF file.
+    """
+
+    gguf = None
+
+    def __init__(
+        self, source: Any, linears: Mapping[str, Integers], read: Any, kept: frozenset[str]
+    ) -> None:
+        """``read`` makes codes, scales and zeros of held tensors; ``kept`` stay integers."""
+        self.source = source
+        self._linears, self._read, self._kept = linears, read, kept
+        self._leaves = {
+            f"{linear.name}.{leaf}": (linear, kind)
+            for linear in linears.values()
+            for leaf, kind in linear.leaves.items()
+        }
+        self.headers: dict[str, Any] = {
+            name: header for name, header in source.headers.items() if name not in self._leaves
+        }
+        for linear in linears.values():
+            self.headers |= linear.headers(linear.name in kept)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, one after another."""
+        return self.convert(self.source.weights())
+
+    def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same of the source's own tensors, wherever they were read to."""
+        for name, tensor in tensors:
+            if name not in self._leaves:
+                yield name, tensor
+                continue
+            linear, kind = self._leaves[name]
+            linear.held[kind or name] = tensor
+            if len(linear.held) == len(linear.leaves):
+                held, linear.held = linear.held, {}
+                yield from self._converted(linear, held)
+
+    def _converted(self, linear: Integers, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        packed, scales, zeros = self._read(linear, held)
+        if linear.name not in self._kept:
+            yield f"{linear.name}.weight", _numbers(linear, packed, scales, zeros)
+            return
+        yield f"{linear.name}.weight", packed
+        yield f"{linear.name}.weight_scale", scales
+        if zeros is not None:
+            yield f"{linear.name}.weight_zero_point", zeros
+        if linear.layout.ordered:
+            yield f"{linear.name}.weight_g_idx", held["groups"].int()
+
+
+def _numbers(linear: Integers, packed: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """The numbers that the integers stand for, float32."""
+    (n, k), bits = linear.shape, linear.layout.bits
+    group = torch.arange(k, device=packed.device) // (linear.layout.group_size or k)
+    if linear.order is not None:
+        group = linear.order.to(packed.device).long()
+    out = torch.empty(n, k, dtype=torch.float32, device=packed.device)
+    for start in range(0, n, _ROWS):
+        rows = slice(start, start + _ROWS)
+        zero = 2.0 ** (bits - 1) if zeros is None else zeros[rows].float()[:, group]
+        codes = unpack_codes(packed[rows], bits).float()
+        out[rows] = codes.sub_(zero).mul_(scales[rows].float()[:, group])
+    return out
+
+
+class PackedScheme(QuantizationScheme):
+    """Takes the linears that a tool packed; a subclass knows its settings and its tensors.
+
+    Attributes:
+        codes_leaf: the last name of the tensor of codes.
+        known: settings that matter, and the values of each that are supported.
+        passed: settings that say nothing about the tensors.
+    """
+
+    codes_leaf: ClassVar[str]
+    known: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    passed: ClassVar[tuple[str, ...]] = ()
+    _on_cpu = False
+
+    def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(name, settings)
+        self._linears: dict[str, Integers] = {}
+        self._layouts: dict[int, GroupLayout] = {}
+        if settings is not None:
+            refuse_settings(settings, (*self.known, *self.passed))
+            for key, values in self.known.items():
+                if values and settings.get(key) not in values:
+                    shown = " or ".join(repr(value) for value in values if value is not None)
+                    raise unsupported(f"{key} is {settings.get(key)!r}, not {shown}")
+
+    def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
+        """The linears of integers that a checkpoint has.
+
+        Raises:
+            ConfigError: a tensor of one is missing, or of another shape or type than it should be.
+        """
+        raise NotImplementedError
+
+    def read(
+        self, linear: Integers, held: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes ``[N, K * bits / 8]``, scales and zeros ``[N, groups]`` of its tensors."""
+        raise NotImplementedError
+
+    def check_device(self, device: torch.device) -> None:
+        """Say where a GPU gains no time."""
+        self._on_cpu = device.type == "cpu"
+        if not self._on_cpu and torch.cuda.is_available():
+            warn_of_slower(self.name, gpu_of(device))
+
+    def check_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
+        """The option alone quantises nothing."""
+        if self.settings is None and not any(
+            checkpoint.hf_config.get(key) for key in ("quantization_config", "compression_config")
+        ):
+            raise OptionError(
+                f"quantization {self.name!r} is for checkpoints that are quantised so, and {model} "
+                "is not; leave it out, or take 'int4', which quantises any checkpoint"
+            )
+
+    def plain(self, checkpoint: Any) -> Any:
+        """Its headers as they would be without quantisation."""
+        self._linears = {linear.name: linear for linear in self.linears(checkpoint.headers)}
+        if not self._linears:
+            raise unsupported(f"no tensor of the checkpoint is a {self.codes_leaf}")
+        return PackedCheckpoint(checkpoint, self._linears, self.read, frozenset())
+
+    def prepare(self, model: nn.Module) -> None:
+        """Leave the layers plain: the tensors say who is taken."""
+
+    def match_dummy(self) -> None:
+        """Refuse, as without tensors nothing says which linears are quantised."""
+        raise OptionError(
+            "load_format 'dummy' has no tensors that say which layers are quantised; take "
+            "quantization_config out of config.json, and set quantization='int4' or 'int8'"
+        )
+
+    def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Any:
+        """Give each linear of integers that a kernel takes its method; the others get numbers.
+
+        Raises:
+            ConfigError: only some parts of a merged linear are quantised, or a ``g_idx`` is wrong.
+        """
+        self._read_orders(checkpoint)
+        kept: set[str] = set()
+        left: dict[str, str] = {}
+        fills = Counter(name for param in model.parameters() for name in account.sources(param))
+        for name, layer in model.named_modules():
+            if not isinstance(layer, Linear):
+                continue
+            sources = [source.removesuffix(".weight") for source in account.sources(layer.weight)]
+            integers = [self._linears[each] for each in sources if each in self._linears]
+            if not integers:
+                continue
+            plain = [each for each in sources if each not in self._linears]
+            self._refuse_half(name, integers, plain)
+            layout = integers[0].layout
+            alike = all(self._alike(integers[0], other) for other in integers[1:])
+            if plain or not alike:
+                left[name] = "its parts are of several forms"
+            elif any(fills[f"{each.name}.weight"] > 1 for each in integers):
+                left[name] = "another layer shares it"
+            elif not integers[0].even:
+                left[name] = "its g_idx has groups of several sizes"
+            elif not layout.runs(self._on_cpu, layer.weight.shape):
+                left[name] = "no kernel takes groups, zeros or a size like its own"
+            else:
+                self._layouts[id(layer)] = layout
+                kept |= {each.name for each in integers}
+        others = sorted(self._linears.keys() - kept)
+        if others:
+            name, why = next(iter(left.items()), (others[0], "it is no linear of a layer"))
+            logger.warning("quantization %s: %d of %d packed weights are turned into numbers, such "
+                           "as %s: %s", self.name, len(others), len(self._linears),
+                           name, why)  # fmt: skip
+        self.give_methods(model)
+        return PackedCheckpoint(checkpoint, self._linears, self.read, frozenset(kept))
+
+    def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
+        """Integers, for a linear that has them."""
+        layout = self._layouts.get(id(layer))
+        if layout is None:
+            return None
+        if layout.ordered and layer.rowwise and layer.context.tp_size > 1:
+            raise OptionError(
+                f"quantization {self.name!r}: the inputs of {name} lie in groups all over it "
+                f"(g_idx), so that {layer.context.tp_size} ranks cannot share them; run it on one "
+                "device, or take a checkpoint without act-order (desc_act)"
+            )
+        return GroupLinearMethod(layout, self._on_cpu)
+
+    def _refuse_half(self, name: str, integers: list[Integers], plain: list[str]) -> None:
+        stray = sorted(each for each in plain if not self._skips(each))
+        if stray:
+            raise unsupported(
+                f"{name} is merged of tensors of which some are quantised ({integers[0].name}) and "
+                f"some are not ({stray[0]}), though no skip list names these"
+            )
+
+    def _skips(self, name: str) -> bool:
+        return names_layer(self.settings or {}, name)
+
+    def _alike(self, first: Integers, other: Integers) -> bool:
+        if first.layout != other.layout:
+            return False
+        if first.order is None or other.order is None:
+            return first.order is other.order
+        return torch.equal(first.order, other.order)
+
+    def _read_orders(self, checkpoint: Any) -> None:
+        """Look at the groups that inputs are in, where the checkpoint says."""
+        wanted = {
+            f"{linear.name}.{leaf}": linear
+            for linear in self._linears.values()
+            for leaf, kind in linear.leaves.items()
+            if kind == "groups"
+        }
+        if not wanted:
+            return
+        for name, tensor in checkpoint.weights():
+            linear = wanted.get(name)
+            if linear is None:
+                continue
+            k, size = linear.shape[1], linear.layout.group_size or linear.shape[1]
+            tensor = tensor.int()
+            neighbours = torch.arange(k, dtype=torch.int32) // size
+            if bool((tensor == -1).all()) or torch.equal(tensor, neighbours):
+                continue
+            low, high = int(tensor.min()), int(tensor.max())
+            if low < 0 or high >= linear.groups:
+                raise unsupported(
+                    f"{name} puts inputs into group {low if low < 0 else high}, and there are "
+                    f"groups 0 to {linear.groups - 1}"
+                )
+            linear.order = tensor.clone()
+            linear.even = bool(
+                (torch.bincount(tensor.long(), minlength=linear.groups) == size).all()
+            )
+            linear.layout = replace(linear.layout, ordered=True, quantizes_rows=False)
+
+
+class _Tensors:
+    """The headers of one linear's tensors, which are checked as they are asked for."""
+
+    def __init__(self, headers: Mapping[str, Any], name: str) -> None:
+        self._headers, self.name = headers, name
+        self.leaves: dict[str, str] = {}
+
+    def has(self, leaf: str) -> bool:
+        return f"{self.name}.{leaf}" in self._headers
+
+    def ask(self, leaf: str, kind: str, dtypes: tuple[str, ...]) -> Any:
+        header = self._headers.get(f"{self.name}.{leaf}")
+        if header is None:
+            raise unsupported(
+                f"{self.name} has codes but no {kind}: there is no {self.name}.{leaf}"
+            )
+        if header.dtype not in dtypes:
+            wanted = " or ".join(dtypes)
+            raise unsupported(f"{self.name}.{leaf} is of {header.dtype}, not {wanted}")
+        self.leaves[leaf] = kind
+        return header
+
+    def expect(self, leaf: str, header: Any, *shapes: tuple[int, ...], why: str = "") -> None:
+        if tuple(header.shape) not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise unsupported(
+                f"{self.name}.{leaf} has shape {list(header.shape)}, not {wanted}{why}"
+            )
+
+
+def _stems(headers: Mapping[str, Any], leaf: str) -> list[str]:
+    return [name.removesuffix(f".{leaf}") for name in headers if name.endswith(f".{leaf}")]
+
+
+def _checked_group(settings: Mapping[str, Any]) -> int:
+    size = settings.get("group_size", -1)
+    if type(size) is not int or (size < 1 and size != -1):
+        raise unsupported(f"group_size is {size!r}, neither a number of inputs nor -1")
+    return size
+
+
+class AWQScheme(PackedScheme):
+    """AutoAWQ's layout "gemm", of 4 bits."""
+
+    codes_leaf = "qweight"
+    known: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "bits": (4,),
+        "w_bit": (4, None),
+        "version": ("gemm", "GEMM", None),
+        "zero_point": (True, None),
+        "group_size": (),
+        "quant_method": ("awq",),
+    }
+    passed = (
+        *("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"),
+        *("modules_to_not_convert", "q_group_size"),
+    )
+
+    @classmethod
+    def condition(cls, settings: Mapping[str, Any]) -> bool:
+        """By the method's name."""
+        return settings.get("quant_method") == "awq"
+
+    def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
+        """Tensors ``qweight [K, N / 8]``, ``qzeros [groups, N / 8]``, ``scales [groups, N]``."""
+        size = _checked_group(self.settings or {})
+        for name in _stems(headers, "qweight"):
+            tensors = _Tensors(headers, name)
+            k, columns = tensors.ask("qweight", "codes", ("int32",)).shape
+            n, groups = columns * 8, 1 if size == -1 else -(-k // size)
+            why = f": group_size is {size}, of {k} inputs"
+            scales = tensors.ask("scales", "scales", _FLOATS)
+            tensors.expect("scales", scales, (groups, n), why=why)
+            zeros = tensors.ask("qzeros", "zeros", ("int32",))
+            tensors.expect("qzeros", zeros, (groups, columns), why=why)
+            dtype = getattr(torch, scales.dtype)
+            layout = GroupLayout(4, 0 if groups == 1 else size, True, False, dtype)
+            yield Integers(name, tensors.leaves, (n, k), layout)
+
+    def read(
+        self, linear: Integers, held: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Neighbouring columns lie in an int32 in an order of their own."""
+        codes, zeros = (
+            _expand(held[kind], 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1).T
+            for kind in ("codes", "zeros")
+        )
+        return pack_codes(codes.contiguous(), 4), held["scales"].T, zeros
+
+
+class GPTQScheme(PackedScheme):
+    """AutoGPTQ's and GPTQModel's layout, of 4 and 8 bits."""
+
+    codes_leaf = "qweight"
+    known: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "bits": (4, 8),
+        "checkpoint_format": ("gptq", "gptq_v2", None),
+        "pack_dtype": ("int32", None),
+        "is_marlin_format": (False, None),
+        "dynamic": (None, {}),
+        "quant_method": ("gptq",),
+        "group_size": (),
+        "rotation": (None, False, ""),
+    }
+    passed = (
+        *("act_group_aware", "backend", "batch_size", "block_name_to_quantize"),
+        *("cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "desc_act"),
+        *("disable_exllama", "exllama_config", "hyb_act", "lm_head", "max_input_length", "meta"),
+        *("model_file_base_name", "model_name_or_path", "model_seqlen", "modules_in_block_to_"
+          "quantize", "module_name_preceding_first_block", "modules_to_not_convert", "mse"),
+        *("pad_token_id", "static_groups", "sym", "tokenizer", "true_sequential", "uri"),
+        *("use_cuda_fp16", "use_exllama"),
+    )  # fmt: skip
+
+    @classmethod
+    def condition(cls, settings: Mapping[str, Any]) -> bool:
+        """By the method's name."""
+        return settings.get("quant_method") == "gptq"
+
+    def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
+        """Tensors ``qweight [K * bits / 32, N]``, ``qzeros``, ``scales``, and ``g_idx [K]``."""
+        settings = self.settings or {}
+        size, bits = _checked_group(settings), settings["bits"]
+        share = 32 // bits
+        for name in _stems(headers, "qweight"):
+            tensors = _Tensors(headers, name)
+            rows, n = tensors.ask("qweight", "codes", ("int32",)).shape
+            k = rows * share
+            groups = 1 if size == -1 else -(-k // size)
+            why = f": group_size is {size}, of {k} inputs"
+            scales = tensors.ask("scales", "scales", _FLOATS)
+            tensors.expect("scales", scales, (groups, n), why=why)
+            zeros = tensors.ask("qzeros", "zeros", ("int32",))
+            tensors.expect("qzeros", zeros, (groups, -(-n // share)), why=why)
+            if tensors.has("g_idx"):
+                order = tensors.ask("g_idx", "groups", ("int32",))
+                tensors.expect("g_idx", order, (k,), why=f", one for each of {k} inputs")
+            dtype = getattr(torch, scales.dtype)
+            layout = GroupLayout(bits, 0 if groups == 1 else size, True, False, dtype)
+            yield Integers(name, tensors.leaves, (n, k), layout)
+
+    def read(
+        self, linear: Integers, held: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Inputs lie in an int32 in their order. The first version keeps zeros less one."""
+        bits = linear.layout.bits
+        zeros = _expand(held["zeros"], bits)[:, : linear.shape[0]].T
+        if (self.settings or {}).get("checkpoint_format") != "gptq_v2":
+            zeros = (zeros + 1) & (2**bits - 1)
+        return held["codes"].T.contiguous().view(torch.uint8), held["scales"].T, zeros
+
+
+class CompressedIntegersScheme(PackedScheme):
+    """The formats pack-quantized and int-quantized of compressed-tensors, of 4 and 8 bits."""
+
+    codes_leaf = "weight_packed or int8 weight"
+    known: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "format": ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"),
+        "quant_method": ("compressed-tensors",),
+        "quantization_status": ("compressed", None),
+    }
+    passed = (
+        *("config_groups", "dequantize", "global_compression_ratio", "ignore", "kv_cache_scheme"),
+        *("run_compressed", "sparsity_config", "transform_config", "use_optimized_inference"),
+        "version",
+    )
+
+    def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(name, settings)
+        for group, given in integer_groups(settings or {}).items():
+            _check_integers(f"config_groups.{group}.weights", given["weights"])
+            inputs = given.get("input_activations")
+            if inputs is not None:
+                _check_inputs(f"config_groups.{group}.input_activations", inputs)
+            if given.get("output_activations") is not None:
+                raise unsupported(f"config_groups.{group} quantises output_activations")
+            targets = given.get("targets")
+            if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+                raise unsupported(f"config_groups.{group}.targets is {targets!r}, no list of names")
+
+    @classmethod
+    def condition(cls, settings: Mapping[str, Any]) -> bool:
+        """By the method's name, where all groups are of integers."""
+        mine = settings.get("quant_method") == "compressed-tensors"
+        return mine and bool(integer_groups(settings))
+
+    def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
+        """Packed ``weight_packed [N, K * bits / 32]`` or ``weight [N, K]`` int8, and scales."""
+        for name in _stems(headers, "weight_packed"):
+            yield self._linear(_Tensors(headers, name), packed=True)
+        for name in _stems(headers, "weight"):
+            if headers[f"{name}.weight"].dtype == "int8":
+                yield self._linear(_Tensors(headers, name), packed=False)
+
+    def _linear(self, tensors: _Tensors, *, packed: bool) -> Integers:
+        given = self._group_of(tensors.name)
+        weights, inputs = given["weights"], given.get("input_activations")
+        bits, strategy = weights["num_bits"], weights["strategy"]
+        symmetric = weights.get("symmetric", True)
+        if packed:
+            n, columns = tensors.ask("weight_packed", "codes", ("int32",)).shape
+            k = columns * 32 // bits
+        else:
+            n, k = tensors.ask("weight", "codes", ("int8",)).shape
+            if bits != 8:
+                raise unsupported(f"{tensors.name}.weight is int8, and num_bits says {bits}")
+        size = weights.get("group_size") if strategy == "group" else k
+        scales = tensors.ask("weight_scale", "scales", _FLOATS)
+        groups, why = -(-k // size), f": group_size is {size}, of {k} inputs"
+        whole = ((1,), (n,), (1, 1)) if groups == 1 else ()
+        tensors.expect("weight_scale", scales, (n, groups), *whole, why=why)
+        if not symmetric and packed:
+            zeros = tensors.ask("weight_zero_point", "zeros", ("int32",))
+            tensors.expect("weight_zero_point", zeros, (-(-n * bits // 32), groups), why=why)
+        elif not symmetric:
+            zeros = tensors.ask("weight_zero_point", "zeros", ("int8",))
+            tensors.expect("weight_zero_point", zeros, tuple(scales.shape))
+        if tensors.has("weight_g_idx"):
+            order = tensors.ask("weight_g_idx", "groups", ("int32", "int64"))
+            tensors.expect("weight_g_idx", order, (k,), why=f", one for each of {k} inputs")
+        for leaf in ("weight_shape", *(() if not symmetric else ("weight_zero_point",))):
+            if tensors.has(leaf):
+                tensors.leaves[leaf] = ""
+        layout = GroupLayout(
+            *(bits, 0 if groups == 1 else size, not symmetric, False),
+            getattr(torch, scales.dtype),
+            quantizes_rows=inputs is not None and groups == 1 and symmetric and bits == 8,
+        )
+        return Integers(tensors.name, tensors.leaves, (n, k), layout)
+
+    def _group_of(self, name: str) -> Mapping[str, Any]:
+        """The group whose targets name a linear, or all linears."""
+        groups = integer_groups(self.settings or {})
+        for group in groups.values():
+            if any(names_layer({"ignore": [target]}, name) for target in group["targets"]):
+                return group
+        for group in groups.values():
+            if "Linear" in group["targets"]:
+                return group
+        raise unsupported(f"{name} is quantised, and no group of config_groups targets it")
+
+    def read(
+        self, linear: Integers, held: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes and zeros are kept with an offset, or as int8."""
+        (n, k), bits = linear.shape, linear.layout.bits
+        signed = held["codes"].dtype == torch.int8
+        codes = held["codes"].contiguous().view(torch.uint8)
+        codes = codes ^ 128 if signed else codes[:, : k * bits // 8]
+        scales = held["scales"].reshape(-1, linear.groups).expand(n, linear.groups)
+        zeros = held.get("zeros")
+        if zeros is None:
+            return codes, scales, None
+        if signed:
+            zeros = zeros.view(torch.uint8) ^ 128
+            return codes, scales, zeros.reshape(-1, linear.groups).expand(n, linear.groups)
+        return codes, scales, _expand(zeros.T, bits)[:, :n].T
+
+
+def integer_groups(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """``config_groups`` of compressed-tensors if all are of integers; empty else."""
+    groups = settings.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        return {}
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict) or weights.get("type") != "int":
+            return {}
+    return groups
+
+
+def _check_integers(where: str, given: Mapping[str, Any]) -> None:
+    wanted: dict[str, tuple[Any, ...]] = {
+        "num_bits": (4, 8),
+        "symmetric": (True, False, None),
+        "strategy": ("group", "channel", "tensor"),
+        "block_structure": (None,),
+        "dynamic": (False, None),
+        "actorder": (None, False, True, "group", "weight", "static", "dynamic"),
+    }
+    _check_values(where, given, wanted)
+    size = given.get("group_size")
+    if given["strategy"] == "group" and (type(size) is not int or size < 1):
+        raise unsupported(f"{where}.group_size is {size!r}, not a number of inputs")
+
+
+def _check_inputs(where: str, given: Any) -> None:
+    if not isinstance(given, dict):
+        raise unsupported(f"{where} is {given!r}, no object")
+    wanted = {"type": ("int",), "num_bits": (8,), "symmetric": (True, None)}
+    _check_values(where, given, {**wanted, "dynamic": (True,), "strategy": ("token",)})
+
+
+def _check_values(where: str, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for key, values in wanted.items():
+        if given.get(key) not in values:
+            shown = " or ".join(repr(value) for value in values if value is not None)
+            raise unsupported(f"{where}.{key} is {given.get(key)!r}, not {shown}")

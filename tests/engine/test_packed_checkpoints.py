@@ -1,0 +1,333 @@
+"""Checkpoints of integers in the formats of three tools, and broken ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import packed_checkpoints as made
+import pytest
+import torch
+from packed_checkpoints import FORMATS
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.check import check_model
+from engine_core.checkpoint import open_checkpoint
+from engine_core.errors import EngineError, OptionError
+from engine_core.kernels import GroupWeight
+from engine_core.nn.linear import Linear
+from engine_core.nn.quantization import Int4Matrix, Int8Matrix
+from engine_core.nn.quantization.groups import GroupLinearMethod, OrderedMatrix
+from engine_core.registry import build_registry
+from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
+from engine_core.runtime.packing import weight_bytes
+from engine_core.step_context import BuildContext
+from engine_core.testing.tiny_model import TinyModel
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+BASE: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu"}
+
+
+class Made:
+    """A tiny Llama in a format, and the same with the numbers that its integers stand for."""
+
+    def __init__(
+        self, folder: Path, kind: str, skips: Callable[[str], bool] = lambda name: "lm_head" in name
+    ) -> None:
+        self.form = FORMATS[kind]
+        held, plain = made.packed(made.llama(), self.form, skips)
+        self.plain = made.write(folder / "plain", plain)
+        self.packed = made.write(folder / "packed", held, self.form.settings)
+
+    def settings(self, change: Callable[[dict[str, Any]], Any]) -> None:
+        path = self.packed / "config.json"
+        config = json.loads(path.read_text())
+        change(config["quantization_config"])
+        path.write_text(json.dumps(config))
+
+    def model(
+        self, folder: Path, device: torch.device = CPU, *, pack: bool = True, **context: Any
+    ) -> torch.nn.Module:
+        """Loaded on the CPU, with the methods of ``device``."""
+        registry = build_registry(())
+        checkpoint = open_checkpoint(folder)
+        config = registry.model_config(checkpoint.hf_config, folder)
+        settings = checkpoint.hf_config.get("quantization_config")
+        scheme = None
+        if settings is not None:
+            scheme = registry.quantization_scheme(
+                registry.recognise_quantization(settings) or "none", settings
+            )
+            scheme.check_device(device)
+        model_class = registry.model_class(config.architecture)
+        built = BuildContext(dtype=torch.float32, **context)
+        model = build_on_meta(model_class, config, built, scheme)
+        matched, _ = match_weights(model, checkpoint, "it", scheme)
+        self.bytes = weight_bytes(model)
+        load_weights(model, matched, "it", CPU, pack=pack)
+        return model
+
+
+def linears(model: torch.nn.Module) -> dict[str, Linear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    tiny = TinyModel(model, None)
+    sequences = [tiny.sequence([1, 5, 9, 80, 7, 7, 3], 7)]
+    return torch.cat(tiny.run(sequences, [[(0, 0, 7)]]).logits)
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    packed = {id(m.packed): m.packed.nbytes for m in model.modules() if getattr(m, "packed", None)}
+    return sum(param.nbytes for param in model.parameters()) + sum(packed.values())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_weights_are_those_of_the_reference(tmp_path: Path, kind: str) -> None:
+    """In the form that a GPU gets; its kernels are tested elsewhere."""
+    it = Made(tmp_path, kind)
+    plain = it.model(it.plain)
+    packed = it.model(it.packed, CUDA)
+    for name, layer in linears(packed).items():
+        assert isinstance(layer.packed, OrderedMatrix if it.form.ordered else GroupWeight)
+        assert torch.equal(layer.weight, linears(plain)[name].weight)
+    assert (logits(packed) - logits(plain)).abs().max() < 1e-4
+    assert it.bytes == held_bytes(packed)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_cpu_multiplies_them_by_torchs_kernels(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or by their numbers; torch's kernels take scales of bfloat16."""
+    it = Made(tmp_path, kind)
+    plain, packed = it.model(it.plain), it.model(it.packed)
+    as_numbers = "turned into numbers" in caplog.text
+    # 8 bits have a scale a row there.
+    assert as_numbers == (it.form.bits == 8 and it.form.group != -1)
+    for name, layer in linears(packed).items():
+        expected = linears(plain)[name].weight
+        if as_numbers:
+            assert torch.equal(layer.weight, expected)
+            continue
+        inner = layer.packed._matrix if it.form.ordered else layer.packed
+        assert isinstance(inner, Int8Matrix if it.form.bits == 8 else Int4Matrix)
+        assert (layer.weight - expected).abs().max() <= 2**-7 * expected.abs().max()
+    off = logits(packed) - logits(plain)
+    assert off.norm() < 0.03 * logits(plain).norm()
+    if not as_numbers:
+        assert it.bytes == held_bytes(packed)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_ranks_keep_their_part(tmp_path: Path, kind: str) -> None:
+    it = Made(tmp_path, kind)
+    if it.form.ordered:
+        with pytest.raises(OptionError, match=r"o_proj lie in groups all over it \(g_idx\)"):
+            it.model(it.packed, CUDA, tp_size=2)
+        return
+    for rank in range(2):
+        context = {"tp_size": 2, "tp_rank": rank}
+        plain = linears(it.model(it.plain, **context))
+        for name, layer in linears(it.model(it.packed, CUDA, **context)).items():
+            assert torch.equal(layer.weight, plain[name].weight)
+
+
+def test_ranks_do_not_cut_groups(tmp_path: Path) -> None:
+    it = Made(tmp_path, "gptq")
+    with pytest.raises(OptionError, match=r"o_proj: .* 64, which share an element of weight_scale"):
+        it.model(it.packed, CUDA, tp_size=4)
+
+
+def test_it_generates(tmp_path: Path) -> None:
+    it = Made(tmp_path, "gptq, act-order")
+    assert not check_model(it.packed, EngineConfig(**BASE)).errors
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(str(it.packed), EngineConfig(dtype="float32", **BASE)) as llm:
+        assert len(llm.generate([[1, 5, 9]], greedy)[0].outputs[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq", "compressed"])
+def test_parts_of_several_forms_become_numbers(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parts that a skip list names, other groups, and a vocabulary that is quantised."""
+    it = Made(tmp_path, kind, lambda name: "k_proj" in name)
+    key = "ignore" if kind == "compressed" else "modules_to_not_convert"
+    assert any("no skip list names these" in each.message for each in check(it))
+    it.settings(lambda settings: settings.update({key: ["k_proj"]}))
+    plain, packed = it.model(it.plain), it.model(it.packed, CUDA)
+    assert "5 of 13 packed weights are turned into numbers" in caplog.text
+    for name, layer in linears(packed).items():
+        assert isinstance(layer.method, GroupLinearMethod) != ("qkv" in name)
+        assert torch.equal(layer.weight, linears(plain)[name].weight)
+    assert torch.equal(packed.lm_head.weight, plain.lm_head.weight)
+    assert (logits(packed) - logits(plain)).abs().max() < 1e-4
+
+
+def test_groups_of_targets(tmp_path: Path) -> None:
+    """Of 4 bits and of 8, which a name or a pattern gives to some layers."""
+    it = Made(tmp_path, "compressed")
+    eight = FORMATS["compressed, 8 bits"]
+    held, plain = (
+        load_file(it.packed / "model.safetensors"),
+        load_file(it.plain / "model.safetensors"),
+    )
+    tensors = made.llama()
+    for name in [name for name in tensors if "mlp." in name]:
+        quantised = made.rounded(tensors[name], eight)
+        plain[name] = quantised.numbers
+        stem = name.removesuffix("weight")
+        held |= {stem + leaf: value for leaf, value in eight.pack(quantised).items()}
+    for folder, content in ((it.packed, held), (it.plain, plain)):
+        content = {name: tensor.contiguous() for name, tensor in content.items()}
+        save_file(content, folder / "model.safetensors")
+    group = eight.settings["config_groups"]["group_0"]
+
+    def add(settings: dict[str, Any]) -> None:
+        settings["config_groups"]["group_1"] = {**group, "targets": [r"re:.*\.mlp\..*"]}
+
+    it.settings(add)
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert isinstance(layer.packed, GroupWeight)
+        assert layer.packed.bits == (8 if "mlp" in name else 4)
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+@pytest.mark.parametrize(("name", "bits", "off"), [("int4", 4, 0.1), ("int8", 8, 0.008)])
+def test_quantised_at_load_as_a_gpu_has_it(
+    tmp_path: Path, name: str, bits: int, off: float
+) -> None:
+    folder = made.write(tmp_path / "plain", made.llama())
+    registry, checkpoint = build_registry(()), open_checkpoint(folder)
+    scheme = registry.quantization_scheme(name)
+    scheme.check_device(CUDA)
+    config = registry.model_config(checkpoint.hf_config, folder)
+    model_class = registry.model_class(config.architecture)
+    model = build_on_meta(model_class, config, BuildContext(dtype=torch.float32), scheme)
+    planned = weight_bytes(model)
+    load_weights(model, checkpoint, "it", CPU, pack=True)
+    tensors = made.llama()
+    for where, layer in linears(model).items():
+        assert isinstance(layer.packed, GroupWeight)
+        assert layer.packed.bits == bits
+        if "down" in where:
+            expected = tensors[f"{where}.weight"]
+            assert 0 < (layer.weight - expected).norm() < off * expected.norm()
+    assert planned == held_bytes(model)
+
+
+def check(it: Made) -> Any:
+    return check_model(it.packed, EngineConfig(**BASE)).errors
+
+
+PLACE = "model.layers.1.mlp.gate_proj."
+
+
+def drop(leaf: str) -> Callable[[Made], None]:
+    return lambda it: made.change(it.packed, lambda tensors: tensors.pop(PLACE + leaf))
+
+
+def put(leaf: str, edit: Callable[[Tensor], Tensor]) -> Callable[[Made], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[PLACE + leaf] = edit(tensors[PLACE + leaf])
+
+    return lambda it: made.change(it.packed, change)
+
+
+def half(it: Made) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for leaf in [name for name in tensors if name.startswith(PLACE)]:
+            del tensors[leaf]
+        tensors[PLACE + "weight"] = torch.zeros(256, 128)
+
+    made.change(it.packed, change)
+
+
+def setting(**changes: Any) -> Callable[[Made], None]:
+    return lambda it: it.settings(lambda settings: settings.update(changes))
+
+
+def weights(**changes: Any) -> Callable[[Made], None]:
+    def change(settings: dict[str, Any]) -> None:
+        settings["config_groups"]["group_0"]["weights"].update(changes)
+
+    return lambda it: it.settings(change)
+
+
+def inputs(**changes: Any) -> Callable[[Made], None]:
+    def change(settings: dict[str, Any]) -> None:
+        settings["config_groups"]["group_0"]["input_activations"].update(changes)
+
+    return lambda it: it.settings(change)
+
+
+def plain_tensors(it: Made) -> None:
+    plain = load_file(it.plain / "model.safetensors")
+    made.change(it.packed, lambda tensors: (tensors.clear(), tensors.update(plain)))
+
+
+BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
+    "no scales": ("awq", drop("scales"), f"no scales: there is no {PLACE}scales"),
+    "no zeros": ("gptq", drop("qzeros"), f"no zeros: there is no {PLACE}qzeros"),
+    "no scales of rows": ("int8 and activations", drop("weight_scale"), "gate_proj.weight_scale"),
+    "another group": ("awq", setting(group_size=64), "not [4, 128]: group_size is 64, of 256 in"),
+    "another group of gptq": ("gptq", setting(group_size=128), "group_size is 128, of 256 inputs"),
+    "no group": ("gptq", setting(group_size=0), "group_size is 0, neither a number of inputs"),
+    "another group of a config": ("compressed", weights(group_size=32), "group_size is 32, of"),
+    "groups out of range": (
+        "gptq, act-order",
+        put("g_idx", lambda groups: groups + 1),
+        f"{PLACE}g_idx puts inputs into group 4, and there are groups 0 to 3",
+    ),
+    "negative groups": ("gptq", put("g_idx", lambda groups: -2 - groups), "into group -3"),
+    "few groups": ("gptq", put("g_idx", lambda groups: groups[:9]), "g_idx has shape [9], not"),
+    "half of the parts": ("gptq", half, "mlp.gate_up_proj is merged of tensors of which some"),
+    "codes of another type": (
+        "awq",
+        put("qweight", lambda codes: codes.long()),
+        f"{PLACE}qweight is of int64, not int32",
+    ),
+    "codes of another shape": ("compressed", put("weight_packed", lambda c: c[:8]), "has shape"),
+    "3 bits": ("gptq", setting(bits=3), "bits is 3, not 4 or 8"),
+    "8 bits of awq": ("awq", setting(bits=8), "bits is 8, not 4"),
+    "another layout": ("awq", setting(version="gemv"), "version is 'gemv', not 'gemm'"),
+    "another version": ("gptq", setting(checkpoint_format="marlin"), "is 'marlin', not 'gptq'"),
+    "several forms": ("gptq", setting(dynamic={"-:.*": {}}), "dynamic is {'-:.*': {}}"),
+    "an unknown key": ("gptq", setting(turn=3), "turn is 3, which is not known"),
+    "2 bits": ("compressed", weights(num_bits=2), "weights.num_bits is 2, not 4 or 8"),
+    "another strategy": ("compressed", weights(strategy="block"), "strategy is 'block', not"),
+    "static activations": ("int8 and activations", inputs(dynamic=False), "dynamic is False, not"),
+    "4-bit activations": ("int8 and activations", inputs(num_bits=4), "num_bits is 4, not 8"),
+    "no codes": ("gptq", plain_tensors, "no tensor of the checkpoint is a qweight"),
+    "an unknown method": ("gptq", setting(quant_method="aqlm"), "says 'aqlm'"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_broken_ones_are_named(tmp_path: Path, broken: str) -> None:
+    kind, breaks, words = BROKEN[broken]
+    it = Made(tmp_path, kind)
+    breaks(it)
+    report = check_model(it.packed, EngineConfig(**BASE))
+    assert any(words in problem.message for problem in report.errors), report
+    assert report.seconds < 5
+    with pytest.raises(EngineError) as refused:
+        LLM(str(it.packed), EngineConfig(**BASE))
+    assert words in str(refused.value)
+
+
+def test_options_that_do_not_fit(tmp_path: Path) -> None:
+    it = Made(tmp_path, "awq")
+    with pytest.raises(OptionError, match="quantised by 'awq'"):
+        LLM(str(it.packed), EngineConfig(quantization="int4", **BASE))
+    with pytest.raises(OptionError, match="or take 'int4', which quantises any"):
+        LLM(str(it.plain), EngineConfig(quantization="awq", **BASE))
+    with pytest.raises(OptionError, match="load_format 'dummy' has no tensors"):
+        LLM(str(it.packed), EngineConfig(load_format="dummy", **BASE))
