@@ -1,7 +1,7 @@
 """Time replays of decode graphs, with rows of equal and of very different lengths.
 
     python benchmarks/decode.py [llama3_8b] [qwen2_0_5b] [--batches 8,32,64,128,256] [--seconds 3]
-        [--profile] [--quantization fp8]
+        [--profile] [--quantization fp8|int4|int8]
 
 Weights and cache hold random values: with zeros a card takes less power, and so keeps a higher
 clock. Replays are timed on the device, between CUDA events around 20 of them. There are no prompts,
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--batches", default="8,32,64,128,256")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--quantization", help="fp8 quantises the linears")
+    parser.add_argument("--quantization", help="fp8, int4 (groups of 128) or int8: the linears")
     arguments = parser.parse_args()
     batches = [int(part) for part in arguments.batches.split(",")]
     print(torch.cuda.get_device_name(), torch.__version__)

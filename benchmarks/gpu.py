@@ -1,7 +1,7 @@
 """Run the shared workloads on a GPU, beside the peers' figures and the floors.
 
     python benchmarks/gpu.py [llama3_8b] [qwen2_0_5b] [--batches 1,32] [--no-mix] [--profile]
-        [--deterministic] [--quantization fp8]
+        [--deterministic] [--quantization fp8|int4|int8]
 
 The peers' figures were measured on one NVIDIA H200 on 2026-11-20 with the same workload: vLLM
 0.24.0 and lmdeploy.pytorch 0.18.0. A floor is the larger of the weights' bytes over 4.28 TB/s and
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--no-mix", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--quantization", help="fp8 quantises the linears; the peers' do not")
+    parser.add_argument("--quantization", help="fp8, int4 or int8; the peers have none")
     arguments = parser.parse_args()
     batches = tuple(int(part) for part in arguments.batches.split(","))
     print(torch.cuda.get_device_name(), torch.__version__)

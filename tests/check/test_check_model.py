@@ -156,7 +156,7 @@ def test_a_revision_of_a_folder(model: Model) -> None:
 def test_an_option_that_does_not_fit_is_not_the_configs_fault(model: Model) -> None:
     wrong: dict[str, tuple[dict[str, Any], str | None]] = {
         "of this size cannot be split over 3 ranks": ({"tensor_parallel_size": 3}, None),
-        "cannot run on cuda": ({"quantization": "int4"}, "H100"),
+        "cannot run on cuda": ({"quantization": "gguf"}, "H100"),
         "'gguf' keeps the blocks": ({"quantization": "gguf"}, None),
         "above the 2048 tokens": ({"max_model_len": 4096}, None),
         "two names of one object": (
@@ -175,7 +175,7 @@ def test_an_option_that_does_not_fit_is_not_the_configs_fault(model: Model) -> N
 
 def test_a_quantization_that_a_gpu_has_not_hides_no_other_fault(model: Model) -> None:
     model.json("config.json", num_key_value_heads=3)
-    report = check_model(str(model), EngineConfig(quantization="int4"), gpu="H100")
+    report = check_model(str(model), EngineConfig(quantization="gguf"), gpu="H100")
     assert {problem.code for problem in report.errors} == {"option-invalid", "config-invalid"}
 
 

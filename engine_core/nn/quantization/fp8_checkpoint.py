@@ -364,6 +364,8 @@ def refuse_settings(settings: Mapping[str, Any], keys: Sequence[str]) -> None:
         names = settings.get(key) or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise unsupported(f"{key} is {names!r}, no list of names")
+        for name in names:
+            check_pattern(key, name)
     unknown = sorted(settings.keys() - set(keys))
     if unknown:
         raise unsupported(f"{unknown[0]} is {settings[unknown[0]]!r}, which is not known")
@@ -371,6 +373,15 @@ def refuse_settings(settings: Mapping[str, Any], keys: Sequence[str]) -> None:
         value = settings.get(key)
         if value and value != {"format": "dense"}:
             raise unsupported(f"{key} is {value!r}")
+
+
+def check_pattern(where: str, name: str) -> None:
+    """Raise a :class:`ConfigError` for a regular expression that is none."""
+    try:
+        re.compile(name.removeprefix("re:"))
+    except (re.error, OverflowError, RecursionError) as error:
+        if name.startswith("re:"):
+            raise unsupported(f"{where} has {name!r}, no regular expression ({error})") from error
 
 
 def names_layer(settings: Mapping[str, Any], name: str) -> bool:

@@ -21,7 +21,12 @@ from engine_core.errors import OptionError
 from engine_core.kernels import gpu_of
 from engine_core.kernels.linear.groups import pack_codes, unpack_codes
 from engine_core.nn.linear import Linear, LinearMethod
-from engine_core.nn.quantization.fp8_checkpoint import names_layer, refuse_settings, unsupported
+from engine_core.nn.quantization.fp8_checkpoint import (
+    check_pattern,
+    names_layer,
+    refuse_settings,
+    unsupported,
+)
 from engine_core.nn.quantization.groups import GroupLayout, GroupLinearMethod, warn_of_slower
 from engine_core.nn.quantization.scheme import QuantizationScheme
 
@@ -185,9 +190,8 @@ class PackedScheme(QuantizationScheme):
         if settings is not None:
             refuse_settings(settings, (*self.known, *self.passed))
             for key, values in self.known.items():
-                if values and settings.get(key) not in values:
-                    shown = " or ".join(repr(value) for value in values if value is not None)
-                    raise unsupported(f"{key} is {settings.get(key)!r}, not {shown}")
+                if values:
+                    _check_value(key, settings.get(key), values)
 
     def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
         """The linears of integers that a checkpoint has.
@@ -359,6 +363,8 @@ class _Tensors:
         if header.dtype not in dtypes:
             wanted = " or ".join(dtypes)
             raise unsupported(f"{self.name}.{leaf} is of {header.dtype}, not {wanted}")
+        if kind == "codes" and (len(header.shape) != 2 or 0 in header.shape):
+            raise unsupported(f"{self.name}.{leaf} has shape {list(header.shape)}, no matrix")
         self.leaves[leaf] = kind
         return header
 
@@ -519,6 +525,8 @@ class CompressedIntegersScheme(PackedScheme):
             targets = given.get("targets")
             if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
                 raise unsupported(f"config_groups.{group}.targets is {targets!r}, no list of names")
+            for target in targets:
+                check_pattern(f"config_groups.{group}.targets", target)
 
     @classmethod
     def condition(cls, settings: Mapping[str, Any]) -> bool:
@@ -635,6 +643,10 @@ def _check_inputs(where: str, given: Any) -> None:
 
 def _check_values(where: str, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     for key, values in wanted.items():
-        if given.get(key) not in values:
-            shown = " or ".join(repr(value) for value in values if value is not None)
-            raise unsupported(f"{where}.{key} is {given.get(key)!r}, not {shown}")
+        _check_value(f"{where}.{key}", given.get(key), values)
+
+
+def _check_value(where: str, given: Any, known: tuple[Any, ...]) -> None:
+    if not any(type(given) is type(value) and given == value for value in known):
+        shown = " or ".join(repr(value) for value in known if value is not None)
+        raise unsupported(f"{where} is {given!r}, not {shown}")
