@@ -8,7 +8,9 @@ is computed in float32 on the CPU, but for the row "bfloat16". Rows that begin w
 files in a tool's format; where the package compressed-tensors is installed it packs those that are
 its own, and the weights as loaded are compared with its own dequantisation: the last column is
 their greatest difference. "and activations" quantises the inputs of the linears row by row too, as
-a GPU does for more than 64 rows.
+a GPU does for more than 64 rows. "As a GPU has it" is what is made at load there. The packers of 4
+bits, and of 8 with scales of groups, are those of the tests, which round to nearest; a tool that
+calibrates comes nearer.
 
 The models are those of ``make models``. SmolLM2's file has 4 bits, so float32 is what these are.
 """
@@ -27,7 +29,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import packed_checkpoints
 import torch
+from packed_checkpoints import FORMATS, Format
 from safetensors.torch import save_file
 from stories15m import write_stories15m
 from torch import Tensor, nn
@@ -37,6 +41,7 @@ from engine_core.kernels.linear.fp8 import quantize_rows
 from engine_core.nn.linear import Linear
 from engine_core.nn.quantization import Fp8LinearMethod
 from engine_core.nn.quantization.fp8_checkpoint import Fp8Method
+from engine_core.nn.quantization.groups import GroupLinearMethod
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
 from engine_core.runtime.source import find_scheme, open_files, option_scheme, read_config
@@ -44,7 +49,7 @@ from engine_core.step_context import BuildContext
 from engine_core.testing.tiny_model import TinyModel
 
 ROOT = Path(__file__).resolve().parents[1]
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 FP8 = torch.float8_e4m3fn
 Packed = tuple[dict[str, Tensor], Tensor | None]
 
@@ -56,6 +61,16 @@ class QuantisedRows(Fp8LinearMethod):
         """The product of what is left of them."""
         codes, scales = quantize_rows(x.reshape(-1, x.shape[-1]))
         return super().apply(layer, (codes.float() * scales[:, None]).view(x.shape), bias)
+
+
+class QuantisedRows8(GroupLinearMethod):
+    """Activations quantised row by row to int8, and turned back."""
+
+    def apply(self, layer: Linear, x: Any, bias: Tensor | None) -> Tensor:
+        """The product of what is left of them."""
+        scales = x.abs().amax(-1, keepdim=True) / 127
+        scales = torch.where(scales == 0, 1, scales)
+        return super().apply(layer, (x / scales).round() * scales, bias)
 
 
 def texts(name: str) -> list[list[int]]:
@@ -76,14 +91,17 @@ def source(name: str, folder: Path) -> Path:
     return models / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def load(path: Path, quantization: str | None, dtype: torch.dtype) -> nn.Module:
-    """The model, packed."""
+def load(
+    path: Path, quantization: str | None, dtype: torch.dtype, device: torch.device = CPU
+) -> nn.Module:
+    """The model, packed as for ``device``."""
     registry = build_registry(())
     name = str(dtype).removeprefix("torch.")
-    config = EngineConfig(device="cpu", dtype=name, quantization=quantization)
-    scheme = option_scheme(config, registry, CPU)
+    # Blocks of a GGUF file would be kept, and its numbers are what is compared with.
+    config = EngineConfig(device="cpu", dtype=name, quantization=quantization or "unpacked")
+    scheme = option_scheme(config, registry, device)
     checkpoint = open_files(str(path), config, registry, CPU, scheme)
-    scheme = find_scheme(checkpoint.hf_config, scheme, registry, CPU)
+    scheme = find_scheme(checkpoint, config, scheme, registry, device)
     model_config = read_config(registry, checkpoint, "auto")
     model_class = registry.model_class(model_config.architecture)
     model = build_on_meta(model_class, model_config, BuildContext(dtype=dtype), scheme)
@@ -137,7 +155,7 @@ def by_hand(strategy: str, weight: Tensor) -> Packed:
 
 def write_packed(path: Path, folder: Path, strategy: str) -> tuple[Path, dict[str, Tensor]]:
     """A copy whose linears are e4m3, and the numbers that its packer says they are."""
-    config = EngineConfig(device="cpu", dtype="float32")
+    config = EngineConfig(device="cpu", dtype="float32", quantization="unpacked")
     checkpoint = open_files(str(path), config, build_registry(()), CPU)
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}
     group["weights"]["strategy"] = strategy
@@ -163,6 +181,44 @@ def write_packed(path: Path, folder: Path, strategy: str) -> tuple[Path, dict[st
     return folder, expected
 
 
+def write_integers(path: Path, folder: Path, form: Format) -> tuple[Path, dict[str, Tensor]]:
+    """A copy whose linears are integers, and the numbers that the tests' packer says they are."""
+    config = EngineConfig(device="cpu", dtype="float32", quantization="unpacked")
+    checkpoint = open_files(str(path), config, build_registry(()), CPU)
+    tensors = {name: tensor.float().clone() for name, tensor in checkpoint.weights()}
+    held, plain = packed_checkpoints.packed(
+        tensors, form, lambda name: not name.endswith("_proj.weight")
+    )
+    folder.mkdir()
+    hf_config = {**checkpoint.hf_config.to_dict(), "quantization_config": form.settings}
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    save_file({n: t.contiguous() for n, t in held.items()}, folder / "model.safetensors")
+    return folder, {name: plain[name] for name in tensors if name.endswith("_proj.weight")}
+
+
+def of_group(form: Format, size: int) -> Format:
+    """A format with groups of another size."""
+    settings = json.loads(json.dumps(form.settings))
+    for given in (settings, settings.get("config_groups", {}).get("group_0", {}).get("weights")):
+        if given and "group_size" in given:
+            given["group_size"] = size
+    return form._replace(settings=settings, group=size)
+
+
+# By the title of a row; True if groups are of 64, or of 32 where 64 do not divide the inputs.
+INTEGERS = {
+    "awq": ("awq", True),
+    "gptq": ("gptq", True),
+    "gptq, zeros": ("gptq v2", True),
+    "gptq, act-order": ("gptq, act-order", True),
+    "gptq, 8 bits": ("gptq of 8 bits", True),
+    "compressed-tensors": ("compressed", True),
+    "compressed-tensors, zeros": ("compressed, zeros", True),
+    "compressed-tensors, a scale a row": ("compressed by rows", False),
+    "compressed-tensors, int8": ("int8 and activations", False),
+}
+
+
 def difference(model: nn.Module, expected: dict[str, Tensor]) -> float:
     """The greatest one between a linear's weights and those that its packer says they are."""
     merged = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -186,7 +242,9 @@ def measure(name: str, tokens: int) -> None:
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)
         path = source(name, folder)
-        exact = log_probabilities(load(path, None, torch.float32), ids)
+        plain = load(path, None, torch.float32)
+        width = next(m for m in plain.modules() if isinstance(m, Linear)).in_features
+        exact = log_probabilities(plain, ids)
         print(f"{name}, {len(exact)} tokens".ljust(40) + "mean KL   equal   off", flush=True)
 
         def row(title: str, make: Callable[[], nn.Module], expected: Any = None) -> None:
@@ -200,6 +258,8 @@ def measure(name: str, tokens: int) -> None:
         def with_rows(make: Callable[[], nn.Module]) -> nn.Module:
             model = make()
             for layer in model.modules():
+                if isinstance(layer, Linear) and isinstance(layer.method, GroupLinearMethod):
+                    layer.method = QuantisedRows8(layer.method._layout, on_cpu=False)
                 if isinstance(layer, Linear) and isinstance(layer.method, Fp8Method):
                     layer.method = QuantisedRows(on_cpu=True)
             return model
@@ -207,6 +267,9 @@ def measure(name: str, tokens: int) -> None:
         row("bfloat16", lambda: load(path, None, torch.bfloat16))
         for scheme in ("int8", "int4", "fp8"):
             row(scheme, lambda scheme=scheme: load(path, scheme, torch.float32))
+        for scheme in ("int8", "int4"):
+            make = lambda scheme=scheme: load(path, scheme, torch.float32, GPU)  # noqa: E731
+            row(f"{scheme} as a GPU has it", make)
         row("fp8 and activations", lambda: with_rows(lambda: load(path, "fp8", torch.float32)))
         for strategy in ("tensor", "channel", "block"):
             packed, expected = write_packed(path, folder / strategy, strategy)
@@ -214,6 +277,18 @@ def measure(name: str, tokens: int) -> None:
             row(f"checkpoint, a scale a {strategy}", make, expected)
             if strategy != "block":
                 row("    and activations", lambda make=make: with_rows(make))
+            shutil.rmtree(packed)
+        for title, (kind, grouped) in INTEGERS.items():
+            form = FORMATS[kind]
+            if grouped:
+                form = of_group(form, 64 if width % 64 == 0 else 32)
+            packed, expected = write_integers(path, folder / "integers", form)
+            make = lambda packed=packed: load(packed, None, torch.float32, GPU)  # noqa: E731
+            row(f"checkpoint, {title}", make, expected)
+            if "activations" in kind:
+                row("    and activations", lambda make=make: with_rows(make))
+            make = lambda packed=packed: load(packed, None, torch.float32)  # noqa: E731
+            row("    on a CPU", make)
             shutil.rmtree(packed)
 
 
