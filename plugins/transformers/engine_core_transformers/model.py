@@ -116,6 +116,7 @@ class TransformersModel(CausalLM):
         hf_config = read_config(config)
         hf_config._attn_implementation = TRACED
         hf_config.use_cache = False
+        hf_config.dtype = dtype  # Some classes make constants of it, whatever the default is.
         with _default_dtype(dtype):
             hf: PreTrainedModel = model_class(self._name)(hf_config)
         _check_kind(hf)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fallback_models import TOLERANCE, difference, expected, make_checkpoint, prompts
+from fallback_models import TOLERANCE, VOCAB, difference, expected, make_checkpoint, prompts
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral import modeling_mistral
@@ -62,6 +62,20 @@ def test_tokens_and_logits_are_those_of_transformers(model_type: str, tmp_path: 
     model = make_checkpoint(tmp_path, model_type, EQUAL[model_type])
     answers = [expected(model, prompt) for prompt in prompts()]
     assert difference(tmp_path, answers) <= TOLERANCE
+
+
+def test_a_dtype_that_is_not_the_checkpoints(tmp_path: Path) -> None:
+    """Apertus makes parameters of its config's dtype, which is float32 in the checkpoint."""
+    model = make_checkpoint(tmp_path, "apertus", "ApertusForCausalLM").to(torch.bfloat16)
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=VOCAB)
+    with engine(tmp_path, dtype="bfloat16") as llm:
+        outputs = llm.generate(prompts(), params)
+    for output, prompt in zip(outputs, prompts(), strict=True):
+        with torch.inference_mode():
+            wanted = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
+        entry = (output.outputs[0].logprobs or ())[0]
+        got = torch.tensor([entry[token].logprob for token in range(VOCAB)])
+        assert float((got - wanted).abs().mean()) < 0.05 * float(wanted.std())
 
 
 def test_two_ranks_give_the_same(tmp_path: Path) -> None:
