@@ -144,7 +144,7 @@ def test_the_commands_work_one_after_the_other(clone: Path, environment: dict[st
     commands = "".join(
         block[2] for block in BLOCK.finditer(DOCUMENT.read_text()) if block[1] == "sh"
     )
-    assert len(commands.splitlines()) == 7
+    assert len(commands.splitlines()) == 8
     done = subprocess.run(
         ["bash", "-eux", "-c", commands],
         cwd=clone,
