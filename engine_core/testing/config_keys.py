@@ -340,7 +340,10 @@ def _told(keys: _Keys, changes: Mapping[Key, Any], failure: Exception) -> str:
     named = ", ".join(
         f"{_shown(key)} {value!r} in place of {keys.value(key)!r}" for key, value in changes.items()
     )
-    return f"with {named} in config.json: {failure}"
+    return (
+        f"with {named} in config.json: {failure}. Read it in the model, or have the config builder "
+        "refuse other values"
+    )
 
 
 def _require_first(subject: Subject) -> None:

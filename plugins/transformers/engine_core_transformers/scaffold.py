@@ -631,7 +631,8 @@ from typing import Any
 from engine_core.configs import RotaryConfigBuilder
 from engine_core.errors import ConfigError
 
-# Keys that model.py does not read, with the only value that it was written for.
+# Keys that model.py does not read, with the only value that it was written for. One that it comes
+# to read belongs to the defaults below.
 _ONLY = {_literal(only, 0)}
 
 
