@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from engine_core.kernels.experts import cpu, reference
+from engine_core.kernels.gpu import gpu_of
 from engine_core.kernels.linear import Activation, Fp8Weight
 
 __all__ = ["Matrix", "Routing", "choose_experts", "run_experts"]
@@ -68,6 +69,10 @@ def choose_experts(
     Returns:
         ids ``[T, top_k]`` int32, and weights ``[T, top_k]`` float32.
     """
+    if logits.stride(-1) == 1 and routing.groups == 1 and gpu_of(logits.device) is not None:
+        from engine_core.kernels.experts import triton
+
+        return triton.choose_experts(logits, routing, bias, slots)
     return reference.choose_experts(logits, routing, bias, slots)
 
 
@@ -96,5 +101,9 @@ def run_experts(
     """
     if not x.is_cuda:
         return cpu.run_experts(x, ids, weights, gate_up, down, activation)
-    matrices: Any = (gate_up, down)
-    return reference.run_experts(x, ids, weights, matrices[0], matrices[1], activation)
+    matrices: tuple[Any, Any] = (gate_up, down)
+    if gpu_of(x.device) is None:
+        return reference.run_experts(x, ids, weights, *matrices, activation)
+    from engine_core.kernels.experts import triton
+
+    return triton.run_experts(x, ids, weights, *matrices, activation)
