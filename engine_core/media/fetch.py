@@ -129,23 +129,20 @@ class MediaSources:
             EngineDeadError: the engine is being shut down.
         """
         made: Future[list[MediaPart]] = Future()
-        coming: dict[int, Future[bytes]] = {}
+        named = [place for place, part in enumerate(parts) if names_source(part)]
         reading = _Reading(self._max_bytes)
         with self._lock:
             if self._closed:
                 raise EngineDeadError("the engine is being shut down and takes no more requests")
-            for place, part in enumerate(parts):
-                if names_source(part):
-                    coming[place] = self._threads.submit(self._content, part, reading)
-            self._waiting += len(coming)
-            if self._waiting > _QUEUED or (coming and self._held > _MAX_HELD):
-                self._waiting -= len(coming)
-                for each in coming.values():
-                    each.cancel()
+            if self._waiting + len(named) > _QUEUED or (named and self._held > _MAX_HELD):
                 raise QueueFullError(
                     f"{self._waiting} pictures, videos and sounds are being read already, and "
                     f"{self._held >> 20} MiB of others wait for their turn; send it again later"
                 )
+            self._waiting += len(named)
+            coming: dict[int, Future[bytes]] = {
+                place: self._threads.submit(self._content, parts[place], reading) for place in named
+            }
         left = len(coming)
 
         def ended(_: Future[bytes]) -> None:

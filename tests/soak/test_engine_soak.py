@@ -18,7 +18,7 @@ from serving import write_tiny_model
 from engine_core import EngineConfig, SamplingParams
 from engine_core.engine import Engine
 
-SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "8"))
+SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "4"))
 # What the allocator and caches that fill up may add between two samples of memory.
 ALLOWED_GROWTH = 32 * 2**20
 

@@ -19,7 +19,7 @@ import pytest
 from random_requests import Job, answered, known_jobs
 from serving import ServerProcess, write_tiny_model
 
-SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "15"))
+SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "8"))
 CLIENTS = 24
 # What the allocators of both processes may add between two samples of memory.
 ALLOWED_GROWTH = 48 * 2**20
