@@ -21,6 +21,9 @@ EDITABLE := -e '.[cpu]' $(BESIDE:%=-e %)
 empty :=
 space := $(empty) $(empty)
 
+# On all cores: pip would take a minute on one. Some packages hold files of another Python.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+
 SMOLLM2 := $(CACHE)/models/SmolLM2-135M-Instruct.Q4_1.gguf
 PROMPT ?= What is an inference engine? Answer in two sentences.
 
@@ -120,12 +123,14 @@ $(VENV)/.created:
 
 $(VENV)/.runtime: $(VENV)/.created $(PROJECTS)
 	@echo "installing torch, engine-core and its plugins into $(VENV); this takes a minute"
-	$(BIN)/pip install --quiet $(TORCH) $(EDITABLE)
+	$(BIN)/pip install --quiet --no-compile $(TORCH) $(EDITABLE)
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.runtime $(EXAMPLES:%=%/pyproject.toml)
 	triton=$$($(BIN)/python -c 'from importlib.util import find_spec; print("" if find_spec("triton") else "$(TRITON)")'); \
-	$(BIN)/pip install --quiet $(TORCH) $$triton -e '.[test]' $(BESIDE:%=-e %) $(EXAMPLES:%=-e %)
+	$(BIN)/pip install --quiet --no-compile $(TORCH) $$triton -e '.[test]' $(BESIDE:%=-e %) $(EXAMPLES:%=-e %)
+	@$(COMPILE)
 	@touch $@
 
 $(SMOLLM2): | $(VENV)/.created
