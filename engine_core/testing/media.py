@@ -19,7 +19,6 @@ from engine_core.testing.checks import (
     check_same,
     chunk,
     generate,
-    greedy,
     llm_of,
     stated_lengths,
 )
@@ -452,8 +451,8 @@ def media_caches(subject: Subject) -> None:
                     prompt, token_ids=ids, shown=each.shown, new_tokens=tokens
                 )
                 made.append(each.prompt)
-    expected = [greedy(subject, prompt) for prompt in prompts]
-    changed = [greedy(subject, prompt) for prompt in others.values()]
+    expected = [subject.continued(prompt) for prompt in prompts]
+    changed = [subject.continued(prompt) for prompt in others.values()]
     ways: tuple[dict[str, Any], ...] = (
         {"block_size": 4},
         {

@@ -18,7 +18,7 @@ from engine_core.registry import PluginReport, Registry, build_registry
 from engine_core.runtime.loader import build_on_meta, load_weights
 from engine_core.step_context import BuildContext
 from engine_core.testing.case import ConformanceCase, ConformanceError, load_cases
-from engine_core.testing.reference import TinyCheckpoint
+from engine_core.testing.reference import Prompt, TinyCheckpoint
 from engine_core.testing.tiny_model import Run, TinyModel, TokenSequence
 
 T = TypeVar("T")
@@ -220,6 +220,17 @@ class Subject:
     def alone(self) -> list[Run]:
         """As :meth:`compute`."""
         return self.compute()
+
+    def continued(self, prompt: Prompt) -> tuple[list[int], list[dict[int, float]]]:
+        """The model's own new tokens of a prompt alone, and all log-probabilities of each."""
+        count = len(prompt.new_tokens)
+        tokens, rows = self.model.greedy(prompt.token_ids, count, prompt.shown)
+        return tokens, [dict(enumerate(row.tolist())) for row in rows.log_softmax(dim=-1)]
+
+    @cached_property
+    def greedy(self) -> list[tuple[list[int], list[dict[int, float]]]]:
+        """As :meth:`continued`, of each of the checkpoint's prompts."""
+        return [self.continued(prompt) for prompt in self.checkpoint.prompts]
 
     def require_run(self) -> None:
         """Block a check of a model that cannot even run its prompts."""
