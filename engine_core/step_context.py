@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from engine_core.configs.engine import KVCacheDType
+
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
@@ -30,6 +32,8 @@ class BuildContext:
         process_group: their ``torch.distributed`` group; None if ``tp_size`` is 1.
         deterministic: whether the layers give a token the same values, bit for bit, whatever else
             is computed beside it.
+        kv_cache_dtype: element type of keys and values in the cache, as of
+            :class:`~engine_core.configs.EngineConfig`.
         expert_parallel: whether ranks have whole experts each, not a part of every expert.
         model_class: finds the class of an architecture, for a model that holds another family's;
             None if no registry is at hand.
@@ -41,6 +45,7 @@ class BuildContext:
     tp_size: int = 1
     process_group: Any = None
     deterministic: bool = False
+    kv_cache_dtype: KVCacheDType = "auto"
     expert_parallel: bool = False
     model_class: Callable[[str], type] | None = None
 

@@ -69,6 +69,7 @@ from engine_core.runtime.memory import CachePlan, MediaPlan, check_memory, plan_
 from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.source import (
     check_deterministic,
+    check_kv_cache,
     check_revision,
     find_scheme,
     media_limits,
@@ -177,6 +178,9 @@ class _Check:
             with self._collecting():
                 capability = None if self.gpu is None else self.gpu.capability
                 check_deterministic(config, self.device, capability)
+                slower = check_kv_cache(config, self.device, capability)
+                if slower is not None:
+                    self._add("kv-cache-slower", "info", slower)
         with self._collecting():
             check_revision(self.model, config)
         with self._collecting():
@@ -327,6 +331,7 @@ class _Check:
                 tp_size=self.config.tensor_parallel_size,
                 dtype=getattr(torch, dtype),
                 deterministic=self.config.deterministic,
+                kv_cache_dtype=self.config.kv_cache_dtype,
                 model_class=self.registry.model_class,
             )
             self.network = build_on_meta(self.model_class, model_config, context, self.scheme)

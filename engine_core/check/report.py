@@ -30,6 +30,8 @@ HINTS = {
     "fallback": "It is right, and slower than a package of its own: docs/write-a-plugin.md.",
     "generation-config-invalid": "Correct the key that is named, or remove it.",
     "generation-config-unread": "Remove the key to say that it is not wanted.",
+    "kv-cache-slower": "Decode steps read half the cache; measure with 'engine-core bench' what "
+    "prompts lose.",
     "length-cut": "Give the cache more memory, or set max_model_len to accept the shorter length.",
     "media-too-large": "Raise the option, or make items smaller with mm_processor_kwargs.",
     "memory-cache-too-small": "Give more memory, or set max_model_len to the length that fits, "

@@ -95,8 +95,11 @@ def _rows(report: CheckReport) -> dict[str, str]:
             )
         rows["KV cache"] = "none: prompts are computed whole"
         if memory.groups:
+            kinds = {group.dtype for group in memory.groups}
+            codes = [name for name in ("int8", "float8_e4m3fn") if name in kinds]
+            kept = f" (of {', '.join(codes)} with scales)" if codes else ""
             rows["KV cache"] = (
-                f"{_bytes(memory.kv_bytes_per_token)} a token, {memory.max_tokens} tokens: "
+                f"{_bytes(memory.kv_bytes_per_token)} a token{kept}, {memory.max_tokens} tokens: "
                 f"{memory.full_sequences} sequences of {memory.max_model_len}"
             )
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,7 @@ from engine_core.configs.dtypes import DType, itemsize
 CacheDType = Literal[
     "float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "int8", "uint8"
 ]
+KVCodes = Literal["float8_e4m3fn", "int8"]
 
 
 class CacheTensor(FrozenConfig):
@@ -86,23 +87,34 @@ class KVCacheSpec(CacheSpec):
         num_kv_heads: key and value heads on this rank.
         head_dim: size of a key head.
         v_head_dim: size of a value head.
-        dtype: element type of keys and values.
+        dtype: element type of keys and values. Those of 8 bits have a scale for each token and
+            head beside them, in the same block.
         window: number of keys a query sees, itself included, or None for all.
     """
 
     num_kv_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
     v_head_dim: int = Field(gt=0)
-    dtype: DType
+    dtype: DType | KVCodes
     window: int | None = Field(default=None, gt=0)
 
     def tensors(self, block_size: int) -> tuple[CacheTensor, ...]:
-        """Keys and values, ``[block_size, num_kv_heads, head_dim or v_head_dim]``."""
+        """Keys and values, ``[block_size, num_kv_heads, head_dim or v_head_dim]``.
+
+        Of codes the last size counts the 4 bytes of the scale too; a block has all codes before
+        all scales, see :func:`engine_core.kernels.codes.cache_parts`.
+        """
         shape = (block_size, self.num_kv_heads)
+        scale = 4 if self.quantized else 0
         return (
-            CacheTensor(name="keys", shape=(*shape, self.head_dim), dtype=self.dtype),
-            CacheTensor(name="values", shape=(*shape, self.v_head_dim), dtype=self.dtype),
+            CacheTensor(name="keys", shape=(*shape, self.head_dim + scale), dtype=self.dtype),
+            CacheTensor(name="values", shape=(*shape, self.v_head_dim + scale), dtype=self.dtype),
         )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether keys and values are codes, with scales."""
+        return self.dtype in get_args(KVCodes)
 
     def first_needed(self, position: int) -> int:
         """The first key that a query at ``position`` sees."""

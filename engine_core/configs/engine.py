@@ -42,6 +42,7 @@ def _number(value: Any) -> Any:
 
 
 _Number = BeforeValidator(_number)
+KVCacheDType = Literal["auto", "fp8", "int8"]
 ModelImpl = Literal["native", "transformers", "auto"]
 MediaKind = Literal["image", "video", "audio"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
@@ -82,6 +83,9 @@ class EngineConfig(FrozenConfig):
     """Tokens in a block of the KV cache; 16 on a CPU and 64 on a GPU if not set."""
     kv_cache_memory: Annotated[Bytes | None, Field(gt=0), _Number] = None
     """Bytes for the KV cache, like 4GiB; a share of what is free if not set."""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """Element type of keys and values in the KV cache: auto is that of the activations; fp8 (e4m3)
+    and int8 take about half of 16 bits, with a scale for each token and head."""
     swap_space: Annotated[Bytes, Field(ge=0), _Number] = 0
     """Host memory per rank, like 4GiB, that keeps the KV cache of preempted sequences; with 0 it is
     computed again."""
@@ -162,6 +166,22 @@ class EngineConfig(FrozenConfig):
             raise ValueError(
                 f"tokenizer names {self.tokenizer!r}, and skip_tokenizer_init says that none is "
                 "read; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _coded_cache(self) -> Self:
+        if self.kv_cache_dtype == "auto":
+            return self
+        if self.deterministic:
+            raise ValueError(
+                f"deterministic and kv_cache_dtype {self.kv_cache_dtype!r}: batch-invariant "
+                "attention reads no cache of 8 bits; leave one of them out"
+            )
+        if self.block_size is not None and self.block_size % 4:
+            raise ValueError(
+                f"kv_cache_dtype {self.kv_cache_dtype!r} needs a block_size that is a multiple of "
+                f"4, for its scales, not {self.block_size}"
             )
         return self
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.configs import CacheSpec, KVCacheSpec
+from engine_core.configs.cache import KVCodes
 from engine_core.configs.dtypes import dtype_name
 from engine_core.errors import PluginLoadError
 from engine_core.kernels import paged_attention, store_kv
@@ -16,6 +17,7 @@ from engine_core.nn.module import Module
 from engine_core.step_context import AttentionMetadata, current_build_context
 
 KVCacheLayer = tuple[Tensor, Tensor]
+_CODES: dict[str, KVCodes] = {"fp8": "float8_e4m3fn", "int8": "int8"}
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -103,7 +105,13 @@ def _fault(spec: Any) -> str | None:
 
 
 class Attention(CachedLayer):
-    """Stores this step's keys and values and attends over all of them."""
+    """Stores this step's keys and values and attends over all of them, as they are stored.
+
+    So a token sees the same numbers however its prompt is chunked, also in a cache of 8 bits.
+
+    Attributes:
+        codes: element type of such a cache; None if it keeps numbers as they are.
+    """
 
     slopes: Tensor | None
 
@@ -142,6 +150,7 @@ class Attention(CachedLayer):
         self.softcap = logit_softcapping
         self.dtype = context.dtype or torch.get_default_dtype()
         self.deterministic = context.deterministic
+        self.codes = _CODES.get(context.kv_cache_dtype)
         slopes = None
         if alibi:
             every = alibi_slopes(num_heads * context.tp_size)
@@ -154,7 +163,7 @@ class Attention(CachedLayer):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
-            dtype=dtype_name(str(self.dtype).removeprefix("torch.")),
+            dtype=self.codes or dtype_name(str(self.dtype).removeprefix("torch.")),
             window=self.window,
         )
 

@@ -182,6 +182,8 @@ class UnquantizedLinearMethod(LinearMethod):
                 return None
             return _NEEDS_CUBLAS
         if isinstance(epilogue, RotateStore):
+            if layer.context.kv_cache_dtype != "auto":
+                return "the cache is of codes, whose scales need whole heads"
             head_dim = getattr(layer, "head_dim", None)
             if head_dim != getattr(layer, "v_head_dim", None):
                 return "heads of values have another size"

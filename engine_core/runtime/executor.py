@@ -79,6 +79,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
         tp_size=config.tensor_parallel_size,
         dtype=source.dtype,
         deterministic=config.deterministic,
+        kv_cache_dtype=config.kv_cache_dtype,
         model_class=source.registry.model_class,
     )
     build_on_meta(source.model_class, source.model_config, context, source.scheme)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from engine_core.checkpoint import Checkpoint
 from engine_core.configs import ModelConfig
 from engine_core.errors import CheckpointError, ConfigError, EngineError, OptionError
+from engine_core.nn.attention import Attention
 from engine_core.nn.blocks import agree
 from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.loading import LoadAccount, load_account, materialize
@@ -47,7 +48,7 @@ def build_on_meta(
     Raises:
         ConfigError: its class cannot be built from this config.
         OptionError: it cannot be split over so many ranks, has no layer that ``scheme`` quantises,
-            or cannot be deterministic.
+            cannot be deterministic, or keeps no keys and values of ``kv_cache_dtype``.
     """
     try:
         with silent(), building(context), torch.device("meta"):
@@ -74,6 +75,8 @@ def build_on_meta(
     _update_weights(model)
     if context.deterministic:
         _check_deterministic(model)
+    if context.kv_cache_dtype != "auto":
+        _check_kv_cache(model, context.kv_cache_dtype)
     if scheme is not None:
         scheme.prepare(model)
     return model.eval()
@@ -87,6 +90,14 @@ def _check_deterministic(model: nn.Module) -> None:
                 f"{type(module).__name__}, whose result for a token depends on the number of tokens"
                 "; leave deterministic out, or build the layer with engine_core.nn"
             )
+
+
+def _check_kv_cache(model: nn.Module, dtype: str) -> None:
+    if not any(isinstance(module, Attention) for module in model.modules()):
+        raise OptionError(
+            f"kv_cache_dtype is {dtype!r}, but {type(model).__name__} has no engine_core.nn."
+            "Attention, which keeps keys and values so; leave kv_cache_dtype out"
+        )
 
 
 def _update_weights(model: nn.Module) -> None:

@@ -121,6 +121,9 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
     check_revision(model, config)
     device = platform.resolve_device(config)
     check_deterministic(config, device)
+    slower = check_kv_cache(config, device)
+    if slower is not None:
+        logger.warning("%s", slower)
     option = option_scheme(config, registry, device)
     checkpoint = open_files(model, config, registry, device, option)
     scheme = find_scheme(checkpoint, config, option, registry, device)
@@ -279,6 +282,38 @@ def check_deterministic(
             f"9.0 and expected of 8.x; {'that GPU' if named else device} has "
             f"{'.'.join(map(str, capability))}: leave deterministic out"
         )
+
+
+def check_kv_cache(
+    config: EngineConfig, device: torch.device, capability: tuple[int, int] | None = None
+) -> str | None:
+    """Refuse a cache of codes that the GPU cannot make.
+
+    ``capability`` is that of :func:`check_deterministic`.
+
+    Returns:
+        what is slower with such a cache; None if nothing is.
+
+    Raises:
+        OptionError: ``kv_cache_dtype`` is "fp8", and ``device`` is a GPU without e4m3.
+    """
+    dtype = config.kv_cache_dtype
+    if dtype == "auto" or device.type != "cuda":
+        return None
+    if capability is None:
+        hip = torch.version.hip is not None
+        capability = (0, 0) if hip else torch.cuda.get_device_capability(device)
+    if dtype == "fp8" and capability < (8, 9):
+        raise OptionError(
+            "kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more, which converts "
+            "e4m3: take kv_cache_dtype='int8', or leave it out"
+        )
+    if capability != (9, 0):
+        return None
+    return (
+        f"kv_cache_dtype {dtype!r}: prompts are attended by the portable kernel, which is slower "
+        "than the one for compute capability 9.0, and storing is a launch of its own"
+    )
 
 
 def find_scheme(

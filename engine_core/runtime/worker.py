@@ -59,6 +59,7 @@ class Worker:
             context,
             dtype=source.dtype,
             deterministic=config.deterministic,
+            kv_cache_dtype=config.kv_cache_dtype,
             model_class=source.registry.model_class,
         )
         self._model: nn.Module | None = None

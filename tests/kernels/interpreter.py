@@ -1,4 +1,7 @@
-"""Triton's interpreter, without doing the same again at every call.
+"""Triton's interpreter, without doing the same again at every call, and with exact conversions.
+
+It truncates what it converts to bfloat16, takes integers for the bits of one, multiplies these
+bits, and forgets the carry when it rounds to 8-bit floats.
 
 At a launch it puts its own functions in the place of the language's, and for that looks at every
 member of the language. It did so again at every call of one kernel function by another, where
@@ -9,6 +12,9 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+
+import numpy as np
+import torch
 
 
 @cache
@@ -40,3 +46,50 @@ def quicken() -> None:
     whole = interpreter._patch_lang
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_lang
+    _convert_exactly(interpreter, language)
+
+
+def _convert_exactly(interpreter: Any, language: Any) -> None:
+    """Let torch convert what is, or becomes, a float that numpy does not know."""
+    as_bits = {
+        language.bfloat16: (torch.bfloat16, torch.int16, np.uint16),
+        language.float8e4nv: (torch.float8_e4m3fn, torch.int8, np.uint8),
+    }
+    builder = interpreter.InterpreterBuilder
+    plain_cast, plain_float_cast = builder.cast_impl, builder.create_fp_to_fp
+
+    def convert(src: Any, dst_type: Any) -> Any:
+        numbers = np.array(src.data)
+        if src.dtype.scalar in as_bits:
+            dtype, bits, _ = as_bits[src.dtype.scalar]
+            x = torch.from_numpy(numbers.view(f"i{bits.itemsize}")).view(dtype).float()
+        else:
+            x = torch.from_numpy(numbers).float()
+        if dst_type.scalar in as_bits:
+            dtype, bits, held = as_bits[dst_type.scalar]
+            data = x.to(dtype).view(bits).numpy().view(held)
+        else:
+            data = x.numpy().astype(interpreter._get_np_dtype(dst_type))
+        return interpreter.TensorHandle(data, dst_type.scalar)
+
+    def exactly(src: Any, dst_type: Any) -> bool:
+        return src.dtype.scalar in as_bits or dst_type.scalar in as_bits
+
+    def cast(self: Any, src: Any, dst_type: Any) -> Any:
+        return convert(src, dst_type) if exactly(src, dst_type) else plain_cast(self, src, dst_type)
+
+    def float_cast(self: Any, src: Any, dst_type: Any, mode: Any) -> Any:
+        if exactly(src, dst_type) and mode in (None, interpreter._ir.ROUNDING_MODE.RTNE):
+            return convert(src, dst_type)
+        return plain_float_cast(self, src, dst_type, mode)
+
+    plain_dot = builder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        if exactly(a, a.dtype):
+            a, b = convert(a, language.float32), convert(b, language.float32)
+        return plain_dot(self, a, b, *others)
+
+    builder.create_dot = dot
+    builder.cast_impl = cast
+    builder.create_fp_to_fp = float_cast

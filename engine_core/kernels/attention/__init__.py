@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine_core.kernels.attention import cpu
 from engine_core.kernels.attention.call import Call
+from engine_core.kernels.codes import cache_parts
 
 __all__ = ["paged_attention"]
 
@@ -50,7 +51,9 @@ def paged_attention(
     Args:
         q: ``[T, Hq, D]``, last dimension contiguous, float32, bfloat16 or float16.
         k_cache: ``[num_blocks, block_size, Hk, D]``, q's dtype, last dimension contiguous.
-            ``Hq`` is a multiple of ``Hk``; query head ``h`` reads KV head ``h // (Hq // Hk)``.
+            ``Hq`` is a multiple of ``Hk``; query head ``h`` reads KV head ``h // (Hq // Hk)``. Or
+            codes, as :func:`~engine_core.kernels.store_kv` makes them: each stands for itself times
+            its head's scale.
         v_cache: ``[num_blocks, block_size, Hk, Dv]``, likewise.
         block_tables: ``[R, max_blocks]`` int32, last dimension contiguous.
         query_start: ``[R + 1]`` int32, ascending from 0.
@@ -76,7 +79,7 @@ def paged_attention(
 
     Raises:
         ValueError: a shape, dtype or stride is not as above, or ``deterministic`` is given on a
-            CPU.
+            CPU or for codes.
     """
     if q.dim() != 3 or k_cache.dim() != 4 or v_cache.dim() != 4:
         raise ValueError(
@@ -84,6 +87,7 @@ def paged_attention(
             f"got q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, "
             f"v_cache {tuple(v_cache.shape)}"
         )
+    (k_cache, k_scales), (v_cache, v_scales) = cache_parts(k_cache), cache_parts(v_cache)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v_cache.shape[2:]
     if (
@@ -96,10 +100,10 @@ def paged_attention(
             "head dimension must be q's, and q's heads a multiple of theirs, got "
             f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}"
         )
-    if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype:
+    if k_cache.dtype != v_cache.dtype or (k_scales is None and q.dtype != k_cache.dtype):
         raise ValueError(
             f"paged_attention: q is {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}; "
-            "they must have one dtype"
+            "they must have one dtype, or the caches that of codes"
         )
     if q.stride(2) != 1 or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError(
@@ -140,12 +144,14 @@ def paged_attention(
             f"paged_attention: out must be contiguous [{num_tokens}, {num_heads}, {v_head_dim}], "
             f"got {tuple(out.shape)} with strides {out.stride()}"
         )
+    if deterministic and k_scales is not None:
+        raise ValueError(f"paged_attention: batch invariance is not for codes ({k_cache.dtype})")
     if deterministic and not q.is_cuda:
         raise ValueError(f"paged_attention: batch invariance is for a GPU, q is on {q.device}")
     call = Call(
         q, k_cache, v_cache, out, block_tables, query_start, kv_lens, max_query_len, max_kv_len,
         num_decode_rows, scale, alibi_slopes, window, softcap, prefix_lens,
-        {} if memo is None else memo, deterministic,
+        {} if memo is None else memo, deterministic, k_scales, v_scales,
     )  # fmt: skip
     if q.is_cuda:
         from engine_core.kernels.attention import triton

@@ -10,7 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of :func:`~engine_core.kernels.paged_attention`, which has checked them."""
+    """The arguments of :func:`~engine_core.kernels.paged_attention`, which has checked them.
+
+    Attributes:
+        k_cache: without its scales.
+        v_cache: likewise.
+        k_scales: ``[num_blocks, Hk, block_size]`` float32, of codes; None of numbers.
+        v_scales: likewise.
+    """
 
     q: Tensor
     k_cache: Tensor
@@ -29,3 +36,5 @@ class Call:
     prefix_lens: Tensor | None = None
     memo: dict[Any, Any] = field(default_factory=dict)
     deterministic: bool = False
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None

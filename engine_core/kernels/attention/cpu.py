@@ -26,6 +26,7 @@ from torch import Tensor
 from engine_core.kernels import compiled
 from engine_core.kernels.attention import reference
 from engine_core.kernels.attention.call import Call
+from engine_core.kernels.codes import dequantized
 
 # Decode rows are attended together until their padding costs more than one more call would: about
 # 60 us, in which one core attends to 2**17 values.
@@ -112,6 +113,8 @@ def paged_attention(call: Call) -> None:
             window=window,
             softcap=call.softcap,
             prefix_lens=None if prefix_lens is None else prefix_lens[done:],
+            k_scales=call.k_scales,
+            v_scales=call.v_scales,
         )
         return
     key = (call.k_cache.shape, call.v_cache.shape, window)
@@ -195,7 +198,7 @@ def _attend_row(call: Call, row: int, span: _Span) -> Tensor:
     q, scale, alibi_slopes = call.q[row], call.scale, call.alibi_slopes
     num_heads, head_dim = q.shape
     num_kv_heads = call.k_cache.shape[2]
-    k, v = _row_tokens(call.k_cache, call.v_cache, span)
+    k, v = _row_tokens(call, span)
     grouped = (num_kv_heads, num_heads // num_kv_heads)
     bias = None
     if alibi_slopes is not None:
@@ -230,7 +233,8 @@ def _attend_group(call: Call, group: _Group) -> None:
     if call.alibi_slopes is not None:
         alibi = call.alibi_slopes.view(1, *grouped[1:], 1) * group.distance
         bias = alibi if bias is None else alibi + bias
-    k, v = (_gather_slots(cache, group.slots) for cache in (call.k_cache, call.v_cache))
+    k = _gather_slots(call.k_cache, call.k_scales, group.slots, call.q.dtype)
+    v = _gather_slots(call.v_cache, call.v_scales, group.slots, call.q.dtype)
     attended = F.scaled_dot_product_attention(
         call.q.index_select(0, group.rows).view(*grouped, head_dim),
         k.transpose(1, 2),
@@ -247,10 +251,10 @@ def _attend_chunk(call: Call, row: int, first: int, behind: int) -> None:
     torch's ``is_causal`` computes the masked half too, and knows no cached prefix. A tile of 64
     queries computes little that is masked: 35% less time for 512 queries over 512 keys.
     """
-    q, k_cache, v_cache, window = call.q[first:behind], call.k_cache, call.v_cache, call.window
+    q, window = call.q[first:behind], call.window
     alibi_slopes, scale, kv_len = call.alibi_slopes, call.scale, int(call.kv_lens[row])
     num_queries, num_heads, head_dim = q.shape
-    num_kv_heads, v_head_dim = v_cache.shape[2:]
+    block_size, num_kv_heads, v_head_dim = call.v_cache.shape[1:]
     grouped = (num_kv_heads, num_heads // num_kv_heads)
     # torch gives 32 queries of a head to a thread; several such tasks a thread balance.
     tile = 64 if num_heads * 2 >= 4 * torch.get_num_threads() else 128
@@ -261,8 +265,8 @@ def _attend_chunk(call: Call, row: int, first: int, behind: int) -> None:
         prefix_len = 0  # every query sees it anyway
 
     first_key = 0 if window is None or prefix_len else max(start_pos - window + 1, 0)
-    span = _span(call.block_tables[row], first_key, kv_len, k_cache.shape[1])
-    k, v = _row_tokens(k_cache, v_cache, span)
+    span = _span(call.block_tables[row], first_key, kv_len, block_size)
+    k, v = _row_tokens(call, span)
     by_products = _copies_into_tiles(q)
     if by_products:
         k = k.permute(1, 2, 0).to(torch.float32, memory_format=torch.contiguous_format)
@@ -350,27 +354,38 @@ def _bias(
     return bias + alibi_slopes.view(*grouped, 1, 1) * (j - i)
 
 
-def _row_tokens(k_cache: Tensor, v_cache: Tensor, span: _Span) -> tuple[Tensor, Tensor]:
+def _row_tokens(call: Call, span: _Span) -> tuple[Tensor, Tensor]:
     """Keys and values ``[n, Hk, D]`` of a span's tokens; views if its blocks adjoin."""
+    end = span.block - -(span.offset + span.num_tokens) // call.k_cache.shape[1]
 
-    def gather(cache: Tensor) -> Tensor:
+    def held(of_blocks: Tensor) -> Tensor:
+        if span.blocks is None:
+            return of_blocks[span.block : end]
+        return of_blocks.index_select(0, span.blocks)
+
+    def gather(cache: Tensor, scales: Tensor | None) -> Tensor:
         strides = cache.stride()
-        if span.blocks is None and strides[0] == cache.shape[1] * strides[1]:
+        if scales is not None:
+            codes = held(cache.view(torch.int8)).view(cache.dtype)
+            tokens = dequantized(codes, held(scales).transpose(1, 2), call.q.dtype)
+        elif span.blocks is None and strides[0] == cache.shape[1] * strides[1]:
             first = cache.storage_offset() + span.block * strides[0] + span.offset * strides[1]
             return cache.as_strided((span.num_tokens, *cache.shape[2:]), strides[1:], first)
-        if span.blocks is None:
-            end = span.block - -(span.offset + span.num_tokens) // cache.shape[1]
-            held = cache[span.block : end]
         else:
-            held = cache.index_select(0, span.blocks)
-        return held.flatten(0, 1)[span.offset : span.offset + span.num_tokens]
+            tokens = held(cache)
+        return tokens.flatten(0, 1)[span.offset : span.offset + span.num_tokens]
 
-    return gather(k_cache), gather(v_cache)
+    return gather(call.k_cache, call.k_scales), gather(call.v_cache, call.v_scales)
 
 
-def _gather_slots(cache: Tensor, slots: Tensor) -> Tensor:
+def _gather_slots(
+    cache: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dtype
+) -> Tensor:
     """The tokens in ``slots [R, n]`` of a cache: ``[R, n, Hk, D]``."""
     block_size = cache.shape[1]
+    if scales is not None:
+        codes = _gather_slots(cache.view(torch.int8), None, slots, dtype).view(cache.dtype)
+        return dequantized(codes, scales[slots // block_size, :, slots % block_size], dtype)
     if cache.stride(0) == block_size * cache.stride(1):
         tokens = cache.flatten(0, 1).index_select(0, slots.view(-1))
         return tokens.view(*slots.shape, *cache.shape[2:])

@@ -52,7 +52,8 @@ def decode_attention(call: Call) -> None:
     capped = call.softcap is not None
     sizes = (group, head_dim, v_head_dim)
     known = sizes if max(head_dim, v_head_dim) >= _OWN_CODE else (0, 0, 0)
-    special = (q.dtype, *known, alibi_slopes is not None, capped)
+    special = (q.dtype, k_cache.dtype, *known, alibi_slopes is not None, capped)
+    k_scales, v_scales = call.k_scales, call.v_scales
     arguments = (
         q.data_ptr(),
         k_cache.data_ptr(),
@@ -71,19 +72,25 @@ def decode_attention(call: Call) -> None:
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
+        0 if k_scales is None else k_scales.data_ptr(),
+        0 if k_scales is None else k_scales.stride(0),
+        0 if v_scales is None else v_scales.data_ptr(),
+        0 if v_scales is None else v_scales.stride(0),
         call.scale,
         call.softcap or 0.0,
         *sizes,
     )
     _ATTEND.run(special, parts, *arguments)
     if parts > 1:
-        _JOIN.run(special, 1, *arguments)
+        _JOIN.run((q.dtype, *special[2:]), 1, *arguments)
 
 
 def _make_attend(
-    dtype: torch.dtype, heads: int, dims: int, v_dims: int, alibi: bool, capped: bool
-) -> Callable[..., None]:
+    dtype: torch.dtype, kept: torch.dtype, heads: int, dims: int, v_dims: int, alibi: bool,
+    capped: bool,
+) -> Callable[..., None]:  # fmt: skip
     stored, size = STORED[dtype], dtype.itemsize
+    held_as, kept_size, scaled = STORED[kept], kept.itemsize, kept != dtype
 
     def body(arguments: Any) -> None:
         args = unpack(arguments)
@@ -91,7 +98,7 @@ def _make_attend(
         private, piece, stride = _scratch_inside(group, head_dim, v_head_dim)
         num_rows, num_kv_heads, block_size, table_stride = args[8], args[9], args[10], args[11]
         window = args[12]
-        scale, cap = float32(as_double(args[22])), float32(as_double(args[23]))
+        scale, cap = float32(as_double(args[26])), float32(as_double(args[27]))
         part = this_part()
         kv_lens = array(args[5], np.int32, num_rows)
         mine = args[7] + part * stride * 4
@@ -100,6 +107,8 @@ def _make_attend(
         logits = array(mine, np.float32, group * _TILE).reshape((group, _TILE))
         mine += group * _TILE * 4
         sums = array(mine, np.float32, group * v_head_dim).reshape((group, v_head_dim))
+        mine += group * v_head_dim * 4
+        numbers = array(mine, np.float32, max(head_dim, v_head_dim))
         pieces = array(args[7] + (part * stride + private) * 4, np.float32, 2 * piece)
         slopes = array(args[6], np.float32, num_kv_heads * group)
 
@@ -139,8 +148,8 @@ def _make_attend(
                     for g in range(group):
                         stats[2 * g] = float32(-np.inf)
                         stats[2 * g + 1] = float32(0)
-                    k_head = args[1] + kv_head * args[18] * size
-                    v_head = args[2] + kv_head * args[21] * size
+                    k_head = args[1] + kv_head * args[18] * kept_size
+                    v_head = args[2] + kv_head * args[21] * kept_size
                     for first in range(start, stop, _TILE):
                         last = min(first + _TILE, stop)
                         token = first
@@ -148,13 +157,21 @@ def _make_attend(
                             offset = token % block_size
                             run = min(block_size - offset, last - token)
                             block = table[token // block_size] * args[16] + offset * args[17]
-                            keys = k_head + block * size
+                            keys = k_head + block * kept_size
+                            of_token = _scales(args, 22, table, token, kv_head)
                             for j in range(run):
-                                k = array(keys + j * args[17] * size, stored, head_dim)
+                                k = array(keys + j * args[17] * kept_size, held_as, head_dim)
+                                if scaled:
+                                    for d in range(head_dim):
+                                        numbers[d] = widen(k[d]) * of_token[j]
                                 for g in range(group):
                                     product = float32(0)
-                                    for d in range(head_dim):
-                                        product += queries[g, d] * widen(k[d])
+                                    if scaled:
+                                        for d in range(head_dim):
+                                            product += queries[g, d] * numbers[d]
+                                    else:
+                                        for d in range(head_dim):
+                                            product += queries[g, d] * widen(k[d])
                                     logits[g, token - first + j] = product
                             token += run
                         for g in range(group):
@@ -186,13 +203,21 @@ def _make_attend(
                             offset = token % block_size
                             run = min(block_size - offset, last - token)
                             block = table[token // block_size] * args[19] + offset * args[20]
-                            values = v_head + block * size
+                            values = v_head + block * kept_size
+                            of_token = _scales(args, 24, table, token, kv_head)
                             for j in range(run):
-                                v = array(values + j * args[20] * size, stored, v_head_dim)
+                                v = array(values + j * args[20] * kept_size, held_as, v_head_dim)
+                                if scaled:
+                                    for d in range(v_head_dim):
+                                        numbers[d] = widen(v[d]) * of_token[j]
                                 for g in range(group):
                                     weight = logits[g, token - first + j]
-                                    for d in range(v_head_dim):
-                                        sums[g, d] += weight * widen(v[d])
+                                    if scaled:
+                                        for d in range(v_head_dim):
+                                            sums[g, d] += weight * numbers[d]
+                                    else:
+                                        for d in range(v_head_dim):
+                                            sums[g, d] += weight * widen(v[d])
                             token += run
                     if whole:
                         first_head = (row * num_kv_heads + kv_head) * group * v_head_dim
@@ -269,15 +294,25 @@ def _make_join(
 def _scratch(group: int, head_dim: int, v_head_dim: int) -> tuple[int, int, int]:
     """Numbers of a thread's own, of a piece of a shared row, and of all that a thread needs.
 
-    Its own are queries, logits and sums. A piece is the sums of a row and KV head so far, and each
-    query's maximum and sum; a thread may share its first row and its last.
+    Its own are queries, logits, sums, and the numbers that a head's codes are. A piece is the sums
+    of a row and KV head so far, and each query's maximum and sum; a thread may share its first row
+    and its last.
     """
-    private = group * (head_dim + _TILE + v_head_dim)
+    private = group * (head_dim + _TILE + v_head_dim) + max(head_dim, v_head_dim)
     piece = group * (v_head_dim + 2)
     return private, piece, private + 2 * piece
 
 
 _scratch_inside = inline(_scratch)
+
+
+@inline
+def _scales(args: Any, place: int, table: Any, token: int, kv_head: int) -> Any:
+    """The scales of a KV head's tokens from ``token`` to the end of its block."""
+    block_size = args[10]
+    first = table[token // block_size] * args[place + 1] + kv_head * block_size
+    offset = token % block_size
+    return array(args[place] + (first + offset) * 4, np.float32, block_size - offset)
 
 
 @inline
@@ -296,6 +331,6 @@ def _span(kv_len: int, window: int) -> int:
 
 
 # Sizes come last of the 32 that there may be.
-_ARGUMENTS = "22q2d40x3q"
+_ARGUMENTS = "26q2d8x3q"
 _ATTEND = Kernel(_make_attend, _ARGUMENTS)
 _JOIN = Kernel(_make_join, _ARGUMENTS)

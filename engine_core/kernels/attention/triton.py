@@ -27,6 +27,7 @@ from engine_core.kernels.attention.tiles.triton import (
     divided,
     load_pairs,
     load_queries,
+    load_scales,
     load_tokens,
     store_rows,
     tile_logits,
@@ -70,6 +71,15 @@ def _attend_tiles(
         # Loaded one tile ahead, so that no key waits for it.
         next_block = block_at(queries.table, start + BLOCK_N, high, SHAPE)
         logits = tile_logits(inputs, queries, block, start, in_range, SHAPE, BLOCK_N, MASKED)
+        inverse = logits
+        if inputs.v_scales is not None:
+            # Weights and scales in one exponent: no product of them is too small for 16 bits.
+            scales = load_scales(
+                inputs.v_scales, inputs.v_scales_strides, queries, block, start, in_range, SHAPE,
+                BLOCK_N, MASKED,
+            )  # fmt: skip
+            logits += tl.log2(scales)[None, :]
+            inverse = 1.0 / scales
         new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
         if MASKED:
             # A query that has seen nothing yet: -inf - -inf would be NaN.
@@ -78,12 +88,16 @@ def _attend_tiles(
             subtrahend = new_maximum
         weights = tl.exp2(logits - subtrahend[:, None])
         rescale = tl.exp2(maximum - subtrahend)
-        denominator = denominator * rescale + tl.sum(weights, axis=1)
+        if inputs.v_scales is not None:
+            denominator = denominator * rescale + tl.sum(weights * inverse[None, :], axis=1)
+        else:
+            denominator = denominator * rescale + tl.sum(weights, axis=1)
         v = load_tokens(
             queries.v, inputs.v_strides, queries.table, block, start, in_range, SHAPE, SHAPE.dv,
             SHAPE.block_dv, BLOCK_N, MASKED,
         )  # fmt: skip
         acc = acc * rescale[:, None]
+        v = v.to(queries.q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=SHAPE.precision)
         maximum = new_maximum
         block = next_block
@@ -234,16 +248,20 @@ def _decode_kernel(
     heads = kv_head * GROUP_SIZE + in_group
     head_mask = in_group < GROUP_SIZE
     q_ptr = inputs.q + row * inputs.q_strides[0]
-    q, slopes = load_queries(inputs, q_ptr, heads * inputs.q_strides[1], heads, head_mask, SHAPE)
+    q, q_scales, slopes = load_queries(
+        inputs, q_ptr, heads * inputs.q_strides[1], heads, head_mask, SHAPE
+    )
     prefix_len = 0
     if SHAPE.has_prefix:
         prefix_len = tl.load(inputs.prefix_lens + row)
     queries = Queries(
         q,
+        q_scales,
         tl.zeros([BLOCK_G], dtype=tl.int32) + (kv_len - 1),
         slopes,
         inputs.k_cache + kv_head * inputs.k_strides[2],
         inputs.v_cache + kv_head * inputs.v_strides[2],
+        kv_head,
         inputs.block_tables + row * table_stride,
         window,
         prefix_len,
@@ -428,6 +446,13 @@ def paged_attention(call: Call) -> None:
         prefix_lens, call.alibi_slopes, *scales, q.stride()[:2], call.k_cache.stride()[:3],
         call.v_cache.stride()[:3],
     )  # fmt: skip
+    if call.k_scales is not None and call.v_scales is not None:
+        inputs = inputs._replace(
+            k_scales=call.k_scales,
+            v_scales=call.v_scales,
+            k_scales_strides=call.k_scales.stride()[:2],
+            v_scales_strides=call.v_scales.stride()[:2],
+        )
     group_size = num_heads // num_kv_heads
     shape = Shape(
         num_heads, group_size, block_size, head_dim, v_head_dim, block_d, block_dv,
@@ -480,6 +505,7 @@ def paged_attention(call: Call) -> None:
         )
     if num_rows > num_decode_rows and call.max_query_len:
         plain = not (shape.has_alibi or shape.has_window or shape.has_softcap or shape.has_prefix)
+        plain = plain and call.k_scales is None
         if plain and call.scale > 0 and runs_gluon(q.device):
             from engine_core.kernels.attention.hopper import triton as hopper
 

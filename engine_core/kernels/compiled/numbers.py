@@ -34,8 +34,13 @@ _FAST = {"reassoc", "contract", "nsz", "arcp"}
 _INT32 = _ir.IntType(32)
 _FLOAT = _ir.FloatType()
 
-#: The type that arrays of a torch dtype have in a body; bfloat16 is seen as its bits.
-STORED: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+#: The type that arrays of a torch dtype have in a body; bfloat16 and e4m3 are seen as their bits.
+STORED: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.bfloat16: np.uint16,
+    torch.int8: np.int8,
+    torch.float8_e4m3fn: np.uint8,
+}
 
 float32: Any = _types.float32
 
@@ -66,7 +71,7 @@ def compile_entry(body: Callable[..., None], *, exact: bool = False) -> Any:
 @inline
 def unpack(arguments: Any) -> Any:
     """The packed arguments as an array of int64; those that are floats by :func:`as_double`."""
-    return _numba.carray(arguments, 32, np.int64)
+    return _numba.carray(arguments, 48, np.int64)
 
 
 if openmp().found:
@@ -120,11 +125,29 @@ _bits = _bitcast(float32, _types.int32, _INT32)
 _from_bits = _bitcast(_types.int32, float32, _FLOAT)
 
 
+def _widen_e4m3(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    code = builder.zext(args[0], _INT32)
+    sign = builder.shl(builder.and_(code, _ir.Constant(_INT32, 0x80)), _ir.Constant(_INT32, 24))
+    rest = builder.shl(builder.and_(code, _ir.Constant(_INT32, 0x7F)), _ir.Constant(_INT32, 20))
+    # The exponent is 120 too small; the product is right for the least numbers too.
+    number = builder.bitcast(builder.or_(sign, rest), _FLOAT)
+    return builder.fmul(number, _ir.Constant(_FLOAT, 2.0**120))
+
+
 @_intrinsic
 def widen(context: Any, stored: Any) -> Any:
-    """A stored number as float32: itself, or of bfloat16 the bits that it is."""
+    """A stored number as float32: itself, or of bfloat16 the bits that it is.
+
+    Of e4m3's codes of NaN it makes 480 and -480.
+    """
     if stored == _types.float32:
         return float32(stored), lambda context, builder, signature, args: args[0]
+    if stored == _types.int8:
+        return float32(stored), lambda context, builder, signature, args: builder.sitofp(
+            args[0], _FLOAT
+        )
+    if stored == _types.uint8:
+        return float32(stored), _widen_e4m3
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = builder.shl(builder.zext(args[0], _INT32), _ir.Constant(_INT32, 16))
@@ -188,3 +211,35 @@ def exp(x: Any) -> Any:
 def sqrt(x: Any) -> Any:
     """The square root in float32."""
     return float32(math.sqrt(x))
+
+
+@inline
+def scale_of(x: Any, top: Any) -> Any:
+    """The scale by which the greatest of some stored numbers becomes ``top``.
+
+    NaN if they are not finite; see :func:`engine_core.kernels.codes.quantized`.
+    """
+    greatest, nothing = float32(0), float32(0)
+    for i in range(len(x)):
+        value = widen(x[i])
+        greatest = max(greatest, abs(value))
+        nothing += value * float32(0)
+    return greatest * (float32(1) / top) + float32(1e-18) + nothing
+
+
+@inline
+def int8_of(x: Any) -> Any:
+    """The nearest integer, ties to even, of a number from -127 to 127."""
+    return np.int8(_bits(x + float32(12582912.0)) << np.int32(24) >> np.int32(24))
+
+
+@inline
+def e4m3_of(x: Any) -> Any:
+    """The code of the nearest number, ties to even, of one from -448 to 448."""
+    bits = _bits(x)
+    rest = bits & np.int32(0x7FFFFFFF)
+    # The least numbers are multiples of 2 ** -9.
+    few = _bits(abs(x) * float32(512) + float32(12582912.0)) & np.int32(0xFF)
+    many = (rest + np.int32(0x7FFFF) + (rest >> np.int32(20) & np.int32(1))) >> np.int32(20)
+    code = few if rest < np.int32(121 << 23) else many - np.int32(120 << 3)
+    return np.uint8(code | (bits >> np.int32(24) & np.int32(0x80)))

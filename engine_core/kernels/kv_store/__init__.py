@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine_core.kernels.codes import CODE_TOPS, cache_parts
 from engine_core.kernels.kv_store import cpu
 
 __all__ = ["check_store", "store_kv"]
@@ -19,7 +20,8 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     Args:
         k: ``[T, Hk, D]``; may be a view into a fused qkv, last dimension contiguous.
         v: ``[T, Hk, Dv]``, likewise.
-        k_cache: ``[num_blocks, block_size, Hk, D]``, k's dtype, last dimension contiguous.
+        k_cache: ``[num_blocks, block_size, Hk, D]``, k's dtype, last dimension contiguous; or codes
+            ``[..., D + 4]``, see :func:`~engine_core.kernels.codes.cache_parts`, which are made.
         v_cache: ``[num_blocks, block_size, Hk, Dv]``, likewise.
         slot_mapping: ``[T]`` int64.
 
@@ -39,6 +41,9 @@ def check_store(
     op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     """Raise ValueError in the name of ``op`` if the arguments are not as :func:`store_kv` wants."""
+    coded = k_cache.dtype in CODE_TOPS
+    if coded and k_cache.dim() == v_cache.dim() == 4:
+        k_cache, v_cache = cache_parts(k_cache)[0], cache_parts(v_cache)[0]
     if k.dim() != 3 or k_cache.dim() != 4 or k.shape[:2] != v.shape[:2]:
         raise ValueError(
             f"{op}: k must be [T, Hk, D], v [T, Hk, Dv] and the caches 4-dimensional, got "
@@ -54,10 +59,11 @@ def check_store(
             f"{tuple(k_cache.shape)} for k {tuple(k.shape)}, v_cache {tuple(v_cache.shape)} for v "
             f"{tuple(v.shape)}"
         )
-    if not k.dtype == v.dtype == k_cache.dtype == v_cache.dtype:
+    same = k.dtype == v.dtype and k_cache.dtype == v_cache.dtype
+    if not same or not (coded or k_cache.dtype == k.dtype):
         raise ValueError(
             f"{op}: k is {k.dtype}, v {v.dtype}, k_cache {k_cache.dtype}, v_cache "
-            f"{v_cache.dtype}; they must have one dtype"
+            f"{v_cache.dtype}; they must have one dtype, or the caches that of codes"
         )
     if k.stride(2) != 1 or v.stride(2) != 1 or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine_core.kernels import compiled
+from engine_core.kernels.codes import CODE_TOPS
 from engine_core.kernels.kv_store import reference
 
 _NO_ANGLES = torch.empty(1, 0, device="cpu")
@@ -35,6 +36,9 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
             eps=0.0,
             interleaved=False,
         )
+        return
+    if k_cache.dtype in CODE_TOPS:
+        reference.store_kv(k, v, k_cache, v_cache, slot_mapping)
         return
     block_size = k_cache.shape[1]
     if len(slot_mapping) == 1:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from engine_core.kernels.codes import cache_parts, quantized
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -10,5 +13,12 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     blocks, offsets = slots // k_cache.shape[1], slots % k_cache.shape[1]
-    k_cache[blocks, offsets] = k[kept]
-    v_cache[blocks, offsets] = v[kept]
+    for x, cache in ((k[kept], k_cache), (v[kept], v_cache)):
+        held, scales = cache_parts(cache)
+        if scales is None:
+            held[blocks, offsets] = x
+        else:
+            codes, of_heads = quantized(x, cache.dtype)
+            # Torch moves no 8-bit floats.
+            held.view(torch.int8)[blocks, offsets] = codes.view(torch.int8)
+            scales[blocks, :, offsets] = of_heads

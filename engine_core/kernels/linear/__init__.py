@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine_core.kernels.codes import cache_parts
 from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.kv_store import store_kv
 from engine_core.kernels.linear import cublas, fp8, reference, tiles
@@ -270,7 +271,8 @@ def linear_rotary_store(
         bias: ``[(Hq + 2 Hk) * D]``, or None.
         cos: ``[T, half]``, or ``[S, T, half]`` for S sections; float32; None for no rotation.
         sin: cos' shape; float32; None with it.
-        k_cache: ``[num_blocks, block_size, Hk, D]``, written; last dimension contiguous.
+        k_cache: ``[num_blocks, block_size, Hk, D]``, written; last dimension contiguous. Or of
+            codes, as of :func:`~engine_core.kernels.store_kv`.
         v_cache: likewise.
         slot_mapping: ``[T]`` int64; a token whose slot is negative is not stored.
         q_weight: ``[D]``, contiguous, of the RMSNorm of each head of the queries; None if there is
@@ -289,7 +291,7 @@ def linear_rotary_store(
     """
     values, squares, _ = taken_apart(x)
     _check("linear_rotary_store", values, weight, bias)
-    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_kv_heads, head_dim = cache_parts(k_cache)[0].shape[2:]
     num_heads = weight.shape[0] // head_dim - 2 * num_kv_heads
     if num_heads < 1 or weight.shape[0] % head_dim:
         raise ValueError(

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.codes.triton import encoded, larger, largest, scale_of
 from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
 
 
@@ -38,6 +39,8 @@ def rotate_heads(
     dst_ptr,
     src_head_stride,
     dst_head_stride,
+    scales_ptr,
+    scales_stride,
     heads,
     head_mask,
     weight_ptr,
@@ -51,14 +54,17 @@ def rotate_heads(
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Some heads of one token, ``dst`` may be ``src``; BLOCK_REST covers what does not rotate."""
+    """Some heads of one token, ``dst`` may be ``src``; BLOCK_REST covers what does not rotate.
+
+    With ``scales`` that are not None ``dst`` takes codes of heads, and they the scales.
+    """
     pairs = tl.arange(0, BLOCK_HALF)
     a_dims = 2 * pairs if INTERLEAVED else pairs
     b_dims = a_dims + 1 if INTERLEAVED else pairs + HALF
     mask = head_mask[:, None] & (pairs < HALF)[None, :]
     src = src_ptr + heads[:, None] * src_head_stride
     dst = dst_ptr + heads[:, None] * dst_head_stride
-    element = dst_ptr.dtype.element_ty
+    element = src_ptr.dtype.element_ty
     a = tl.load(src + a_dims[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(src + b_dims[None, :], mask=mask, other=0.0).to(tl.float32)
     if BLOCK_REST:
@@ -77,10 +83,25 @@ def rotate_heads(
     cos = tl.load(cos_ptr + pairs, mask=pairs < HALF, other=0.0)[None, :]
     sin = tl.load(sin_ptr + pairs, mask=pairs < HALF, other=0.0)[None, :]
     a, b = rotated(a, b, cos, sin)
-    tl.store(dst + a_dims[None, :], a.to(element), mask=mask)
-    tl.store(dst + b_dims[None, :], b.to(element), mask=mask)
+    a = a.to(element)
+    b = b.to(element)
     if BLOCK_REST:
-        tl.store(dst + rest_dims[None, :], rest.to(element), mask=rest_mask)
+        rest = rest.to(element)
+    if scales_ptr is not None:
+        CODE: tl.constexpr = dst_ptr.dtype.element_ty
+        maximum = larger(largest(a), largest(b))
+        if BLOCK_REST:
+            maximum = larger(maximum, largest(rest))
+        scale = scale_of(maximum, CODE)
+        tl.store(scales_ptr + heads * scales_stride, scale, mask=head_mask)
+        a = encoded(a, scale, CODE)
+        b = encoded(b, scale, CODE)
+        if BLOCK_REST:
+            rest = encoded(rest, scale, CODE)
+    tl.store(dst + a_dims[None, :], a, mask=mask)
+    tl.store(dst + b_dims[None, :], b, mask=mask)
+    if BLOCK_REST:
+        tl.store(dst + rest_dims[None, :], rest, mask=rest_mask)
 
 
 @triton.jit
@@ -121,8 +142,8 @@ def _rotate_sections(
         x = x_ptr + token * strides[0] + section * 2 * HALF
         angles = section * section_stride + token * HALF
         rotate_heads(
-            x, x, strides[1], strides[1], heads, heads < num_heads, None, 0.0, cos_ptr + angles,
-            sin_ptr + angles, 2 * HALF, HALF, BLOCK_HALF, 0, 0, INTERLEAVED,
+            x, x, strides[1], strides[1], None, 0, heads, heads < num_heads, None, 0.0,
+            cos_ptr + angles, sin_ptr + angles, 2 * HALF, HALF, BLOCK_HALF, 0, 0, INTERLEAVED,
         )  # fmt: skip
 
 

@@ -47,7 +47,8 @@ def rotary_store(
         v: ``[T, Hk, Dv]``, likewise not modified.
         cos: ``[T, half]``, or ``[S, T, half]`` for S sections; float32.
         sin: cos' shape; float32.
-        k_cache: ``[num_blocks, block_size, Hk, D]``, written; last dimension contiguous.
+        k_cache: ``[num_blocks, block_size, Hk, D]``, written; last dimension contiguous. Or of
+            codes, as of :func:`~engine_core.kernels.store_kv`.
         v_cache: ``[num_blocks, block_size, Hk, Dv]``, likewise.
         slot_mapping: ``[T]`` int64; a token whose slot is negative is not stored.
         q_weight: ``[D]``, contiguous, of q's RMSNorm; None if there is none, as for ``k_weight``.

@@ -9,14 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_core.kernels.codes import cache_parts
 from engine_core.kernels.compiled import Kernel, threads
 from engine_core.kernels.compiled.numbers import (
     STORED,
     all_parts,
     array,
     as_double,
+    e4m3_of,
     float32,
+    inline,
+    int8_of,
     narrow,
+    scale_of,
     sqrt,
     this_part,
     unpack,
@@ -44,11 +49,15 @@ def rotary_store(
 ) -> None:
     """Arguments as in the public wrapper; cos and sin are contiguous."""
     slot_mapping = slot_mapping.contiguous()
+    (k_cache, k_scales), (v_cache, v_scales) = cache_parts(k_cache), cache_parts(v_cache)
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v.shape[1:]
+    parts = threads(tokens * (num_heads + 2 * num_kv_heads) * head_dim, _LEAST)
+    # A head of keys before it is encoded.
+    scratch = None if k_scales is None else q.new_empty(parts, head_dim)
     _KERNEL.run(
-        (q.dtype, interleaved, q_weight is not None),
-        threads(tokens * (num_heads + 2 * num_kv_heads) * head_dim, _LEAST),
+        (q.dtype, k_cache.dtype, interleaved, q_weight is not None),
+        parts,
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
@@ -72,19 +81,28 @@ def rotary_store(
         k_cache.shape[1],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
+        0 if scratch is None else scratch.data_ptr(),
+        0 if k_scales is None else k_scales.data_ptr(),
+        0 if k_scales is None else k_scales.stride(0),
+        0 if v_scales is None else v_scales.data_ptr(),
+        0 if v_scales is None else v_scales.stride(0),
         eps,
     )
 
 
-def _make(dtype: torch.dtype, interleaved: bool, normalised: bool) -> Callable[..., None]:
+def _make(
+    dtype: torch.dtype, kept: torch.dtype, interleaved: bool, normalised: bool
+) -> Callable[..., None]:
     stored, size = STORED[dtype], dtype.itemsize
+    held_as, kept_size, scaled = STORED[kept], kept.itemsize, kept != dtype
+    encode = _encode_int8 if kept is torch.int8 else _encode_e4m3
 
     def body(arguments: Any) -> None:
         args = unpack(arguments)
         tokens, num_heads, num_kv_heads = args[10], args[11], args[12]
         head_dim, v_head_dim, half, sections = args[13], args[14], args[15], args[16]
         block_size = args[23]
-        eps = float32(as_double(args[30]))
+        eps = float32(as_double(args[35]))
         part, parts = this_part(), all_parts()
         slots = array(args[7], np.int64, tokens)
         angles = sections * tokens * half
@@ -103,7 +121,7 @@ def _make(dtype: torch.dtype, interleaved: bool, normalised: bool) -> Callable[.
                     kv_head = head - num_heads
                     address = args[1] + (token * args[19] + kv_head * args[20]) * size
                     place = block * args[24] + offset * args[25] + kv_head * args[26]
-                    target = args[5] + place * size
+                    target = args[30] + part * head_dim * size if scaled else args[5] + place * size
                     weights = args[9]
                 x = array(address, stored, head_dim)
                 out = array(target, stored, head_dim)
@@ -131,16 +149,48 @@ def _make(dtype: torch.dtype, interleaved: bool, normalised: bool) -> Callable[.
                         a, b = widen(out[left]), widen(out[right])
                         out[left] = narrow(a * cos[i] - b * sin[i], out[left])
                         out[right] = narrow(b * cos[i] + a * sin[i], out[right])
+                if scaled and head >= num_heads:
+                    scale = args[31] + _scale_at(args, 32, block, head - num_heads, offset)
+                    encode(out, array(args[5] + place, held_as, head_dim), scale)
             if slot >= 0:
                 for head in range(num_kv_heads):
                     address = args[2] + (token * args[21] + head * args[22]) * size
                     place = block * args[27] + offset * args[28] + head * args[29]
                     x = array(address, stored, v_head_dim)
-                    out = array(args[6] + place * size, stored, v_head_dim)
-                    for i in range(v_head_dim):
-                        out[i] = x[i]
+                    values = array(args[6] + place * kept_size, held_as, v_head_dim)
+                    if scaled:
+                        scale = args[33] + _scale_at(args, 34, block, head, offset)
+                        encode(x, values, scale)
+                    else:
+                        for i in range(v_head_dim):
+                            values[i] = x[i]
 
     return body
 
 
-_KERNEL = Kernel(_make, "30qd")
+@inline
+def _scale_at(args: Any, stride: int, block: int, head: int, offset: int) -> int:
+    """Bytes to a head's scale from the first."""
+    place: int = (block * args[stride] + head * args[23] + offset) * 4
+    return place
+
+
+@inline
+def _encode_int8(x: Any, codes: Any, scale_address: int) -> None:
+    scale = scale_of(x, float32(127))
+    array(scale_address, np.float32, 1)[0] = scale
+    inverse = float32(1) / scale
+    for i in range(len(x)):
+        codes[i] = int8_of(widen(x[i]) * inverse)
+
+
+@inline
+def _encode_e4m3(x: Any, codes: Any, scale_address: int) -> None:
+    scale = scale_of(x, float32(448))
+    array(scale_address, np.float32, 1)[0] = scale
+    inverse = float32(1) / scale
+    for i in range(len(x)):
+        codes[i] = e4m3_of(widen(x[i]) * inverse)
+
+
+_KERNEL = Kernel(_make, "35qd")

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.codes import cache_parts
+from engine_core.kernels.codes.triton import encoded, largest, scale_of
 from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
 from engine_core.kernels.rotary.triton import rotate_heads
 
@@ -19,6 +21,8 @@ def _rotary_store_kernel(
     sin_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     slots_ptr,
     q_weight_ptr,
     k_weight_ptr,
@@ -28,6 +32,8 @@ def _rotary_store_kernel(
     v_strides,
     k_cache_strides,
     v_cache_strides,
+    k_scales_strides,
+    v_scales_strides,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -56,8 +62,9 @@ def _rotary_store_kernel(
         heads = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         q_ptr += token * q_strides[0]
         rotate_heads(
-            q_ptr, q_ptr, q_strides[1], q_strides[1], heads, heads < NUM_HEADS, q_weight_ptr,
-            eps, cos_ptr, sin_ptr, D, HALF, BLOCK_HALF, BLOCK_REST, OFFSET, INTERLEAVED,
+            q_ptr, q_ptr, q_strides[1], q_strides[1], None, 0, heads, heads < NUM_HEADS,
+            q_weight_ptr, eps, cos_ptr, sin_ptr, D, HALF, BLOCK_HALF, BLOCK_REST, OFFSET,
+            INTERLEAVED,
         )  # fmt: skip
     else:
         slot = tl.load(slots_ptr + token)
@@ -71,10 +78,17 @@ def _rotary_store_kernel(
             mask = head_mask[:, None] & (dims < DV)[None, :]
             v_ptrs = v_ptr + token * v_strides[0] + heads[:, None] * v_strides[1]
             v = tl.load(v_ptrs + dims[None, :], mask=mask, other=0.0)
+            if k_scales_ptr is not None:
+                k_scales_ptr += block * k_scales_strides[0] + offset
+                v_scales_ptr += block * v_scales_strides[0] + offset
+                CODE: tl.constexpr = v_cache_ptr.dtype.element_ty
+                scale = scale_of(largest(v), CODE)
+                tl.store(v_scales_ptr + heads * v_scales_strides[1], scale, mask=head_mask)
+                v = encoded(v, scale, CODE)
             rotate_heads(
                 k_ptr + token * k_strides[0], k_cache_ptr, k_strides[1], k_cache_strides[2],
-                heads, head_mask, k_weight_ptr, eps, cos_ptr, sin_ptr, D, HALF, BLOCK_HALF,
-                BLOCK_REST, OFFSET, INTERLEAVED,
+                k_scales_ptr, k_scales_strides[1], heads, head_mask, k_weight_ptr, eps, cos_ptr,
+                sin_ptr, D, HALF, BLOCK_HALF, BLOCK_REST, OFFSET, INTERLEAVED,
             )  # fmt: skip
             v_ptrs = v_cache_ptr + heads[:, None] * v_cache_strides[2]
             tl.store(v_ptrs + dims[None, :], v, mask=mask)
@@ -98,6 +112,7 @@ def rotary_store(
 ) -> None:
     """Arguments as in the public wrapper, with cos and sin of one section."""
     num_tokens, num_heads, head_dim = q.shape
+    (k_cache, k_scales), (v_cache, v_scales) = cache_parts(k_cache), cache_parts(v_cache)
     num_kv_heads, v_head_dim = v.shape[1:]
     if num_tokens == 0:
         return
@@ -115,6 +130,8 @@ def rotary_store(
         sin.contiguous(),
         k_cache,
         v_cache,
+        k_scales,
+        v_scales,
         slot_mapping,
         q_weight,
         k_weight,
@@ -124,6 +141,8 @@ def rotary_store(
         v.stride(),
         k_cache.stride(),
         v_cache.stride(),
+        (0, 0) if k_scales is None else k_scales.stride()[:2],
+        (0, 0) if v_scales is None else v_scales.stride()[:2],
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=k_cache.shape[1],

@@ -26,6 +26,10 @@ class Inputs(NamedTuple):
         q_strides: of tokens and heads.
         k_strides: of blocks, slots and heads.
         v_strides: likewise.
+        k_scales: ``[num_blocks, Hk, block_size]`` of codes; None of numbers.
+        v_scales: likewise.
+        k_scales_strides: of blocks and heads.
+        v_scales_strides: likewise.
     """
 
     q: Any
@@ -41,6 +45,10 @@ class Inputs(NamedTuple):
     q_strides: Any
     k_strides: Any
     v_strides: Any
+    k_scales: Any = None
+    v_scales: Any = None
+    k_scales_strides: Any = (0, 0)
+    v_scales_strides: Any = (0, 0)
 
 
 class Shape(NamedTuple):
@@ -68,21 +76,25 @@ class Queries(NamedTuple):
     """Queries of a row and a KV head, and the keys and values that they see.
 
     Attributes:
-        q: ``[M, BLOCK_D]``.
+        q: ``[M, BLOCK_D]``, of the type in which keys and weights are multiplied.
+        scales: ``[M]``, what a product is to be multiplied with if keys are codes.
         positions: ``[M]``.
         slopes: ``[M]``, in units of log 2.
         k: the KV head's keys in block 0.
         v: its values there.
+        kv_head: the KV head.
         table: the row's blocks.
         window: sliding window in tokens.
         prefix_len: leading tokens that all queries see.
     """
 
     q: Any
+    scales: Any
     positions: Any
     slopes: Any
     k: Any
     v: Any
+    kv_head: Any
     table: Any
     window: Any
     prefix_len: Any
@@ -90,14 +102,24 @@ class Queries(NamedTuple):
 
 @triton.jit
 def load_queries(inputs, row_ptr, rows, heads, mask, SHAPE: tl.constexpr):
-    """Queries ``[M, BLOCK_D]`` at ``rows`` behind ``row_ptr``, and the slopes of their heads."""
+    """Queries ``[M, BLOCK_D]`` at ``rows`` behind ``row_ptr``, their scales, and heads' slopes.
+
+    Codes of e4m3 become float16 in one instruction, and bfloat16 in three: there queries are
+    float16 too, by scales, so that none is too large.
+    """
     dims = tl.arange(0, SHAPE.block_d)
     ptrs = row_ptr + rows[:, None] + dims[None, :]
     q = tl.load(ptrs, mask=mask[:, None] & (dims < SHAPE.d)[None, :], other=0.0)
+    scales = tl.full([heads.shape[0]], 1.0, dtype=tl.float32)
+    if inputs.k_cache.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        numbers = q.to(tl.float32)
+        largest = tl.max(tl.abs(numbers), axis=1)
+        scales = tl.where(largest > 0.0, largest, 1.0)
+        q = (numbers / scales[:, None]).to(tl.float16)
     slopes = tl.zeros([heads.shape[0]], dtype=tl.float32)
     if SHAPE.has_alibi:
         slopes = tl.load(inputs.slopes + heads, mask=mask, other=0.0) * 1.4426950408889634
-    return q, slopes
+    return q, scales, slopes
 
 
 @triton.jit
@@ -124,10 +146,12 @@ def load_pairs(
     heads = kv_head * SHAPE.group_size + pairs % SHAPE.group_size
     tokens = (query_begin + queries).to(tl.int64)
     rows = tokens * inputs.q_strides[0] + heads * inputs.q_strides[1]
-    q, slopes = load_queries(inputs, inputs.q, rows, heads, mask, SHAPE)
+    q, scales, slopes = load_queries(inputs, inputs.q, rows, heads, mask, SHAPE)
     k = inputs.k_cache + kv_head * inputs.k_strides[2]
     v = inputs.v_cache + kv_head * inputs.v_strides[2]
-    held = Queries(q, start_pos + queries, slopes, k, v, table_ptr, window, prefix_len)
+    held = Queries(
+        q, scales, start_pos + queries, slopes, k, v, kv_head, table_ptr, window, prefix_len
+    )
     return held, tokens, heads, mask
 
 
@@ -201,6 +225,30 @@ def load_tokens(
 
 
 @triton.jit
+def load_scales(
+    scales_ptr,
+    strides,
+    queries,
+    block,
+    start,
+    in_range,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Scales ``[BLOCK_N]`` of the tokens that :func:`load_tokens` loads; 1 where it gives zeros."""
+    in_tile = tl.arange(0, BLOCK_N)
+    scales_ptr += queries.kv_head * strides[1]
+    if SHAPE.block_size % BLOCK_N == 0:
+        ptrs = scales_ptr + block * strides[0] + start % SHAPE.block_size + in_tile
+    else:
+        positions = start + in_tile
+        blocks = tl.load(queries.table + positions // SHAPE.block_size, mask=in_range, other=0)
+        ptrs = scales_ptr + blocks.to(tl.int64) * strides[0] + positions % SHAPE.block_size
+    return tl.load(ptrs, mask=in_range, other=1.0) if MASKED else tl.load(ptrs)
+
+
+@triton.jit
 def tile_logits(
     inputs,
     queries,
@@ -221,7 +269,14 @@ def tile_logits(
         queries.k, inputs.k_strides, queries.table, block, start, in_range, SHAPE, SHAPE.d,
         SHAPE.block_d, BLOCK_N, False,
     )  # fmt: skip
-    logits = tl.dot(queries.q, tl.trans(k), input_precision=SHAPE.precision)
+    # Codes are the same numbers in 16 bits.
+    logits = tl.dot(queries.q, tl.trans(k.to(queries.q.dtype)), input_precision=SHAPE.precision)
+    if inputs.k_scales is not None:
+        scales = load_scales(
+            inputs.k_scales, inputs.k_scales_strides, queries, block, start, in_range, SHAPE,
+            BLOCK_N, False,
+        )  # fmt: skip
+        logits *= queries.scales[:, None] * scales[None, :]
     if SHAPE.has_softcap:
         # tanh(x) = 2 * sigmoid(2 * x) - 1
         logits = inputs.logit_scale * (2.0 * tl.sigmoid(logits * inputs.cap_scale) - 1.0)

@@ -1,0 +1,38 @@
+"""Making codes of heads on a GPU, bit for bit as :func:`engine_core.kernels.codes.quantized`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def larger(a, b):
+    """The maximum, NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(x):
+    """Absolute values' maxima ``[R]`` of ``x [R, L]``, NaN where there is one."""
+    return tl.reduce(tl.abs(x.to(tl.float32)), 1, larger)
+
+
+@triton.jit
+def scale_of(maximum, CODE: tl.constexpr):
+    """Scales of heads with such maxima, NaN for those that are not finite."""
+    scale = maximum * (1.0 / (127.0 if tl.int8 == CODE else 448.0)) + 1e-18
+    return tl.where(maximum < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def encoded(x, scale, CODE: tl.constexpr):
+    """Codes of ``x [R, L]`` by scales ``[R]``, to the nearest, ties to even."""
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    x = x.to(tl.float32) * inverse[:, None]
+    if CODE == tl.int8:  # noqa: SIM300
+        # The sum's last bits are the integer.
+        codes = (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        codes = x.to(CODE)
+    return codes

@@ -1,0 +1,267 @@
+"""Caches of 8 bits: what is stored, and attention over it, against dequantised numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import Paged, error, make_paged
+from torch import Tensor
+
+from engine_core.kernels import paged_attention, rotary_store, store_kv
+from engine_core.kernels.attention import reference
+from engine_core.kernels.attention.call import Call
+from engine_core.kernels.codes import cache_parts, dequantized
+
+CODES = [torch.int8, torch.float8_e4m3fn]
+# Half of the distance of neighbouring codes at the greatest number, as a part of it.
+HALF_STEP = {torch.int8: 0.5 / 127, torch.float8_e4m3fn: 16 / 448}
+
+
+def empty(num_blocks: int, block_size: int, heads: int, width: int, code: torch.dtype) -> Tensor:
+    """A cache of codes that are NaN, or -1, and scales of NaN, in a wider buffer."""
+    bits = torch.full((num_blocks, block_size * heads * (width + 4) + 16), 255, dtype=torch.uint8)
+    return bits[:, :-16].view(code).view(num_blocks, block_size, heads, width + 4)
+
+
+def numbers(cache: Tensor) -> Tensor:
+    """``[num_blocks * block_size, heads, D]`` float32."""
+    codes, scales = cache_parts(cache)
+    assert scales is not None
+    return dequantized(codes, scales.transpose(1, 2), torch.float32).flatten(0, 1)
+
+
+def heads_of(tokens: int, heads: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Heads of very different sizes: zeros, nearly zeros, large ones."""
+    x = torch.randn(tokens, heads, width)
+    x *= 10.0 ** torch.randint(-4, 4, (tokens, heads, 1))
+    if tokens > 2:
+        x[0], x[1, 0] = 0, 1e-16
+    return x.to(dtype)
+
+
+def check_stored(cache: Tensor, x: Tensor, slots: Tensor, code: torch.dtype) -> None:
+    """Each number within half a step of its head's greatest, and of its own in e4m3."""
+    got, kept = numbers(cache), slots >= 0
+    untouched = torch.ones(len(got), dtype=torch.bool).index_fill(0, slots[kept], 0)
+    assert got[untouched].isnan().all()
+    got, x = got[slots[kept]], x[kept].float()
+    most = x.abs().amax(dim=-1, keepdim=True)
+    assert ((got - x).abs() <= 1.01 * HALF_STEP[code] * most + 1e-18).all()
+    if code == torch.float8_e4m3fn:
+        normal = x.abs() > most * 2.0**-14
+        assert ((got - x).abs() <= 1.001 * x.abs() / 16)[normal].all()
+
+
+@pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize(
+    ("code", "dtype"),
+    [
+        (torch.int8, torch.float32),
+        (torch.int8, torch.float16),
+        (torch.float8_e4m3fn, torch.float32),
+        (torch.float8_e4m3fn, torch.bfloat16),
+    ],
+)
+def test_stores(code: torch.dtype, dtype: torch.dtype) -> None:
+    for tokens, head_dim, v_head_dim in [(9, 64, 64), (1, 8, 6)]:
+        k, v = (heads_of(tokens, 3, n, dtype) for n in (head_dim, v_head_dim))
+        caches = [empty(2, 8, 3, n, code) for n in (head_dim, v_head_dim)]
+        slots = torch.randperm(16)[:tokens]
+        slots[3:4] = -1  # not stored
+        store_kv(k, v, *caches, slots)
+        check_stored(caches[0], k, slots, code)
+        check_stored(caches[1], v, slots, code)
+
+
+@pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize("code", CODES)
+def test_what_is_not_finite_stays_so(code: torch.dtype) -> None:
+    k = torch.randn(3, 2, 16)
+    k[0, 0, 3], k[1, 1, 4] = torch.nan, torch.inf
+    caches = [empty(1, 4, 2, 16, code) for _ in range(2)]
+    store_kv(k, k, *caches, torch.arange(3))
+    spoilt = torch.tensor([[True, False], [False, True], [False, False]])
+    assert torch.equal(numbers(caches[0])[:3].isnan().all(dim=-1), spoilt)
+
+
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        (torch.int8, {}),
+        (torch.int8, {"norm": True}),
+        (torch.float8_e4m3fn, {"half": 16}),
+        (torch.float8_e4m3fn, {"interleaved": True}),
+    ],
+    ids=str,
+)
+def test_rotation_and_storing(
+    code: torch.dtype, options: dict[str, Any], cpu_path: str, launch_device: str
+) -> None:
+    """The kernels store what storing after norms and rotation stores, nearly always bit for bit."""
+    tokens, half = 6, options.get("half", 32)
+    q, k, v = torch.randn(tokens, 8, 64).bfloat16().split((4, 2, 2), dim=1)
+    angles = torch.rand(tokens, half) * 6
+    norms: dict[str, Any] = {}
+    if "norm" in options:
+        norms = {"q_weight": torch.rand(64).bfloat16(), "k_weight": torch.rand(64).bfloat16()}
+        norms["eps"] = 1e-5
+    slots = torch.tensor([3, 0, -1, 9, 15, 8])
+    given = (v, angles.cos(), angles.sin())
+    plain = [torch.zeros(2, 8, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
+    interleaved = "interleaved" in options
+    rotary_store(q.clone(), k, *given, *plain, slots, **norms, interleaved=interleaved)
+    kept = slots[slots >= 0]
+    k_turned = torch.zeros(tokens, 2, 64, dtype=torch.bfloat16)
+    k_turned[slots >= 0] = plain[0].flatten(0, 1)[kept]
+    expected, got, launched = ([empty(2, 8, 2, 64, code) for _ in range(2)] for _ in range(3))
+    store_kv(k_turned, v, *expected, slots)
+    rotary_store(q.clone(), k, *given, *got, slots, **norms, interleaved=interleaved)
+    from engine_core.kernels.rotary_store import triton
+
+    norms = {"q_weight": None, "k_weight": None, "eps": 0.0} | norms
+    moved = (x.to(launch_device) for x in (q.clone(), k, *given, *launched, slots))
+    triton.rotary_store(*moved, **norms, interleaved=interleaved)
+    for wanted, *others in zip(expected, got, launched, strict=True):
+        for other in others if launch_device == "cpu" else others[:1]:
+            difference = (numbers(other) - numbers(wanted))[kept].abs()
+            assert (difference > 0.01).float().mean() < 0.01, (cpu_path, difference.max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("code", CODES)
+def test_store_kernel(code: torch.dtype, dtype: torch.dtype, launch_device: str) -> None:
+    from engine_core.kernels.kv_store import triton
+
+    k, v = heads_of(7, 3, 40, dtype), heads_of(7, 3, 64, dtype)
+    k[5, 1, 2] = torch.nan
+    slots = torch.tensor([3, 0, -1, 9, 15, 8, 4])
+    caches = [empty(2, 8, 3, n, code).to(launch_device) for n in (40, 64)]
+    triton.store_kv(k.to(launch_device), v.to(launch_device), *caches, slots.to(launch_device))
+    assert numbers(caches[0].cpu())[8, 1].isnan().all()
+    k[5, 1, 2] = 0
+    whole = slots.clone()
+    whole[5] = -1
+    _, scales = cache_parts(caches[0])
+    assert scales is not None
+    scales[1, :, 0] = torch.nan
+    check_stored(caches[0].cpu(), k, whole, code)
+    check_stored(caches[1].cpu(), v, slots, code)
+
+
+def coded(paged: Paged, code: torch.dtype) -> tuple[Paged, Paged]:
+    """The batch with a cache of codes, and with the numbers in float32 that they stand for."""
+    caches, plain = [], []
+    for cache in (paged.k_cache, paged.v_cache):
+        num_blocks, block_size, heads, width = cache.shape
+        held = empty(num_blocks, block_size, heads, width, code)
+        slots = torch.arange(num_blocks * block_size)
+        tokens = cache.flatten(0, 1).cpu()
+        slots[tokens[:, 0, 0].isnan()] = -1
+        store_kv(tokens, tokens, held, held, slots)
+        caches.append(held.to(cache.device))
+        plain.append(numbers(held).view(cache.shape).to(cache.device))
+    return (
+        replace(paged, k_cache=caches[0], v_cache=caches[1]),
+        replace(paged, k_cache=plain[0], v_cache=plain[1], q=paged.q.float()),
+    )
+
+
+def expect(paged: Paged, **options: Any) -> Tensor:
+    out = paged.poisoned_out()
+    reference.paged_attention(
+        paged.q, paged.k_cache, paged.v_cache, out, scale=0.2, **paged.metadata(), **options
+    )
+    return out
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+PREFIX = torch.tensor([3, 2, 0, 1, 6, 20], dtype=torch.int32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "alibi": {"alibi_slopes": SLOPES},
+    "window": {"window": 40},
+    "softcap": {"softcap": 1.5},
+    "prefix": {"prefix_lens": PREFIX},
+    "window-prefix": {"window": 40, "prefix_lens": PREFIX},
+}
+ROWS = [(1, 1), (1, 33), (1, 0), (1, 150), (70, 70), (3, 130)]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.01, torch.float16: 0.01}
+
+
+@pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize(
+    ("name", "code", "dtype"),
+    [
+        ("plain", torch.int8, torch.float32),
+        ("plain", torch.float8_e4m3fn, torch.float16),
+        ("window", torch.int8, torch.float32),
+        ("window", torch.float8_e4m3fn, torch.bfloat16),
+        ("prefix", torch.float8_e4m3fn, torch.bfloat16),
+        ("window-prefix", torch.int8, torch.float32),
+        ("alibi", torch.int8, torch.bfloat16),
+        ("softcap", torch.float8_e4m3fn, torch.float32),
+    ],
+)
+def test_attention(code: torch.dtype, name: str, dtype: torch.dtype) -> None:
+    options = OPTIONS[name]
+    paged, plain = coded(make_paged(ROWS, head_dim=32, v_head_dim=24, dtype=dtype), code)
+    got = paged_attention(
+        paged.q, paged.k_cache, paged.v_cache, scale=0.2, **paged.metadata(), **paged.sizes(),
+        **options,
+    )  # fmt: skip
+    assert error(got, expect(plain, **options)) < TOLERANCE[dtype]
+
+
+# Each option, code, dtype and kind of block at least once with each other.
+KERNELS = [
+    ("plain", torch.int8, torch.bfloat16, {"block_size": 64}),
+    ("plain", torch.float8_e4m3fn, torch.float16, {"block_size": 16}),
+    ("alibi", torch.float8_e4m3fn, torch.float32, {"block_size": 64, "head_dim": 80}),
+    ("window", torch.float8_e4m3fn, torch.bfloat16, {"block_size": 64}),
+    ("window", torch.int8, torch.float32, {"block_size": 16}),
+    ("softcap", torch.int8, torch.float16, {"block_size": 64, "head_dim": 128}),
+    ("softcap", torch.float8_e4m3fn, torch.bfloat16, {"block_size": 16}),
+    ("prefix", torch.int8, torch.bfloat16, {"block_size": 16, "v_head_dim": 40}),
+    ("window-prefix", torch.float8_e4m3fn, torch.float32, {"block_size": 64}),
+]
+
+
+@pytest.mark.parametrize(("name", "code", "dtype", "shape"), KERNELS)
+def test_attention_kernel(
+    name: str, code: torch.dtype, dtype: torch.dtype, shape: dict[str, Any], launch_device: str
+) -> None:
+    from engine_core.kernels.attention import triton
+
+    options = {
+        key: value.to(launch_device) if isinstance(value, Tensor) else value
+        for key, value in OPTIONS[name].items()
+    }
+    made = make_paged(ROWS, device=launch_device, dtype=dtype, **shape)
+    paged, plain = coded(made, code)
+    out = paged.q.new_full((*paged.q.shape[:2], made.v_cache.shape[3]), torch.nan)
+    (k, k_scales), (v, v_scales) = cache_parts(paged.k_cache), cache_parts(paged.v_cache)
+    given = paged.metadata() | paged.sizes() | options
+    call = Call(paged.q, k, v, out, scale=0.2, k_scales=k_scales, v_scales=v_scales, **given)
+    triton.paged_attention(call)
+    assert error(out, expect(plain, **options)) < TOLERANCE[dtype]
+
+
+def test_preconditions() -> None:
+    k = torch.randn(2, 3, 8)
+    caches = [empty(1, 4, 3, 8, torch.int8) for _ in range(2)]
+    with pytest.raises(ValueError, match="one dtype, or the caches that of codes"):
+        store_kv(k, k, caches[0], empty(1, 4, 3, 8, torch.float8_e4m3fn), torch.arange(2))
+    with pytest.raises(ValueError, match="the caches must be"):
+        store_kv(k, k, *(cache[..., :8] for cache in caches), torch.arange(2))
+    with pytest.raises(ValueError, match="no multiples of 4; take a block size"):
+        cache_parts(empty(1, 3, 1, 5, torch.int8))
+    paged, _ = coded(make_paged([(1, 3)], head_dim=8), torch.int8)
+    given = (paged.q, paged.k_cache, paged.v_cache)
+    sizes = paged.metadata() | paged.sizes()
+    with pytest.raises(ValueError, match="batch invariance is not for codes"):
+        paged_attention(*given, scale=1.0, **sizes, deterministic=True)
+    with pytest.raises(ValueError, match="one dtype"):
+        paged_attention(given[0], given[1], given[2].view(torch.uint8), scale=1.0, **sizes)
