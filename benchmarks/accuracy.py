@@ -92,7 +92,11 @@ def source(name: str, folder: Path) -> Path:
 
 
 def load(
-    path: Path, quantization: str | None, dtype: torch.dtype, device: torch.device = CPU
+    path: Path,
+    quantization: str | None,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    kv_cache_dtype: Any = "auto",
 ) -> nn.Module:
     """The model, packed as for ``device``."""
     registry = build_registry(())
@@ -104,7 +108,8 @@ def load(
     scheme = find_scheme(checkpoint, config, scheme, registry, device)
     model_config = read_config(registry, checkpoint, "auto")
     model_class = registry.model_class(model_config.architecture)
-    model = build_on_meta(model_class, model_config, BuildContext(dtype=dtype), scheme)
+    context = BuildContext(dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    model = build_on_meta(model_class, model_config, context, scheme)
     matched, _ = match_weights(model, checkpoint, str(path), scheme)
     load_weights(model, matched, str(path), CPU, pack=True)
     return model
@@ -265,6 +270,9 @@ def measure(name: str, tokens: int) -> None:
             return model
 
         row("bfloat16", lambda: load(path, None, torch.bfloat16))
+        for cache in ("int8", "fp8"):
+            make = lambda cache=cache: load(path, None, torch.float32, CPU, cache)  # noqa: E731
+            row(f"KV cache of {cache}", make)
         for scheme in ("int8", "int4", "fp8"):
             row(scheme, lambda scheme=scheme: load(path, scheme, torch.float32))
         for scheme in ("int8", "int4"):

@@ -34,6 +34,7 @@ from torch.profiler import profile as torch_profile
 
 from benchmarks.gpu import build, by_kernel
 from benchmarks.workloads import SHAPES
+from engine_core.kernels.codes import cache_parts
 
 REPLAYS = 20
 CLOCK_AND_POWER = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
@@ -107,13 +108,20 @@ def measure(
     *,
     profiled: bool,
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> None:
     """Print one line per batch size."""
-    with build(name, folder, deterministic=False, quantization=quantization) as llm:
+    options = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    with build(name, folder, deterministic=False, **options) as llm:
         runner = llm.engine.core.executor._runner
         graphs = runner._decode_graphs
         for cache in itertools.chain.from_iterable(runner.kv_cache):
-            cache.normal_()
+            held, scales = cache_parts(cache)
+            if scales is None:
+                held.normal_()
+            else:
+                held.view(torch.int8).random_(0, 112)  # of e4m3 all numbers up to 128
+                scales.fill_(0.01)
 
         generator = random.Random(1)
         for batch in batches:
@@ -141,6 +149,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--quantization", help="fp8, int4 (groups of 128) or int8: the linears")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8 or int8")
     arguments = parser.parse_args()
     batches = [int(part) for part in arguments.batches.split(",")]
     print(torch.cuda.get_device_name(), torch.__version__)
@@ -153,6 +162,7 @@ def main() -> None:
                 Path(folder),
                 profiled=arguments.profile,
                 quantization=arguments.quantization,
+                kv_cache_dtype=arguments.kv_cache_dtype,
             )
             torch.cuda.empty_cache()
 

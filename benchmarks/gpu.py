@@ -59,11 +59,19 @@ PEERS: dict[str, Peers] = {
 }
 
 
-def build(name: str, folder: Path, *, deterministic: bool, quantization: str | None = None) -> LLM:
+def build(
+    name: str,
+    folder: Path,
+    *,
+    deterministic: bool,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+) -> LLM:
     """The engine with random weights of the shape."""
     config = EngineConfig(
         deterministic=deterministic,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         load_format="dummy",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -126,6 +134,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--quantization", help="fp8, int4 or int8; the peers have none")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8 or int8")
     arguments = parser.parse_args()
     batches = tuple(int(part) for part in arguments.batches.split(","))
     print(torch.cuda.get_device_name(), torch.__version__)
@@ -134,6 +143,7 @@ def main() -> None:
             start = time.perf_counter()
             options = {"deterministic": arguments.deterministic}
             options["quantization"] = arguments.quantization
+            options["kv_cache_dtype"] = arguments.kv_cache_dtype
             with build(name, Path(folder), **options) as llm:
                 run = runner(llm)
                 run([[1000] * 64], [1])
