@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.configs import HFConfig, ModelConfig, RotaryConfigBuilder, check_kinds
+from engine_core.configs import HFConfig, RotaryConfigBuilder, check_kinds
 from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_core.configs import ModelConfig
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
