@@ -340,8 +340,9 @@ def _told(keys: _Keys, changes: Mapping[Key, Any], failure: Exception) -> str:
     named = ", ".join(
         f"{_shown(key)} {value!r} in place of {keys.value(key)!r}" for key, value in changes.items()
     )
+    said = str(failure).rstrip(".")
     return (
-        f"with {named} in config.json: {failure}. Read it in the model, or have the config builder "
+        f"with {named} in config.json: {said}. Read it in the model, or have the config builder "
         "refuse other values"
     )
 

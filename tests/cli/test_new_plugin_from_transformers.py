@@ -32,7 +32,7 @@ def source(out: Path, module: str = "model") -> str:
 
 
 def kit(projects: list[Path], checks: str) -> str:
-    """What pytest says of the conformance kit in packages."""
+    """The output of pytest, which runs the conformance kit in packages."""
     for project in projects:
         command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "egg_info"]
         subprocess.run(command, check=True, cwd=project, capture_output=True)
@@ -122,6 +122,23 @@ def test_sizes_that_follow_from_others_are_given_to_the_tiny_model(tmp_path: Pat
     assert "'relu2' is not one of" in said
     assert "LayerNorm1P" in said
     assert '"partial_rotary_factor": 0.5' in source(tmp_path, "config")
+
+
+def test_layers_of_several_kinds_are_noticed(tmp_path: Path) -> None:
+    assert "mlp is a Glm4MoeMoE in some layers" in make("Glm4MoeForCausalLM", tmp_path)
+
+
+def test_defaults_are_those_of_the_class_where_they_do_not_follow(tmp_path: Path) -> None:
+    """GLM-4 has two key and value heads, several ends, and gate and up in one linear."""
+    assert "Left to do" not in make("GlmForCausalLM", tmp_path)
+    config = source(tmp_path, "config")
+    assert '"num_key_value_heads": 2,' in config
+    assert '"head_dim": 128,' in config
+    assert "GatedMLP(" in source(tmp_path)
+
+
+def test_scaled_positions_are_left_to_the_author(tmp_path: Path) -> None:
+    assert "positions are scaled (llama3)" in make("CwmForCausalLM", tmp_path)
 
 
 def test_settings_must_be_of_the_architecture(tmp_path: Path) -> None:

@@ -163,24 +163,27 @@ def draft(architecture: str, given: Mapping[str, Any] | None = None) -> Draft:
         )
     own = [kind for kind in kinds if kind.replace("_", "") in architecture.lower()] or kinds
     kind: Any = CONFIG_MAPPING[own[0]]
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    settings = {
+        key: value
+        for key, value in (given or {}).items()
+        if isinstance(value, bool | float | str) and not _DROPPED.fullmatch(key)
+    }
     try:
         default = kind()
-        known: dict[str, Any] = {
+        sizes = {
             key: value
             for key, value in _SIZES.items()
-            if hasattr(default, key)
-            and (key != "sliding_window" or default.sliding_window is not None)
-            and not isinstance(getattr(kind, key, None), property)
+            if hasattr(default, key) and not isinstance(getattr(kind, key, None), property)
         }
-        known |= {
-            key: value
-            for key, value in (given or {}).items()
-            if isinstance(value, bool | float | str) and not _DROPPED.fullmatch(key)
-        }
-        ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-        hf_config = kind(**known, **ends, architectures=[architecture])
-        torch.manual_seed(0)
-        model: PreTrainedModel = model_class(architecture)(hf_config).float().eval()
+        stated = {key: value for key, value in sizes.items() if getattr(default, key) is not None}
+        known: dict[str, Any] = {**stated, **settings}
+        try:
+            hf_config, model = _tiny(kind, architecture, {**known, **ends})
+        except Exception:  # A class may need what it leaves open.
+            sizes.pop("sliding_window" if "sliding_window" not in stated else "", None)
+            known = {**sizes, **settings}
+            hf_config, model = _tiny(kind, architecture, {**known, **ends})
     except Exception as error:  # Each class has its own ways to refuse sizes.
         raise ConfigError(
             f"transformers makes no tiny {architecture} of common sizes "
@@ -188,13 +191,20 @@ def draft(architecture: str, given: Mapping[str, Any] | None = None) -> Draft:
         ) from error
     stem = re.split(r"For[A-Z]|LMHead|Model$", architecture)[0]
     values = hf_config.to_dict()
-    beyond = [k for k in ends if (getattr(default, k, None) or 0) >= _SIZES["vocab_size"]]
+    usual_ends = {key: getattr(default, key, None) for key in ends}
+    beyond = [k for k, v in usual_ends.items() if isinstance(v, int) and v >= _SIZES["vocab_size"]]
     known |= {key: ends[key] for key in beyond}
     tiny = _plain_config(values, known, architecture, own[0])
     made = Draft(architecture, f"{stem}ConfigBuilder", tiny)
     with torch.device("meta"):
         runs = TransformersModel(HFConfig(hf_config.to_dict()), StepContextManager())
     _randomise(model)
+    scaled = (values.get("rope_parameters") or {}).get("rope_type", "default")
+    if scaled != "default":
+        made.left.append(
+            f"positions are scaled ({scaled}) where a config says nothing: state rope_parameters "
+            "in conformance.py, and their defaults in config.py"
+        )
     found = _Found(values)
     _look_at_ends(model, found, made.left)
     _look_at_layers(model, runs, found, made.left)
@@ -204,6 +214,16 @@ def draft(architecture: str, given: Mapping[str, Any] | None = None) -> Draft:
     made.config = _config_source(made, found, stem)
     made.model = _model_source(made, found, stem, model)
     return made
+
+
+def _tiny(kind: Any, architecture: str, values: Mapping[str, Any]) -> tuple[Any, PreTrainedModel]:
+    """A config and its random model, which has run once."""
+    hf_config = kind(**values, architectures=[architecture])
+    torch.manual_seed(0)
+    model: PreTrainedModel = model_class(architecture)(hf_config).float().eval()
+    with torch.no_grad():
+        model(torch.tensor(_IDS), use_cache=False)
+    return hf_config, model
 
 
 def _plain_config(
@@ -243,7 +263,8 @@ def _look_at_layers(
     layer = layers[0]
     parts = dict(layer.named_children())
     attention = next((n for n, m in parts.items() if hasattr(m, "q_proj")), None)
-    mlp = next((n for n, m in parts.items() if n != attention and len(_linears(m)) > 1), None)
+    others = {n: m for n, m in parts.items() if n != attention and "att" not in n}
+    mlp = next((n for n, m in others.items() if len(_linears(m)) > 1), None)
     _look_at_attention(parts.pop(attention or "", None), attention, runs, found, left)
     _look_at_mlp(parts.pop(mlp or "", None), mlp, found, left)
     norms = [name for name in parts if "norm" in name]
@@ -252,6 +273,11 @@ def _look_at_layers(
         for name, part in parts.items()
         if name not in norms and not isinstance(part, nn.Dropout | nn.Identity)
     ]
+    kinds = [{n: type(m).__name__ for n, m in each.named_children()} for each in layers]
+    odd = {
+        name: kind for each in kinds for name, kind in each.items() if kinds[0].get(name) != kind
+    }
+    left += [f"{name} is a {kind} in some layers" for name, kind in odd.items()]
     if attention is None or mlp is None:
         return
     told = [_scalars(getattr(each, attention, each)) for each in layers]
@@ -405,7 +431,7 @@ def _look_at_attention(
     norm = getattr(module, "q_norm", None)
     if norm is not None:
         kind = _norm(norm)
-        each = next(norm.parameters()).shape == (head_dim,)
+        each = kind is not None and next(norm.parameters()).shape == (head_dim,)
         if not each or kind is None or kind.block != "RMSNorm":
             left.append(
                 f"q_norm ({type(norm).__name__}) is no RMSNorm of each head alone: put attention "
@@ -474,7 +500,8 @@ def _rotation(module: nn.Module, head_dim: int) -> str | None:
 
 def _look_at_mlp(module: Any, name: str | None, found: _Found, left: list[str]) -> None:
     parts = {} if module is None else _linears(module)
-    gated = sorted(parts) == ["down_proj", "gate_proj", "up_proj"]
+    packed = sorted(parts) == ["down_proj", "gate_up_proj"]
+    gated = packed or sorted(parts) == ["down_proj", "gate_proj", "up_proj"]
     if name != "mlp" or (not gated and len(parts) != 2):
         left.append(
             f"the feed-forward part ({'none' if module is None else type(module).__name__}) is no "
@@ -494,12 +521,15 @@ def _look_at_mlp(module: Any, name: str | None, found: _Found, left: list[str]) 
     keys = ("hidden_act", "hidden_activation", "activation_function")
     found.activation = next((key for key in keys if found.values.get(key)), keys[0])
     name = found.values.get(found.activation, "silu")
-    x = torch.randn(1, 3, parts["up_proj"].in_features)
+    x = torch.randn(1, 3, _SIZES["hidden_size"])
     with torch.no_grad():
         try:
             act = ACT2FN[name]
-            inner = parts["up_proj"](x)
-            inner = act(parts["gate_proj"](x)) * inner if gated else act(inner)
+            if packed:
+                gate, inner = parts["gate_up_proj"](x).chunk(2, dim=-1)
+            else:
+                gate, inner = parts["gate_proj"](x) if gated else None, parts["up_proj"](x)
+            inner = act(inner) if gate is None else act(gate) * inner
             plain = parts["down_proj"](inner)
             same = torch.allclose(module(x), plain, atol=1e-5)
         except Exception:  # The activation, or the module, is of another kind.
@@ -605,16 +635,22 @@ def _config_source(made: Draft, found: _Found, stem: str) -> str:
     nullable = ""
     if "sliding_window" in found.reads:
         nullable = f'\n    nullable = {{"sliding_window": (1, {usual["sliding_window"]})}}'
+    heads = usual.get("num_key_value_heads")
+    if heads is not None and heads != usual.get("num_attention_heads"):
+        defaults["num_key_value_heads"] = heads
     head_dim = _constant_head_dim(made)
     if head_dim is not None:
         defaults["head_dim"] = head_dim
-    only = {
+    only: dict[str, Any] = {
         key: value
         for key, value in sorted(values.items())
         if key not in {**defaults, **_SIZES} | dict.fromkeys(found.reads)
         and not _ASIDE.fullmatch(key)
         and isinstance(value, bool | str | float)
     }
+    for key in ("sliding_window", "attention_bias", "mlp_bias"):
+        if key in values and values[key] is None:
+            only[key] = None
     types = "".join(
         f"""        each = values.get("{key}")
         if not isinstance(each, list) or len(each) != values.get("num_hidden_layers"):
@@ -637,7 +673,10 @@ _ONLY = {_literal(only, 0)}
 
 
 class {made.builder}(RotaryConfigBuilder):
-    """Reads the configs of {stem}; the defaults are those of transformers' config class."""
+    """Reads the configs of {stem}.
+
+    The defaults are those of transformers' config class.
+    """
 
     architecture = "{made.architecture}"
     defaults = {_literal(defaults, 4)}{nullable}
