@@ -156,7 +156,9 @@ def _source(key: str, value: Any, norm: Call, call: Call) -> _Source:
         for name, each in call.kwargs.items():
             if each is value:
                 return name, None
-    if value is None or isinstance(value, bool | int | float | str):
+    # A number of tokens would be another one in the next step.
+    tokens = type(value) is int and value in call.args[0].shape[:-1]
+    if value is None or (isinstance(value, bool | int | float | str) and not tokens):
         return "", value
     raise LookupError(key)
 

@@ -287,6 +287,14 @@ def _halved(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tens
     return hidden_states + out
 
 
+def _counted(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    count = hidden_states.shape[1]
+    normed = self.input_layernorm(hidden_states)
+    out, _ = self.self_attn(hidden_states=normed, batch_size=count, **kwargs)
+    hidden_states = hidden_states + out
+    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
 @pytest.mark.parametrize(
     ("part", "name", "code", "wanted"),
     [
@@ -295,6 +303,7 @@ def _halved(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tens
         ("MistralAttention", "forward", _keys_are_values, (7, 0, 3, 3, 6)),
         ("MistralMLP", "forward", _limited, (7, 3, 3, 0, 9)),
         ("MistralDecoderLayer", "forward", _halved, (7, 3, 0, 3, 9)),
+        ("MistralDecoderLayer", "forward", _counted, (7, 3, 0, 3, 9)),
     ],
 )
 def test_code_of_another_kind_stays_the_models_own(
