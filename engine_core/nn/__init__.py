@@ -20,7 +20,7 @@ from engine_core.nn.blocks import (
 from engine_core.nn.causal_lm import CausalLM
 from engine_core.nn.decoder import Decoder, RotaryCausalLM
 from engine_core.nn.embedding import Embedding, LMHead, build_embedding, build_lm_head
-from engine_core.nn.encoder import EncoderAttention, step_segments
+from engine_core.nn.encoder import EncoderAttention, EncoderLayers, step_segments
 from engine_core.nn.epilogue import Activated, CosSin
 from engine_core.nn.experts import Experts, Router, SparseMoE
 from engine_core.nn.linear import (
@@ -68,6 +68,7 @@ __all__ = [
     "DecoderLayer",
     "Embedding",
     "EncoderAttention",
+    "EncoderLayers",
     "Experts",
     "GatedMLP",
     "GeluAndMul",

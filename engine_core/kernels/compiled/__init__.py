@@ -23,9 +23,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engine_core.kernels.compiled.openmp import openmp
+from engine_core.kernels.compiled.openmp import openmp, place
 
-__all__ = ["Kernel", "available", "kernels", "recording", "run_whole", "takes", "threads"]
+__all__ = [
+    "Kernel",
+    "available",
+    "kernels",
+    "openmp",
+    "recording",
+    "run_whole",
+    "takes",
+    "threads",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +125,8 @@ class _Compiled:
 
     def run(self, packed: bytes, parts: int) -> None:
         """Run so many parts side by side."""
-        if parts == 1:
+        # Inside of a task a thread has a number, and takes a part, unless it is a team of its own.
+        if parts == 1 and not place.inside:
             self._call(packed)
         else:
             openmp().parallel(self._address, packed, parts, 0)

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+_Result = TypeVar("_Result")
+
+
+class _Place(threading.local):
+    """Where this thread is.
+
+    Attributes:
+        inside: whether it runs a task of :meth:`OpenMP.each`.
+    """
+
+    inside = False
+
+
+place = _Place()
 
 
 class OpenMP:
@@ -39,6 +56,41 @@ class OpenMP:
         for name, address in addresses.items():
             binding.add_symbol(name, address)
         self.found = True
+
+    def each(self, tasks: Sequence[Callable[[], _Result]], threads: int) -> list[_Result]:
+        """Run functions of Python, each by one of so many threads as soon as one is free.
+
+        torch's operations in them use their own thread alone. An exception ends all of it.
+
+        Returns:
+            What they returned, in their order.
+        """
+        numbered = enumerate(tasks)
+        results: dict[int, _Result] = {}
+        failures: list[BaseException] = []
+        inference = torch.is_inference_mode_enabled()
+
+        def work(_: object) -> None:
+            place.inside = True
+            try:
+                with torch.inference_mode(inference):
+                    # The interpreter's lock makes taking the next one a single step.
+                    for index, task in numbered:
+                        results[index] = task()
+                        if failures:
+                            return
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                place.inside = False
+
+        self.parallel(_TASK(work), None, threads, 0)
+        if failures:
+            raise failures[0]
+        return [results[index] for index in range(len(results))]
+
+
+_TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @cache

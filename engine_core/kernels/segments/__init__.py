@@ -70,6 +70,19 @@ class Segments:
         made.starts, made.longest, made.length = starts, longest, -1
         return made
 
+    def parts(self, count: int) -> list[Segments]:
+        """Whole segments, in their order, in at most ``count`` parts about equally long; on a CPU.
+
+        A segment is in the part that its middle falls to.
+        """
+        parts: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        begin = 0
+        for number, size in self.runs:
+            for _ in range(number):
+                parts[(2 * begin + size) * count // (2 * self.length)].append((1, size))
+                begin += size
+        return [Segments(part, torch.device("cpu")) for part in parts if part]
+
     def __getattr__(self, name: str) -> Any:
         if name != "runs":
             raise AttributeError(name)

@@ -13,6 +13,7 @@ from engine_core.kernels import Segments
 from engine_core.nn import (
     MLP,
     EncoderAttention,
+    EncoderLayers,
     LayerNorm,
     Weights,
     build_embedding,
@@ -89,7 +90,7 @@ class BertModel(nn.Module):
     ) -> None:
         super().__init__()
         self.embeddings = Embeddings(config)
-        self.layer = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layer = EncoderLayers(Layer(config) for _ in range(config.num_hidden_layers))
 
     def forward(
         self,
@@ -101,9 +102,8 @@ class BertModel(nn.Module):
         """``[1, T]`` to hidden states ``[1, T, H]``."""
         segments = step_segments(attn_metadata)
         x: Tensor = self.embeddings(input_ids, position_ids, token_type_ids)
-        for layer in self.layer:
-            x = layer(x, segments)
-        return x
+        out: Tensor = self.layer(x, segments)
+        return out
 
     def prepare_inputs_for_generation(
         self,
