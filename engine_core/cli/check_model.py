@@ -53,7 +53,7 @@ def _rows(report: CheckReport) -> dict[str, str]:
         if config.get("pooling"):
             pooling = config["pooling"]
             rows["task"] = (
-                f"{pooling['task']}, by {pooling['kind']} pooling"
+                f"{pooling['task']}, by {' and '.join(pooling['kinds'])} pooling"
                 f"{', normalised' if pooling['normalize'] and pooling['task'] == 'embed' else ''}"
             )
     if report.weights is not None:

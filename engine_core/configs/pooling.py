@@ -16,25 +16,59 @@ from engine_core.configs.engine import _Number
 from engine_core.configs.hf_config import HFConfig, read_object
 from engine_core.errors import ConfigError, CorruptCheckpointError, RequestError
 
-PoolingKind = Literal["mean", "cls", "last"]
+PoolingKind = Literal["mean", "cls", "last", "max", "mean_sqrt", "weighted_mean"]
+DenseActivation = Literal["tanh", "identity", "relu", "gelu", "sigmoid", "silu"]
 Activation = Literal["sigmoid", "identity"]
 Similarity = Literal["cosine", "dot"]
 
 _MODULES = "modules.json"
 # sentence-transformers' words for the kinds that there are.
-_KINDS: dict[str, PoolingKind] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+_KINDS: dict[str, PoolingKind] = {
+    "cls": "cls",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt",
+    "weightedmean": "weighted_mean",
+    "lasttoken": "last",
+}
+# In the order in which several are concatenated.
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "lasttoken",
     "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
 }
 _SIMILARITIES: dict[str, Similarity] = {"cosine": "cosine", "dot": "dot", "dot_score": "dot"}
 _ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
-# Modules that choose nothing: the model itself.
-_TRANSFORMER, _POOLING, _NORMALIZE = "Transformer", "Pooling", "Normalize"
+_DENSE_ACTIVATIONS: dict[str, DenseActivation] = {
+    "Tanh": "tanh",
+    "Identity": "identity",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "Sigmoid": "sigmoid",
+    "SiLU": "silu",
+}
+_TRANSFORMER, _POOLING, _DENSE, _NORMALIZE = "Transformer", "Pooling", "Dense", "Normalize"
+
+
+class DenseConfig(FrozenConfig):
+    """A linear layer after the pooling.
+
+    Attributes:
+        folder: where its weights are.
+        in_features: numbers of what it takes.
+        out_features: numbers of what it gives.
+        bias: whether it has one.
+        activation: of its result.
+    """
+
+    folder: str
+    in_features: int = Field(gt=0)
+    out_features: int = Field(gt=0)
+    bias: bool = True
+    activation: DenseActivation = "tanh"
 
 
 class PoolingConfig(FrozenConfig):
@@ -42,7 +76,9 @@ class PoolingConfig(FrozenConfig):
 
     Attributes:
         task: "embed" for a vector, "score" for a cross encoder's score.
-        kind: which hidden states count: the mean of all, the first token's, or the last one's.
+        kinds: which hidden states count, such as the mean of all, the first token's or the last
+            one's; the results of several are concatenated.
+        dense: layers that follow.
         whole: whether a prompt is computed in one step, as attention in both directions needs.
         normalize: whether vectors have length 1, unless a request says otherwise.
         activation: of scores.
@@ -56,7 +92,8 @@ class PoolingConfig(FrozenConfig):
     """
 
     task: Literal["embed", "score"] = "embed"
-    kind: PoolingKind = "mean"
+    kinds: tuple[PoolingKind, ...] = ("mean",)
+    dense: tuple[DenseConfig, ...] = ()
     whole: bool = False
     normalize: bool = True
     activation: Activation = "identity"
@@ -109,8 +146,8 @@ class PoolingParams(FrozenConfig):
 def read_pooling(folder: Path, hf_config: HFConfig, hidden_size: int) -> PoolingConfig | None:
     """The pooling that sentence-transformers' files in a checkpoint folder state; None without any.
 
-    ``modules.json`` names a model, a pooling and maybe a normalisation. The pooling's own
-    ``config.json``, ``config_sentence_transformers.json`` and ``sentence_bert_config.json`` say
+    ``modules.json`` names a model, a pooling, maybe dense layers, and maybe a normalisation. Their
+    own ``config.json``, ``config_sentence_transformers.json`` and ``sentence_bert_config.json`` say
     more.
 
     Raises:
@@ -121,16 +158,24 @@ def read_pooling(folder: Path, hf_config: HFConfig, hidden_size: int) -> Pooling
     if modules is None:
         return None
     kinds = [str(each.get("type")).rpartition(".")[2] for each in modules]
-    wanted = [_TRANSFORMER, _POOLING, _NORMALIZE]
-    if kinds not in (wanted, wanted[:2]):
+    normalize = kinds[-1:] == [_NORMALIZE]
+    num_dense = len(kinds) - 2 - normalize
+    wanted = [_TRANSFORMER, _POOLING, *[_DENSE] * num_dense, *[_NORMALIZE] * normalize]
+    if num_dense < 0 or kinds != wanted:
         raise ConfigError(
             f"{_MODULES}: the modules {', '.join(kinds)} are not supported; a {_TRANSFORMER}, a "
-            f"{_POOLING} and maybe a {_NORMALIZE} are"
+            f"{_POOLING}, maybe {_DENSE} ones and maybe a {_NORMALIZE} are"
         )
-    place = f"{modules[1].get('path') or '1_Pooling'}/config.json"
-    if Path(place).is_absolute() or ".." in Path(place).parts:
-        raise ConfigError(f"{_MODULES}: {place} is outside the checkpoint")
-    kind = _kind(_read(folder, place) or {}, place)
+    places = [str(each.get("path") or f"{i}_{kinds[i]}") for i, each in enumerate(modules) if i]
+    for place in places:
+        if Path(place).is_absolute() or ".." in Path(place).parts:
+            raise ConfigError(f"{_MODULES}: {place} is outside the checkpoint")
+    place = f"{places[0]}/config.json"
+    pooled = _kinds(_read(folder, place) or {}, place)
+    size, dense = hidden_size * len(pooled), []
+    for place in places[1 : 1 + num_dense]:
+        dense.append(_dense(folder, place, size))
+        size = dense[-1].out_features
     more = _read(folder, "config_sentence_transformers.json") or {}
     own = _read(folder, "sentence_bert_config.json") or {}
     prompts = more.get("prompts") or {}
@@ -147,11 +192,12 @@ def read_pooling(folder: Path, hf_config: HFConfig, hidden_size: int) -> Pooling
             f"prompts {sorted(prompts)}"
         )
     return PoolingConfig(
-        kind=kind,
-        normalize=len(kinds) == len(wanted),
+        kinds=pooled,
+        dense=tuple(dense),
+        normalize=normalize,
         similarity=_SIMILARITIES[similarity],
         dimensions=matryoshka(hf_config),
-        hidden_size=hidden_size,
+        hidden_size=size,
         prompts=prompts,
         default_prompt=default,
         max_length=own.get("max_seq_length"),
@@ -213,18 +259,51 @@ def _read(folder: Path, name: str) -> dict[str, Any] | None:
         return None
 
 
-def _kind(stated: Mapping[str, Any], place: str) -> PoolingKind:
-    """The way of pooling that a module's config states."""
+def _kinds(stated: Mapping[str, Any], place: str) -> tuple[PoolingKind, ...]:
+    """The ways of pooling that a module's config states."""
     named = stated.get("pooling_mode")
-    names = [named] if named else [name for flag, name in _FLAGS.items() if stated.get(flag)]
-    if len(names) != 1 or names[0] not in _KINDS:
+    names = [named] if isinstance(named, str) else named
+    if not names:
+        names = [name for flag, name in _FLAGS.items() if stated.get(flag)] or ["mean"]
+    if not isinstance(names, list) or not all(name in _KINDS for name in names):
         raise ConfigError(
-            f"{place}: pooling by {' and '.join(map(str, names)) or 'nothing'} is not supported; "
-            f"one of {', '.join(_KINDS)} is"
+            f"{place}: pooling by {names!r} is not supported; {', '.join(_KINDS)} and lists of "
+            "these are"
         )
     if stated.get("include_prompt") is False:
         raise ConfigError(
             f"{place}: include_prompt false, which leaves a prompt's tokens out of the pooling, is "
             "not supported"
         )
-    return _KINDS[names[0]]
+    return tuple(_KINDS[name] for name in names)
+
+
+def _dense(folder: Path, place: str, size: int) -> DenseConfig:
+    """The layer whose config is in a folder of the checkpoint, for vectors of ``size`` numbers."""
+    stated, name = _read(folder, f"{place}/config.json") or {}, f"{place}/config.json"
+    sizes = stated.get("in_features"), stated.get("out_features")
+    if sizes[0] != size or type(sizes[1]) is not int or sizes[1] <= 0:
+        raise ConfigError(
+            f"{name}: in_features and out_features are {sizes[0]!r} and {sizes[1]!r}; {size}, as "
+            "the module before gives, and a positive integer are needed"
+        )
+    told = str(stated.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    package, _, last = told.rpartition(".")
+    if last not in _DENSE_ACTIVATIONS or package.partition(".")[0] != "torch":
+        raise ConfigError(
+            f"{name}: activation_function {told!r} is not one of "
+            f"{', '.join(f'torch.nn.{each}' for each in _DENSE_ACTIVATIONS)}"
+        )
+    used = "sentence_embedding"
+    for key in ("module_input_name", "module_output_name"):
+        if stated.get(key) not in (None, used):
+            raise ConfigError(f"{name}: {key} {stated[key]!r} is not supported; {used!r} is")
+    if stated.get("use_residual"):
+        raise ConfigError(f"{name}: use_residual is not supported")
+    return DenseConfig(
+        folder=str(folder / place),
+        in_features=size,
+        out_features=sizes[1],
+        bias=stated.get("bias") is not False,
+        activation=_DENSE_ACTIVATIONS[last],
+    )

@@ -126,7 +126,7 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
     """
     source, config, phases = opened.source, opened.config, opened.phases
     pooling = source.model_config.pooling
-    if pooling is not None and pooling.kind != "last":
+    if pooling is not None and pooling.kinds != ("last",):
         # Tokens that are not computed would be missing in the mean.
         config = config.replace(enable_prefix_caching=False)
     if source.device.type == "cpu" and not compiled.available():

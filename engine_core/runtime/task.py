@@ -43,9 +43,12 @@ def with_task(
 
     Raises:
         OptionError: the model cannot do the task, or a setting means nothing for it.
-        ConfigError: the checkpoint asks for a pooling that is not supported.
+        ConfigError: the checkpoint asks for a pooling that is not supported, or for attention in
+            both directions of a decoder.
         CorruptCheckpointError: a file that says it cannot be read.
     """
+    if not getattr(model_class, "encoder_only", False):
+        _check_causal(model_config.architecture, checkpoint.hf_config)
     pooling = _pooling(model_config, model_class, checkpoint, config.task)
     if pooling is None:
         return model_config
@@ -97,13 +100,31 @@ def _pooling(
     if scores:
         _check_labels(hf_config)
         activation = score_activation(hf_config)
-        return PoolingConfig(task="score", kind=kind, activation=activation, **whole)
+        return PoolingConfig(task="score", kinds=(kind,), activation=activation, **whole)
     stated = read_pooling(checkpoint.folder, hf_config, model_config.hidden_size)
     if stated is not None:
         return stated.replace(whole=encodes)
     if task == "embed" or encodes or checkpoint.headless:
-        return PoolingConfig(kind=kind, dimensions=matryoshka(hf_config), **whole)
+        return PoolingConfig(kinds=(kind,), dimensions=matryoshka(hf_config), **whole)
     return None
+
+
+def _check_causal(name: str, hf_config: HFConfig) -> None:
+    """Refuse a decoder that was trained on to see later tokens: its vectors would be others."""
+    text = hf_config.get("text_config")
+    for place, values in (("", hf_config), ("text_config.", text)):
+        if not isinstance(values, HFConfig | Mapping):
+            continue
+        for key, wanted in (
+            ("is_causal", (False,)),
+            ("use_bidirectional_attention", (True, "all")),
+        ):
+            if values.get(key) in wanted:
+                raise ConfigError(
+                    f"config.json: {place}{key} is {values.get(key)!r}: {name} is to attend in "
+                    "both directions, and here it attends to earlier tokens only; encoders such as "
+                    "BERT's family, and causal decoders (Qwen3-Embedding), embed"
+                )
 
 
 def _check_labels(hf_config: HFConfig) -> None:

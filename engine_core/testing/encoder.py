@@ -49,7 +49,7 @@ def alone(subject: Subject) -> None:
 
 def _check_alone(subject: Subject, llm: LLM) -> list[Any]:
     """The results that prompts must have, which each has had alone."""
-    kind = llm.model_config.pooling.kind if llm.model_config.pooling else "mean"
+    kind = llm.model_config.pooling.kinds[0] if llm.model_config.pooling else "mean"
     checkpoint = subject.checkpoint
     wanted = [_pooled(states, kind) for _, states, _ in checkpoint.encoded]
     for (ids, _, theirs), vector in zip(checkpoint.encoded, wanted, strict=True):

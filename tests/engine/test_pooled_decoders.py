@@ -16,7 +16,7 @@ from tiny_bert import states, write_modules
 from transformers import AutoModel
 
 from engine_core import LLM, PoolingParams, SamplingParams
-from engine_core.errors import RequestError
+from engine_core.errors import ConfigError, RequestError
 
 LENGTHS = [1, 5, 40, 23, 2, 64, 17, 40]
 NAMES = ["qwen3-tiny", "llama-gqa", "llama-tied-llama3", "bloom-pow2"]
@@ -34,7 +34,15 @@ def reference(name: str) -> tuple[Any, list[list[int]]]:
 
 def wanted(model: Any, ids: list[int], kind: str) -> np.ndarray:
     hidden = states(model, ids)
-    pooled = {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[kind].numpy()
+    weights = torch.arange(1.0, len(ids) + 1).unsqueeze(1)
+    pooled = {
+        "mean": hidden.mean(0),
+        "cls": hidden[0],
+        "last": hidden[-1],
+        "max": hidden.amax(0),
+        "mean_sqrt_len_tokens": hidden.sum(0) / len(ids) ** 0.5,
+        "weightedmean": (hidden * weights).sum(0) / weights.sum(),
+    }[kind].numpy()
     return pooled / np.linalg.norm(pooled)
 
 
@@ -63,7 +71,7 @@ def test_the_last_token_s_state_is_the_vector(name: str) -> None:
             llm.generate([1, 2], SamplingParams(max_tokens=1))
 
 
-@pytest.mark.parametrize("kind", ["mean", "cls"])
+@pytest.mark.parametrize("kind", ["mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean"])
 def test_other_poolings_add_up_over_chunks(kind: str, tmp_path: Path) -> None:
     model, given = reference("qwen3-tiny")
     folder = copied("qwen3-tiny", tmp_path)
@@ -114,6 +122,20 @@ def test_a_checkpoint_may_lack_the_head(tmp_path: Path) -> None:
         task = {"task": "embed"} if architecture == "Qwen3ForCausalLM" else {}
         with LLM(folder, dtype="float32", skip_tokenizer_init=True, **task) as llm:
             check(llm, model, given, "last")
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"is_causal": False},
+        {"use_bidirectional_attention": True},
+        {"text_config": {"use_bidirectional_attention": True}},
+    ],
+)
+@pytest.mark.parametrize("task", ["embed", "auto"])
+def test_a_decoder_that_sees_later_tokens_is_refused(stated: dict[str, Any], task: str) -> None:
+    with pytest.raises(ConfigError, match=r"(is_causal|attention) is .*both directions"):
+        LLM(GOLDEN / "qwen3-tiny", task=task, hf_overrides=stated, skip_tokenizer_init=True)
 
 
 def test_two_ranks_embed_as_one() -> None:

@@ -107,7 +107,7 @@ def test_modules_say_how_vectors_are_made(flag: dict[str, Any], kind: str, tmp_p
 @pytest.mark.parametrize(
     ("pooling", "sentence", "message"),
     [
-        ({"pooling_mode_max_tokens": True}, {}, r"1_Pooling/config.json: pooling by max"),
+        ({"pooling_mode": ["mean", "min"]}, {}, r"1_Pooling/config.json: pooling by .*'min'"),
         ({"pooling_mode": "mean", "include_prompt": False}, {}, "include_prompt false"),
         ({"pooling_mode": "mean"}, {"similarity_fn_name": "euclidean"}, "'euclidean' is not one"),
         ({"pooling_mode": "mean"}, {"default_prompt_name": "x"}, "default_prompt_name 'x'"),
@@ -126,9 +126,9 @@ def test_other_modules_and_positions_are_refused(tmp_path: Path) -> None:
     make(tmp_path)
     write_modules(tmp_path, {"pooling_mode": "mean"})
     modules = json.loads((tmp_path / "modules.json").read_text())
-    modules[2]["type"] = "sentence_transformers.models.Dense"
+    modules[2]["type"] = "sentence_transformers.models.LSTM"
     (tmp_path / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(ConfigError, match="Transformer, Pooling, Dense are not supported"):
+    with pytest.raises(ConfigError, match="Transformer, Pooling, LSTM are not supported"):
         LLM(tmp_path)
     (tmp_path / "modules.json").unlink()
     with pytest.raises(ConfigError, match="position_embedding_type 'relative_key'"):
@@ -202,6 +202,6 @@ def test_the_check_says_what_it_is_for(tmp_path: Path) -> None:
     assert report.will_run
     assert [problem.code for problem in report.problems] == ["comparison-unavailable"]
     assert report.model_info is not None
-    assert report.model_info.config["pooling"]["kind"] == "mean"
+    assert report.model_info.config["pooling"]["kinds"] == ("mean",)
     assert report.memory is not None
     assert (report.memory.cache_bytes, report.memory.groups) == (0, ())

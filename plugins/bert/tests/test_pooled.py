@@ -1,0 +1,85 @@
+"""Poolings and dense layers, against what sentence-transformers gave (``make_pooled.py``)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine_core import LLM
+from engine_core.errors import ConfigError
+
+POOLED = Path(__file__).parent / "pooled"
+EXPECTED = json.loads((POOLED / "expected.json").read_text())
+MODES = [mode for mode in EXPECTED["vectors"] if mode != "all"]
+
+
+def check(folder: Path, mode: str) -> None:
+    with LLM(folder) as llm:
+        outputs = llm.embed(EXPECTED["texts"])
+    for output, expected in zip(outputs, EXPECTED["vectors"][mode], strict=True):
+        np.testing.assert_allclose(output.outputs.vector, expected, atol=1e-5)
+
+
+def changed(folder: Path, name: str, **values: Any) -> None:
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(POOLED, tmp_path / "pooled"))
+
+
+def test_all_poolings_dense_layers_and_normalisation() -> None:
+    check(POOLED, "all")
+
+
+def test_dense_weights_may_be_pickled(copy: Path) -> None:
+    weights = copy / "2_Dense" / "model.safetensors"
+    torch.save(load_file(weights), copy / "2_Dense" / "pytorch_model.bin")
+    weights.unlink()
+    check(copy, "all")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_pooling_alone(mode: str, copy: Path) -> None:
+    modules = json.loads((copy / "modules.json").read_text())
+    (copy / "modules.json").write_text(json.dumps(modules[:2]))
+    changed(copy, "1_Pooling/config.json", pooling_mode=mode)
+    check(copy, mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("3_Dense", {"in_features": 96}, "3_Dense/config.json: in_features .* 96 and 8; 12, as"),
+        (
+            "2_Dense",
+            {"activation_function": "torch.nn.modules.activation.Mish"},
+            "activation.Mish'",
+        ),
+        ("2_Dense", {"activation_function": "mine.Tanh"}, "activation_function 'mine.Tanh' is not"),
+        ("2_Dense", {"module_output_name": "x"}, "module_output_name 'x' is not supported"),
+        ("2_Dense", {"use_residual": True}, "use_residual is not supported"),
+        ("3_Dense", {"bias": True}, r"3_Dense has the tensors .*linear.bias"),
+    ],
+)
+def test_other_dense_layers_are_refused(
+    name: str, values: dict[str, Any], message: str, copy: Path
+) -> None:
+    changed(copy, f"{name}/config.json", **values)
+    with pytest.raises(ConfigError, match=message):
+        LLM(copy)
+
+
+def test_missing_dense_weights_are_named(copy: Path) -> None:
+    (copy / "3_Dense" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"3_Dense has neither model.safetensors nor pytorch"):
+        LLM(copy)
