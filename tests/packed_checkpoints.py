@@ -237,10 +237,38 @@ def packed(tensors: Tensors, form: Format, skips: Callable[[str], bool]) -> tupl
     return held, plain
 
 
-def write(folder: Path, tensors: Tensors, settings: dict[str, Any] | None = None) -> Path:
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+
+
+def mixtral() -> Tensors:
+    """The same with four experts in a layer, whose router is not to be quantised."""
+    tensors = llama()
+    for name in [name for name in tensors if ".mlp." in name]:
+        place, _, which = name.partition("mlp.")
+        leaf = {"gate": "w1", "down": "w2", "up": "w3"}[which.partition("_")[0]]
+        weight = tensors.pop(name)
+        for expert in range(4):
+            held = weight.roll(expert + 1, 0) * (1 - expert / 8)
+            tensors[f"{place}block_sparse_moe.experts.{expert}.{leaf}.weight"] = held
+        router = torch.randn(4, 128, generator=torch.Generator().manual_seed(3)) / 8
+        tensors[f"{place}block_sparse_moe.gate.weight"] = router
+    return tensors
+
+
+def write(
+    folder: Path, tensors: Tensors, settings: dict[str, Any] | None = None, **changes: Any
+) -> Path:
     """A checkpoint folder."""
     folder.mkdir()
-    config = dict(CONFIG) if settings is None else {**CONFIG, "quantization_config": settings}
+    config = {**CONFIG, **changes}
+    if settings is not None:
+        config["quantization_config"] = settings
     (folder / "config.json").write_text(json.dumps(config))
     held = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(held, folder / "model.safetensors")

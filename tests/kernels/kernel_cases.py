@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -186,6 +187,7 @@ def native_matrix(device: str) -> Iterator[Case]:
         yield from _store_cases(device, dtype)
         yield from _rotary_store_cases(device, dtype)
         yield from _linear_cases(device, dtype)
+        yield from _coded_linear_cases(device, dtype)
         yield from _linear_add_cases(device, dtype)
         yield from _linear_add_norm_cases(device, dtype)
         yield from _linear_rotary_store_cases(device, dtype)
@@ -445,6 +447,36 @@ def _linear_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
                 f"{rows}x{n}x{k}",
                 dtype,
                 lambda r=rows, n=n, k=k, g=gated: run(r, n, k, g),  # type: ignore[misc]
+            )
+
+
+def _coded_linear_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(rows: int, sizes: tuple[int, int, bool], kind: str) -> float:
+        n, k, gated = sizes
+        randn = _normal(torch.Generator(device).manual_seed(rows + n + k), dtype)
+        x, bias, numbers = randn(rows, k), randn(n), randn(n, k) / k**0.5
+        if kind == "e4m3":
+            weight: kernels.CodedWeight = replace(
+                kernels.Fp8Weight.quantized(numbers), quantizes_rows=False
+            )
+        else:
+            bits, group = map(int, kind.split(" in "))
+            weight = kernels.GroupWeight.quantized(numbers, bits, group)
+        # What the codes stand for has tests of its own.
+        dense = weight.numbers(torch.float32)
+        expected = linear_reference.linear(x.float(), dense, bias.float(), gated=gated)
+        return error(kernels.linear(x, weight, bias, gated=gated), expected)
+
+    shapes = [(28672, 4096, True), (4096, 14336, False), (896, 4864, False), (1000, 928, False)]
+    for rows, sizes in itertools.product((1, 16, 33, 64, 100, 256, 300), shapes):
+        for kind in ("4 in 128", "4 in 64", "4 in 32", "8 in 32", "8 in 0", "e4m3"):
+            if " in " in kind and sizes[1] % max(int(kind.split(" in ")[1]), 1):
+                continue
+            yield Case(
+                f"linear[{kind}]",
+                f"{rows}x{sizes[0]}x{sizes[1]}",
+                dtype,
+                lambda r=rows, s=sizes, each=kind: run(r, s, each),  # type: ignore[misc]
             )
 
 

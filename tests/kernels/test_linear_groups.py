@@ -97,9 +97,9 @@ def test_quantised_groups_are_near(bits: int) -> None:
     low = weight.unflatten(1, (2, 128)).amin(-1).clamp(max=0)
     step = (weight.unflatten(1, (2, 128)).amax(-1).clamp(min=0) - low) / (2**bits - 1)
     off = (numbers - weight).unflatten(1, (2, 128)).abs().amax(-1)
-    # Fitted, the extremes may be cut off by more than half a step; zeros are whole codes.
-    assert (off <= 1.5 * step).all()
-    assert off.square().mean() < step.square().mean()
+    # Zeros are whole codes, so that the extremes may be cut off by half a step more.
+    assert (off <= 1.01 * step).all()
+    assert (numbers - weight).square().mean() < step.square().mean() / 11
     assert torch.equal(got.numbers(torch.float32)[3], weight[3])
 
 

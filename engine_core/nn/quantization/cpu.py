@@ -71,9 +71,10 @@ class Int8Scheme(QuantizationScheme):
 class Int4Scheme(Int8Scheme):
     """Any checkpoint's weights, quantised once they are loaded: with a scale for each group.
 
-    To :class:`Int4Matrix` in groups of 32 on a CPU. A GPU has groups of 128, or of the 64 or 32
-    that divide the inputs. The vocabulary's matrices take 8 bits on a CPU: with 4 the divergence
-    from float32 would grow by a quarter (see ``benchmarks/README.md``).
+    To :class:`Int4Matrix` in groups of 32 on a CPU. A GPU has groups of 128 too, where a linear has
+    2048 inputs: narrower models lose more by them, and have less to read. The vocabulary's matrices
+    take 8 bits on a CPU: with 4 the divergence from float32 would grow by a quarter (see
+    ``benchmarks/README.md``).
     """
 
     def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
@@ -83,8 +84,8 @@ class Int4Scheme(Int8Scheme):
             return None
         if self._on_cpu:
             return Int4LinearMethod()
-        size = next(size for size in (128, 64, 32) if shape[1] % size == 0)
-        return self._grouped(layer, 4, size)
+        wide = shape[1] >= 2048 and shape[1] % 128 == 0
+        return self._grouped(layer, 4, 128 if wide else 32)
 
 
 class GGUFScheme(QuantizationScheme):

@@ -267,6 +267,8 @@ class PackedScheme(QuantizationScheme):
                 left[name] = "another layer shares it"
             elif not integers[0].even:
                 left[name] = "its g_idx has groups of several sizes"
+            elif layer.matrix_shape != layer.weight.shape:
+                left[name] = "no kernel takes experts of them"
             elif not layout.runs(self._on_cpu, layer.weight.shape):
                 left[name] = "no kernel takes groups, zeros or a size like its own"
             else:

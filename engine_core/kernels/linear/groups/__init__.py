@@ -225,31 +225,22 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(1)
 
 
-def quantize_groups(
-    weight: Tensor, bits: int, group_size: int, refits: int = 3
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_groups(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zeros such that ``(codes - zeros) * scales`` is near ``weight [N, K]``.
 
-    It begins with the codes of the least and the greatest number (or 0) of each group. Then the
-    scale is fitted to the codes by least squares and the codes are chosen anew, three times.
+    The least and the greatest number of a group, or 0, get the first and the last code. To fit the
+    scale to the codes by least squares lowers the squared error by 6%, but not the divergence from
+    float32: 0.079 and 0.374 so, 0.080 and 0.367 fitted (stories15M and SmolLM2).
 
     Returns:
         codes ``[N, K]`` uint8, scales ``[N, K / group_size]`` float16, zeros of their shape, uint8.
     """
     most = 2**bits - 1
     groups = weight.float().unflatten(1, (-1, group_size))
-    low, high = (each.clamp(**side) for each, side in zip(
-        groups.aminmax(dim=-1, keepdim=True), ({"max": 0}, {"min": 0}), strict=True))  # fmt: skip
-    scales = ((high - low) / most).half().float()
-    zeros = torch.where(scales == 0, 0, -low / torch.where(scales == 0, 1, scales))
-    zeros = zeros.round_().clamp_(0, most)
-    for last in (*[False] * refits, True):
-        divisor = torch.where(scales == 0, 1, scales)
-        codes = (groups / divisor + zeros).round_().clamp_(0, most)
-        if not last:
-            off = codes - zeros
-            power = off.square().sum(-1, keepdim=True)
-            fitted = (off * groups).sum(-1, keepdim=True) / torch.where(power == 0, 1, power)
-            scales = torch.where(power == 0, scales, fitted).half().float()
-    codes = codes.to(torch.uint8).flatten(1)
-    return codes, scales.squeeze(-1).half(), zeros.squeeze(-1).to(torch.uint8)
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    low, high = low.clamp_(max=0), high.clamp_(min=0)
+    scales = ((high - low) / most).half()
+    divisor = torch.where(scales == 0, 1, scales).float()
+    zeros = (-low / divisor).round_().clamp_(0, most)
+    codes = (groups / divisor + zeros).round_().clamp_(0, most).to(torch.uint8)
+    return codes.flatten(1), scales.squeeze(-1), zeros.squeeze(-1).to(torch.uint8)
