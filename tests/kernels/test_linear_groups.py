@@ -323,6 +323,7 @@ def test_instructions_make_the_numbers(bits: int, dtype: torch.dtype, launch_dev
     name = str(dtype).removeprefix("torch.")
     kind = "NIBBLES" if bits == 4 else "BYTES"
     code = getattr(readers, f"_{kind}_{name.upper()}").value
+    middle = getattr(readers, f"_MIDDLE_{kind}_{name.upper()}").value
     offset = readers.OFFSETS.get((name, bits), 0.0)
     for start in range(0, 2**bits, 4):
         codes = torch.arange(start, start + 8).remainder(2**bits).tolist()
@@ -332,7 +333,10 @@ def test_instructions_make_the_numbers(bits: int, dtype: torch.dtype, launch_dev
             words = [sum(c << 16 * (at // 4) + 4 * (at % 4) for at, c in enumerate(codes))]
         else:
             words = [sum(c << 8 * at for at, c in enumerate(codes[i : i + 4])) for i in (0, 4)]
-        got = evaluate(code, [*words, *[added | added << 16] * 4], 4, dtype)
         signed = [c if bits == 4 or c < 128 else c - 256 for c in codes]
-        expected = [[signed[at] - zero, signed[4 + at] - zero] for at in range(4)]
-        assert got == expected
+        for given, each, less in (
+            (code, [*words, *[added | added << 16] * 4], zero),
+            (middle, words, 8 if bits == 4 else 0),
+        ):
+            expected = [[signed[at] - less, signed[4 + at] - less] for at in range(4)]
+            assert evaluate(given, each, 4, dtype) == expected

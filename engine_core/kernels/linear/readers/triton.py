@@ -218,26 +218,31 @@ class Fp8Reader(NamedTuple):
         return n, 2 * pairs
 
 
-# Two registers of the same lanes of two words each to four registers of pairs of numbers, by
-# arithmetic on floats whose last bit of fraction is 1: 128 of bfloat16, 1024 of float16. The
-# operands behind the words are what is added to each part.
-def _nibbles(magic: int, one: int, kind: str) -> Any:
+# Registers of words to four registers of pairs of numbers, by floats whose last bit of fraction is
+# 1: 128 of bfloat16, 1024 of float16. What is added to each part is an operand behind the words, or
+# a pair of numbers for all: then the products read the weight from registers, and from shared
+# memory if an operand is the same everywhere (Triton 3.6).
+def _nibbles(magic: int, one: int, kind: str, added: int | None = None) -> Any:
     """4 bits: ``magic | code`` is 128 or 1024 more than the code."""
-    lines = [f".reg .b32 w, p0, p1, p2, p3, one; mov.b32 one, {one:#x};"]
+    lines = [f".reg .b32 w, p0, p1, p2, p3, one, z; mov.b32 one, {one:#x};"]
+    if added is not None:
+        lines.append(f"mov.b32 z, {added:#x};")
     for part in range(4):
         if part:
             lines.append(f"shr.u32 w, $4, {4 * part};")
         source = "w" if part else "$4"
         lines.append(f"lop3.b32 p{part}, {source}, 0x000f000f, {magic:#x}, 0xea;")
-        lines.append(f"fma.rn.{kind} p{part}, p{part}, one, ${5 + part};")
+        more = f"${5 + part}" if added is None else "z"
+        lines.append(f"fma.rn.{kind} p{part}, p{part}, one, {more};")
     lines += [f"mov.b32 ${part}, p{part};" for part in range(4)]
     return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
 
 
-def _bytes(kind: str) -> Any:
+def _bytes(kind: str, *, zeros: bool) -> Any:
     """8 bits with a sign. bfloat16 has 7 bits of fraction: the sign, -128, is added by itself."""
-    lines = [".reg .b32 w, s, p0, p1, p2, p3, one;"]
-    lines.append(f"mov.b32 one, {0x3F803F80 if kind == 'bf16x2' else 0x3C003C00:#x};")
+    one, less = (0x3F803F80, 0) if kind == "bf16x2" else (0x3C003C00, 0xE480E480)
+    lines = [f".reg .b32 w, s, p0, p1, p2, p3, one, z; mov.b32 one, {one:#x};"]
+    lines.append(f"mov.b32 z, {less:#x};")
     for part in range(4):
         lines.append(f"prmt.b32 w, $4, $5, {(4 + part) << 8 | part:#x};")
         if kind == "bf16x2":
@@ -246,7 +251,9 @@ def _bytes(kind: str) -> Any:
             lines.append(f"fma.rn.bf16x2 p{part}, p{part}, one, s;")
         else:
             lines.append(f"lop3.b32 p{part}, w, 0x00ff00ff, 0x64806480, 0x6a;")
-        lines.append(f"fma.rn.{kind} p{part}, p{part}, one, ${6 + part};")
+        if zeros or kind != "bf16x2":
+            more = f"${6 + part}" if zeros else "z"
+            lines.append(f"fma.rn.{kind} p{part}, p{part}, one, {more};")
     lines += [f"mov.b32 ${part}, p{part};" for part in range(4)]
     return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
 
@@ -255,8 +262,13 @@ def _bytes(kind: str) -> Any:
 OFFSETS = {("bfloat16", 4): 128.0, ("float16", 4): 1024.0, ("float16", 8): 1152.0}
 _NIBBLES_BFLOAT16 = _nibbles(0x43004300, 0x3F803F80, "bf16x2")
 _NIBBLES_FLOAT16 = _nibbles(0x64006400, 0x3C003C00, "f16x2")
-_BYTES_BFLOAT16 = _bytes("bf16x2")
-_BYTES_FLOAT16 = _bytes("f16x2")
+_BYTES_BFLOAT16 = _bytes("bf16x2", zeros=True)
+_BYTES_FLOAT16 = _bytes("f16x2", zeros=True)
+# Of the middle zeros: -136 and -1032.
+_MIDDLE_NIBBLES_BFLOAT16 = _nibbles(0x43004300, 0x3F803F80, "bf16x2", 0xC308C308)
+_MIDDLE_NIBBLES_FLOAT16 = _nibbles(0x64006400, 0x3C003C00, "f16x2", 0xE408E408)
+_MIDDLE_BYTES_BFLOAT16 = _bytes("bf16x2", zeros=False)
+_MIDDLE_BYTES_FLOAT16 = _bytes("f16x2", zeros=False)
 
 
 @triton.jit
@@ -305,32 +317,63 @@ def _bits_of(added, shape: tl.constexpr, ELEMENT: tl.constexpr):
 @triton.jit
 def _decode(reader, words, a0, a1, a2, a3):
     """The numbers of the four parts, without their scales, from words and what is added."""
-    if reader.ELEMENT == "bfloat16" or reader.ELEMENT == "float16":
-        b0 = _bits_of(a0, words.shape, reader.ELEMENT)
-        b1 = _bits_of(a1, words.shape, reader.ELEMENT)
-        b2 = _bits_of(a2, words.shape, reader.ELEMENT)
-        b3 = _bits_of(a3, words.shape, reader.ELEMENT)
-        INPUTS: tl.constexpr = "r,r,r,r,r" if reader.BITS == 4 else "r,r,r,r,r,r"
-        if reader.ELEMENT == "bfloat16":
-            ASM: tl.constexpr = _NIBBLES_BFLOAT16 if reader.BITS == 4 else _BYTES_BFLOAT16
-            p0, p1, p2, p3 = tl.inline_asm_elementwise(
-                ASM,
-                "=r,=r,=r,=r," + INPUTS,
-                [words, b0, b1, b2, b3],
-                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            HALVES: tl.constexpr = _NIBBLES_FLOAT16 if reader.BITS == 4 else _BYTES_FLOAT16
-            p0, p1, p2, p3 = tl.inline_asm_elementwise(
-                HALVES,
-                "=r,=r,=r,=r," + INPUTS,
-                [words, b0, b1, b2, b3],
-                (tl.float16, tl.float16, tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
+    WORDS: tl.constexpr = "=r,=r,=r,=r,r" if reader.BITS == 4 else "=r,=r,=r,=r,r,r"
+    if reader.ELEMENT == "bfloat16" and reader.zeros is None:
+        MIDDLE: tl.constexpr = (
+            _MIDDLE_NIBBLES_BFLOAT16 if reader.BITS == 4 else _MIDDLE_BYTES_BFLOAT16
+        )
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            MIDDLE,
+            WORDS,
+            [words],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    elif reader.ELEMENT == "float16" and reader.zeros is None:
+        MIDDLE_HALVES: tl.constexpr = (
+            _MIDDLE_NIBBLES_FLOAT16 if reader.BITS == 4 else _MIDDLE_BYTES_FLOAT16
+        )
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            MIDDLE_HALVES,
+            WORDS,
+            [words],
+            (tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif reader.ELEMENT == "bfloat16":
+        ASM: tl.constexpr = _NIBBLES_BFLOAT16 if reader.BITS == 4 else _BYTES_BFLOAT16
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            ASM,
+            WORDS + ",r,r,r,r",
+            [
+                words,
+                _bits_of(a0, words.shape, reader.ELEMENT),
+                _bits_of(a1, words.shape, reader.ELEMENT),
+                _bits_of(a2, words.shape, reader.ELEMENT),
+                _bits_of(a3, words.shape, reader.ELEMENT),
+            ],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    elif reader.ELEMENT == "float16":
+        HALVES: tl.constexpr = _NIBBLES_FLOAT16 if reader.BITS == 4 else _BYTES_FLOAT16
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            HALVES,
+            WORDS + ",r,r,r,r",
+            [
+                words,
+                _bits_of(a0, words.shape, reader.ELEMENT),
+                _bits_of(a1, words.shape, reader.ELEMENT),
+                _bits_of(a2, words.shape, reader.ELEMENT),
+                _bits_of(a3, words.shape, reader.ELEMENT),
+            ],
+            (tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     else:
         wide = words.to(tl.int32)
         if reader.BITS == 4:
