@@ -61,6 +61,7 @@ from engine_core.inputs import MediaLimit
 from engine_core.kernels import GPU, gpu_of
 from engine_core.nn.attention import cache_specs
 from engine_core.nn.fusions import fusions
+from engine_core.nn.linear import Linear, UnquantizedLinearMethod
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
@@ -640,9 +641,17 @@ class _Check:
             total_bytes=self.checkpoint.total_bytes,
             dtypes=dict(Counter(header.dtype for header in headers)),
             num_parameters=self.num_parameters,
+            scheme=self._scheme(),
             kept=None if gguf is None else gguf.kept,
             unpacked=None if gguf is None else gguf.unpacked,
         )
+
+    def _scheme(self) -> str | None:
+        if self.scheme is None or self.network is None:
+            return None
+        linears = [module for module in self.network.modules() if isinstance(module, Linear)]
+        taken = sum(type(layer.method) is not UnquantizedLinearMethod for layer in linears)
+        return f"{self.scheme.name}, {taken} of {len(linears)} linears"
 
     def _tokenizer_info(self) -> TokenizerInfo | None:
         if self.tokenizer is None:

@@ -112,6 +112,9 @@ class WeightsInfo(_Model):
     num_parameters: int | None = Field(
         description="Numbers in the model's parameters, shared ones once; null if not built."
     )
+    scheme: str | None = Field(
+        description="How the weights are quantised, and how many linears are; null if none is."
+    )
     kept: dict[str, int] | None = Field(
         description="Of a GGUF file: block type -> number of tensors that stay in blocks."
     )

@@ -63,6 +63,8 @@ def _rows(report: CheckReport) -> dict[str, str]:
             f"{weights.num_tensors} in {weights.num_files} files, {_bytes(weights.total_bytes)}: "
             f"{dtypes}"
         )
+        if weights.scheme is not None:
+            rows["quantised"] = weights.scheme
         if weights.kept is not None and weights.unpacked is not None:
             kept = ", ".join(f"{count} {type_name}" for type_name, count in weights.kept.items())
             unpacked = ", ".join(

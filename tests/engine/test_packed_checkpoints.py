@@ -153,7 +153,9 @@ def test_ranks_do_not_cut_groups(tmp_path: Path) -> None:
 
 def test_it_generates(tmp_path: Path) -> None:
     it = Made(tmp_path, "gptq, act-order")
-    assert not check_model(it.packed, EngineConfig(**BASE)).errors
+    report = check_model(it.packed, EngineConfig(**BASE))
+    assert not report.errors
+    assert report.weights.scheme == "gptq, 8 of 8 linears"
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with LLM(str(it.packed), EngineConfig(dtype="float32", **BASE)) as llm:
         assert len(llm.generate([[1, 5, 9]], greedy)[0].outputs[0].token_ids) == 8
