@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
 import io
 import json
 import pickle
@@ -21,6 +23,9 @@ from golden_fixtures import GOLDEN
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from engine_core.configs import EngineConfig
+from engine_core.engine.export import export_model
+
 # Another type, another size, or what JSON and UTF-8 can say and little else can.
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 10**30, -(10**18), 0.0, -0.5, 1e-300, 1e308),
@@ -38,6 +43,7 @@ VALUES: tuple[Any, ...] = (
     ),
     *("{{ x", "##", "a b", [], {}, [[]], [None], [1, "a"], {"type": "x"}, {"": {}}, [[[[[[1]]]]]]),
 )
+TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8", "I32": "int32", "I64": "int64"}
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
@@ -92,6 +98,7 @@ def write_good(folder: Path) -> None:
     torch.save(state, binary / "pytorch_model.bin")
 
     write_gguf(folder / "good.gguf")
+    export_model(str(plain), folder / "good.safetensors", EngineConfig(quantization="int4"))
 
 
 def write_gguf(path: Path) -> None:
@@ -373,6 +380,42 @@ def change_gguf(file: Path, rng: random.Random) -> None:
     file.write_bytes(parts.bytes())
 
 
+def change_one_file(file: Path, rng: random.Random) -> None:
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    if rng.random() < 0.3:
+        file.write_bytes(change_bytes(raw, rng, 8 + length))
+        return
+    header = json.loads(raw[8 : 8 + length])
+    metadata = header["__metadata__"]
+    if rng.random() < 0.5:
+        metadata["file:config.json"] = dump(
+            change_json(json.loads(metadata["file:config.json"]), rng)
+        )
+    elif rng.random() < 0.5:
+        header["__metadata__"] = metadata = change_json(metadata, rng)
+    else:
+        changed = change_json(
+            {name: header[name] for name in header if name != "__metadata__"}, rng
+        )
+        header = {"__metadata__": metadata, **(changed if isinstance(changed, dict) else {})}
+    sign(header)
+    file.write_bytes(safetensors_bytes(header, raw[8 + length :]))
+
+
+def sign(header: dict[str, Any]) -> None:
+    """Give the header of an exported file the hashes that it should have, where it can have any."""
+    with contextlib.suppress(TypeError, KeyError, AttributeError, ValueError):
+        metadata = header["__metadata__"]
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        metadata["engine_core.sha256"] = json.dumps(dict.fromkeys(entries, "0" * 64))
+        ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
+        specs = [(name, TORCH_NAMES[each["dtype"]], each["shape"]) for name, each in ordered]
+        texts = sorted(item for item in metadata.items() if item[0] != "engine_core.header_sha256")
+        text = json.dumps([texts, specs], ensure_ascii=False)
+        metadata["engine_core.header_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+
+
 # The reader -> the good checkpoint, the change to a copy of it.
 KINDS: dict[str, tuple[str, Callable[[Path, random.Random], None]]] = {
     "safetensors": ("folder", change_safetensors),
@@ -383,6 +426,7 @@ KINDS: dict[str, tuple[str, Callable[[Path, random.Random], None]]] = {
     "tokenizer-config": ("folder", json_file("tokenizer_config.json")),
     "pickle": ("bin", change_bin),
     "gguf": ("good.gguf", change_gguf),
+    "one-file": ("good.safetensors", change_one_file),
 }
 
 
@@ -393,6 +437,6 @@ def write_case(good: Path, kind: str, case: int, path: Path) -> Path:
     if source.is_dir():
         shutil.copytree(source, path)
     else:
-        path = Path(shutil.copy(source, path.with_suffix(".gguf")))
+        path = Path(shutil.copy(source, path.with_suffix(source.suffix)))
     change(path, random.Random(f"{kind} {case}"))
     return path

@@ -534,6 +534,16 @@ class _Check:
         errors = {problem.code for problem in self.problems if problem.severity == "error"}
         if errors - _ABOUT_TEXT:
             return
+        held = None if self.checkpoint is None else self.checkpoint.one_file
+        if held is not None:
+            changed = held.changed()
+            if changed:
+                shown = ", ".join(changed[:4]) + (
+                    f" and {len(changed) - 4} more" * (len(changed) > 4)
+                )
+                message = f"{len(changed)} tensors are not those that were exported: {shown}"
+                self._add("weights-changed", "error", message, changed)
+                return
         if self.model_config is not None and self.model_config.pooling is not None:
             message = "logits are compared, and a model that embeds or scores has none"
             self._add("comparison-unavailable", "warning", message)

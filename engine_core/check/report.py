@@ -49,6 +49,7 @@ HINTS = {
     "tokenizer and weights belong together.",
     "tokenizer-unusable": "Add the tokenizer's files, name another with --tokenizer, or set "
     "skip_tokenizer_init and use token ids.",
+    "weights-changed": "Copy the file again, or export the model again.",
     "weights-missing": "Check that config.json belongs to these weights and that no shard is "
     "missing.",
     "weights-not-finite": "The file was damaged or the training diverged; download it again.",

@@ -15,6 +15,7 @@ from engine_core.checkpoint.files import (
     read_index,
     read_json_object,
 )
+from engine_core.checkpoint.one_file import OneFile
 from engine_core.checkpoint.safetensors_file import SafetensorsFile
 from engine_core.configs import HFConfig
 from engine_core.configs.rope import override_rope
@@ -41,6 +42,7 @@ class Checkpoint:
         generation_config: ``generation_config.json``, or an empty dictionary.
         has_weights: false if it was opened with the dummy format.
         gguf: the tensors of a GGUF file that was opened without conversion, else None.
+        one_file: the file that holds the whole model, or None if it is a folder's.
         headless: whether it is a decoder that was saved without its head.
     """
 
@@ -54,6 +56,7 @@ class Checkpoint:
         gguf: GGUFWeights | None = None,
     ) -> None:
         self.gguf = gguf
+        self.one_file: OneFile | None = None
         self.headless = False
         self.folder = folder
         self.hf_config = hf_config
@@ -149,7 +152,8 @@ def open_checkpoint(
     """Open the checkpoint at ``path`` and check its files; no tensor is read.
 
     Args:
-        path: a folder or a ``.gguf`` file, as :func:`resolve_model` gives it.
+        path: a folder, a ``.gguf`` file or a ``.safetensors`` file of a whole model, as
+            :func:`resolve_model` gives it.
         load_format: which weight files to read. ``auto`` takes safetensors before ``.bin`` before
             one ``.gguf`` file; ``dummy`` needs only ``config.json``.
         gguf_adapters: from ``general.architecture`` of a GGUF file to the class that knows its
@@ -173,8 +177,12 @@ def open_checkpoint(
     gguf = _gguf_file(path, load_format)
     if gguf is not None:
         return _open_gguf(gguf, gguf_adapters or {}, dtype, hf_overrides, convert)
+    if path.suffix.lower() == ".safetensors" and not path.is_dir():
+        return _open_one_file(path, load_format, hf_overrides)
     if not path.is_dir():
-        raise CheckpointNotFoundError(f"{path} is neither a folder nor a .gguf file")
+        raise CheckpointNotFoundError(
+            f"{path} is neither a folder nor a .gguf or .safetensors file"
+        )
     return _open_folder(path, load_format, hf_overrides)
 
 
@@ -207,6 +215,27 @@ def _open_gguf(
         # Somebody emptied the cache just now.
         folder = convert_gguf(path, adapters, dtype)
         return _open_folder(folder, "safetensors", hf_overrides, tokenizer_folder)
+
+
+def _open_one_file(
+    path: Path, load_format: LoadFormat, hf_overrides: Mapping[str, Any] | None
+) -> Checkpoint:
+    if load_format not in ("auto", "safetensors", "dummy"):
+        raise OptionError(
+            f"load_format {load_format!r} does not fit the file {path}; leave it at auto"
+        )
+    opened = OneFile(path)
+    folder = opened.folder()
+    hf_config = apply_overrides(HFConfig.from_folder(folder), hf_overrides or {})
+    files: dict[WeightFile, Collection[str]] = {opened.weights: ()}
+    checkpoint = Checkpoint(
+        folder, hf_config, read_generation_config(folder), {} if load_format == "dummy" else files
+    )
+    checkpoint.one_file = opened
+    if opened.scheme in ("int4", "int8"):
+        # Others know such codes of linears, and not of a vocabulary.
+        hf_config.quantization_config["quant_method"] = "engine-core"
+    return checkpoint
 
 
 def _open_folder(

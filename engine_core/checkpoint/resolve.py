@@ -13,16 +13,16 @@ _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
 def resolve_model(model: str, revision: str | None = None) -> Path:
-    """The folder or ``.gguf`` file that ``model`` stands for.
+    """The folder, ``.gguf`` or ``.safetensors`` file that ``model`` stands for.
 
-    An existing folder or ``.gguf`` file is taken as it is. Anything else that has the form of a hub
+    An existing folder or such a file is taken as it is. Anything else that has the form of a hub
     id (``name`` or ``owner/name``) is downloaded through ``huggingface_hub``, into its cache and by
     its rules: ``HF_HOME`` says where the cache is, and with ``HF_HUB_OFFLINE=1`` only the cache is
     asked. Of a repository come the configs, the tokenizer, and the safetensors files, or the
     ``.bin`` files if it has no safetensors.
 
     Args:
-        model: folder, ``.gguf`` file or hub id.
+        model: folder, ``.gguf`` or ``.safetensors`` file, or hub id.
         revision: branch, tag or commit of a hub id.
 
     Raises:
@@ -35,10 +35,11 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
         if path.is_dir():
             return path
         if path.is_file():
-            if path.suffix.lower() == ".gguf":
+            if path.suffix.lower() in (".gguf", ".safetensors"):
                 return path
             raise CheckpointNotFoundError(
-                f"{model!r} is a file; give the folder it lies in, or a .gguf file"
+                f"{model!r} is a file; give the folder it lies in, a .gguf file, or a .safetensors "
+                "file that 'engine-core export' wrote"
             )
     except OSError as error:
         raise CheckpointNotFoundError(f"{model!r} cannot be read: {error.strerror}") from error

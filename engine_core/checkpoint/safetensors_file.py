@@ -17,8 +17,9 @@ import struct
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from engine_core.checkpoint.files import TensorHeader, check_regular_file
@@ -62,6 +63,7 @@ class SafetensorsFile:
     Attributes:
         path: the file.
         headers: the tensors in the order in which they stand in the file.
+        metadata: texts about the file, by name.
 
     Raises:
         CheckpointNotFoundError: the file does not exist.
@@ -156,7 +158,10 @@ class SafetensorsFile:
             raise CorruptCheckpointError(
                 f"{self.path}: the header is a JSON {type(header).__name__}, not an object"
             )
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
+        # Many a writer leaves other things there, which nobody reads.
+        texts = metadata.items() if isinstance(metadata, dict) else ()
+        self.metadata = {name: text for name, text in texts if isinstance(text, str)}
         return header, 8 + length
 
     def _check(self, header: dict[str, Any], data_start: int, size: int) -> None:
@@ -220,10 +225,16 @@ class SafetensorsWriter:
     Args:
         path: the file, made anew.
         tensors: (name, dtype by torch's name, shape) of every tensor, in file order.
+        metadata: texts by name; :meth:`set_metadata` may replace them by as many bytes.
     """
 
-    def __init__(self, path: Path, tensors: list[tuple[str, str, tuple[int, ...]]]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    def __init__(
+        self,
+        path: Path,
+        tensors: list[tuple[str, str, tuple[int, ...]]],
+        metadata: Mapping[str, str] = MappingProxyType({"format": "pt"}),
+    ) -> None:
+        header: dict[str, Any] = {}
         position = 0
         self._spans: dict[str, tuple[int, int]] = {}
         for name, dtype, shape in tensors:
@@ -232,11 +243,29 @@ class SafetensorsWriter:
             header[name] = {"dtype": code, "shape": shape, "data_offsets": (position, end)}
             self._spans[name] = (position, end)
             position = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        self._header = header
+        text = self._text(metadata)
         self._data_start = 8 + len(text)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._write_header(text)
+
+    def _text(self, metadata: Mapping[str, str]) -> bytes:
+        header = {"__metadata__": dict(metadata), **self._header}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        return text + b" " * (-len(text) % 8)
+
+    def _write_header(self, text: bytes) -> None:
         _write_all(self._fd, memoryview(struct.pack("<Q", len(text)) + text), 0)
+
+    def set_metadata(self, metadata: Mapping[str, str]) -> None:
+        """Replace the metadata by others that take as many bytes, such as sums of what followed."""
+        text = self._text(metadata)
+        assert 8 + len(text) == self._data_start, "the tensors lie behind the header"
+        self._write_header(text)
+
+    def sync(self) -> None:
+        """Wait until the disk has everything."""
+        os.fsync(self._fd)
 
     def write(self, name: str, data: memoryview) -> None:
         """Write the bytes of tensor ``name``, which must be as many as its header promises."""
@@ -249,6 +278,16 @@ class SafetensorsWriter:
 
     def __exit__(self, *exception: object) -> None:
         os.close(self._fd)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, as a file has them."""
+    import torch
+
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

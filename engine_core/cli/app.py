@@ -17,6 +17,7 @@ from engine_core.cli.bench import bench
 from engine_core.cli.chat import chat
 from engine_core.cli.check_model import check_model
 from engine_core.cli.env import env
+from engine_core.cli.export import export, import_folder
 from engine_core.cli.generate import generate
 from engine_core.cli.new_plugin import new_plugin
 from engine_core.cli.plugins import plugins
@@ -50,8 +51,9 @@ def _root(
     """Run transformer language models whose families are plugins."""
 
 
-for _command in (generate, chat, serve, bench, check_model, plugins, new_plugin, env):
+for _command in (generate, chat, serve, bench, check_model, export, plugins, new_plugin, env):
     app.command()(_command)
+app.command("import")(import_folder)
 
 
 def main() -> None:

@@ -41,6 +41,7 @@ class LoadAccount:
     Attributes:
         uncompared: pairs of tensors that are for one parameter and were not read: if they differ,
             loading them will be refused.
+        altered: tensors that the model made others of, before it filled a parameter.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,13 +56,16 @@ class LoadAccount:
         self._by_storage: dict[StorageWeakRef, str] = {}
         self._current: str | None = None
         self._wrong: list[str] = []
+        self._forms: dict[str, tuple[torch.Size, tuple[int, ...]]] = {}
         self.uncompared: list[tuple[str, str]] = []
+        self.altered: set[str] = set()
 
     def watch(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Pass the tensors on and remember their names."""
         for name, tensor in weights:
             self._offered[name] = len(self._offered)
             self._by_storage[StorageWeakRef(tensor.untyped_storage())] = name
+            self._forms[name] = tensor.shape, tensor.stride()
             self._current = name
             yield name, tensor
 
@@ -93,6 +97,9 @@ class LoadAccount:
         source = self._source(tensor)
         if name is not None and source is not None:
             self._sources[name].setdefault(shard_id, set()).add(source)
+            own = self._by_storage.get(StorageWeakRef(tensor.untyped_storage())) == source
+            if not own or self._forms[source] != (tensor.shape, tensor.stride()):
+                self.altered.add(source)
         self._take(source)
         if refused is not None:
             self._wrong.append(f"{source}: {refused}")

@@ -112,8 +112,12 @@ class _GGUFAdapters(Mapping[str, type]):
         return len(self._names)
 
 
-def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSource:
+def open_model(
+    model: str, config: EngineConfig, registry: Registry, *, convert: bool = True
+) -> ModelSource:
     """Find ``model``, check its files and find the class that runs it.
+
+    ``convert`` is that of :func:`open_checkpoint`.
 
     Raises:
         EngineError: it cannot run; the subclass says why.
@@ -125,7 +129,7 @@ def open_model(model: str, config: EngineConfig, registry: Registry) -> ModelSou
     if slower is not None:
         logger.warning("%s", slower)
     option = option_scheme(config, registry, device)
-    checkpoint = open_files(model, config, registry, device, option)
+    checkpoint = open_files(model, config, registry, device, option, convert=convert)
     scheme = find_scheme(checkpoint, config, option, registry, device)
     model_config = read_config(registry, checkpoint, config.model_impl)
     model_class = registry.model_class(model_config.architecture)

@@ -1,0 +1,398 @@
+"""A model as one file, and such a file as a folder again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_core.checkpoint import Checkpoint, TensorHeader, resolve_model
+from engine_core.checkpoint.one_file import (
+    OneFile,
+    Spec,
+    check_target,
+    collect_files,
+    write_one_file,
+    write_whole,
+)
+from engine_core.checkpoint.safetensors_file import SafetensorsWriter, tensor_bytes
+from engine_core.configs import EngineConfig
+from engine_core.errors import CheckpointError, OptionError, TokenizerError
+from engine_core.kernels.linear.fp8 import reference_quantize_rows
+from engine_core.nn.embedding import VocabularySplit
+from engine_core.nn.linear import Linear, UnquantizedLinearMethod
+from engine_core.nn.quantization.exported import (
+    PARTS,
+    find_codes,
+    form_shapes,
+    pack_form,
+    unpack_form,
+    unpack_int4,
+    unpack_rows,
+)
+from engine_core.registry import build_registry
+from engine_core.runtime.loader import build_on_meta, check_weights, match_weights
+from engine_core.runtime.source import UNPACKED, ModelSource, open_model
+from engine_core.runtime.task import without_head
+from engine_core.step_context import BuildContext
+
+_SETTINGS = "quantization_config"
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32,
+         "dynamic": False}  # fmt: skip
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+_FP8_ROWS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token",
+             "dynamic": True}  # fmt: skip
+# What compressed-tensors calls the linears of each scheme: format, weights, activations.
+_GROUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+    "int8": ("int-quantized", _INT8, None),
+    "int4": ("pack-quantized", _INT4, None),
+    "fp8": ("float-quantized", _FP8, _FP8_ROWS),
+}
+# Rows that are quantised at once, and linears that are looked at before.
+_ROWS = 1024
+_SAMPLES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A file or folder that was written.
+
+    Attributes:
+        path: where it is.
+        nbytes: its size.
+        num_tensors: tensors in it.
+        quantized: whether linears are codes in it.
+        left: linears that stayed as they are, of those that are quantised otherwise.
+    """
+
+    path: Path
+    nbytes: int
+    num_tensors: int
+    quantized: bool
+    left: tuple[str, ...]
+
+
+def export_model(
+    model: str, path: Path, config: EngineConfig | None = None, *, force: bool = False
+) -> Exported:
+    """Write ``model`` to one safetensors file at ``path``.
+
+    Its weights are quantised as ``config.quantization`` says, else they stay as they are; those of
+    a GGUF file are unpacked first. Nothing is left where it fails.
+
+    Raises:
+        OptionError: ``path`` exists and ``force`` is not given, the quantisation has no such form,
+            or the weights are quantised already.
+        CheckpointError: ``path`` cannot be written.
+        EngineError: the model cannot be opened.
+    """
+    config = config or EngineConfig()
+    check_target(path, force)
+    wanted = None if config.quantization == UNPACKED else config.quantization
+    if wanted is not None and wanted not in _GROUPS:
+        raise OptionError(f"quantization {wanted!r} has no form in a file; those that have one are "
+                          f"{', '.join(_GROUPS)}")  # fmt: skip
+    registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
+    is_gguf = resolve_model(model, config.revision).suffix.lower() == ".gguf"
+    opened = config.replace(quantization=UNPACKED if is_gguf else None, device="cpu")
+    source = open_model(model, opened, registry, convert=False)
+    checkpoint = source.checkpoint
+    if not checkpoint.has_weights:
+        raise OptionError("load_format 'dummy' has no weights to export; leave it out")
+    hf_config = checkpoint.hf_config.to_dict()
+    plan = _Plan({})
+    if wanted is not None:
+        if source.scheme is not None:
+            raise OptionError(
+                f"the weights of {model} are quantised already, by {source.scheme.name!r}; leave "
+                "quantization out"
+            )
+        plan = _plan(source, wanted)
+        hf_config[_SETTINGS] = _settings(plan, wanted)
+    specs = [spec for header in checkpoint.headers.values() for spec in plan.specs(header)]
+    if wanted is not None:
+        _check_loads(source, hf_config, specs, wanted)
+    tensors = (item for each in checkpoint.weights() for item in plan.made(*each))
+    with torch.inference_mode():
+        files = _files(checkpoint, hf_config)
+        # One that was a file with codes remains one.
+        kept = checkpoint.one_file.scheme if checkpoint.one_file else None
+        nbytes = write_one_file(path, files, specs, tensors, scheme=wanted or kept, force=force)
+    return Exported(path, nbytes, len(specs), bool(plan.forms), tuple(plan.left))
+
+
+def _context(source: ModelSource) -> BuildContext:
+    return BuildContext(dtype=source.dtype, model_class=source.registry.model_class)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What becomes of each tensor.
+
+    Attributes:
+        forms: of the tensors that become codes, by name.
+        vocabulary: those of them that are no linears'.
+        left: linears that stay as they are.
+    """
+
+    forms: dict[str, str]
+    vocabulary: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def specs(self, header: TensorHeader) -> list[Spec]:
+        """The tensors that take a tensor's place in the file."""
+        form = self.forms.get(header.name)
+        if form is None:
+            return [(header.name, header.dtype, header.shape)]
+        (rows, columns), stem = header.shape, header.name.removesuffix("weight")
+        if form == "fp8":
+            codes = (header.name, "float8_e4m3fn", header.shape)
+            return [codes, (f"{stem}weight_scale", "float32", (rows, 1))]
+        shapes = form_shapes(form, rows, columns)
+        return [(stem + part, dtype, shape) for part, (dtype, shape) in shapes.items()]
+
+    def made(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The same with their numbers."""
+        form, stem = self.forms.get(name), name.removesuffix("weight")
+        if form is None:
+            yield name, tensor
+        elif form == "fp8":
+            pairs = [reference_quantize_rows(rows) for rows in tensor.split(_ROWS)]
+            yield name, torch.cat([codes for codes, _ in pairs])
+            yield f"{stem}weight_scale", torch.cat([scales for _, scales in pairs]).unsqueeze(1)
+        else:
+            for part, value in pack_form(form, tensor).items():
+                yield stem + part, value
+
+
+def _plan(source: ModelSource, wanted: str) -> _Plan:
+    """What becomes of each tensor if the linears are quantised."""
+    scheme = source.registry.quantization_scheme(wanted)
+    model = build_on_meta(source.model_class, source.model_config, _context(source), scheme)
+    if without_head(model, source.checkpoint, source.model_config) is not source.checkpoint:
+        raise OptionError(f"quantization {wanted!r} of a decoder without its head cannot be "
+                          "exported; leave it out")  # fmt: skip
+    headers = source.checkpoint.headers
+    account = check_weights(model, source.checkpoint, source.name)
+    plan, linears = _Plan({}), list[str]()
+    for module in model.modules():
+        if not isinstance(module, Linear | VocabularySplit):
+            continue
+        is_linear = isinstance(module, Linear)
+        plain = type(module.method) in (UnquantizedLinearMethod, type(None))
+        sources = sorted(account.sources(module.weight))
+        # Codes lie by rows, under names that follow from the tensor's own.
+        fits = (
+            module.weight.dim() == 2
+            and not account.altered.intersection(sources)
+            and all(name.endswith(".weight") and len(headers[name].shape) == 2 for name in sources)
+        )
+        if is_linear and wanted == "int4":
+            fits = fits and all(headers[name].shape[0] % 8 == 0 for name in sources)
+        if plain or not fits:
+            plan.left += [name.removesuffix(".weight") for name in sources if is_linear]
+        elif is_linear:
+            linears += sources
+        else:
+            plan.vocabulary += sources
+    if not linears:
+        raise OptionError(
+            f"quantization {wanted!r}: the tensors of {source.name} are not those of its linears "
+            "one by one, so they cannot be quantised in a file; leave it out"
+        )
+    form = "int4-zeros" if wanted == "int4" and _needs_zeros(source, linears) else wanted
+    plan.forms = dict.fromkeys(linears, form) | dict.fromkeys(plan.vocabulary, "int8")
+    return plan
+
+
+@torch.inference_mode()
+def _needs_zeros(source: ModelSource, linears: Collection[str]) -> bool:
+    """Whether zeros of bfloat16 come much nearer to the weights than codes for zero do.
+
+    They do where the weights had 4 bits before. The error of others is less with codes.
+    """
+    errors, seen = {"int4": 0.0, "int4-zeros": 0.0}, 0
+    for name, tensor in source.checkpoint.weights():
+        if name in linears:
+            seen += 1
+            weight = tensor[:_ROWS].float()
+            for form in errors:
+                numbers = unpack_form(form, pack_form(form, weight))
+                errors[form] += float((numbers - weight).square().sum())
+        if seen == _SAMPLES:
+            break
+    return errors["int4-zeros"] < errors["int4"] / 2
+
+
+def _settings(plan: _Plan, wanted: str) -> dict[str, Any]:
+    """``quantization_config`` as compressed-tensors has it, as far as it does."""
+    form, weights, inputs = _GROUPS[wanted]
+    zeros = "int4-zeros" in plan.forms.values()
+    names = [name.removesuffix(".weight") for name in plan.vocabulary]
+    groups = {"group_0": (["Linear"], form, weights, inputs)}
+    if names:
+        groups["vocabulary"] = (names, "int-quantized", _INT8, None)
+    return {
+        "quant_method": "engine-core" if zeros else "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {
+            group: {"targets": targets, "weights": each, "input_activations": inputs,
+                    "output_activations": None, "format": form}
+            for group, (targets, form, each, inputs) in groups.items()
+        },
+        "ignore": plan.left,
+    }  # fmt: skip
+
+
+class _Planned:
+    """The headers of a file that is not written yet."""
+
+    def __init__(self, specs: list[Spec], path: Path) -> None:
+        self.headers = {name: TensorHeader(name, dtype, shape, path, 0)
+                        for name, dtype, shape in specs}  # fmt: skip
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """None: only headers are asked for."""
+        return iter(())
+
+
+def _check_loads(
+    source: ModelSource, hf_config: dict[str, Any], specs: list[Spec], wanted: str
+) -> None:
+    """Refuse what the family's own loading would not take, before anything is written."""
+    settings = hf_config[_SETTINGS] | ({} if wanted == "fp8" else {"quant_method": "engine-core"})
+    name = source.registry.recognise_quantization(settings)
+    assert name is not None, "a scheme of the core reads what is exported"
+    scheme = source.registry.quantization_scheme(name, settings)
+    model = build_on_meta(source.model_class, source.model_config, _context(source), scheme)
+    try:
+        match_weights(model, _Planned(specs, Path(source.name)), source.name, scheme)
+    except (CheckpointError, OptionError) as error:
+        raise OptionError(
+            f"quantization {wanted!r}: {source.model_class.__name__} does not load tensors that "
+            f"are quantised in a file; leave it out ({error})"
+        ) from error
+
+
+def _files(checkpoint: Checkpoint, hf_config: dict[str, Any]) -> dict[str, bytes]:
+    files = {"config.json": _json(hf_config)}
+    if checkpoint.generation_config:
+        files["generation_config.json"] = _json(checkpoint.generation_config)
+    try:
+        folders = [checkpoint.tokenizer_folder]
+    except TokenizerError:  # the model runs on token ids
+        folders = []
+    # A GGUF file that was not converted has no folder of its own.
+    folders += [checkpoint.folder] if checkpoint.gguf is None else []
+    return files | collect_files(*folders)
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def import_model(path: Path, folder: Path, *, dequantize: bool = False) -> Exported:
+    """Write a file of :func:`export_model` as a folder that transformers loads.
+
+    Codes stay codes, which transformers reads with compressed-tensors installed; those of the
+    vocabulary, which it does not, become numbers. Codes of 4 bits take a byte each there: for
+    packed ones with zero points compressed-tensors 0.20 makes zero points of the wrong shape.
+
+    Args:
+        path: the file.
+        folder: made anew; may be there if it is empty.
+        dequantize: whether all codes become numbers, of the dtype that the config states.
+
+    Raises:
+        OptionError: ``folder`` is not empty, or codes cannot be made numbers.
+        CheckpointError: the file is damaged, or the folder cannot be written.
+    """
+    opened = OneFile(path)
+    changed = opened.changed()
+    if changed:
+        raise CheckpointError(f"{path}: {changed[0]} is not what was written ({len(changed)} such "
+                              "tensors); copy the file again")  # fmt: skip
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OptionError(f"{folder} is there already and not empty; name another folder")
+    hf_config: dict[str, Any] = json.loads(opened.files["config.json"])
+    settings: dict[str, Any] = hf_config.get(_SETTINGS) or {}
+    if dequantize and settings and opened.scheme is None:
+        raise OptionError(f"{path}: its weights were quantised by {settings.get('quant_method')!r} "
+                          "before the export, and stay so; leave --dequantize out")  # fmt: skip
+    if settings.get("quant_method") == "engine-core" and not dequantize:
+        raise OptionError(f"{path}: its zeros of bfloat16 are known to this engine alone, because "
+                          "its weights had 4 bits before; give --dequantize")  # fmt: skip
+    made_numbers: dict[str, str] = {}
+    if opened.scheme is not None:
+        forms = find_codes(opened.weights.headers)
+        vocabulary = settings["config_groups"].pop("vocabulary", {"targets": []})["targets"]
+        made_numbers = {stem: form for stem, form in forms.items()
+                        if dequantize or stem in vocabulary}  # fmt: skip
+        # A head that shares the embedding's numbers is a linear to others.
+        settings["format"] = settings["config_groups"]["group_0"]["format"] = (
+            _GROUPS[opened.scheme][0] if opened.scheme != "int4" else "int-quantized"
+        )
+        settings["ignore"] = [*dict.fromkeys((*settings["ignore"], *vocabulary, "lm_head"))]
+    if dequantize:
+        hf_config.pop(_SETTINGS, None)
+    dtype = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
+    tensors = list(_imported(opened, made_numbers, dtype))
+
+    def write(temporary: Path) -> None:
+        temporary.mkdir()
+        opened.write_files(temporary)
+        (temporary / "config.json").write_bytes(_json(hf_config))
+        specs = [spec for spec, _ in tensors]
+        with SafetensorsWriter(temporary / "model.safetensors", specs) as writer:
+            for (name, _, _), make in tensors:
+                writer.write(name, tensor_bytes(make()))
+
+    with torch.inference_mode():
+        write_whole(folder, write)
+    return Exported(folder, (folder / "model.safetensors").stat().st_size, len(tensors),
+                    opened.scheme is not None and not dequantize, ())  # fmt: skip
+
+
+def _imported(
+    opened: OneFile, made_numbers: Mapping[str, str], dtype: str
+) -> Iterator[tuple[Spec, Callable[[], Tensor]]]:
+    """Each tensor of the folder, and what makes it; ``made_numbers`` are forms of codes."""
+    tensors = dict(opened.weights.tensors())
+    forms = find_codes(opened.weights.headers) if opened.scheme else {}
+    for name, tensor in tensors.items():
+        stem, _, leaf = name.rpartition(".")
+        form = forms.get(stem)
+        if form is None or (form != "int4" and stem not in made_numbers):
+            yield (name, str(tensor.dtype)[6:], tuple(tensor.shape)), partial(torch.clone, tensor)
+        elif leaf == PARTS[form][0]:
+            parts = {part: tensors[f"{stem}.{part}"] for part in PARTS[form]}
+            shape = (tensor.shape[0], tensor.shape[1] * (8 if leaf == "weight_packed" else 1))
+            if stem in made_numbers:
+                yield (f"{stem}.weight", dtype, shape), partial(_numbers, form, parts, dtype)
+                continue
+            zeros, scales = parts["weight_zero_point"], parts["weight_scale"]
+            yield (f"{stem}.weight", "int8", shape), partial(_signed, unpack_int4, tensor)
+            yield (
+                (f"{stem}.weight_zero_point", "int8", tuple(scales.shape)),
+                partial(_signed, unpack_rows, zeros),
+            )
+            yield (
+                (f"{stem}.weight_scale", "bfloat16", tuple(scales.shape)),
+                partial(torch.clone, scales),
+            )
+
+
+def _numbers(form: str, parts: Mapping[str, Tensor], dtype: str) -> Tensor:
+    return unpack_form(form, parts).to(getattr(torch, dtype))
+
+
+def _signed(unpack: Callable[[Tensor], Tensor], codes: Tensor) -> Tensor:
+    return unpack(codes).to(torch.int8) - 8

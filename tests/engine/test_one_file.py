@@ -1,0 +1,385 @@
+"""A model as one file: what it gives, what other readers see in it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from damaged_checkpoints import sign, write_good
+from golden_fixtures import GOLDEN, golden_prompts, greedy_params
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from stories15m import write_stories15m
+
+from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.check import check_model
+from engine_core.engine.export import export_model, import_model
+from engine_core.errors import CheckpointError, CorruptCheckpointError, OptionError
+from engine_core.nn.linear import Linear
+from engine_core.nn.packing import MatrixModule
+
+IDS = {"skip_tokenizer_init": True, "max_model_len": 160}
+NAME = "llama-gqa"
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def exported(folder: Path, name: str = NAME, quantization: str | None = None) -> Path:
+    out = folder / f"{name}-{quantization}.safetensors"
+    export_model(str(GOLDEN / name), out, EngineConfig(quantization=quantization))
+    return out
+
+
+def tokens_and_logits(model: Path, **settings: Any) -> list[tuple[list[int], list[float]]]:
+    prompts = [prompt.input_ids for prompt in golden_prompts(NAME)]
+    with LLM(str(model), **IDS, **settings) as llm:
+        outputs = llm.generate(prompts, greedy_params(NAME))
+    found = []
+    for output in outputs:
+        first = output.outputs[0].logprobs[0]
+        found.append((output.outputs[0].token_ids, [first[i].logprob for i in sorted(first)]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama-gqa", "llama-tied-llama3", "bloom-6heads", "chatglm2-tiny", "gemma3-ropes",
+     "qwen2vl-tiny"],
+)  # fmt: skip
+def test_an_exported_model_gives_the_golden_tokens(name: str, tmp_path: Path) -> None:
+    prompts = [
+        each for each in golden_prompts(name) if 304 not in each.input_ids or "vl" not in name
+    ]
+    with LLM(str(exported(tmp_path, name)), **IDS) as llm:
+        outputs = llm.generate([prompt.input_ids for prompt in prompts], greedy_params(name))
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.outputs[0].token_ids == prompt.new_tokens
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_codes_of_the_file_are_those_made_at_load(quantization: str, tmp_path: Path) -> None:
+    at_load = tokens_and_logits(GOLDEN / NAME, quantization=quantization)
+    assert tokens_and_logits(exported(tmp_path, NAME, quantization)) == at_load
+
+
+def numbers_of(file: Path) -> dict[str, np.ndarray]:
+    """The linears of a file of 4 bits, by the published format of pack-quantized."""
+    tensors = load_file(file)
+    found = {}
+    for name, packed in tensors.items():
+        stem, _, leaf = name.rpartition(".")
+        if leaf != "weight_packed":
+            continue
+        rows, columns = tensors[f"{stem}.weight_shape"].tolist()
+        words = packed.numpy().view(np.uint32)
+        codes = np.stack([words >> 4 * i & 15 for i in range(8)], -1).reshape(rows, columns)
+        words = tensors[f"{stem}.weight_zero_point"].numpy().view(np.uint32)
+        zeros = np.stack([words >> 4 * i & 15 for i in range(8)], 1).reshape(rows, -1)
+        scales = tensors[f"{stem}.weight_scale"].float().numpy()
+        apart = codes.astype(np.int64) - zeros.astype(np.int64).repeat(32, 1)
+        found[stem] = (apart * scales.repeat(32, 1)).astype(np.float32)
+    return found
+
+
+def test_four_bits_are_pack_quantized(tmp_path: Path) -> None:
+    file = exported(tmp_path, NAME, "int4")
+    numbers, source = numbers_of(file), load_file(GOLDEN / NAME / "model.safetensors")
+    with safe_open(file, "pt") as opened:
+        config = json.loads(opened.metadata()["file:config.json"])
+    settings = config["quantization_config"]
+    assert settings["quant_method"] == "compressed-tensors"
+    assert settings["format"] == "pack-quantized"
+    stated = settings["config_groups"]["group_0"]["weights"]
+    assert (stated["num_bits"], stated["strategy"], stated["group_size"]) == (4, "group", 32)
+    assert stated["symmetric"] is False
+    # The inputs of down_proj are no groups of 32.
+    assert len(numbers) == 6 * config["num_hidden_layers"]
+    assert "model.layers.0.mlp.down_proj" in settings["ignore"]
+    for stem, made in numbers.items():
+        weight = source[f"{stem}.weight"].float().numpy()
+        steps = (weight.reshape(len(weight), -1, 32).max(-1).clip(0) - weight.reshape(
+            len(weight), -1, 32).min(-1).clip(max=0)) / 15  # fmt: skip
+        # At worst a step, where a scale is smaller so that most numbers come nearer.
+        assert (np.abs(made - weight) <= 2.2 * steps.repeat(32, 1)).all()
+        assert np.square(made - weight).mean() < np.square(steps).mean() / 10
+
+    def compare(model: torch.nn.Module) -> None:
+        merged = {
+            "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+            "gate_up_proj": ("gate_proj", "up_proj"),
+        }
+        compared = 0
+        for name, layer in model.named_modules():
+            if isinstance(layer, Linear):
+                path, _, last = name.rpartition(".")
+                parts = [numbers[f"{path}.{part}"] for part in merged.get(last, (last,))
+                         if f"{path}.{part}" in numbers]  # fmt: skip
+                if not parts:
+                    continue
+                # The kernel's zeros are rounded to bfloat16.
+                expected = torch.from_numpy(np.concatenate(parts))
+                torch.testing.assert_close(layer.weight, expected, atol=4e-3, rtol=8e-3)
+                compared += len(parts)
+        assert compared == len(numbers)
+
+    with LLM(str(file), **IDS, dtype="float32") as llm:
+        llm.apply_model(compare)
+
+
+def test_ranks_read_their_parts_of_the_codes(tmp_path: Path) -> None:
+    """Of a model whose parts for two ranks begin and end at groups of 32 and rows of 8."""
+    folder = tmp_path / "folder"
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320,
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "torch_dtype": "float32",
+    }  # fmt: skip
+    shapes = {"model.embed_tokens": (320, 64), "model.norm": (64,), "lm_head": (320, 64)}
+    rows = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 64}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}self_attn.{name}": (size, 64) for name, size in rows.items()}
+        shapes |= {f"{prefix}mlp.{name}_proj": (128, 64) for name in ("gate", "up")}
+        shapes |= {f"{prefix}mlp.down_proj": (64, 128)}
+        shapes |= {f"{prefix}{name}_layernorm": (64,) for name in ("input", "post_attention")}
+    generator = torch.Generator().manual_seed(0)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {f"{name}.weight": torch.randn(shape, generator=generator) / 8
+               for name, shape in shapes.items()}  # fmt: skip
+    save_file(tensors, folder / "model.safetensors")
+    file = tmp_path / "out.safetensors"
+    export_model(str(folder), file, EngineConfig(quantization="int4"))
+    alone, shared = tokens_and_logits(file), tokens_and_logits(file, tensor_parallel_size=2)
+    plain = tokens_and_logits(folder)
+    for (_, one), (_, two), (_, other) in zip(alone, shared, plain, strict=True):
+        # Sums of bfloat16 products in another order; the plain numbers are further away.
+        apart = np.abs(np.subtract(one, two)).max()
+        assert 8 * apart < np.abs(np.subtract(one, other)).max()
+
+
+def test_memory_is_little_more_than_the_file(tmp_path: Path) -> None:
+    source = Path(__file__).parents[2] / ".cache" / "models" / "stories15M.data"
+    folder = write_stories15m(source, tmp_path)
+    for quantization in ("int4", "int8"):
+        out = tmp_path / f"{quantization}.safetensors"
+        export_model(str(folder), out, EngineConfig(quantization=quantization))
+        report = check_model(out, EngineConfig(skip_tokenizer_init=True))
+        assert report.memory is not None
+        assert report.memory.weights_bytes <= 1.15 * out.stat().st_size
+
+
+def test_a_gguf_file_keeps_its_grid_of_four_bits(tmp_path: Path) -> None:
+    write_good(tmp_path)
+    out = tmp_path / "out.safetensors"
+    prompt = [[3, 4, 5, 6, 7]]
+    with LLM(str(tmp_path / "good.gguf"), quantization="unpacked") as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        expected = llm.generate(prompt, params)[0].outputs[0].token_ids
+    export_model(str(tmp_path / "good.gguf"), out)
+    with LLM(str(out)) as llm:
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected
+        assert llm.tokenizer is not None
+        assert llm.tokenizer.chat_template is not None
+
+
+def test_what_is_imported_gives_transformers_the_golden_logits(tmp_path: Path) -> None:
+    import_model(exported(tmp_path), tmp_path / "folder")
+    assert_golden(tmp_path / "folder", 1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+def test_numbers_of_codes_are_imported(quantization: str, tmp_path: Path) -> None:
+    file, folder = exported(tmp_path, NAME, quantization), tmp_path / "folder"
+    import_model(file, folder, dequantize=True)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    numbers, source = (
+        load_file(folder / "model.safetensors"),
+        load_file(GOLDEN / NAME / "model.safetensors"),
+    )
+    assert {name: tensor.shape for name, tensor in numbers.items()} == {
+        name: tensor.shape for name, tensor in source.items()
+    }
+    if quantization == "int4":
+        for stem, expected in numbers_of(file).items():
+            torch.testing.assert_close(numbers[f"{stem}.weight"], torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_transformers_loads_the_codes(quantization: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    file = exported(tmp_path, NAME, quantization)
+    import_model(file, tmp_path / "codes")
+    import_model(file, tmp_path / "numbers", dequantize=True)
+    prompt = torch.tensor([golden_prompts(NAME)[0].input_ids])
+    with torch.inference_mode():
+        codes, numbers = (
+            AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(prompt)
+            for name in ("codes", "numbers")
+        )
+    torch.testing.assert_close(codes.logits, numbers.logits, atol=1e-3, rtol=0)
+
+
+def test_codes_of_four_bits_are_those_of_their_packer(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    file = exported(tmp_path, NAME, "int4")
+    args = QuantizationArgs(num_bits=4, symmetric=False, strategy="group", group_size=32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    tensors = load_file(file)
+    for stem, expected in numbers_of(file).items():
+        parts = {name.rpartition(".")[2]: tensor.float() if name.endswith("_scale") else tensor
+                 for name, tensor in tensors.items() if name.startswith(f"{stem}.")}  # fmt: skip
+        made = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+        torch.testing.assert_close(made.float(), torch.from_numpy(expected))
+
+
+def assert_golden(folder: Path, apart: float) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt in golden_prompts(NAME):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt.input_ids])).logits[0]
+        torch.testing.assert_close(logits, prompt.prefill_logits.float(), atol=apart, rtol=apart)
+
+
+def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
+    out = exported(tmp_path)
+    before = out.read_bytes()
+    with pytest.raises(OptionError, match=r"there already.*--force"):
+        exported(tmp_path)
+    out.write_bytes(b"something else")
+    export_model(str(GOLDEN / NAME), out, force=True)
+    assert out.read_bytes() == before
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"out\.safetensors cannot be written: .+"):
+            export_model(str(GOLDEN / NAME), out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [each for each in tmp_path.iterdir() if "out" in each.name]
+
+
+def header_of(file: Path) -> tuple[dict[str, Any], bytes]:
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def rewrite(file: Path, header: dict[str, Any], data: bytes) -> None:
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_a_changed_tensor_is_named_by_the_deep_check(tmp_path: Path) -> None:
+    file = exported(tmp_path)
+    assert check_model(file, EngineConfig(**IDS), deep=True).exit_code == 0
+    raw = bytearray(file.read_bytes())
+    raw[-3] ^= 1
+    file.write_bytes(raw)
+    header, _ = header_of(file)
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    last = max(entries, key=lambda name: entries[name]["data_offsets"])
+    report = check_model(file, EngineConfig(**IDS), deep=True)
+    (problem,) = [each for each in report.problems if each.severity == "error"]
+    assert (problem.code, problem.names) == ("weights-changed", (last,))
+    with pytest.raises(CheckpointError, match=last):
+        import_model(file, tmp_path / "folder")
+
+
+def changes(header: dict[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:
+    """Headers, hashed as if they had been written so, and what is said of each."""
+    metadata = header["__metadata__"]
+    first = next(name for name in header if name != "__metadata__")
+    other = {name: header[name] for name in header if name not in ("__metadata__", first)}
+    return {
+        "version": (header | {"__metadata__": metadata | {"engine_core.version": "2"}}, "version"),
+        "path": (header | {"__metadata__": metadata | {"file:../x": ""}}, "no name of a file"),
+        "absolute": (header | {"__metadata__": metadata | {"file:/x": ""}}, "no name of a file"),
+        "base64": (header | {"__metadata__": metadata | {"base64:x": "?"}}, "cannot be read"),
+        "no config": (header | {"__metadata__": {key: text for key, text in metadata.items()
+                                                 if key != "file:config.json"}}, "config.json"),
+        "config": (header | {"__metadata__": metadata | {"file:config.json": "{"}}, "not JSON"),
+        "gap": ({"__metadata__": metadata, **other}, "belong"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["version", "path", "absolute", "base64", "no config", "config", "gap"]
+)
+def test_a_header_that_lies_is_refused(name: str, tmp_path: Path) -> None:
+    file = exported(tmp_path)
+    header, data = header_of(file)
+    changed, said = changes(header)[name]
+    sign(changed)
+    rewrite(file, changed, data)
+    with pytest.raises(CorruptCheckpointError, match=said):
+        LLM(str(file), **IDS)
+
+
+def test_any_change_of_the_header_is_refused(tmp_path: Path) -> None:
+    file = exported(tmp_path)
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    at = raw.index(b'\\"hidden_size\\": 64') + 18
+    file.write_bytes(raw[:at] + b"5" + raw[at + 1 :])
+    with pytest.raises(CorruptCheckpointError, match="hash"):
+        LLM(str(file), **IDS)
+    file.write_bytes(raw[: 8 + length + 1000])
+    with pytest.raises(CorruptCheckpointError, match="truncated"):
+        LLM(str(file), **IDS)
+
+
+def test_other_files_of_tensors_are_no_models() -> None:
+    with pytest.raises(CorruptCheckpointError, match="engine-core export"):
+        LLM(str(GOLDEN / NAME / "model.safetensors"), **IDS)
+
+
+def test_what_has_no_form_in_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="int8, int4, fp8"):
+        exported(tmp_path, NAME, "gguf")
+    quantised = exported(tmp_path, NAME, "int8")
+    with pytest.raises(OptionError, match="quantised already"):
+        export_model(str(quantised), tmp_path / "x.safetensors", EngineConfig(quantization="int4"))
+    again = tmp_path / "again.safetensors"
+    export_model(str(quantised), again)
+    assert tokens_and_logits(again) == tokens_and_logits(quantised)
+    folder = tmp_path / "folder"
+    shutil.copytree(GOLDEN / NAME, folder)
+    with pytest.raises(OptionError, match="not empty"):
+        import_model(quantised, folder)
+    with pytest.raises(OptionError, match="'exported' is what"):
+        LLM(str(GOLDEN / NAME), **IDS, quantization="exported")
+
+
+def test_a_packed_matrix_is_a_module_that_knows_its_numbers(tmp_path: Path) -> None:
+    def sizes(model: torch.nn.Module) -> list[tuple[int, ...]]:
+        layers = [each for each in model.modules() if isinstance(each, MatrixModule)]
+        assert all(each.packed is not None for each in layers)
+        return [tuple(each.weight.shape) for each in layers]
+
+    with LLM(str(exported(tmp_path, NAME, "int8")), **IDS) as llm:
+        (packed,) = llm.apply_model(sizes)
+    with LLM(str(GOLDEN / NAME), **IDS, quantization="int8") as llm:
+        assert llm.apply_model(sizes) == [packed]
