@@ -134,7 +134,7 @@ def _context(source: ModelSource) -> BuildContext:
 
 @dataclass(slots=True)
 class _Plan:
-    """What becomes of each tensor.
+    """The form that each tensor gets.
 
     Attributes:
         forms: of the tensors that become codes, by name.
@@ -173,7 +173,7 @@ class _Plan:
 
 
 def _plan(source: ModelSource, wanted: str) -> _Plan:
-    """What becomes of each tensor if the linears are quantised."""
+    """The form of each tensor if the linears are quantised."""
     scheme = source.registry.quantization_scheme(wanted)
     model = build_on_meta(source.model_class, source.model_config, _context(source), scheme)
     if without_head(model, source.checkpoint, source.model_config) is not source.checkpoint:

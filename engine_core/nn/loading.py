@@ -41,6 +41,7 @@ class LoadAccount:
     Attributes:
         uncompared: pairs of tensors that are for one parameter and were not read: if they differ,
             loading them will be refused.
+        noted: ids of the parameters that something was loaded into, until somebody clears it.
         altered: tensors that the model made others of, before it filled a parameter.
     """
 
@@ -59,6 +60,7 @@ class LoadAccount:
         self._forms: dict[str, tuple[torch.Size, tuple[int, ...]]] = {}
         self.uncompared: list[tuple[str, str]] = []
         self.altered: set[str] = set()
+        self.noted: list[int] = []
 
     def watch(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Pass the tensors on and remember their names."""
@@ -91,6 +93,7 @@ class LoadAccount:
         A part that refused its tensor is wrong, and not missing too.
         """
         name = self._names.get(id(param))
+        self.noted.append(id(param))
         if name is not None:
             self._missing[name] -= numel - self._filled[name].get(shard_id, 0)
             self._filled[name][shard_id] = numel

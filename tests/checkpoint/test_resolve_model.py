@@ -102,7 +102,7 @@ def test_a_folder_and_a_gguf_file_are_taken_as_they_are(tmp_path, monkeypatch):
 
 
 def test_another_file_is_refused(tmp_path):
-    file = tmp_path / "model.safetensors"
+    file = tmp_path / "model.bin"
     file.write_bytes(b"")
     with pytest.raises(CheckpointNotFoundError, match="give the folder it lies in"):
         resolve_model(str(file))

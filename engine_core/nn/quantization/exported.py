@@ -188,8 +188,9 @@ class PackedInt4Method(UnquantizedLinearMethod):
         scales, zeros = parts["weight_scale"], parts.get("weight_zero")
         if zeros is None:
             zeros = (8 - unpack_rows(parts["weight_zero_point"]).to(torch.bfloat16)) * scales
-        codes = unpack_int4(parts["weight_packed"])
-        layer.set_packed(Int4Matrix(codes, scales, zeros, layer.dtype), *self._names)
+        pairs = parts["weight_packed"].view(torch.uint8)
+        matrix = Int4Matrix.of_pairs(pairs, scales, zeros, layer.dtype)
+        layer.set_packed(matrix, *self._names)
 
 
 class PackedInt8Method(UnquantizedLinearMethod):

@@ -99,9 +99,7 @@ class Int4Matrix:
         for start in range(0, codes.shape[0], step):
             part = codes[start : start + step].to(torch.int32)
             self._packed[start : start + step] = _pack(part)
-        both = torch.stack((scales.T, zeros.T), dim=-1)
-        self._scales_and_zeros = both.to(torch.bfloat16).contiguous()
-        self.nbytes = self._packed.nbytes + self._scales_and_zeros.nbytes
+        self._set_scales(scales, zeros)
 
     @classmethod
     def quantized(cls, weight: Tensor) -> Int4Matrix:
@@ -110,6 +108,31 @@ class Int4Matrix:
         parts = [quantize_int4(rows) for rows in weight.split(step)]
         codes, scales, zeros = (torch.cat(kind) for kind in zip(*parts, strict=True))
         return cls(codes, scales, zeros, weight.dtype)
+
+    @classmethod
+    def of_pairs(
+        cls, pairs: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype
+    ) -> Int4Matrix:
+        """The matrix of ``pairs [N, K / 2]`` uint8: columns 2j and 2j + 1 in a byte, 2j low."""
+        if pairs.shape[0] % _BLOCK_ROWS or not _blocks_as_on_avx512():
+            codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+            return cls(codes, scales, zeros, dtype)
+        made = cls.__new__(cls)
+        made.shape = torch.Size((pairs.shape[0], 2 * pairs.shape[1]))
+        made.dtype, made._group = dtype, GROUP_SIZE
+        # As torch packs, but without 32-bit codes: 0.05 s for SmolLM2, where that takes 0.70.
+        low, high = pairs.view(-1, 2, _BLOCK_ROWS // 2, pairs.shape[1]).unbind(1)
+        packed = torch.empty(len(low), pairs.shape[1], 2, _BLOCK_ROWS // 2, dtype=torch.uint8)
+        packed[:, :, 0] = ((low & 15) | (high << 4)).transpose(1, 2)
+        packed[:, :, 1] = ((low >> 4) | (high & 0xF0)).transpose(1, 2)
+        made._packed = packed.view(pairs.shape)
+        made._set_scales(scales, zeros)
+        return made
+
+    def _set_scales(self, scales: Tensor, zeros: Tensor) -> None:
+        both = torch.stack((scales.T, zeros.T), dim=-1)
+        self._scales_and_zeros = both.to(torch.bfloat16).contiguous()
+        self.nbytes = self._packed.nbytes + self._scales_and_zeros.nbytes
 
     @staticmethod
     def fits(shape: torch.Size) -> bool:
