@@ -85,8 +85,18 @@ def greedy(model: Any, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor, list
     return prompt, torch.stack(rows), tokens
 
 
-def write(name: str, values: Mapping[str, Any], model: Any) -> None:
-    """Weights with which every part shows in the logits, and what the model makes of prompts."""
+def write(
+    name: str,
+    values: Mapping[str, Any],
+    model: Any,
+    made_by: str = "make_gemma.py",
+    *,
+    published: bool = False,
+) -> None:
+    """Weights with which every part shows in the logits, and what the model makes of prompts.
+
+    They get the names of published checkpoints or, as Gemma's are both, those of the model's parts.
+    """
     for param in model.parameters():
         param.requires_grad_(False)
         # A norm's weight stands beside 1.
@@ -107,7 +117,7 @@ def write(name: str, values: Mapping[str, Any], model: Any) -> None:
         print(name, title, margin, f"{steps.std():.2f}")
     expected = {
         "fixture": name,
-        "made_by": "tests/references/make_gemma.py",
+        "made_by": f"tests/references/{made_by}",
         "reference": {
             "code": f"huggingface transformers {type(model).__name__}",
             "transformers": transformers.__version__,
@@ -117,10 +127,16 @@ def write(name: str, values: Mapping[str, Any], model: Any) -> None:
         "prompts": entries,
     }
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
-    (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n")
     save_file(tensors, folder / "expected.safetensors")
-    state = {key: tensor for key, tensor in model.state_dict().items() if key != "lm_head.weight"}
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    if published:
+        model.save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+    else:
+        tied = values.get("tie_word_embeddings", True)
+        state = model.state_dict()
+        state = {key: each for key, each in state.items() if not tied or key != "lm_head.weight"}
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n")
 
 
 def main() -> None:

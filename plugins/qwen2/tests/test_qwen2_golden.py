@@ -12,6 +12,8 @@ FIXTURES = [
     "qwen2-swa",
     "qwen2-tied-nowindow",
     "qwen3-tiny",
+    "qwen2moe-shared",
+    "qwen3moe-stacked",
 ]
 
 
@@ -31,3 +33,8 @@ def test_a_second_run_from_the_prefix_cache_is_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", FIXTURES)
 def test_preempted_requests_are_the_same(name: str) -> None:
     check_preemption(name)
+
+
+@pytest.mark.parametrize("name", ["qwen2moe-shared", "qwen3moe-stacked"])
+def test_experts_split_over_two_ranks_give_the_same(name: str) -> None:
+    check_generation(name, {"tensor_parallel_size": 2})
