@@ -18,6 +18,8 @@ from engine_core.kernels.linear import Activation, Fp8Weight
 
 __all__ = ["Matrix", "Routing", "choose_experts", "run_experts"]
 
+# The most experts of a token, and of a layer, that the kernel of the choice keeps in registers.
+_MOST_CHOSEN, _MOST_EXPERTS = 32, 1024
 Scoring = Literal["softmax", "sigmoid"]
 
 
@@ -69,7 +71,8 @@ def choose_experts(
     Returns:
         ids ``[T, top_k]`` int32, and weights ``[T, top_k]`` float32.
     """
-    if logits.stride(-1) == 1 and routing.groups == 1 and gpu_of(logits.device) is not None:
+    fits = routing.top_k <= _MOST_CHOSEN and logits.shape[1] <= _MOST_EXPERTS
+    if fits and gpu_of(logits.device) is not None:
         from engine_core.kernels.experts import triton
 
         return triton.choose_experts(logits, routing, bias, slots)
@@ -101,9 +104,9 @@ def run_experts(
     """
     if not x.is_cuda:
         return cpu.run_experts(x, ids, weights, gate_up, down, activation)
-    matrices: tuple[Any, Any] = (gate_up, down)
-    if gpu_of(x.device) is None:
-        return reference.run_experts(x, ids, weights, *matrices, activation)
-    from engine_core.kernels.experts import triton
+    matrices: Any = (gate_up, down)
+    if gpu_of(x.device) is not None:
+        from engine_core.kernels.experts import triton
 
-    return triton.run_experts(x, ids, weights, *matrices, activation)
+        return triton.run_experts(x, ids, weights, matrices[0], matrices[1], activation)
+    return reference.run_experts(x, ids, weights, matrices[0], matrices[1], activation)

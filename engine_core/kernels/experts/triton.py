@@ -1,14 +1,13 @@
-"""Experts on a GPU: a touched expert's weights are read once, and no shape depends on the choice.
+"""Experts on a GPU: no shape, and nothing on the host, depends on the tokens' choice.
 
-A *pair* is a token and an expert that it chose. Two products are launched, gates with ups and then
-downs, and a sum over each token's pairs. Of few pairs each program finds its expert's own in the
-ids. Many are sorted by expert first, and a program has a block of an expert's.
+The pairs of a token and an expert are grouped by expert into blocks of BLOCK_M, of which there are
+at most so many that every choice fits; blocks without pairs end at once. A program multiplies one
+block by some rows of its expert's weight, so that few pairs read each chosen expert's weight once.
 """
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -16,15 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.activation.triton import activated
-from engine_core.kernels.experts.tiles import Tiles, choose_tiles
-from engine_core.kernels.gpu import gpu_of
-from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
 from engine_core.kernels.linear import Activation, Fp8Weight
 
 if TYPE_CHECKING:
     from engine_core.kernels.experts import Routing
 
-_SCAN = 512  # ids that a program looks at at a time
+# Pairs that a program looks through at a time.
+_CHUNK = 512
+
+
+@triton.jit
+def _best(scores, numbers, SIZE: tl.constexpr):
+    """The number of the greatest score; the lowest of equal ones."""
+    top = tl.max(scores, axis=0)
+    return tl.min(tl.where(scores == top, numbers, SIZE), axis=0), top
 
 
 @triton.jit
@@ -32,374 +36,281 @@ def _choose_kernel(
     ids_ptr,
     weights_ptr,
     logits_ptr,
-    stride,
     bias_ptr,
     slots_ptr,
-    NUM_EXPERTS: tl.constexpr,
+    stride,
+    scale,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr,
-    SOFTMAX: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLACES: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_SCORES: tl.constexpr,
 ):
-    """A token's choice; of equal scores the lower number comes first."""
-    launch_dependents(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    experts = tl.arange(0, BLOCK)
-    inside = experts < NUM_EXPERTS
-    places = tl.arange(0, PLACES)
-    wait(PDL)
-    logits = tl.load(logits_ptr + token * stride + experts, mask=inside, other=-float("inf"))
-    logits = logits.to(tl.float32)
-    if SOFTMAX:
-        scores = tl.exp(logits - tl.max(logits, axis=0))
-        scores = scores / tl.sum(scores, axis=0)
+    """One token's choice."""
+    row = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, BLOCK_E)
+    there = experts < E
+    lowest = float("-inf")
+    logits = tl.load(logits_ptr + row * stride + experts, mask=there, other=lowest).to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
-        scores = tl.sigmoid(logits)
+        powers = tl.exp(logits - tl.max(logits, axis=0))
+        scores = powers / tl.sum(powers, axis=0)
     choice = scores
-    if HAS_BIAS:
-        choice += tl.load(bias_ptr + experts, mask=inside, other=0.0).to(tl.float32)
-    choice = tl.where(inside, choice, -float("inf"))
-    chosen = tl.full([PLACES], -1, tl.int32)
-    weights = tl.zeros([PLACES], tl.float32)
-    for place in range(TOP_K):
-        best = tl.max(choice, axis=0)
-        expert = tl.min(tl.where(choice == best, experts, BLOCK), axis=0)
-        weight = tl.sum(tl.where(experts == expert, scores, 0.0), axis=0)
-        chosen = tl.where(places == place, expert, chosen)
-        weights = tl.where(places == place, weight, weights)
-        choice = tl.where(experts == expert, -float("inf"), choice)
+    if bias_ptr is not None:
+        choice += tl.load(bias_ptr + experts, mask=there, other=0.0).to(tl.float32)
+    choice = tl.where(there, choice, lowest)
+    if TOP_GROUPS < GROUPS:
+        group = experts // (E // GROUPS)
+        # Each expert's group's total, and then how many groups come before it.
+        totals = tl.full([BLOCK_E], lowest, tl.float32)
+        for each in tl.static_range(GROUPS):
+            left = tl.where(there & (group == each), choice, lowest)
+            total = 0.0
+            for _ in tl.static_range(GROUP_SCORES):
+                best, top = _best(left, experts, BLOCK_E)
+                total += top
+                left = tl.where(experts == best, lowest, left)
+            totals = tl.where(there & (group == each), total, totals)
+        kept = tl.zeros([BLOCK_E], dtype=tl.int32)
+        left = totals
+        for _ in tl.static_range(TOP_GROUPS):
+            best, top = _best(left, experts, BLOCK_E)
+            mine = there & (group == best // (E // GROUPS))
+            kept = tl.where(mine, 1, kept)
+            left = tl.where(mine, lowest, left)
+        choice = tl.where(kept > 0, choice, lowest)
+    places = tl.arange(0, BLOCK_K)
+    ids = tl.zeros([BLOCK_K], dtype=tl.int32)
+    weights = tl.zeros([BLOCK_K], dtype=tl.float32)
+    for place in tl.static_range(TOP_K):
+        best, top = _best(choice, experts, BLOCK_E)
+        ids = tl.where(places == place, best, ids)
+        score = tl.sum(tl.where(experts == best, scores, 0.0), axis=0)
+        weights = tl.where(places == place, score, weights)
+        choice = tl.where(experts == best, lowest, choice)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
-    weights = weights * SCALE
-    # A row of padding, and one that is not a number, choose none.
-    chosen = tl.where(chosen < NUM_EXPERTS, chosen, -1)
-    if HAS_SLOTS:
-        padding = tl.load(slots_ptr + token) < 0
-        chosen = tl.where(padding, -1, chosen)
-    at = token * TOP_K + places
-    tl.store(ids_ptr + at, chosen, mask=places < TOP_K)
-    tl.store(weights_ptr + at, weights, mask=places < TOP_K)
+    if slots_ptr is not None:
+        ids = tl.where(tl.load(slots_ptr + row) < 0, -1, ids)
+    out = row * TOP_K + places
+    tl.store(ids_ptr + out, ids, mask=places < TOP_K)
+    tl.store(weights_ptr + out, weights * scale, mask=places < TOP_K)
 
 
 def choose_experts(
     logits: Tensor, routing: Routing, bias: Tensor | None, slots: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`engine_core.kernels.choose_experts`; without groups."""
-    tokens, num_experts = logits.shape
-    ids = torch.empty(tokens, routing.top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    """See :func:`engine_core.kernels.choose_experts`; rows are contiguous."""
+    tokens, experts = logits.shape
+    shape = (tokens, routing.top_k)
+    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     if tokens:
         _choose_kernel[(tokens,)](
             ids,
             weights,
             logits,
+            bias,
+            slots,
             logits.stride(0),
-            logits if bias is None else bias,
-            logits if slots is None else slots,
-            NUM_EXPERTS=num_experts,
+            routing.scale,
+            E=experts,
+            BLOCK_E=triton.next_power_of_2(experts),
             TOP_K=routing.top_k,
-            SOFTMAX=routing.scoring == "softmax",
+            BLOCK_K=triton.next_power_of_2(routing.top_k),
+            SIGMOID=routing.scoring == "sigmoid",
             RENORMALIZE=routing.renormalize,
-            SCALE=routing.scale,
-            HAS_BIAS=bias is not None,
-            HAS_SLOTS=slots is not None,
-            BLOCK=triton.next_power_of_2(num_experts),
-            PLACES=triton.next_power_of_2(routing.top_k),
-            num_warps=1 if num_experts <= 256 else 4,
-            **pdl_options(logits.device),
+            GROUPS=routing.groups,
+            TOP_GROUPS=routing.top_groups,
+            GROUP_SCORES=routing.group_scores,
+            num_warps=1 if experts <= 256 else 4,
         )
     return ids, weights
 
 
 @triton.jit
-def _count(ids_ptr, expert, before, SCAN: tl.constexpr):
-    """How many of the first ``before`` pairs have this expert."""
-    found = 0
-    for start in range(0, before, SCAN):
-        pairs = start + tl.arange(0, SCAN)
-        ids = tl.load(ids_ptr + pairs, mask=pairs < before, other=-1)
-        found += tl.sum((ids == expert).to(tl.int32), axis=0)
-    return found
-
-
-@triton.jit
-def _find(ids_ptr, expert, num_pairs, first, SCAN: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of an expert's pairs those from the ``first``-th on ``[BLOCK_M]``; -1 where none is left."""
-    wanted = first + tl.arange(0, BLOCK_M)
-    pairs_of = tl.full([BLOCK_M], -1, tl.int32)
-    seen = 0
-    for start in range(0, num_pairs, SCAN):
-        pairs = start + tl.arange(0, SCAN)
-        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
-        mine = (ids == expert).to(tl.int32)
-        place = seen + tl.cumsum(mine, axis=0) - mine
-        hits = (place[None, :] == wanted[:, None]) & (mine[None, :] > 0)
-        pairs_of += tl.sum(tl.where(hits, pairs[None, :] + 1, 0), axis=1)
-        seen += tl.sum(mine, axis=0)
-    return pairs_of
-
-
-@triton.jit
-def _numbers(w, dtype: tl.constexpr):
-    """Weights of the model's type, of e4m3 codes if they are bytes."""
-    if w.dtype == tl.uint8:
-        w = w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return w.to(dtype)
-
-
-@triton.jit
-def _multiply(
-    out_ptr,
-    x_ptr,
-    x_stride,
-    w_ptr,
-    scales_ptr,
-    pairs,
-    expert,
-    tile,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALES: tl.constexpr,
-    PAIRED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """A tile of an expert's results for some pairs."""
-    ROWS: tl.constexpr = 2 * OUT if GATED else OUT
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    PRECISION: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
-    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    there, fits = pairs >= 0, cols < OUT
-    source = pairs // TOP_K if GATED else pairs
-    x_rows = x_ptr + tl.where(there, source, 0).to(tl.int64) * x_stride
-    row = expert.to(tl.int64) * ROWS + cols
-    acc = tl.zeros([pairs.shape[0], BLOCK_N], tl.float32)
-    acc_up = tl.zeros([pairs.shape[0], BLOCK_N], tl.float32)
-    for start in range(0, IN, BLOCK_K):
-        ks = start + tl.arange(0, BLOCK_K)
-        inside = ks < IN
-        columns = start + tl.arange(0, BLOCK_K)
-        if PAIRED:
-            # Columns j and j + 64 of each 128 are neighbours in the codes.
-            columns = ks // 128 * 128 + ks % 2 * 64 + ks % 128 // 2
-        x = tl.load(
-            x_rows[:, None] + columns[None, :], mask=there[:, None] & inside[None, :], other=0.0
-        )
-        mask = fits[None, :] & inside[:, None]
-        w = _numbers(tl.load(w_ptr + row[None, :] * IN + ks[:, None], mask=mask, other=0), dtype)
-        if SCALES == 2:
-            scale_at = scales_ptr + start // 128 * (NUM_EXPERTS * ROWS)
-            scale = tl.load(scale_at + row, mask=fits, other=0.0)
-            acc += tl.dot(x, w, input_precision=PRECISION) * scale[None, :]
-        else:
-            acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        if GATED:
-            up = row + OUT
-            w_up = tl.load(w_ptr + up[None, :] * IN + ks[:, None], mask=mask, other=0)
-            w_up = _numbers(w_up, dtype)
-            if SCALES == 2:
-                scale = tl.load(scale_at + up, mask=fits, other=0.0)
-                acc_up += tl.dot(x, w_up, input_precision=PRECISION) * scale[None, :]
-            else:
-                acc_up = tl.dot(x, w_up, acc_up, input_precision=PRECISION)
-    if SCALES == 1:
-        acc *= tl.load(scales_ptr + row, mask=fits, other=0.0)[None, :]
-    if GATED:
-        if SCALES == 1:
-            acc_up *= tl.load(scales_ptr + row + OUT, mask=fits, other=0.0)[None, :]
-        # The products are numbers of the model's type before they meet, as in the reference.
-        gate = acc.to(dtype).to(tl.float32)
-        acc = activated(gate, ACTIVATION) * acc_up.to(dtype).to(tl.float32)
-    out_at = out_ptr + tl.where(there, pairs, 0).to(tl.int64)[:, None] * OUT + cols[None, :]
-    tl.store(out_at, acc.to(dtype), mask=there[:, None] & fits[None, :])
-
-
-@triton.jit(do_not_specialize=["num_pairs", "x_stride"])
-def _few_kernel(
-    out_ptr,
-    x_ptr,
-    x_stride,
-    w_ptr,
-    scales_ptr,
+def _group_kernel(
+    pairs_ptr,
+    experts_ptr,
     ids_ptr,
     num_pairs,
-    BY_PAIR: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALES: tl.constexpr,
-    PAIRED: tl.constexpr,
-    SCAN: tl.constexpr,
+    num_blocks,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    launch_dependents(PDL)
-    wait(PDL)
-    place = tl.program_id(0)
-    if BY_PAIR:
-        # Fewer pairs than experts: a program has the expert of one, unless an earlier pair has it.
-        expert = tl.load(ids_ptr + place)
-        known = (expert >= 0) & (expert < NUM_EXPERTS)
-        mine = known & (_count(ids_ptr, expert, place, SCAN) == 0)
-        count = tl.where(mine, _count(ids_ptr, expert, num_pairs, SCAN), 0)
-    else:
-        expert = place
-        count = _count(ids_ptr, expert, num_pairs, SCAN)
-    for first in range(0, count, BLOCK_M):
-        pairs = _find(ids_ptr, expert, num_pairs, first, SCAN, BLOCK_M)
-        _multiply(
-            out_ptr,
-            x_ptr,
-            x_stride,
-            w_ptr,
-            scales_ptr,
-            pairs,
-            expert,
-            tl.program_id(1),
-            NUM_EXPERTS,
-            TOP_K,
-            OUT,
-            IN,
-            GATED,
-            ACTIVATION,
-            SCALES,
-            PAIRED,
-            BLOCK_N,
-            BLOCK_K,
-        )
+    """The blocks of one expert: its pairs in their order, then ``num_pairs`` for none."""
+    expert = tl.program_id(0)
+    numbers = tl.arange(0, BLOCK_E)
+    places = tl.arange(0, CHUNK)
+    # Pairs of each expert; those without an expert are counted with the last, and not used.
+    counts = tl.zeros([BLOCK_E], dtype=tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        ids = tl.load(ids_ptr + start + places, mask=start + places < num_pairs, other=-1)
+        ids = tl.where((ids >= 0) & (ids < E), ids, BLOCK_E - 1)
+        counts += tl.histogram(ids, BLOCK_E)
+    blocks = tl.where(numbers < E, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    first = tl.sum(tl.where(numbers < expert, blocks, 0), axis=0)
+    mine = tl.sum(tl.where(numbers == expert, blocks, 0), axis=0)
+    end = (first + mine) * BLOCK_M
+    done = first * BLOCK_M
+    for start in range(0, num_pairs, CHUNK):
+        pairs = start + places
+        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
+        chosen = (ids == expert).to(tl.int32)
+        rank = tl.cumsum(chosen, axis=0) - chosen
+        tl.store(pairs_ptr + done + rank, pairs, mask=chosen > 0)
+        done += tl.sum(chosen, axis=0)
+    rest = tl.arange(0, BLOCK_M)
+    tl.store(pairs_ptr + done + rest, num_pairs, mask=done + rest < end)
+    for block in range(first, first + mine):
+        tl.store(experts_ptr + block, expert)
+    if expert == E - 1:
+        for start in range(first + mine, num_blocks, BLOCK_E):
+            tl.store(experts_ptr + start + numbers, -1, mask=start + numbers < num_blocks)
 
 
-@triton.jit(do_not_specialize=["x_stride"])
-def _many_kernel(
+def group_pairs(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor]:
+    """Pairs by expert: ``[blocks * block_m]`` and each block's expert ``[blocks]``, both int32.
+
+    A pair is a place in ``ids``, flattened; ``ids.numel()`` stands for none. Blocks that the choice
+    does not need come last, with expert -1.
+    """
+    pairs = ids.numel()
+    # Each chosen expert may have one block that is not full.
+    blocks = (pairs + min(pairs, num_experts) * (block_m - 1)) // block_m
+    order = torch.empty(blocks * block_m, dtype=torch.int32, device=ids.device)
+    experts = torch.empty(blocks, dtype=torch.int32, device=ids.device)
+    _group_kernel[(num_experts,)](
+        order,
+        experts,
+        ids,
+        pairs,
+        blocks,
+        E=num_experts,
+        # One more, for pairs without an expert.
+        BLOCK_E=triton.next_power_of_2(num_experts + 1),
+        BLOCK_M=block_m,
+        CHUNK=_CHUNK,
+        num_warps=4,
+    )
+    return order, experts
+
+
+@triton.jit
+def _tile(ptr, rows, cols, k_mask, K, EVEN_K: tl.constexpr):
+    ptrs = ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
+    return tl.load(ptrs) if EVEN_K else tl.load(ptrs, mask=k_mask[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _experts_kernel(
     out_ptr,
     x_ptr,
-    x_stride,
-    w_ptr,
+    weight_ptr,
     scales_ptr,
-    order_ptr,
-    blocks_ptr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
+    weights_ptr,
+    pairs_ptr,
+    experts_ptr,
+    num_pairs,
+    num_rows,
+    N,
+    K,
+    DIVISOR: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
     PAIRED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    launch_dependents(PDL)
-    wait(PDL)
-    # Neighbours share a block's rows of x; the expert's weights stay in L2 for its next block.
-    TILES: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
-    block = tl.program_id(0) // TILES
-    expert = tl.load(blocks_ptr + block * 3)
-    first = tl.load(blocks_ptr + block * 3 + 1)
-    end = tl.load(blocks_ptr + block * 3 + 2)
-    if expert < NUM_EXPERTS:
-        places = first + tl.arange(0, BLOCK_M)
-        pairs = tl.load(order_ptr + places, mask=places < end, other=-1)
-        _multiply(
-            out_ptr,
-            x_ptr,
-            x_stride,
-            w_ptr,
-            scales_ptr,
-            pairs,
-            expert,
-            tl.program_id(0) % TILES,
-            NUM_EXPERTS,
-            TOP_K,
-            OUT,
-            IN,
-            GATED,
-            ACTIVATION,
-            SCALES,
-            PAIRED,
-            BLOCK_N,
-            BLOCK_K,
+    """A block of pairs by BLOCK_N columns: ``out [pairs, N]``.
+
+    A pair's row of x is the pair divided by DIVISOR. If GATED an expert's weight has 2 N rows, gate
+    then up. SCALED is 0 for numbers, 1 for codes with a scale a row, 2 for those of 128 columns,
+    ``[K / 128, num_rows]``. With PAIRED columns j and j + 64 of 128 are neighbours.
+    """
+    block = tl.program_id(1)
+    expert = tl.load(experts_ptr + block)
+    if expert >= 0:
+        pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+        row_mask = pairs < num_pairs
+        x_rows = (pairs // DIVISOR).to(tl.int64) * K
+        cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        w_rows = expert * (2 * N if GATED else N) + tl.minimum(cols, N - 1)
+        places = tl.arange(0, BLOCK_K)
+        # The columns of x, in the order of the weight's.
+        sources = places
+        if PAIRED:
+            sources = places // 128 * 128 + places % 2 * 64 + places % 128 // 2
+        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            k_mask = start + places < K
+            mask = row_mask[:, None] & (start + sources < K)[None, :]
+            x = tl.load(x_ptr + x_rows[:, None] + start + sources[None, :], mask=mask, other=0.0)
+            w = _tile(weight_ptr, w_rows, start + places, k_mask, K, EVEN_K).to(x.dtype)
+            part = tl.dot(x, tl.trans(w), input_precision=PRECISION)
+            if SCALED == 2:
+                part *= tl.load(scales_ptr + start // 128 * num_rows + w_rows)[None, :]
+            acc += part
+            if GATED:
+                w = _tile(weight_ptr, w_rows + N, start + places, k_mask, K, EVEN_K).to(x.dtype)
+                part = tl.dot(x, tl.trans(w), input_precision=PRECISION)
+                if SCALED == 2:
+                    part *= tl.load(scales_ptr + start // 128 * num_rows + w_rows + N)[None, :]
+                up += part
+        if SCALED == 1:
+            acc *= tl.load(scales_ptr + w_rows)[None, :]
+            if GATED:
+                up *= tl.load(scales_ptr + w_rows + N)[None, :]
+        if GATED:
+            acc = activated(acc, ACTIVATION) * up
+        else:
+            acc *= tl.load(weights_ptr + pairs, mask=row_mask, other=0.0)[:, None]
+        ptrs = out_ptr + pairs.to(tl.int64)[:, None] * N + cols[None, :]
+        tl.store(
+            ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (cols < N)[None, :]
         )
 
 
 @triton.jit
-def _sum_kernel(
-    out_ptr,
-    results_ptr,
-    ids_ptr,
-    weights_ptr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A token's pairs by their weights, added up in float32 in the order of its choice."""
-    launch_dependents(PDL)
-    TILES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    token = (tl.program_id(0) // TILES).to(tl.int64)
-    cols = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    wait(PDL)
-    for place in range(TOP_K):
-        pair = token * TOP_K + place
+def _add_up_kernel(out_ptr, results_ptr, ids_ptr, E, N, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of a token's results, of those pairs that have an expert."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = row * TOP_K + place
         expert = tl.load(ids_ptr + pair)
-        weight = tl.load(weights_ptr + pair)
-        # What was not computed may be anything.
-        known = (expert >= 0) & (expert < NUM_EXPERTS)
-        result = tl.load(results_ptr + pair * SIZE + cols, mask=cols < SIZE, other=0.0)
-        total += tl.where(known, result.to(tl.float32), 0.0) * weight
-    tl.store(out_ptr + token * SIZE + cols, total.to(out_ptr.dtype.element_ty), mask=cols < SIZE)
+        end = tl.where(expert >= 0, tl.where(expert < E, N, 0), 0)
+        total += tl.load(results_ptr + pair * N + cols, mask=cols < end, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + cols, total.to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
-def _operands(weight: Tensor | Fp8Weight) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Numbers or codes, scales, and what a kernel must know of them."""
-    if isinstance(weight, Fp8Weight):
-        paired = weight.shape[1] % 128 == 0
-        codes = weight.codes.view(torch.uint8)
-        return codes, weight.scales, {"SCALES": weight.scales.dim(), "PAIRED": paired}
-    return weight, weight, {"SCALES": 0, "PAIRED": False}
+def _tiles(pairs: int, num_experts: int) -> tuple[int, int, int, int, int]:
+    """BLOCK_M, BLOCK_N, BLOCK_K, warps and stages: by a rule, of the mean pairs of an expert.
 
-
-def sorted_blocks(ids: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor]:
-    """The pairs by expert, and blocks of pairs of one expert; no shape depends on the ids.
-
-    Returns:
-        the pairs' numbers ``[P]`` int32; and ``[blocks, 3]`` int32: each block's expert, or
-        ``num_experts`` where there is no such block, its first place among the pairs, and the
-        place after its expert's last.
+    Few pairs wait for the weight: narrow tiles make many programs, which read side by side. Many
+    multiply: tiles are as large as the accumulators of gate and up leave room for.
     """
-    flat = ids.reshape(-1).long()
-    flat = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
-    order = flat.sort(stable=True).indices
-    ones = torch.ones_like(flat)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    counts = counts.scatter_add_(0, flat, ones)[:num_experts]
-    ends = counts.cumsum(0)
-    blocks = (counts + block - 1) // block
-    last = blocks.cumsum(0)
-    most = triton.cdiv(flat.numel(), block) + min(num_experts, flat.numel())
-    numbers = torch.arange(most, device=ids.device)
-    expert = torch.searchsorted(last, numbers, right=True)
-    known = expert.clamp(max=num_experts - 1)
-    first = ends[known] - counts[known] + (numbers - last[known] + blocks[known]) * block
-    return order.int(), torch.stack((expert, first, ends[known]), dim=1).int()
+    mean = pairs / num_experts
+    if mean <= 8:
+        return 16, 32, 128, 4, 4
+    if mean <= 64:
+        return min(64, max(16, triton.next_power_of_2(int(mean)))), 64, 128, 4, 3
+    return 128, 128, 64, 8, 3
 
 
 def run_experts(
@@ -409,65 +320,74 @@ def run_experts(
     gate_up: Tensor | Fp8Weight,
     down: Tensor | Fp8Weight,
     activation: Activation,
-    tiles: Tiles | None = None,
 ) -> Tensor:
-    """See :func:`engine_core.kernels.run_experts`; ``tiles`` are of the rule if they are None."""
+    """See :func:`engine_core.kernels.run_experts`."""
     tokens, hidden = x.shape
-    top_k = ids.shape[1]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if not tokens:
+    top_k, pairs = ids.shape[1], ids.numel()
+    num_experts = _rows(down) // hidden
+    inter = _rows(gate_up) // num_experts // 2
+    out = torch.empty_like(x)
+    if not pairs:
         return out
-    inner = down.shape[-1]
-    num_experts = math.prod(down.shape[:-1]) // hidden
-    pairs = tokens * top_k
-    tiles = tiles or choose_tiles(pairs, num_experts, inner, hidden, x.dtype, gpu_of(x.device))
-    ids, weights = ids.contiguous(), weights.contiguous()
-    between = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    results = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    pdl = pdl_options(x.device)
-    if tiles.sorts:
-        order, blocks = sorted_blocks(ids, num_experts, tiles.rows)
-    for target, source, weight, gated in (
-        (between, x, gate_up, True),
-        (results, between, down, False),
-    ):
-        codes, scales, form = _operands(weight)
-        width = target.shape[1]
-        columns = tiles.gate_columns if gated else tiles.down_columns
-        options = {
-            **form,
-            "NUM_EXPERTS": num_experts,
-            "TOP_K": top_k,
-            "OUT": width,
-            "IN": source.shape[1],
-            "GATED": gated,
-            "ACTIVATION": activation,
-            "BLOCK_M": tiles.rows,
-            "BLOCK_N": columns,
-            "BLOCK_K": tiles.inputs,
-            "num_warps": tiles.warps,
-            "num_stages": tiles.stages,
-            **pdl,
-        }
-        operands = (target, source, source.stride(0), codes, scales)
-        count = triton.cdiv(width, columns)
-        if tiles.sorts:
-            _many_kernel[(len(blocks) * count,)](*operands, order, blocks, **options)
-        else:
-            _few_kernel[(min(pairs, num_experts), count)](
-                *operands, ids, pairs, BY_PAIR=pairs < num_experts, SCAN=_SCAN, **options
-            )
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    tile = _tiles(pairs, num_experts)
+    groups = group_pairs(ids, num_experts, tile[0])
+    between = torch.empty((pairs, inter), dtype=x.dtype, device=x.device)
+    results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    _multiply(between, x, gate_up, weights, groups, tile, top_k, activation)
+    _multiply(results, between, down, weights, groups, tile, 1, None)
     block = min(1024, triton.next_power_of_2(hidden))
-    _sum_kernel[(tokens * triton.cdiv(hidden, block),)](
-        out,
-        results,
-        ids,
-        weights,
-        NUM_EXPERTS=num_experts,
-        TOP_K=top_k,
-        SIZE=hidden,
-        BLOCK=block,
-        num_warps=4,
-        **pdl,
+    _add_up_kernel[(tokens, triton.cdiv(hidden, block))](
+        out, results, ids, num_experts, hidden, TOP_K=top_k, BLOCK=block, num_warps=4
     )
     return out
+
+
+def _rows(weight: Tensor | Fp8Weight) -> int:
+    return weight.shape[0] if isinstance(weight, Fp8Weight) else weight.numel() // weight.shape[-1]
+
+
+def _multiply(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor | Fp8Weight,
+    weights: Tensor,
+    groups: tuple[Tensor, Tensor],
+    tile: tuple[int, int, int, int, int],
+    divisor: int,
+    activation: Activation | None,
+) -> None:
+    (pairs, n), k = out.shape, x.shape[1]
+    block_m, block_n, block_k, warps, stages = tile
+    numbers, scales, scaled = weight, None, 0
+    if isinstance(weight, Fp8Weight):
+        numbers, scales, scaled = weight.codes, weight.scales, weight.scales.dim()
+        # Whole blocks of 128 columns, whose order and scales are their own.
+        block_k = 128
+    elif block_k > k:
+        block_k = max(16, triton.next_power_of_2(k))
+    _experts_kernel[(triton.cdiv(n, block_n), len(groups[1]))](
+        out,
+        x,
+        numbers,
+        scales,
+        weights,
+        *groups,
+        pairs,
+        _rows(weight),
+        n,
+        k,
+        DIVISOR=divisor,
+        GATED=activation is not None,
+        ACTIVATION=activation or "none",
+        SCALED=scaled,
+        PAIRED=scaled > 0 and k % 128 == 0,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        EVEN_K=k % block_k == 0,
+        # Tiles of float32 take twice the shared memory.
+        STAGES=stages if x.itemsize == 2 else 1,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=warps,
+    )
