@@ -333,6 +333,7 @@ class _Check:
                 dtype=getattr(torch, dtype),
                 deterministic=self.config.deterministic,
                 kv_cache_dtype=self.config.kv_cache_dtype,
+                expert_parallel=self.config.enable_expert_parallel,
                 model_class=self.registry.model_class,
             )
             self.network = build_on_meta(self.model_class, model_config, context, self.scheme)

@@ -116,6 +116,8 @@ class EngineConfig(FrozenConfig):
     """On a GPU: a request gets the same tokens whatever else is in its batch."""
     tensor_parallel_size: Annotated[int, Field(gt=0), _Number] = 1
     """Processes, or GPUs, that share the model."""
+    enable_expert_parallel: bool = False
+    """Of a mixture of experts each of these keeps whole experts, not a part of every expert."""
     quantization: str | None = Field(default=None, min_length=1)
     """Store weights with fewer bits: int8 or int4, made at load; on a GPU also fp8, made at load.
     On a CPU also gguf, which keeps a GGUF file's blocks; that is the default for one there, and
@@ -182,6 +184,15 @@ class EngineConfig(FrozenConfig):
             raise ValueError(
                 f"kv_cache_dtype {self.kv_cache_dtype!r} needs a block_size that is a multiple of "
                 f"4, for its scales, not {self.block_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_for_experts(self) -> Self:
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "enable_expert_parallel shares experts out to several processes, and "
+                "tensor_parallel_size is 1; leave it out"
             )
         return self
 

@@ -138,6 +138,9 @@ class StackedLinear(Linear):
         param.stacks = True
 
     def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
+        if isinstance(shard_id, tuple) and self._is_elsewhere(shard_id[0]):
+            # The rank that has it checks it; here the parameter may be packed by now.
+            return
         if isinstance(shard_id, tuple) and shard_id[1] is not None:
             super()._load(param, tensor, shard_id)
         elif isinstance(shard_id, tuple):
@@ -156,6 +159,10 @@ class StackedLinear(Linear):
         else:
             for expert, piece in enumerate(tensor.unbind()):
                 self._load(param, piece, (expert, shard_id))
+
+    def _is_elsewhere(self, expert: int) -> bool:
+        here = self.first_expert <= expert < self.first_expert + self.num_local
+        return not here and 0 <= expert < self.num_experts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: the experts that tokens chose are run together."""

@@ -33,6 +33,7 @@ from engine_core.errors import (
     RemoteTracebackError,
     RequestError,
 )
+from engine_core.nn import Experts
 from engine_core.plugin_code import described
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.loader import build_on_meta
@@ -80,9 +81,14 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
         dtype=source.dtype,
         deterministic=config.deterministic,
         kv_cache_dtype=config.kv_cache_dtype,
+        expert_parallel=config.enable_expert_parallel,
         model_class=source.registry.model_class,
     )
-    build_on_meta(source.model_class, source.model_config, context, source.scheme)
+    model = build_on_meta(source.model_class, source.model_config, context, source.scheme)
+    if config.enable_expert_parallel and not any(isinstance(m, Experts) for m in model.modules()):
+        raise OptionError(
+            f"enable_expert_parallel: {source.model_class.__name__} has no experts; leave it out"
+        )
     return ProcessExecutor(source, config)
 
 

@@ -60,6 +60,7 @@ class Worker:
             dtype=source.dtype,
             deterministic=config.deterministic,
             kv_cache_dtype=config.kv_cache_dtype,
+            expert_parallel=config.enable_expert_parallel,
             model_class=source.registry.model_class,
         )
         self._model: nn.Module | None = None

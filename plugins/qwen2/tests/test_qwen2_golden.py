@@ -35,6 +35,7 @@ def test_preempted_requests_are_the_same(name: str) -> None:
     check_preemption(name)
 
 
+@pytest.mark.parametrize("by_experts", [False, True], ids=["within", "by-experts"])
 @pytest.mark.parametrize("name", ["qwen2moe-shared", "qwen3moe-stacked"])
-def test_experts_split_over_two_ranks_give_the_same(name: str) -> None:
-    check_generation(name, {"tensor_parallel_size": 2})
+def test_experts_split_over_two_ranks_give_the_same(name: str, by_experts: bool) -> None:
+    check_generation(name, {"tensor_parallel_size": 2, "enable_expert_parallel": by_experts})
