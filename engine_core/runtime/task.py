@@ -122,8 +122,8 @@ def _check_causal(name: str, hf_config: HFConfig) -> None:
             if values.get(key) in wanted:
                 raise ConfigError(
                     f"config.json: {place}{key} is {values.get(key)!r}: {name} is to attend in "
-                    "both directions, and here it attends to earlier tokens only; encoders such as "
-                    "BERT's family, and causal decoders (Qwen3-Embedding), embed"
+                    "both directions, and here it attends to earlier tokens only; take an encoder, "
+                    "or a decoder that embeds with causal attention"
                 )
 
 
