@@ -182,16 +182,14 @@ class UnquantizedLinearMethod(LinearMethod):
                 return None
             return _NEEDS_CUBLAS
         if isinstance(epilogue, RotateStore):
-            if layer.context.kv_cache_dtype != "auto":
-                return "the cache is of codes, whose scales need whole heads"
             head_dim = getattr(layer, "head_dim", None)
             if head_dim != getattr(layer, "v_head_dim", None):
                 return "heads of values have another size"
-            if epilogue.q_norm is not None:
+            if epilogue.q_norm is not None or layer.context.kv_cache_dtype != "auto":
                 if not fits_head_norms(1, head_dim or 0):
-                    return "tiles do not make up a head, which a norm of q and k needs whole"
+                    return "tiles do not make up a head, which norms and scales of heads need whole"
                 if not fits_head_norms(call.rows, head_dim or 0):
-                    return "for so many rows the norms of q and k are faster alone"
+                    return "for so many rows the norms or scales of heads are faster alone"
             return None if fits(deterministic=deterministic) else _NEEDS_CUBLAS
         if deterministic:
             return _NEEDS_ALONE

@@ -316,7 +316,7 @@ def check_kv_cache(
         return None
     return (
         f"kv_cache_dtype {dtype!r}: prompts are attended by the portable kernel, which is slower "
-        "than the one for compute capability 9.0, and storing is a launch of its own"
+        "than the one for compute capability 9.0"
     )
 
 

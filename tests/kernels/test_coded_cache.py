@@ -130,6 +130,62 @@ def test_rotation_and_storing(
             assert (difference > 0.01).float().mean() < 0.01, (cpu_path, difference.max())
 
 
+@pytest.mark.parametrize(
+    ("code", "block_n", "norm", "interleaved"),
+    [
+        # Tiles that are a head, several, and a part of one.
+        (torch.int8, 32, False, False),
+        (torch.float8_e4m3fn, 64, True, True),
+        (torch.int8, 16, True, False),
+        (torch.float8_e4m3fn, 16, False, True),
+    ],
+    ids=str,
+)
+def test_linear_that_stores(
+    code: torch.dtype, block_n: int, norm: bool, interleaved: bool, launch_device: str
+) -> None:
+    """As the linear, then norms, rotation and storing one after another."""
+    from engine_core.kernels.linear import triton
+    from engine_core.kernels.rotary_store import triton as apart
+
+    rows, dim, heads, kv_heads = 19, 32, 3, 2
+    dtype = torch.float16
+    x, weight = torch.randn(rows, 48).to(dtype), torch.randn(7 * dim, 48).to(dtype) / 7
+    angles = torch.rand(rows, dim // 2) * 6
+    slots = torch.randperm(24)[:rows]
+    slots[1::3] = -1
+    norms: dict[str, Any] = {"q_weight": None, "k_weight": None, "eps": 0.0}
+    if norm:
+        norms = {"q_weight": torch.rand(dim).to(dtype), "k_weight": torch.rand(dim).to(dtype)}
+        norms["eps"] = 0.1
+    expected, got = ([empty(3, 8, kv_heads, dim, code) for _ in range(2)] for _ in range(2))
+    to = lambda *given: [t.to(launch_device) if isinstance(t, Tensor) else t for t in given]  # noqa: E731
+    norms = dict(zip(norms, to(*norms.values()), strict=True))
+    x, weight, cos, sin, slots, *caches = to(
+        x, weight, angles.cos(), angles.sin(), slots, *expected, *got
+    )
+    qkv = (x.float() @ weight.float().T).to(dtype).view(rows, -1, dim)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    q = q.clone()
+    apart.rotary_store(q, k, v, cos, sin, *caches[:2], slots, **norms, interleaved=interleaved)
+    tile = triton.Tile(block_n=block_n, block_k=32, most_rows=16)
+    for _ in range(2):  # the second launch finds the counts of the first
+        stored = triton.Stored.of(
+            len(weight), cos, sin, *caches[2:], slots, interleaved, **norms, dtype=dtype
+        )
+        out = triton.linear(x, triton.DenseWeight(weight), stored, tile)
+    assert error(out, q.float()) < 0.01
+    kept = slots[slots >= 0].cpu()
+    step = HALF_STEP[code]
+    for mine, wanted in zip(caches[2:], caches[:2], strict=True):
+        a, b = numbers(mine.cpu()), numbers(wanted.cpu())
+        assert torch.equal(a.isnan(), b.isnan())
+        most = b[kept].abs().amax(dim=-1, keepdim=True)
+        assert ((a - b)[kept].abs() <= 2.2 * step * most).all()
+        # Sums in another order may round to a neighbouring code, now and then.
+        assert ((a - b)[kept].abs() > 0.3 * step * most).float().mean() < 0.02
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("code", CODES)
 def test_store_kernel(code: torch.dtype, dtype: torch.dtype, launch_device: str) -> None:

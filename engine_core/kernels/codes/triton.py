@@ -1,4 +1,4 @@
-"""Making codes of heads on a GPU, bit for bit as :func:`engine_core.kernels.codes.quantized`."""
+"""Making codes of heads on a GPU, as :func:`engine_core.kernels.codes.quantized` does."""
 
 from __future__ import annotations
 

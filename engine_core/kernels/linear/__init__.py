@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_core.kernels.codes import cache_parts
+from engine_core.kernels.codes import CODE_TOPS, cache_parts
 from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.kv_store import store_kv
 from engine_core.kernels.linear import cublas, fp8, reference, tiles
@@ -308,15 +308,17 @@ def linear_rotary_store(
     # Without a rotation more rows have their heads normalised by rms_norm, which adds up otherwise.
     alike = cos is not None or not deterministic
     rows = values.numel() // values.shape[-1]
-    fits = q_weight is None or (alike and fits_head_norms(rows, head_dim))
+    whole = q_weight is not None or k_cache.dtype in CODE_TOPS
+    fits = not whole or (alike and fits_head_norms(rows, head_dim))
     if fits and _rotates_and_stores(values, cos, sin, k_cache, v_cache, slot_mapping):
         tile = _tile(values, weight, gated=False, deterministic=deterministic)
     if tile is not None:
         from engine_core.kernels.linear import triton
 
         stored = triton.Stored.of(
-            len(weight), cos, sin, k_cache, v_cache, slot_mapping, interleaved, **norms
-        )
+            len(weight), cos, sin, k_cache, v_cache, slot_mapping, interleaved,
+            dtype=values.dtype, **norms,
+        )  # fmt: skip
         reader = triton.reader_of(weight)
         return triton.linear(x, reader, stored, tile, bias)
     qkv = linear(x, weight, bias, deterministic=deterministic)
@@ -355,10 +357,10 @@ def has_kernel(
 
 
 def fits_head_norms(rows: int, head_dim: int) -> bool:
-    """Whether norms of heads are part of :func:`linear_rotary_store`: tiles make up a head.
+    """Whether norms and scales of heads are part of :func:`linear_rotary_store`.
 
-    The last program of a head normalises all of its rows, so that beyond 16 rows a launch of its
-    own is faster (by 3% of a step of 32 rows of Qwen3 8B).
+    Tiles must make up a head. The last program of a head normalises all of its rows, so that
+    beyond 16 rows a launch of its own is faster (by 3% of a step of 32 rows of Qwen3 8B).
     """
     return head_dim & (head_dim - 1) == 0 and rows <= 16
 
@@ -446,6 +448,8 @@ def _rotates_and_stores(
 
     Unsupported inputs are not among them; :func:`rotary_store` refuses them.
     """
+    coded = k_cache.dtype in CODE_TOPS
+    k_cache, v_cache = cache_parts(k_cache)[0], cache_parts(v_cache)[0]
     tokens, head_dim = x.numel() // x.shape[-1], k_cache.shape[-1]
     angles = head_dim % 2 == 0
     if cos is not None and sin is not None:
@@ -458,7 +462,8 @@ def _rotates_and_stores(
         and slot_mapping.shape == (tokens,)
         and slot_mapping.dtype == torch.int64
         and k_cache.shape == v_cache.shape
-        and k_cache.dtype == v_cache.dtype == x.dtype
+        and k_cache.dtype == v_cache.dtype
+        and (coded or k_cache.dtype == x.dtype)
         and k_cache.stride(-1) == v_cache.stride(-1) == 1
     )
 

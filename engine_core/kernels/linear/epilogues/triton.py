@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.activation.triton import activated
+from engine_core.kernels.codes import cache_parts
+from engine_core.kernels.codes.triton import encoded, larger, largest, scale_of
 from engine_core.kernels.linear.tiles import Tile
 from engine_core.kernels.rotary.triton import rotated, scaled, sum_in_order
 
@@ -239,6 +241,42 @@ def _inverse(a, b, eps, D: tl.constexpr):
 
 
 @triton.jit
+def _of_heads(x, rows: tl.constexpr, like):
+    """One number of each row and head, ``[rows]``, for all of the head's pairs."""
+    D_HALF: tl.constexpr = like.shape[0] * like.shape[1] // rows
+    return tl.reshape(tl.broadcast_to(x[:, None], [rows, D_HALF]), like.shape)
+
+
+@triton.jit
+def _coded(epilogue, place, slots, a, b):
+    """Codes of pairs ``a`` and ``b [M, N / 2]``, of whole heads, whose scales are stored."""
+    CODE: tl.constexpr = epilogue.k_cache.dtype.element_ty
+    HALF: tl.constexpr = epilogue.HEAD_DIM // 2
+    NUM_KV_HEADS: tl.constexpr = epilogue.NUM_KV_HEADS
+    ROWS: tl.constexpr = a.shape[0] * a.shape[1] // HALF
+    HEADS: tl.constexpr = a.shape[1] // HALF
+    a_heads = tl.reshape(a, [ROWS, HALF])
+    b_heads = tl.reshape(b, [ROWS, HALF])
+    scales = scale_of(larger(largest(a_heads), largest(b_heads)), CODE)
+    of_row = tl.broadcast_to(slots[:, None], [a.shape[0], HEADS])
+    heads = place.tile * HEADS + tl.arange(0, HEADS) - epilogue.NUM_HEADS
+    of_head = tl.broadcast_to(heads[None, :], [a.shape[0], HEADS])
+    of_row = tl.reshape(of_row, [ROWS])
+    of_head = tl.reshape(of_head, [ROWS])
+    blocks = of_row // epilogue.BLOCK_SIZE
+    offsets = of_row % epilogue.BLOCK_SIZE
+    for cache in tl.static_range(2):
+        base = epilogue.v_scales if cache else epilogue.k_scales
+        strides = epilogue.v_scales_strides if cache else epilogue.k_scales_strides
+        kv_heads = of_head - cache * NUM_KV_HEADS
+        mask = (of_row >= 0) & (kv_heads >= 0) & (kv_heads < NUM_KV_HEADS)
+        tl.store(base + blocks * strides[0] + kv_heads * strides[1] + offsets, scales, mask=mask)
+    a = tl.reshape(encoded(a_heads, scales, CODE), a.shape)
+    b = tl.reshape(encoded(b_heads, scales, CODE), b.shape)
+    return a, b
+
+
+@triton.jit
 def _store_pairs(ptrs, a_dims, b_dims, a, b, mask):
     tl.store(ptrs + a_dims[None, :], a, mask=mask)
     tl.store(ptrs + b_dims[None, :], b, mask=mask)
@@ -273,6 +311,11 @@ def _rotate_and_store(epilogue, asked, place, acc, up):
     _store_pairs(q_rows + (heads * D)[None, :], a_dims, b_dims, turned_a, turned_b, mask)
     blocks = slots // epilogue.BLOCK_SIZE
     offsets = slots % epilogue.BLOCK_SIZE
+    if epilogue.k_scales is not None:
+        kept_a, kept_b = _coded(epilogue, place, slots, turned_a, turned_b)
+    else:
+        kept_a = turned_a
+        kept_b = turned_b
     stored = (place.row_mask & (slots >= 0))[:, None]
     for cache in tl.static_range(2):
         base = epilogue.v_cache if cache else epilogue.k_cache
@@ -281,7 +324,7 @@ def _rotate_and_store(epilogue, asked, place, acc, up):
         ptrs = base + (blocks * block_stride + offsets * slot_stride)[:, None]
         mask = stored & ((kv_heads >= 0) & (kv_heads < NUM_KV_HEADS))[None, :]
         ptrs += (kv_heads * head_stride)[None, :]
-        _store_pairs(ptrs, a_dims, b_dims, turned_a, turned_b, mask)
+        _store_pairs(ptrs, a_dims, b_dims, kept_a, kept_b, mask)
 
 
 class Stored(NamedTuple):
@@ -296,6 +339,11 @@ class Stored(NamedTuple):
         v_cache: likewise.
         k_strides: the cache's but the last.
         v_strides: likewise.
+        k_scales: ``[num_blocks, Hk, block_size]`` float32, written; None if the cache is of
+            numbers. D is then a power of two.
+        v_scales: likewise.
+        k_scales_strides: of blocks and heads.
+        v_scales_strides: likewise.
         q_weight: ``[D]``, of the norm of each head of queries; None for none, as for ``k_weight``.
             D is then a power of two.
         k_weight: likewise, of keys.
@@ -330,6 +378,10 @@ class Stored(NamedTuple):
     order: Any = _rotated_order
     ask: Any = _ask_turns
     finish: Any = _rotate_and_store
+    k_scales: Any = None
+    v_scales: Any = None
+    k_scales_strides: Any = (0, 0)
+    v_scales_strides: Any = (0, 0)
 
     @classmethod
     def of(
@@ -345,14 +397,21 @@ class Stored(NamedTuple):
         k_weight: Tensor | None = None,
         eps: float = 0.0,
         offset: float = 0.0,
+        dtype: torch.dtype | None = None,
     ) -> Stored:
-        """The epilogue of N outputs: those of all queries, keys, then values."""
+        """The epilogue of N outputs: those of all queries, keys, then values.
+
+        ``dtype`` is that of queries; the cache's if None.
+        """
+        (k_cache, k_scales), (v_cache, v_scales) = cache_parts(k_cache), cache_parts(v_cache)
         block_size, kv_heads, head_dim = k_cache.shape[1:]
         num_heads = n // head_dim - 2 * kv_heads
-        whole = 1 if q_weight is None else head_dim
+        whole = 1 if q_weight is None and k_scales is None else head_dim
         sizes = (offset, num_heads, kv_heads, head_dim, block_size, interleaved, whole)
-        return cls(
-            k_cache.new_empty((len(slot_mapping), num_heads, head_dim)),
+        made = cls(
+            k_cache.new_empty(
+                (len(slot_mapping), num_heads, head_dim), dtype=dtype or k_cache.dtype
+            ),
             None if cos is None else cos.contiguous(),
             None if sin is None else sin.contiguous(),
             slot_mapping.contiguous(),
@@ -364,4 +423,12 @@ class Stored(NamedTuple):
             k_weight,
             eps,
             *(tl.constexpr(size) for size in sizes),
+        )
+        if k_scales is None or v_scales is None:
+            return made
+        return made._replace(
+            k_scales=k_scales,
+            v_scales=v_scales,
+            k_scales_strides=k_scales.stride()[:2],
+            v_scales_strides=v_scales.stride()[:2],
         )
