@@ -62,8 +62,8 @@ def test_discovery_is_light() -> None:
 
 
 # Families that the core must not know. "llama3" is also a kind of rope scaling, written so in the
-# configs of several families, llama-gguf-split a tool that a message sends people to, ExLlama kernels
-# of which keys of packed checkpoints tell, and fix_mistral_regex a key of tokenizer_config.json.
+# configs of several families, llama-gguf-split a tool that a message sends people to, ExLlama the
+# kernels that packed checkpoints name, and fix_mistral_regex a key of tokenizer_config.json.
 FAMILY_NAMES = re.compile(
     r"(?<!ex)llama(?!3\b|-gguf-split)|qwen|bloom|chatglm|glm\d|(?<!fix_)mistral|mixtral|internvl|internlm|deepseek|gemma|falcon"
     r"|baichuan|starcoder|smollm|gpt_?neox|gpt_?2|minicpm",
