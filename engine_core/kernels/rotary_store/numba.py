@@ -95,7 +95,8 @@ def _make(
 ) -> Callable[..., None]:
     stored, size = STORED[dtype], dtype.itemsize
     held_as, kept_size, scaled = STORED[kept], kept.itemsize, kept != dtype
-    encode = _encode_int8 if kept is torch.int8 else _encode_e4m3
+    # A function that is chosen here would have another name on the disk in each process.
+    as_int8 = kept is torch.int8
 
     def body(arguments: Any) -> None:
         args = unpack(arguments)
@@ -151,7 +152,7 @@ def _make(
                         out[right] = narrow(b * cos[i] + a * sin[i], out[right])
                 if scaled and head >= num_heads:
                     scale = args[31] + _scale_at(args, 32, block, head - num_heads, offset)
-                    encode(out, array(args[5] + place, held_as, head_dim), scale)
+                    _encode(out, array(args[5] + place, held_as, head_dim), scale, as_int8)
             if slot >= 0:
                 for head in range(num_kv_heads):
                     address = args[2] + (token * args[21] + head * args[22]) * size
@@ -160,7 +161,7 @@ def _make(
                     values = array(args[6] + place * kept_size, held_as, v_head_dim)
                     if scaled:
                         scale = args[33] + _scale_at(args, 34, block, head, offset)
-                        encode(x, values, scale)
+                        _encode(x, values, scale, as_int8)
                     else:
                         for i in range(v_head_dim):
                             values[i] = x[i]
@@ -176,21 +177,13 @@ def _scale_at(args: Any, stride: int, block: int, head: int, offset: int) -> int
 
 
 @inline
-def _encode_int8(x: Any, codes: Any, scale_address: int) -> None:
-    scale = scale_of(x, float32(127))
+def _encode(x: Any, codes: Any, scale_address: int, as_int8: bool) -> None:
+    scale = scale_of(x, float32(127) if as_int8 else float32(448))
     array(scale_address, np.float32, 1)[0] = scale
     inverse = float32(1) / scale
     for i in range(len(x)):
-        codes[i] = int8_of(widen(x[i]) * inverse)
-
-
-@inline
-def _encode_e4m3(x: Any, codes: Any, scale_address: int) -> None:
-    scale = scale_of(x, float32(448))
-    array(scale_address, np.float32, 1)[0] = scale
-    inverse = float32(1) / scale
-    for i in range(len(x)):
-        codes[i] = e4m3_of(widen(x[i]) * inverse)
+        number = widen(x[i]) * inverse
+        codes[i] = int8_of(number) if as_int8 else e4m3_of(number)
 
 
 _KERNEL = Kernel(_make, "35qd")
