@@ -76,7 +76,7 @@ class EncoderLayers(nn.ModuleList):
         return torch.cat(compiled.openmp().each(runs, len(parts)), 1)
 
     def _parts(self, x: Tensor, segments: Segments) -> list[Segments]:
-        """What each thread takes; nothing if it is better that all compute it together."""
+        """Each thread's share; none if it is better that all compute it together."""
         threads = torch.get_num_threads()
         if not (x.is_cpu and self._alone and compiled.available() and compiled.openmp().found):
             return []
