@@ -186,7 +186,11 @@ def test_import_belongs_to_our_distribution(environment: Environment) -> None:
 def test_installed_plugin_is_found_and_removed(environment: Environment, wheels: Wheels) -> None:
     [report] = json.loads(environment.cli("plugins", "--json", "--plugin-errors", "strict").stdout)
     assert report["distribution"] == "engine-core-llama"
-    assert report["architectures"] == ["LlamaForCausalLM", "MistralForCausalLM"]
+    assert report["architectures"] == [
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+    ]
     command = ("generate", GOLDEN, "--token-ids", "1,2,3", "--skip-tokenizer-init")
     assert len(environment.cli(*command, "--max-tokens", "4").stdout.split()) == 4
 
