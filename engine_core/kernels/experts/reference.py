@@ -58,7 +58,6 @@ def run_experts(
     """See :func:`engine_core.kernels.run_experts`."""
     hidden = x.shape[1]
     gates, downs = (w.dense() if isinstance(w, Fp8Weight) else w for w in (gate_up, down))
-    gates, downs = gates.view(-1, gates.shape[-2], hidden), downs
     num_experts = downs.numel() // (hidden * downs.shape[-1])
     gates = gates.reshape(num_experts, -1, hidden)
     downs = downs.view(num_experts, hidden, -1)

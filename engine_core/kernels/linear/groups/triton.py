@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
+from engine_core.kernels.linear.fp8 import triton as fp8
 
 if TYPE_CHECKING:
     from engine_core.kernels.linear.groups import GroupWeight
@@ -120,38 +121,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-@triton.jit
-def _rescale_kernel(
-    out_ptr,
-    sums_ptr,
-    row_scales_ptr,
-    col_scales_ptr,
-    bias_ptr,
-    N,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    launch_dependents(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < N
-    scales = tl.load(col_scales_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    wait(PDL)
-    x = tl.load(sums_ptr + row * N + cols, mask=mask, other=0).to(tl.float32)
-    x *= tl.load(row_scales_ptr + row) * scales
-    if bias_ptr is not None:
-        x += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + cols, x.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 def rescale(
     sums: Tensor, rows: Tensor, cols: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Contiguous ``sums [M, N]`` int32 times ``rows [M]`` and ``cols [N]``, and the bias."""
-    num_rows, n = sums.shape
-    out = torch.empty(num_rows, n, dtype=dtype, device=sums.device)
-    if num_rows:
-        _rescale_kernel[(num_rows, triton.cdiv(n, 1024))](
-            out, sums, rows, cols, bias, n, BLOCK=1024, num_warps=4, **pdl_options(sums.device)
-        )
-    return out
+    return fp8.rescale(sums, rows, cols, bias, torch.empty_like(sums, dtype=dtype))
