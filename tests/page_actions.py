@@ -24,6 +24,11 @@ def answers(page: Page) -> Locator:
     return page.locator(".answer:not(.streaming)")
 
 
+def in_answer(page: Page, text: str) -> Locator:
+    """The paragraph of an answer with this text, not its copy that a screen reader reads."""
+    return page.locator(".prose").get_by_text(text, exact=True)
+
+
 def ask_and_wait(page: Page, text: str) -> None:
     before = answers(page).count()
     ask(page, text)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import forkserver
 import pytest
-from page_actions import answers, ask, ask_and_wait, expect
+from page_actions import answers, ask, ask_and_wait, expect, in_answer
 from slow_llama import OPTIONS as SLOW
 
 if TYPE_CHECKING:
@@ -737,24 +737,24 @@ def test_a_very_long_answer_is_shown_whole_and_followed(server, page, answer_typ
     server.replies.append(answer_type(content=[*paragraphs, "The end."], delay=0.0003))
     ask_and_wait(page, "Tell me everything")
     expect(page.locator(".prose p")).to_have_count(1501)
-    expect(page.get_by_text("The end.", exact=True).last).to_be_in_viewport()
+    expect(in_answer(page, "The end.")).to_be_in_viewport()
     page.reload()
-    expect(page.get_by_text("The end.", exact=True).last).to_be_in_viewport()
+    expect(in_answer(page, "The end.")).to_be_in_viewport()
 
 
 def test_who_scrolls_up_is_left_there(server, page, answer_type):
     lines = [f"Line {n}\n\n" for n in range(60)]
     server.replies.append(answer_type(content=[*lines, "The end."], hold_after=59))
     ask(page, "Go")
-    expect(page.get_by_text("Line 58")).to_be_in_viewport()
+    expect(in_answer(page, "Line 58")).to_be_in_viewport()
     page.locator("#scroller").evaluate("node => { node.scrollTop = 0; }")
     to_end = page.get_by_role("button", name="Scroll to the end")
     expect(to_end).to_be_visible()
     server.go.set()
     expect(answers(page)).to_have_count(1)
-    expect(page.get_by_text("Line 0", exact=True)).to_be_in_viewport()
+    expect(in_answer(page, "Line 0")).to_be_in_viewport()
     to_end.click()
-    expect(page.get_by_text("The end.", exact=True).last).to_be_in_viewport()
+    expect(in_answer(page, "The end.")).to_be_in_viewport()
     expect(to_end).to_be_hidden()
 
 
