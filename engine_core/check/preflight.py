@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from engine_core.check.report import (
     ModelInfo,
     PluginInfo,
     Problem,
+    ReplicatedInfo,
     Severity,
     TokenizerInfo,
     WeightsInfo,
@@ -65,9 +67,10 @@ from engine_core.nn.linear import Linear, UnquantizedLinearMethod
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
+from engine_core.runtime.executor import check_devices, check_experts
 from engine_core.runtime.loader import build_on_meta, match_weights
 from engine_core.runtime.memory import CachePlan, MediaPlan, check_memory, plan_cache, plan_media
-from engine_core.runtime.packing import weight_bytes
+from engine_core.runtime.packing import packed_sizes, weight_bytes
 from engine_core.runtime.source import (
     check_deterministic,
     check_kv_cache,
@@ -153,6 +156,7 @@ class _Check:
     tokenizer: Tokenizer | None = None
     media: Mapping[str, MediaLimit | None] = field(default_factory=dict)
     network: nn.Module | None = None
+    whole: nn.Module | None = None  # what ranks share out
     num_parameters: int | None = None
     matched: Checkpoint | None = None
     memory_info: MemoryInfo | None = None
@@ -176,6 +180,9 @@ class _Check:
                 platform.resolve_device(config) if self.gpu is None else torch.device("cuda")
             )
         if self.device is not None:
+            with self._collecting():
+                if self.gpu is None:
+                    check_devices(config, self.device)
             with self._collecting():
                 capability = None if self.gpu is None else self.gpu.capability
                 check_deterministic(config, self.device, capability)
@@ -336,7 +343,11 @@ class _Check:
                 expert_parallel=self.config.enable_expert_parallel,
                 model_class=self.registry.model_class,
             )
+            if context.tp_size > 1:
+                alone = dataclasses.replace(context, tp_size=1)
+                self.whole = build_on_meta(self.model_class, model_config, alone)
             self.network = build_on_meta(self.model_class, model_config, context, self.scheme)
+            check_experts(self.config, self.network)
         if self.network is not None:
             parameters = dict.fromkeys(self.network.parameters())
             self.num_parameters = sum(param.numel() for param in parameters)
@@ -393,7 +404,8 @@ class _Check:
                 self._add(code, "error", message, names)
 
     def _plan(self, network: nn.Module, specs: tuple[CacheSpec, ...], max_model_len: int) -> None:
-        config, device = self.config, self.device
+        config, device, whole = self.config, self.device, self.whole
+        ranks = config.tensor_parallel_size
         weights = weight_bytes(network)
         media = self._plan_media()
         taken = weights + media.total
@@ -404,7 +416,7 @@ class _Check:
             source, total = "gpu", self.gpu.memory
             budget = platform.gpu_cache_budget(total - taken, total)
         elif device is not None:
-            total = platform.total_memory(device)
+            total = platform.rank_memory(device, ranks)
             budget = platform.cache_budget(config, device, pending=taken)
         else:
             return
@@ -457,7 +469,7 @@ class _Check:
         self.memory_info = MemoryInfo(
             source=source,
             gpu=self.gpu.name if self.gpu else None,
-            num_ranks=config.tensor_parallel_size,
+            num_ranks=ranks,
             total_bytes=total,
             weights_bytes=weights,
             encoder_weights_bytes=encoder_weights,
@@ -470,6 +482,7 @@ class _Check:
             max_model_len=planned,
             full_sequences=0 if plan is None else plan.full_sequences,
             groups=tuple(CacheGroupInfo.of(spec, count) for spec, count in counts.items()),
+            replicated=() if whole is None else _replicated(network, whole, ranks),
         )
 
     def _plan_media(self) -> MediaPlan:
@@ -497,8 +510,6 @@ class _Check:
         if source == "memory" or any(p.code == "memory-cache-too-small" for p in self.problems):
             # The memory given is for weights and cache alone.
             return
-        if source == "machine" and self.device is not None:
-            total = platform.rank_memory(self.device, self.config.tensor_parallel_size)
         assert self.model_config is not None, "its network was built"
         assert self.dtype is not None, "its network was built"
         with self._collecting():
@@ -696,6 +707,29 @@ class _Check:
         )
         if problem not in self.problems:
             self.problems.append(problem)
+
+
+def _replicated(network: nn.Module, whole: nn.Module, ranks: int) -> tuple[ReplicatedInfo, ...]:
+    """What a rank's ``network`` keeps above an even share of the ``whole``, the most bytes first.
+
+    Padding, which is less than 1 %, is left out, and so are parameters that only a scheme has.
+    """
+    totals = {name: param.numel() for name, param in whole.named_parameters()}
+    sizes = packed_sizes(network)
+    alike: dict[tuple[str, bool], list[float]] = {}
+    for name, param in network.named_parameters():
+        own, total = param.numel(), totals.get(name, 0)
+        if own * ranks > 1.01 * total > 0:
+            excess = sizes[id(param)] * (1 - total / (own * ranks))
+            pattern = re.sub(r"\.\d+(?=\.)", ".*", name)
+            alike.setdefault((pattern, own == total), []).append(excess)
+    every = [
+        ReplicatedInfo(
+            tensors=pattern, whole=kept, num_tensors=len(bytes_), excess_bytes=round(sum(bytes_))
+        )
+        for (pattern, kept), bytes_ in alike.items()
+    ]
+    return tuple(sorted(every, key=lambda each: -each.excess_bytes))
 
 
 def _named_modules(network: nn.Module, names: set[str]) -> Iterator[nn.Module]:

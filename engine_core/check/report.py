@@ -155,6 +155,18 @@ class CacheGroupInfo(_Model):
         return cls(num_layers=num_layers, kind=type(spec).__name__, **fields)
 
 
+class ReplicatedInfo(_Model):
+    """Tensors of which a rank keeps more than an even share; alike ones of all layers together."""
+
+    tensors: str = Field(description="Their name, with * for the number of the layer.")
+    whole: bool = Field(
+        description="Whether each rank keeps all of them; else a part is on several, such as a "
+        "key-value head."
+    )
+    num_tensors: int
+    excess_bytes: int = Field(description="What a rank keeps beyond an even share.")
+
+
 class MemoryInfo(_Model):
     """Memory per rank: the weights, the KV cache and how many sequences fit."""
 
@@ -179,6 +191,9 @@ class MemoryInfo(_Model):
     max_model_len: int = Field(description="Longest sequence; 0 if none fits.")
     full_sequences: int = Field(description="Sequences of max_model_len that fit at once.")
     groups: tuple[CacheGroupInfo, ...]
+    replicated: tuple[ReplicatedInfo, ...] = Field(
+        default=(), description="What ranks do not share out evenly; the most bytes first."
+    )
 
 
 class MediaInfo(_Model):

@@ -89,6 +89,13 @@ def _rows(report: CheckReport) -> dict[str, str]:
             f"{_bytes(memory.total_bytes)} ({where[memory.source]}{each}): weights "
             f"{_bytes(memory.weights_bytes)}, KV cache {_bytes(memory.cache_bytes)}"
         )
+        if memory.replicated:
+            excess = sum(each.excess_bytes for each in memory.replicated)
+            names = [
+                f"{each.tensors}{'' if each.whole else ' (a part)'}" for each in memory.replicated
+            ]
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            rows["replicated"] = f"{_bytes(excess)} of the weights: {', '.join(names[:4])}{more}"
         if report.media:
             rows["encoder"] = (
                 f"weights {_bytes(memory.encoder_weights_bytes)} of these, cache "

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine_core import own_process
 from engine_core.configs import EngineConfig, GuidedParams, SchedulerConfig
@@ -44,6 +44,10 @@ from engine_core.runtime.worker import Worker, WorkerReport
 from engine_core.step_context import BuildContext
 from engine_core.steps import StepPlan, StepResult
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 _STOP_SECONDS = 5.0
 # Less, so that a rank ends by itself even if its parent is gone.
 _LEAVE_SECONDS = 4
@@ -59,22 +63,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
     """
     if config.tensor_parallel_size == 1:
         return Worker(source, config, BuildContext())
-    if source.device.type == "cuda":
-        import torch
-
-        if config.device not in ("auto", "cuda"):
-            raise OptionError(
-                f"tensor_parallel_size {config.tensor_parallel_size} takes one GPU per rank, but "
-                f"device is {config.device!r}; set device='cuda', and CUDA_VISIBLE_DEVICES to "
-                "choose GPUs"
-            )
-
-        count = torch.cuda.device_count()
-        if count < config.tensor_parallel_size:
-            raise OptionError(
-                f"tensor_parallel_size is {config.tensor_parallel_size}, but torch sees {count} "
-                f"GPUs; set it to at most {count}"
-            )
+    check_devices(config, source.device)
     # Otherwise each rank would refuse by itself, after all of them were started.
     context = BuildContext(
         tp_size=config.tensor_parallel_size,
@@ -85,11 +74,44 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
         model_class=source.registry.model_class,
     )
     model = build_on_meta(source.model_class, source.model_config, context, source.scheme)
+    check_experts(config, model)
+    return ProcessExecutor(source, config)
+
+
+def check_devices(config: EngineConfig, device: torch.device) -> None:
+    """Refuse more ranks than this machine has GPUs.
+
+    Raises:
+        OptionError: there are too few, or ``config.device`` names one of them.
+    """
+    size = config.tensor_parallel_size
+    if size == 1 or device.type != "cuda":
+        return
+    import torch
+
+    if config.device not in ("auto", "cuda"):
+        raise OptionError(
+            f"tensor_parallel_size {size} takes one GPU per rank, but device is "
+            f"{config.device!r}; set device='cuda', and CUDA_VISIBLE_DEVICES to choose GPUs"
+        )
+    count = torch.cuda.device_count()
+    if count < size:
+        raise OptionError(
+            f"tensor_parallel_size is {size}, but torch sees {count} GPUs; set it to at most "
+            f"{count}"
+        )
+
+
+def check_experts(config: EngineConfig, model: nn.Module) -> None:
+    """Refuse to share out the experts of a model that has none.
+
+    Raises:
+        OptionError: it is asked for.
+    """
     if config.enable_expert_parallel and not any(isinstance(m, Experts) for m in model.modules()):
         raise OptionError(
-            f"enable_expert_parallel: {source.model_class.__name__} has no experts; leave it out"
+            f"enable_expert_parallel: {type(model).__name__} has no experts; leave it out"
         )
-    return ProcessExecutor(source, config)
 
 
 class ProcessExecutor:

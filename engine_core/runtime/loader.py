@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from inspect import isgenerator
 from typing import Any, Protocol
 
@@ -51,19 +52,13 @@ def build_on_meta(
             cannot be deterministic, or keeps no keys and values of ``kv_cache_dtype``.
     """
     try:
-        with silent(), building(context), torch.device("meta"):
-            model: nn.Module = model_class(
-                model_config.hf_config,
-                StepContextManager(context),
-                dtype=context.dtype,
-                device=torch.device("meta"),
-            )
+        model = _construct(model_class, model_config, context)
     except EngineError:
         raise
     except IndivisibleError as error:
         raise OptionError(
             f"{model_class.__name__} of this size cannot be split over {context.tp_size} ranks: "
-            f"{error}"
+            f"{error}; {_possible(model_class, model_config, context)}"
         ) from error
     except Exception as error:
         # A family's code may raise anything here; the config is its only input.
@@ -80,6 +75,27 @@ def build_on_meta(
     if scheme is not None:
         scheme.prepare(model)
     return model.eval()
+
+
+def _construct(model_class: type, model_config: ModelConfig, context: BuildContext) -> nn.Module:
+    with silent(), building(context), torch.device("meta"):
+        model: nn.Module = model_class(
+            model_config.hf_config,
+            StepContextManager(context),
+            dtype=context.dtype,
+            device=torch.device("meta"),
+        )
+    return model
+
+
+def _possible(model_class: type, model_config: ModelConfig, context: BuildContext) -> str:
+    """What to do instead: the numbers of ranks, up to those of a machine, that it splits over."""
+    sizes = []
+    for size in range(2, 9):
+        with suppress(IndivisibleError, EngineError):
+            _construct(model_class, model_config, replace(context, tp_rank=0, tp_size=size))
+            sizes.append(str(size))
+    return f"set it to {' or '.join(['1', *sizes])}"
 
 
 def _check_deterministic(model: nn.Module) -> None:

@@ -16,12 +16,17 @@ from engine_core.nn.packing import OneDNNMatrix, PackedMatrix, onednn_packs
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of the model's weights as they will be packed; shared ones once."""
+    return sum(packed_sizes(model).values())
+
+
+def packed_sizes(model: nn.Module) -> dict[int, int]:
+    """Bytes of each parameter as it will be packed, by its id."""
     sizes = {id(param): param.numel() * param.itemsize for param in model.parameters()}
     for module in model.modules():
         if isinstance(module, Linear | VocabularySplit) and module.method is not None:
             for name, size in module.method.packed_sizes(module).items():
                 sizes[id(module.get_parameter(name))] = size
-    return sum(sizes.values())
+    return sizes
 
 
 class Packer:

@@ -157,7 +157,8 @@ def cache_budget(config: EngineConfig, device: torch.device, *, pending: int = 0
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     if device.type == "cpu":
-        share = int((_available_memory() - pending) * _CPU_CACHE_SHARE)
+        available = _available_memory() // config.tensor_parallel_size - pending
+        share = int(available * _CPU_CACHE_SHARE)
         return max(0, min(share, _CPU_CACHE_MOST))
     free, total = torch.cuda.mem_get_info(device)
     return gpu_cache_budget(free - pending, total)

@@ -226,6 +226,32 @@ def test_ranks_share_the_weights(model: Model) -> None:
     assert alone.weights_bytes / 2 <= shared.weights_bytes < alone.weights_bytes * 0.6
 
 
+def test_what_ranks_keep_beyond_their_share_is_listed() -> None:
+    """By hand: width 64, 3 layers, 8 heads and 2 key-value heads of 8, in float32."""
+    config = EngineConfig(tensor_parallel_size=4, skip_tokenizer_init=True)
+    report = check_model(str(GOLDEN / "llama-gqa"), config, gpu="H200")
+    assert report.exit_code == 0
+    assert report.memory is not None
+    # 8 rows each of keys and of values, where 4 would be even; and all of each norm.
+    qkv, norms, last = 3 * (8 + 8 - 4 - 4) * 64 * 4, 3 * 64 * 4 * 3 // 4, 64 * 4 * 3 // 4
+    assert [tuple(each.model_dump().values()) for each in report.memory.replicated] == [
+        ("model.layers.*.self_attn.qkv_proj.weight", False, 3, qkv),
+        ("model.layers.*.input_layernorm.weight", True, 3, norms),
+        ("model.layers.*.post_attention_layernorm.weight", True, 3, norms),
+        ("model.norm.weight", True, 1, last),
+    ]
+    even = check_model(str(GOLDEN / "llama-gqa"), config.replace(tensor_parallel_size=1)).memory
+    assert even is not None
+    assert even.replicated == ()
+    assert report.memory.weights_bytes == even.weights_bytes // 4 + qkv + 2 * norms + last
+
+
+def test_numbers_of_ranks_that_divide_the_model_are_named() -> None:
+    config = EngineConfig(tensor_parallel_size=3, skip_tokenizer_init=True)
+    [problem] = check_model(str(GOLDEN / "llama-gqa"), config, gpu="H200").errors
+    assert problem.message.endswith("tensor_parallel_size (3); set it to 1 or 2 or 4 or 8")
+
+
 @pytest.mark.parametrize(
     ("name", "expected", "gib"),
     [
