@@ -113,7 +113,7 @@ class EngineConfig(FrozenConfig):
     """Launch every kernel by itself, for debugging: no CUDA graphs, and on a CPU no recorded
     steps."""
     deterministic: bool = False
-    """On a GPU: a request gets the same tokens whatever else is in its batch."""
+    """On GPUs: a request gets the same tokens whatever else is in its batch."""
     tensor_parallel_size: Annotated[int, Field(gt=0), _Number] = 1
     """Processes, or GPUs, that share the model."""
     enable_expert_parallel: bool = False
@@ -193,15 +193,6 @@ class EngineConfig(FrozenConfig):
             raise ValueError(
                 "enable_expert_parallel shares experts out to several processes, and "
                 "tensor_parallel_size is 1; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_gpu(self) -> Self:
-        if self.deterministic and self.tensor_parallel_size > 1:
-            raise ValueError(
-                "deterministic is for one GPU, because ranks add up in an order that depends on "
-                f"the batch: set tensor_parallel_size to 1, not {self.tensor_parallel_size}"
             )
         return self
 

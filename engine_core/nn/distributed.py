@@ -45,10 +45,45 @@ def split_heads(num_heads: int, context: BuildContext, what: str) -> tuple[int, 
 
 
 def all_reduce(x: Tensor, context: BuildContext) -> Tensor:
-    """Sum ``x`` over the group, in place; the identity on one rank, and on the meta device."""
-    if context.tp_size > 1 and not x.is_meta:
-        torch.distributed.all_reduce(x, group=context.process_group)
+    """Sum ``x`` over the group; the identity on one rank, and on the meta device.
+
+    On a CPU, and in deterministic mode, each element is added up in float32 in the order of the
+    ranks, and rounded once. Elsewhere the order is NCCL's: it depends on the element's place and
+    on the number of elements, and so on what else is in the batch. ``x`` may be overwritten.
+    """
+    if context.tp_size == 1 or x.is_meta:
+        return x
+    if x.device.type == "cpu" or context.deterministic:
+        return _sum_in_order(x, context)
+    torch.distributed.all_reduce(x, group=context.process_group)
     return x
+
+
+# Bytes. Above, each rank adds up a part and sends the sum: all that each sends is then 2 x, not
+# one x for each other rank. Below, messages cost more than bytes: it takes twice as many.
+_WHOLE_BYTES = 1 << 18
+
+
+def _sum_in_order(x: Tensor, context: BuildContext) -> Tensor:
+    """The sum over the ranks, each element's in the same order however many there are."""
+    size, group = context.tp_size, context.process_group
+    whole = x.nbytes <= _WHOLE_BYTES
+    padding = 0 if whole else -x.numel() % size
+    flat = torch.nn.functional.pad(x.reshape(-1), (0, padding)) if padding else x.reshape(-1)
+    parts = flat.new_empty(size, flat.numel() if whole else flat.numel() // size)
+    if whole:
+        torch.distributed.all_gather([*parts], flat, group=group)
+    else:
+        torch.distributed.all_to_all_single(parts, flat.view_as(parts), group=group)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    total = total.to(x.dtype)
+    if not whole:
+        flat = torch.empty_like(flat)
+        torch.distributed.all_gather([*flat.view_as(parts)], total, group=group)
+        total = flat[: x.numel()]
+    return total.view(x.shape)
 
 
 def all_gather_last_dim(x: Tensor, context: BuildContext) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from engine_core.errors import OptionError
 from engine_core.kernels import layer_norm, rms_norm
 from engine_core.nn.distributed import all_reduce, split_heads
 from engine_core.nn.loading import (
@@ -90,6 +91,11 @@ class HeadsRMSNorm(Module):
         """``num_heads`` is the whole model's."""
         super().__init__()
         self.context = current_build_context()
+        if self.context.deterministic and self.context.tp_size > 1:
+            raise OptionError(
+                "deterministic: torch adds up a norm over the heads of several ranks, in an order "
+                "that depends on the number of tokens; leave it out, or run the model on one rank"
+            )
         self.eps = eps
         self.weight = build_heads_parameter(num_heads, head_dim)
 

@@ -14,9 +14,10 @@ from torch import nn
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.configs import HFConfig, ModelConfig
-from engine_core.errors import ConfigError, OptionError
+from engine_core.errors import OptionError
+from engine_core.nn import HeadsRMSNorm
 from engine_core.runtime.loader import build_on_meta
-from engine_core.step_context import BuildContext
+from engine_core.step_context import BuildContext, building
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -114,11 +115,28 @@ def test_tokens_do_not_depend_on_the_batch(tmp_path: Path, config: dict[str, Any
                 assert not different, f"{chosen}: {len(different)} requests: {different}"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_nor_do_tokens_of_two_ranks(tmp_path: Path) -> None:
+    prompts, params = random_requests(20, seed=2)
+    with dummy_llm(tmp_path, LLAMA, deterministic=True, tensor_parallel_size=2) as llm:
+        together = tokens_of(llm, prompts, params)
+        each = zip(prompts, params, strict=True)
+        alone = [tokens_of(llm, [prompt], [one])[0] for prompt, one in each]
+    assert together == alone
+
+
 def test_where_it_would_mean_nothing_it_is_refused() -> None:
     with pytest.raises(OptionError, match="deterministic is for GPUs: on cpu"):
         golden_llm("llama-gqa", deterministic=True, device="cpu")
-    with pytest.raises(ConfigError, match=r"deterministic is for one GPU.*not 2"):
-        golden_llm("llama-gqa", deterministic=True, tensor_parallel_size=2)
+
+
+def test_a_norm_over_the_heads_of_several_ranks_is_refused() -> None:
+    with (
+        building(BuildContext(deterministic=True, tp_size=2)),
+        pytest.raises(OptionError, match="a norm over the heads of several ranks"),
+    ):
+        HeadsRMSNorm(4, 8)
 
 
 def test_products_of_torchs_own_modules_are_refused() -> None:

@@ -41,6 +41,18 @@ def test_two_ranks_give_the_tokens_of_the_original_code(name: str) -> None:
     assert not multiprocessing.active_children()
 
 
+def test_four_ranks_give_them_too_alone_and_together() -> None:
+    """Two ranks share each key-value head; a sum of four depends on its order."""
+    prompts = golden_prompts("llama-gqa")
+    ids = [prompt.input_ids for prompt in prompts]
+    four = config(block_size=4, max_num_batched_tokens=64).replace(tensor_parallel_size=4)
+    with LLM(str(GOLDEN / "llama-gqa"), four.replace(enable_prefix_caching=False)) as llm:
+        together = [output.outputs[0] for output in llm.generate(ids, GREEDY)]
+        alone = [llm.generate(each, GREEDY)[0].outputs[0] for each in ids[:2]]
+    assert [output.token_ids for output in together] == [p.new_tokens for p in prompts]
+    assert [output.token_ids for output in alone] == [p.new_tokens for p in prompts[:2]]
+
+
 def test_a_rank_that_dies_ends_the_request_with_the_cause() -> None:
     prompt = golden_prompts("llama-gqa")[2]
     with LLM(str(GOLDEN / "llama-gqa"), config()) as llm:
