@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from engine_core import nn as core
 from engine_core.configs import HFConfig
-from engine_core.nn import Linear, QKVLinear, load_weight
+from engine_core.nn import Linear, QKVLinear
+from engine_core.nn import load_weight as _load_weight
 from engine_core.nn.distributed import divide
 from engine_core.nn.loading import copy_checked, note_filled
 from engine_core.nn.rotary import DynamicNTKRotaryEmbedding
@@ -35,6 +36,20 @@ from engine_core.step_context import (
     current_build_context,
 )
 from engine_core.step_context import StepContext as _StepContext
+from engine_core_lmdeploy.distributed import (
+    get_dist_manager,
+    get_ep_world_rank,
+    get_tp_world_rank,
+)
+from engine_core_lmdeploy.experts import (
+    EXPERT_PARTS,
+    EPLBManager,
+    FusedMoE,
+    SoftmaxTopK,
+    build_fused_moe,
+    get_build_model_context,
+)
+from engine_core_lmdeploy.refusals import check_quant, refuse
 
 __all__ = [
     "ApplyRotaryEmb",
@@ -43,6 +58,8 @@ __all__ = [
     "CudaGraphMixin",
     "DeployModelMixin",
     "DeployModelMixinV1",
+    "EPLBManager",
+    "FusedMoE",
     "GeluAndMul",
     "LayerNorm",
     "Llama3Parameters",
@@ -52,6 +69,7 @@ __all__ = [
     "RMSNorm",
     "RopeType",
     "SiluAndMul",
+    "SoftmaxTopK",
     "StepContext",
     "StepContextManager",
     "YarnParameters",
@@ -59,6 +77,7 @@ __all__ = [
     "build_colwise_linear",
     "build_down_linear",
     "build_embedding",
+    "build_fused_moe",
     "build_gateup_linear",
     "build_linear",
     "build_merged_colwise_linear",
@@ -68,30 +87,19 @@ __all__ = [
     "build_rotary_embedding_from_config",
     "build_rowwise_linear",
     "default_weight_loader",
+    "get_build_model_context",
+    "get_dist_manager",
+    "get_ep_world_rank",
+    "get_tp_world_rank",
     "load_weight",
 ]
 
 GeluAndMul = core.GeluAndMul
 
 
-def _refuse(function: str, argument: str, value: Any, why: str) -> None:
-    raise ValueError(f"{function}: {argument}={value!r} is not supported: {why}")
-
-
-def _check_quant(function: str, quant_config: Any) -> None:
-    if quant_config is not None:
-        _refuse(
-            function,
-            "quant_config",
-            quant_config,
-            "a ported model runs unquantised checkpoints; for a quantised one write the layer with "
-            "engine_core.nn, which learns the method from the engine and takes no such argument",
-        )
-
-
 def _check_align(function: str, align: int) -> None:
     if align != 1:
-        _refuse(function, "tp_align_size", align, "ranks get equal parts")
+        refuse(function, "tp_align_size", align, "ranks get equal parts")
 
 
 class SiluAndMul(core.SiluAndMul):
@@ -120,12 +128,12 @@ class RMSNorm(core.RMSNorm):
         prefix: str = "",
         all_reduce_group: str | None = None,
     ) -> None:
-        _check_quant("RMSNorm", quant_config)
+        check_quant("RMSNorm", quant_config)
         _check_align("RMSNorm", align)
         if tp and current_build_context().tp_size > 1:
-            _refuse("RMSNorm", "tp", tp, "a norm is computed whole on every rank")
+            refuse("RMSNorm", "tp", tp, "a norm is computed whole on every rank")
         if all_reduce_group is not None:
-            _refuse("RMSNorm", "all_reduce_group", all_reduce_group, "rowwise linears sum at once")
+            refuse("RMSNorm", "all_reduce_group", all_reduce_group, "rowwise linears sum at once")
         super().__init__(hidden_size, eps, dtype=dtype, device=device)
 
 
@@ -141,6 +149,14 @@ class LayerNorm(core.LayerNorm):
         device: torch.device | None = None,
     ) -> None:
         super().__init__(hidden_size, eps, bias, dtype=dtype, device=device)
+
+
+class _PartLinear(Linear):
+    """A rowwise linear of which every rank gives its part of the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """``x [..., in]`` to ``[..., out]``."""
+        return self.partial(x)
 
 
 def build_linear(
@@ -160,11 +176,12 @@ def build_linear(
 ) -> Linear:
     """A linear, whole on every rank or, if ``is_tp``, split by columns or rows.
 
+    ``all_reduce=False`` of a split rowwise linear leaves the sum over the ranks to others.
+
     Raises:
-        ValueError: ``quant_config``, ``tp_align_size`` or ``all_reduce=False`` of a split rowwise
-            linear: no other layer would sum its parts.
+        ValueError: ``quant_config``, ``tp_align_size``, or a bias of a linear that does not sum.
     """
-    _check_quant("build_linear", quant_config)
+    check_quant("build_linear", quant_config)
     _check_align("build_linear", tp_align_size)
     if not is_tp:
         parts = [(None, out_features, 0, out_features)]
@@ -174,7 +191,10 @@ def build_linear(
             in_features, out_features, bias, dtype=dtype, device=device
         )
     if not all_reduce:
-        _refuse("build_linear", "all_reduce", all_reduce, "a rowwise linear sums over the ranks")
+        if bias:
+            refuse("build_linear", "all_reduce", all_reduce, "each rank would add the bias")
+        parts = [(None, out_features, 0, out_features)]
+        return _PartLinear(in_features, parts, bias=False, rowwise=True, dtype=dtype, device=device)
     return core.build_rowwise_linear(in_features, out_features, bias, dtype=dtype, device=device)
 
 
@@ -260,7 +280,7 @@ def build_merged_colwise_linear(
     Raises:
         ValueError: ``quant_config`` is given, or ``out_names`` are not as many as the outputs.
     """
-    _check_quant("build_merged_colwise_linear", quant_config)
+    check_quant("build_merged_colwise_linear", quant_config)
     names = range(len(all_out_features)) if out_names is None else out_names
     if len(names) != len(all_out_features):
         raise ValueError(
@@ -299,16 +319,16 @@ def build_qkv_proj(
         ValueError: ``quant_config``, ``num_replicate_kv_heads``, or ``is_tp=False`` on several
             ranks, where :class:`Attention` has only a rank's share of the heads.
     """
-    _check_quant("build_qkv_proj", quant_config)
+    check_quant("build_qkv_proj", quant_config)
     if num_replicate_kv_heads != 1:
-        _refuse(
+        refuse(
             "build_qkv_proj",
             "num_replicate_kv_heads",
             num_replicate_kv_heads,
             "give the checkpoint's num_kv_heads; where they are fewer than ranks, ranks share them",
         )
     if not is_tp and current_build_context().tp_size > 1:
-        _refuse("build_qkv_proj", "is_tp", is_tp, "attention is split over the ranks by heads")
+        refuse("build_qkv_proj", "is_tp", is_tp, "attention is split over the ranks by heads")
     return core.build_qkv_proj(
         in_features,
         num_q_heads,
@@ -342,9 +362,9 @@ class ParallelEmbedding(core.Embedding):
             ValueError: ``force_dtype`` is given, or ``padding_idx`` is outside the vocabulary.
         """
         if force_dtype is not None:
-            _refuse("ParallelEmbedding", "force_dtype", force_dtype, "it has the model's dtype")
+            refuse("ParallelEmbedding", "force_dtype", force_dtype, "it has the model's dtype")
         if padding_idx is not None and not -vocab_size <= padding_idx < vocab_size:
-            _refuse("ParallelEmbedding", "padding_idx", padding_idx, f"{vocab_size} rows")
+            refuse("ParallelEmbedding", "padding_idx", padding_idx, f"{vocab_size} rows")
         context = current_build_context()
         with building(context if is_tp else replace(context, tp_rank=0, tp_size=1)):
             super().__init__(vocab_size, hidden_size, dtype, device)
@@ -391,7 +411,7 @@ class ParallelLMHead(core.LMHead):
         layer_type: str = "attn",
     ) -> None:
         if bias:
-            _refuse("ParallelLMHead", "bias", bias, "use build_rowwise_linear for a head with one")
+            refuse("ParallelLMHead", "bias", bias, "use build_rowwise_linear for a head with one")
         super().__init__(vocab_size, hidden_size, dtype, device)
 
     def tie_weights(self, embedding: ParallelEmbedding) -> None:
@@ -425,17 +445,17 @@ class Attention(core.Attention):
                 integer, or an unknown argument.
         """
         if not causal:
-            _refuse("Attention", "causal", causal, "see ProcessedPrompt for a seen-by-all prefix")
+            refuse("Attention", "causal", causal, "see ProcessedPrompt for a seen-by-all prefix")
         if use_flash_mla:
-            _refuse("Attention", "use_flash_mla", use_flash_mla, "there is no latent attention")
+            refuse("Attention", "use_flash_mla", use_flash_mla, "there is no latent attention")
         if learnable_sink:
-            _refuse("Attention", "learnable_sink", learnable_sink, "there are no attention sinks")
+            refuse("Attention", "learnable_sink", learnable_sink, "there are no attention sinks")
         if kwargs:
-            _refuse("Attention", *next(iter(kwargs.items())), "there is no such argument")
+            refuse("Attention", *next(iter(kwargs.items())), "there is no such argument")
         if sliding_window == -1:
             sliding_window = None
         if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
-            _refuse("Attention", "sliding_window", sliding_window, "give a number of keys or None")
+            refuse("Attention", "sliding_window", sliding_window, "give a number of keys or None")
         ranks = current_build_context().tp_size
         num_kv_heads = num_kv_heads or num_heads
         super().__init__(
@@ -475,7 +495,7 @@ class Attention(core.Attention):
             ("s_aux", s_aux),
         ):
             if given is not None:
-                _refuse("Attention", name, tuple(given.shape), "the cache is not quantised")
+                refuse("Attention", name, tuple(given.shape), "the cache is not quantised")
         return super().forward(query, key, value, k_cache, v_cache, attn_metadata)
 
 
@@ -581,11 +601,11 @@ def build_rotary_embedding(
         ("mrope_params", mrope_params),
     ):
         if given is not None:
-            _refuse(function, name, given, "there is no such rotary embedding")
+            refuse(function, name, given, "there is no such rotary embedding")
     scaling: dict[str, Any] = {"factor": scaling_factor}
     if emb_type is RopeType.Default:
         if scaling_factor != 1.0:
-            _refuse(function, "scaling_factor", scaling_factor, "RopeType.Default does not scale")
+            refuse(function, "scaling_factor", scaling_factor, "RopeType.Default does not scale")
         scaling = {}
     elif emb_type is RopeType.LinearScaling:
         scaling["rope_type"] = "linear"
@@ -594,7 +614,7 @@ def build_rotary_embedding(
     elif emb_type is RopeType.Yarn:
         scaling |= {"rope_type": "yarn", **vars(yarn_params or YarnParameters())}
     else:
-        _refuse(function, "emb_type", emb_type, "use Default, LinearScaling, Llama3 or Yarn")
+        refuse(function, "emb_type", emb_type, "use Default, LinearScaling, Llama3 or Yarn")
     return RotaryEmbedding(
         core.build_rotary_embedding(
             dim if partial_rotary_factor is None else int(dim * partial_rotary_factor),
@@ -648,6 +668,24 @@ class ApplyRotaryEmb(nn.Module):
 def add_prefix(name: str, prefix: str) -> str:
     """``name`` below ``prefix``, as model files join their ``prefix`` arguments."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def load_weight(
+    param: nn.Parameter, loaded_weight: Tensor, shard_id: Any = None, expert_id: int | None = None
+) -> None:
+    """Put a checkpoint's tensor into a parameter, or into a part of it.
+
+    With ``expert_id`` the parts of a :class:`FusedMoE` are "gate", "up" and "down".
+
+    Raises:
+        ShapeMismatchError: it does not fit, and nobody keeps an account of it.
+        ValueError: there is no such part.
+    """
+    if expert_id is not None:
+        if shard_id not in EXPERT_PARTS:
+            refuse("load_weight", "shard_id", shard_id, f"an expert has {', '.join(EXPERT_PARTS)}")
+        shard_id = (expert_id, EXPERT_PARTS[shard_id])
+    _load_weight(param, loaded_weight, shard_id)
 
 
 def default_weight_loader(param: nn.Parameter, loaded_weight: Tensor) -> None:

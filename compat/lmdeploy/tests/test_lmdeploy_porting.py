@@ -21,20 +21,30 @@ from golden_fixtures import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import engine_core_lmdeploy as lmdeploy
-from engine_core import LLM
+from engine_core import LLM, SamplingParams
 from engine_core.configs import HFConfig, ModelConfig
 from engine_core.errors import WeightsMismatchError
 from engine_core.runtime.loader import build_on_meta, check_weights, load_weights
 from engine_core.step_context import BuildContext, building
+from engine_core_lmdeploy import distributed
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parent / "README.md"
 LLAMA = HERE / "lmdeploy_style_llama.txt"
 QWEN = HERE / "lmdeploy_style_qwen.txt"
+EXPERTS = HERE / "lmdeploy_style_experts.txt"
+# The class, the files that it is in, and the architectures that it takes over.
+FILES = {
+    "MyQwenForCausalLM": ((QWEN,), ("Qwen2ForCausalLM", "Qwen3ForCausalLM")),
+    "MyMoEForCausalLM": (
+        (QWEN, EXPERTS),
+        ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+    ),
+}
 SETTINGS = {
     "default": {},
     "chunks-of-8": {"max_num_seqs": 4, "max_num_batched_tokens": 8},
@@ -49,21 +59,19 @@ def ported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     assert command is not None
 
     def make(name: str) -> str:
-        source, architectures = (
-            (QWEN, ("Qwen2ForCausalLM", "Qwen3ForCausalLM"))
-            if "Qwen" in name
-            else (LLAMA, ("LlamaForCausalLM",))
-        )
+        sources, architectures = FILES.get(name, ((LLAMA,), ("LlamaForCausalLM",)))
+        source = "".join(each.read_text() for each in sources)
         file = folder / name / "my_model.py"
         file.parent.mkdir(exist_ok=True)
-        file.write_text(source.read_text())
+        file.write_text(source)
         subprocess.run(command[0], shell=True, check=True, cwd=file.parent)
-        ours, theirs = file.read_text().splitlines(), source.read_text().splitlines()
+        ours, theirs = file.read_text().splitlines(), source.splitlines()
         changed = [(line, other) for line, other in zip(ours, theirs, strict=True) if line != other]
         assert len(changed) >= 5
         for line, other in changed:
-            assert line.startswith("from engine_core_lmdeploy import ")
-            assert other.startswith(("from lmdeploy.", "from ."))
+            own = ("from engine_core_lmdeploy import ", "import engine_core_lmdeploy.")
+            assert line.startswith(own)
+            assert other.startswith(("from lmdeploy.", "from .", "import lmdeploy."))
         with file.open("a") as lines:
             lines.write(f"MODULE_MAP = {dict.fromkeys(architectures, name)}\n")
         return str(file)
@@ -89,6 +97,56 @@ def test_the_manner_of_newer_files_runs(
 ) -> None:
     """Layers with prefixes, an embedding and a head that are built by functions."""
     check_generation(name, {"custom_module_map": ported("MyQwenForCausalLM"), **settings})
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("name", ["mixtral-tiny", "qwen2moe-shared"])
+def test_experts_load_by_their_numbers(
+    ported: Callable[[str], str], name: str, settings: dict[str, Any]
+) -> None:
+    check_generation(name, {"custom_module_map": ported("MyMoEForCausalLM"), **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "by_experts"), [("mixtral-tiny", True), ("qwen2moe-shared", False)]
+)
+def test_experts_on_two_ranks(ported: Callable[[str], str], name: str, by_experts: bool) -> None:
+    """Their sum over the ranks is the layer's, or with a shared expert the file's."""
+    settings = {"tensor_parallel_size": 2, "enable_expert_parallel": by_experts}
+    check_generation(name, {"custom_module_map": ported("MyMoEForCausalLM"), **settings})
+
+
+def test_a_checkpoint_that_transformers_wrote(ported: Callable[[str], str], tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+    )
+    theirs = Qwen3MoeForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    prompt = [5, 17, 90, 3, 44]
+    with torch.inference_mode():
+        tokens = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
+        )[0]
+        logits = theirs(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=96)
+    module_map = ported("MyMoEForCausalLM")
+    with LLM(str(tmp_path), skip_tokenizer_init=True, custom_module_map=module_map) as llm:
+        (completion,) = llm.generate([prompt], params)[0].outputs
+    assert completion.token_ids == tokens[len(prompt) :].tolist()
+    given = [[step[token].logprob for token in range(96)] for step in completion.logprobs]
+    torch.testing.assert_close(torch.tensor(given), logits, atol=1e-4, rtol=0)
 
 
 def test_a_tied_head_is_whole_on_each_of_two_ranks(ported: Callable[[str], str]) -> None:
@@ -187,7 +245,30 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "num_replicate_kv_heads=2",
     ),
     "align": (linear("build_colwise_linear", tp_align_size=8), "tp_align_size=8"),
-    "unsummed": (linear("build_o_proj", is_tp=True, all_reduce=False), "all_reduce=False"),
+    "unsummed bias": (
+        lambda: lmdeploy.build_o_proj(4, 8, True, is_tp=True, all_reduce=False),
+        "all_reduce=False",
+    ),
+    "experts quant_config": (
+        lambda: lmdeploy.build_fused_moe(4, 8, 2, 1, quant_config={"bits": 4}),
+        "quant_config",
+    ),
+    "experts bias": (lambda: lmdeploy.build_fused_moe(4, 8, 2, 1, bias=True), "bias=True"),
+    "experts act_func": (
+        lambda: lmdeploy.FusedMoE(4, 8, 2, 1, act_func=torch.relu),
+        "act_func=",
+    ),
+    "experts part": (
+        lambda: lmdeploy.load_weight(nn.Parameter(), torch.ones(1), shard_id="w1", expert_id=0),
+        "shard_id='w1'",
+    ),
+    "router groups": (lambda: lmdeploy.SoftmaxTopK(4, n_groups=2), "n_groups=2"),
+    "router dim": (lambda: lmdeploy.SoftmaxTopK(4, dim=0), "dim=0"),
+    "balancing": (lambda: lmdeploy.EPLBManager.num_physical_experts(), "load balancing"),
+    "all_reduce group": (
+        lambda: distributed.all_reduce(torch.ones(1), group="mlp"),
+        "group='mlp'",
+    ),
     "out_names": (linear("build_gateup_linear", out_names=["gate"]), "1 out_names for 2"),
     "norm quant_config": (lambda: lmdeploy.RMSNorm(4, quant_config={"bits": 8}), "quant_config"),
     "norm group": (lambda: lmdeploy.RMSNorm(4, all_reduce_group="attn"), "all_reduce_group"),
