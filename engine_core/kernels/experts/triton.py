@@ -134,7 +134,7 @@ def choose_experts(
     return ids, weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _group_kernel(
     pairs_ptr,
     experts_ptr,
