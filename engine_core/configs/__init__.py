@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         CacheSpec,
         CacheTensor,
         KVCacheSpec,
+        LatentCacheSpec,
     )
     from engine_core.configs.engine import EngineConfig, SchedulerConfig
     from engine_core.configs.gguf import GGUFDecoderAdapter
@@ -42,7 +43,9 @@ _HOMES = {
     "engine_core.configs.builder": (
         "ConfigBuilder DefaultConfigBuilder check_kinds object_of stated_keys"
     ),
-    "engine_core.configs.cache": "CacheConfig CacheGroup CacheSpec CacheTensor KVCacheSpec",
+    "engine_core.configs.cache": (
+        "CacheConfig CacheGroup CacheSpec CacheTensor KVCacheSpec LatentCacheSpec"
+    ),
     "engine_core.configs.engine": "EngineConfig SchedulerConfig",
     "engine_core.configs.gguf": "GGUFDecoderAdapter",
     "engine_core.configs.hf_config": "HFConfig",
@@ -68,6 +71,7 @@ __all__ = [
     "GuidedParams",
     "HFConfig",
     "KVCacheSpec",
+    "LatentCacheSpec",
     "ModelConfig",
     "PoolingConfig",
     "PoolingParams",

@@ -121,6 +121,25 @@ class KVCacheSpec(CacheSpec):
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
+class LatentCacheSpec(CacheSpec):
+    """The latent vectors of an attention layer (MLA): all that its heads' keys and values need.
+
+    Attributes:
+        latent_dim: size of the vector that keys and values are projected from.
+        rope_dim: size of the rotated part of a key, which all heads share.
+        dtype: element type of both.
+    """
+
+    latent_dim: int = Field(gt=0)
+    rope_dim: int = Field(gt=0)
+    dtype: DType
+
+    def tensors(self, block_size: int) -> tuple[CacheTensor, ...]:
+        """``[block_size, latent_dim + rope_dim]``: the latent vector first."""
+        shape = (block_size, self.latent_dim + self.rope_dim)
+        return (CacheTensor(name="latents", shape=shape, dtype=self.dtype),)
+
+
 class CacheGroup(FrozenConfig):
     """Layers that share block tables.
 

@@ -14,6 +14,7 @@ from engine_core.kernels.experts import Routing, choose_experts, run_experts
 from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.greedy import choose_greedy
 from engine_core.kernels.kv_store import store_kv
+from engine_core.kernels.latent_attention import latent_attention
 from engine_core.kernels.linear import (
     Activation,
     CodedWeight,
@@ -57,6 +58,7 @@ __all__ = [
     "gpu_of",
     "has_gated_kernel",
     "has_kernel",
+    "latent_attention",
     "layer_norm",
     "linear",
     "linear_add",

@@ -23,6 +23,7 @@ from engine_core.nn.embedding import Embedding, LMHead, build_embedding, build_l
 from engine_core.nn.encoder import EncoderAttention, EncoderLayers, step_segments
 from engine_core.nn.epilogue import Activated, CosSin
 from engine_core.nn.experts import Experts, Router, SparseMoE
+from engine_core.nn.latent import LatentAttention, LatentSelfAttention
 from engine_core.nn.linear import (
     Linear,
     LinearMethod,
@@ -75,6 +76,8 @@ __all__ = [
     "HeadsRMSNorm",
     "KVCacheLayer",
     "LMHead",
+    "LatentAttention",
+    "LatentSelfAttention",
     "LayerNorm",
     "Linear",
     "LinearMethod",
