@@ -21,10 +21,17 @@ sys.path.append(str(Path(__file__).parent / "tests"))
 import forkserver
 
 with suppress(ImportError):  # a machine with a GPU may run its tests without hypothesis
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
+    from random_examples import FULL
 
-    # How long an example takes says more about what else runs than about the code.
-    settings.register_profile("engine-core", deadline=None)
+    # How long an example takes says more about what else runs than about the code. The same change
+    # gets the same examples each time; "make soak" draws new ones.
+    settings.register_profile(
+        "engine-core",
+        deadline=None,
+        derandomize=FULL not in os.environ,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     settings.load_profile("engine-core")
 
 

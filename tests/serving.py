@@ -25,6 +25,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 # Each client would read the certificates of all authorities anew: 25 ms of a processor, and tests
 # that wait for a figure ask for it many times a second.
 httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
+# Where a test gives none: five seconds are not much for a machine that has other work.
+for _name in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _name, 60.0)
 
 GOLDEN = Path(__file__).parent / "golden" / "llama-gqa"
 CHAT_TEMPLATE = (

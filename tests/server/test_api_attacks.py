@@ -368,7 +368,7 @@ def test_streams_that_are_left_are_not_stored(
         names = [
             name for name in pool.map(leave, [draw.getrandbits(64) for _ in range(60)]) if name
         ]
-    wait_until(lambda: server.metric("engine_core_requests_running") == 0, 30)
+    wait_until(lambda: server.metric("engine_core_requests_running") == 0)
     assert len(names) > 5
     for name in names:
         assert session.get(f"/v1/responses/{name}").status_code == 404

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 CONNECTIONS = 80
 OPTIONS = (
     *("--max-num-seqs", "4", "--max-model-len", "1024", "--kv-cache-memory", "16MiB"),
-    *("--served-model-name", "tiny", "--header-timeout", "1", "--idle-timeout", "1"),
+    *("--served-model-name", "tiny", "--header-timeout", "3", "--idle-timeout", "3"),
     *("--max-connections", str(CONNECTIONS), "--max-connections-per-address", "70"),
     *("--trusted-proxies", "127.0.0.64/26"),
     *("--api-key", "key"),
@@ -202,7 +202,7 @@ def test_whoever_is_slow_is_cut_off(server: ServerProcess, healthy: Healthy) -> 
             connection.sendall(SLOW[name][0])
         closed: dict[str, float] = {}
         start = time.monotonic()
-        while len(closed) < len(slow) and time.monotonic() < start + 10:
+        while len(closed) < len(slow) and time.monotonic() < start + 60:
             for name, connection in slow.items():
                 if name not in closed and (
                     not send(connection, SLOW[name][1]) or is_closed(connection)
@@ -218,7 +218,7 @@ def test_a_late_head_is_told_why(server: ServerProcess) -> None:
         connection.sendall(LINE)
         answer = read_all(connection)
     assert status_of(answer) == 408
-    assert b"the headers were not complete after 1 seconds" in answer
+    assert b"the headers were not complete after 3 seconds" in answer
 
 
 @pytest.mark.parametrize("first", [b"", LINE, HEALTH])
@@ -228,7 +228,7 @@ def test_a_crowd_that_waits_makes_room(
     dropped = server.metric("engine_core_refused_connections_total", reason="dropped")
     with healthy.beside(), _crowd(server, 4 * CONNECTIONS, first):
         for path in ("/health", "/metrics", "/version", "/v1/models"):
-            assert httpx.get(server.url + path, headers=KEY, timeout=5).status_code == 200
+            assert httpx.get(server.url + path, headers=KEY).status_code == 200
     now = server.metric("engine_core_refused_connections_total", reason="dropped")
     assert now - dropped >= 3 * CONNECTIONS
 
@@ -245,11 +245,11 @@ def test_health_is_answered_when_all_are_busy(server: ServerProcess, healthy: He
         # While it still takes in the crowd, it may drop who has said nothing yet.
         wait_until(lambda: sum(_is_healthy(server) for _ in range(5)) == 5)
         for _ in range(8):
-            assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
-            assert httpx.get(f"{server.url}/metrics", timeout=5).status_code == 200
-        refused = httpx.get(f"{server.url}/v1/models", headers=KEY, timeout=5)
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            assert httpx.get(f"{server.url}/metrics").status_code == 200
+        refused = httpx.get(f"{server.url}/v1/models", headers=KEY)
         if refused.status_code == 200:  # the one who is served was between two requests
-            refused = httpx.get(f"{server.url}/v1/models", headers=KEY, timeout=5)
+            refused = httpx.get(f"{server.url}/v1/models", headers=KEY)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "too_many_connections"
         assert refused.headers["retry-after"]
@@ -259,7 +259,7 @@ def test_health_is_answered_when_all_are_busy(server: ServerProcess, healthy: He
 
 def _is_healthy(server: ServerProcess) -> bool:
     try:
-        return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        return httpx.get(f"{server.url}/health").status_code == 200
     except httpx.TransportError:
         return False
 
@@ -268,15 +268,15 @@ def test_an_address_has_its_share(server: ServerProcess, healthy: Healthy) -> No
     with healthy.beside(), contextlib.ExitStack() as stack:
         for _ in range(70):
             send(stack.enter_context(connect(server, "127.0.2.1")), _body(99))
-        time.sleep(0.2)
-        for source, path, status in (
-            ("127.0.2.1", "/version", 429),
-            ("127.0.2.1", "/health", 200),
-            ("127.0.2.2", "/version", 200),
-        ):
+
+        def ask(source: str, path: bytes) -> int:
             with connect(server, source) as connection:
-                connection.sendall(b"GET %b HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % path.encode())
-                assert status_of(connection.recv(65536)) == status, (source, path)
+                connection.sendall(b"GET %b HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % path)
+                return status_of(connection.recv(65536))
+
+        wait_until(lambda: ask("127.0.2.1", b"/version") == 429)
+        assert ask("127.0.2.1", b"/health") == 200
+        assert ask("127.0.2.2", b"/version") == 200
 
 
 def test_a_proxys_clients_have_shares_of_their_own(server: ServerProcess, healthy: Healthy) -> None:
@@ -291,8 +291,7 @@ def test_a_proxys_clients_have_shares_of_their_own(server: ServerProcess, health
         for _ in range(72):
             connection = stack.enter_context(connect(server, "127.0.0.65"))
             send(connection, _body(99).replace(b"Content-Type", hostile))
-        time.sleep(0.2)
-        assert forwarded("127.0.0.66", "203.0.113.7") == 429
+        wait_until(lambda: forwarded("127.0.0.66", "203.0.113.7") == 429)
         assert forwarded("127.0.0.66", "203.0.113.7:4711, 127.0.0.70") == 429
         assert forwarded("127.0.0.66", "203.0.113.7", "/health") == 200
         # What a client says before its proxy adds to it is not believed.
@@ -312,10 +311,10 @@ def test_a_template_without_end_stops_nobody(
     url = f"{server.url}/v1/chat/completions"
     with healthy.beside():
         hostile = {**body, "chat_template_kwargs": {"attack": attack}}
-        response = httpx.post(url, json=hostile, headers=KEY, timeout=20)
+        response = httpx.post(url, json=hostile, headers=KEY)
         assert response.status_code == 400
         assert "the chat template" in response.json()["error"]["message"]
-        assert httpx.post(url, json=body, headers=KEY, timeout=20).status_code == 200
+        assert httpx.post(url, json=body, headers=KEY).status_code == 200
     assert memory_of(server) - before < 32 * 2**20
 
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 import httpx
 import psutil
 import pytest
+from attacking import Clock, wait_until
 from serving import ServerProcess
 from slow_llama import OPTIONS as SLOW
 
@@ -85,7 +86,7 @@ ATTACKS: dict[str, tuple[dict[str, Any], str | None]] = {
     "1,000 required names": (schema(required(1_000)), None),
     "common multiples": (schema({"allOf": [multiple(9973), multiple(9967)]}), MEMORY),
     "deep alternatives": (schema(nested(28)), None),
-    "a repeated repetition": (regex("(a{1000}){1000}"), EXPRESSIONS),
+    "a repeated repetition": (regex("(a{1000}){1000}|z"), EXPRESSIONS),
     "repetitions of anything": (regex("(.*a.{200}){20}"), None),
     "an automaton of 2**500 states": (regex("(a|b)*a(a|b){500}"), None),
     "5,000 groups": (regex("(" * 5000 + "a" + ")" * 5000), "nest"),
@@ -131,12 +132,13 @@ class Healthy(threading.Thread):
         gap: the longest time between two pieces so far.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, server: ServerProcess) -> None:
         super().__init__(daemon=True)
         self.answers: set[str] = set()
         self.gap = 0.0
         self.count = 0
-        self._url = url
+        self._url = server.url
+        self._clock = Clock(server)
         self._left = threading.Event()
 
     def run(self) -> None:
@@ -147,12 +149,10 @@ class Healthy(threading.Thread):
             while not self._left.is_set():
                 pieces = []
                 with client.stream("POST", "/v1/completions", json=body) as response:
-                    last = time.monotonic()
+                    self._clock.lap()
                     for line in response.iter_lines():
                         if line.startswith("data: {"):
-                            now = time.monotonic()
-                            self.gap = max(self.gap, now - last)
-                            last = now
+                            self.gap = max(self.gap, self._clock.lap())
                             pieces.append(json.loads(line[6:])["choices"][0]["text"])
                 self.answers.add("".join(pieces))
                 self.count += 1
@@ -170,7 +170,7 @@ class Healthy(threading.Thread):
 
     def __exit__(self, *_: object) -> None:
         self._left.set()
-        self.join(60)
+        self.join()
 
 
 @pytest.fixture(scope="module")
@@ -187,38 +187,27 @@ def ask(server: ServerProcess, guided: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
 
 
-def varied(guided: dict[str, Any], number: int) -> dict[str, Any]:
-    """The same in other words, whose verdict is not known yet."""
-    ((field, value),) = guided.items()
-    if field == "guided_json":
-        return {field: {"title": str(number), **value}}
-    return {field: f"{value}\n// {number}" if field == "guided_grammar" else f"{value}|z{number}"}
-
-
 def processes(server: ServerProcess) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
 def test_nobody_notices(attacked: ServerProcess) -> None:
     before = {process.pid for process in processes(attacked)}
-    with Healthy(attacked.url) as healthy:
+    with Healthy(attacked) as healthy:
         healthy.wait_for(3)
         usual = healthy.gap
         for name, (guided, limit) in ATTACKS.items():
-            # A busy machine may hold up anybody once; a grammar would do so each time.
-            for attempt in range(3):
-                healthy.gap = 0.0
-                response = ask(attacked, varied(guided, attempt))
-                if healthy.gap < usual + 0.5:
-                    break
-            else:
-                pytest.fail(f"{name}: a gap of {healthy.gap:.2f} s, usually {usual:.2f} s")
+            healthy.gap = 0.0
+            response = ask(attacked, guided)
+            assert healthy.gap < usual + 1.5, name
             if response.status_code == 200 and limit is None:
                 continue
             assert response.status_code == 400, (name, response.text)
             error = response.json()["error"]
             assert (error["param"] or "").startswith(next(iter(guided))), (name, error)
-            assert re.search(limit or "", error["message"]), (name, error["message"][-300:])
+            # On a slow machine time may be up before memory or the stack is full.
+            stopped = re.search(f"{limit or ''}|took more than 6 s", error["message"])
+            assert stopped, (name, error["message"][-300:])
         healthy.wait_for(1)
     assert len(healthy.answers) == 1
     assert {process.pid for process in processes(attacked)} == before
@@ -229,7 +218,7 @@ def test_a_refusal_is_remembered(attacked: ServerProcess) -> None:
     assert limit is not None
     messages = {ask(attacked, guided).json()["error"]["message"] for _ in range(3)}
     assert len(messages) == 1
-    assert re.search(limit, messages.pop())
+    assert re.search(f"{limit}|took more than 6 s", messages.pop())
 
 
 def test_a_signal_ends_everything(tiny_model: Path) -> None:
@@ -247,16 +236,13 @@ def test_a_signal_ends_everything(tiny_model: Path) -> None:
         attacks = [threading.Thread(target=attack, args=(9967 - i,)) for i in range(6)]
         for thread in attacks:
             thread.start()
-        deadline = time.monotonic() + 20
-        while len(processes(server)) < len(started) + 2:
-            assert time.monotonic() < deadline, "no grammar is tried"
-            time.sleep(0.01)
+        wait_until(lambda: len(processes(server)) >= len(started) + 2)
         everything = processes(server)
         server.terminate()
-        assert server.wait(10) == 0, server.log
+        assert server.wait() == 0, server.log
         for thread in attacks:
-            thread.join(10)
-        psutil.wait_procs(everything, timeout=5)
+            thread.join()
+        psutil.wait_procs(everything, timeout=60)
         assert not [process for process in everything if process.is_running()]
         assert "Traceback" not in server.log, server.log
     # Those that were tried first may have been refused before.

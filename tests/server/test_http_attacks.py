@@ -281,7 +281,7 @@ def test_streams_that_are_left_leave_nothing(server: ServerProcess, healthy: Hea
 
     with healthy.beside(), ThreadPoolExecutor(16) as pool:
         list(pool.map(leave, [draw.getrandbits(64) for _ in range(150)]))
-    wait_until(lambda: _is_idle(server), 60)
+    wait_until(lambda: _is_idle(server))
     assert memory_of(server) - before < 32 * 2**20
 
 
@@ -321,7 +321,7 @@ def test_bodies_that_are_not_ended_leave_room(server: ServerProcess, healthy: He
         for connection in crowd:
             send(connection, sent)
         # All but those for whom there is room.
-        wait_until(lambda: len(select.select(crowd, [], [], 0)[0]) > 16, 20)
+        wait_until(lambda: len(select.select(crowd, [], [], 0)[0]) > 16)
         refused = select.select(crowd, [], [], 1)[0]
         assert len(crowd) - len(refused) >= 16
         assert all(b"too_many_bodies" in read_all(connection) for connection in refused)

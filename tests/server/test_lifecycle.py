@@ -34,7 +34,7 @@ def _stream(server: ServerProcess, **changes: Any) -> list[Any]:
 
 def _wait_until_not_ready(server: ServerProcess) -> httpx.Response:
     """Wait until the server is no longer ready, and return its answer."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (ready := httpx.get(f"{server.url}/health/ready", timeout=60)).status_code == 200:
         assert time.monotonic() < deadline, "it is still ready"
         time.sleep(0.01)
@@ -90,8 +90,7 @@ def test_a_second_signal_ends_it_at_once(tiny_model: Path) -> None:
         server.terminate()
         _wait_until_not_ready(server)
         server.terminate(signal.SIGINT)
-        # The request would go on for longer than this.
-        assert server.wait(15) == 128 + signal.SIGINT
+        assert server.wait() == 128 + signal.SIGINT  # and 0 if the request had been answered
 
 
 def test_a_deadline_and_the_death_of_the_engine(tiny_model: Path) -> None:
@@ -160,7 +159,7 @@ class Connect(logging.Handler):
         found = re.search(r"listening on http://([^:]+):(\\d+)", record.getMessage())
         if found:
             try:
-                socket.create_connection((found[1], int(found[2])), timeout=5).close()
+                socket.create_connection((found[1], int(found[2])), timeout=60).close()
                 print("connected", flush=True)
             except OSError as error:
                 print(f"refused: {error}", flush=True)

@@ -672,7 +672,7 @@ def test_a_client_that_leaves_is_noticed_at_once(
         address = strict.url.removeprefix("http://").split(":")
         with socket.create_connection((address[0], int(address[1]))) as connection:
             connection.sendall(head.encode() + content)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while strict.metric("engine_core_generation_tokens_total") < before + 20:
                 assert time.monotonic() < deadline
         _idle(strict)
@@ -687,10 +687,8 @@ def test_the_log_is_json_without_prompts(strict: ServerProcess, session: httpx.C
     session.post("/v1/completions", json={**SHORT, "prompt": secret}, headers=headers)
     long = "/a%0a%1b[31m" + "a" * 20_000
     assert session.get(long, headers={"X-Request-Id": "logged-0"}).status_code == 404
-    deadline = time.monotonic() + 10
-    while '"request_id":"logged-0"' not in strict.log or '"logged-1"' not in strict.log:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    for name in ("logged-0", "logged-1"):
+        strict.wait_for_log(f'"request_id":"{name}"')
     lines = [json.loads(line) for line in strict.log.splitlines()]
     (line,) = [line for line in lines if line.get("request_id") == "logged-1"]
     assert line["status"] == 200

@@ -56,7 +56,7 @@ def test_a_crowd_without_handshakes_makes_room(server: ServerProcess, first: byt
             connection = connect(server, f"127.0.1.{1 + index % 20}")
             send(stack.enter_context(connection), first)
         for path in ("/health", "/version", "/v1/models"):
-            answer = httpx.get(server.url + path, verify=server.verify, timeout=5)
+            answer = httpx.get(server.url + path, verify=server.verify)
             assert answer.status_code == 200
     # Those that were there for two seconds have ended by themselves.
     assert _metric(server, "dropped") - dropped >= CONNECTIONS

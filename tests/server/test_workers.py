@@ -36,6 +36,7 @@ class Stream(threading.Thread):
     def __init__(self, url: str, **body: Any) -> None:
         super().__init__(daemon=True)
         self._url = url
+        self._client = httpx.Client(timeout=60)
         self._body = {**BODY, "stream": True, **body}
         self._begun = threading.Event()
         self.left = threading.Event()
@@ -46,10 +47,8 @@ class Stream(threading.Thread):
         assert self._begun.wait(60), "no answer"
 
     def run(self) -> None:
-        with (
-            httpx.Client(timeout=60) as client,
-            client.stream("POST", f"{self._url}/v1/completions", json=self._body) as response,
-        ):
+        url = f"{self._url}/v1/completions"
+        with self._client.stream("POST", url, json=self._body) as response:
             network = response.extensions["network_stream"]
             self.port = network.get_extra_info("client_addr")[1]
             self._begun.set()
@@ -65,6 +64,11 @@ class Stream(threading.Thread):
                         return
             except httpx.TransportError:  # its server's process was killed
                 return
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, and close the connection, which can be looked for until then."""
+        super().join(timeout)
+        self._client.close()
 
 
 @contextmanager

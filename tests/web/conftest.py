@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
 # Far more than is needed: only a test that fails takes so long, however busy the machine is.
-TIMEOUT_MS = 20_000
+TIMEOUT_MS = 60_000
 WEB = Path(__file__).parents[2] / "engine_core" / "server" / "web"
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -176,7 +176,7 @@ class FakeServer:
 
             def _hold(self) -> None:
                 """Wait for the test, or for the client to close the connection."""
-                deadline = time.monotonic() + 30
+                deadline = time.monotonic() + 120
                 while not fake.go.is_set():
                     readable, _, _ = select.select([self.connection], [], [], 0.02)
                     if readable and not self.connection.recv(1, socket.MSG_PEEK):
@@ -185,6 +185,8 @@ class FakeServer:
                         raise TimeoutError("the test never let the answer go")
 
         class Server(ThreadingHTTPServer):
+            request_queue_size = 64  # a browser that has to wait tries again a second later
+
             def handle_error(self, request: object, client_address: object) -> None:
                 import sys
 
@@ -252,6 +254,7 @@ def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=path,
+            timeout=3 * TIMEOUT_MS,
             args=[
                 "--no-sandbox",
                 "--disable-gpu",

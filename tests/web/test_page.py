@@ -38,10 +38,14 @@ def test_asks_the_served_model_and_shows_what_it_says(server, page, answer_type)
         "prompt_tokens_details": {"cached_tokens": 8},
     }
     server.replies.append(
-        answer_type(content=["An **engine** ", "runs a ", "model."], usage=usage, delay=0.02)
+        answer_type(content=["An **engine** ", "runs a ", "model."], usage=usage, hold_after=1)
     )
     expect(page.locator("#model-name")).to_have_text("tiny")
-    ask_and_wait(page, "What is an engine?")
+    ask(page, "What is an engine?")
+    # Tokens that all come at once have no speed.
+    expect(page.locator(".prose")).to_have_text("An engine")
+    server.go.set()
+    expect(answers(page)).to_have_count(1)
 
     assert server.last == {
         "model": "tiny",
@@ -54,7 +58,7 @@ def test_asks_the_served_model_and_shows_what_it_says(server, page, answer_type)
     expect(page.locator(".answer strong")).to_have_text("engine")
     stats = page.locator(".stats").inner_text()
     assert re.fullmatch(
-        r"7 tokens · [\d.]+ tokens/s · first token \d+ ms · total [\d.]+ m?s"
+        r"7 tokens · [\d.]+ tokens/s · first token [\d.]+ m?s · total [\d.]+ m?s"
         r" · prompt 12 tokens, 8 cached",
         stats,
     ), stats
@@ -160,7 +164,7 @@ def test_stopping_closes_the_connection_and_keeps_the_text(server, page, answer_
         page.keyboard.press("Escape")
     else:
         page.get_by_role("button", name="Stop the answer").click()
-    assert server.client_gone.wait(20)
+    assert server.client_gone.wait(60)
     expect(page.locator(".note")).to_have_text("Stopped.")
     expect(page.locator(".prose")).to_have_text("So far")
     expect(page.locator("#prompt")).to_be_focused()
@@ -180,7 +184,7 @@ def test_stopping_before_the_first_token_gives_the_text_back(server, page, answe
     page.locator("#prompt").press_sequentially("later")
     page.keyboard.press("Enter")  # an answer is being made: nothing is sent, nothing is lost
     page.keyboard.press("Escape")
-    assert server.client_gone.wait(20)
+    assert server.client_gone.wait(60)
     expect(page.locator("#prompt")).to_have_value("Too soon\nlater")
     expect(page.locator(".message")).to_have_count(0)
     expect(page.locator("#alert")).to_be_hidden()
@@ -798,7 +802,7 @@ def test_closing_the_page_keeps_the_answer_so_far(server, page, answer_type):
     ask(page, "Go")
     expect(page.locator(".prose")).to_have_text("Half")
     page.reload()
-    assert server.client_gone.wait(20)
+    assert server.client_gone.wait(60)
     expect(page.locator(".prose")).to_have_text("Half")
     expect(page.locator(".note")).to_have_text("Stopped.")
 
@@ -807,7 +811,7 @@ def test_closing_the_page_keeps_the_answer_so_far(server, page, answer_type):
     ask(page, "And then?")
     server.wait_for_requests(2)
     page.reload()
-    assert server.client_gone.wait(20)
+    assert server.client_gone.wait(60)
     expect(page.locator(".prose")).to_have_text("Half")
     expect(page.locator("#prompt")).to_have_value("And then?")
 
@@ -1236,7 +1240,7 @@ def test_with_the_real_server(smollm2_server, open_page):
     url = smollm2_server
     page = open_page(url, expected=("status of 400",))
     expect(page.locator("#model-name")).to_have_text("smol")
-    show_settings(page, system="Answer briefly.", temperature="0", max_tokens="12")
+    show_settings(page, system="Answer briefly.", temperature="0", max_tokens="30")
     ask_and_wait(page, "What is the capital of France?")
     expect(page.locator(".stats")).to_contain_text(re.compile(r"\d+ tokens · [\d.]+ tokens/s"))
     with page.expect_download() as download:
@@ -1250,7 +1254,7 @@ def test_with_the_real_server(smollm2_server, open_page):
             {"role": "user", "content": "What is the capital of France?"},
         ],
         "temperature": 0,
-        "max_tokens": 12,
+        "max_tokens": 30,
     }
     whole = json.loads(fetch(url + "v1/chat/completions", body))
     assert shown["content"] == whole["choices"][0]["message"]["content"] != ""
@@ -1269,10 +1273,10 @@ def test_with_the_real_server(smollm2_server, open_page):
     for name, value in values.items():
         page.fill(f"[name={name}]", value)
     ask(page, "Count from 1 to 1000.")
-    expect(page.locator(".answer.streaming .prose")).not_to_be_empty(timeout=30_000)
+    expect(page.locator(".answer.streaming .prose")).not_to_be_empty()
     page.keyboard.press("Escape")
     expect(page.locator(".note").last).to_have_text("Stopped.")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (
         b"\nengine_core_aborted_sequences_total 1.0\n" in (metrics := fetch(url + "metrics"))
         and b"\nengine_core_requests_running 0.0\n" in metrics

@@ -188,6 +188,7 @@ def test_a_text_model_takes_none(server, open_page):
     page.get_by_role("button", name="Remove cat.png").click()
     page.get_by_role("button", name="Send", exact=True).first.click()
     expect(page.locator(".bubble img")).to_have_count(0)
+    server.wait_for_requests(2)
     assert server.last["messages"] == [{"role": "user", "content": "What is this?"}]
 
 
@@ -289,6 +290,7 @@ def test_no_room_and_a_lost_picture_are_said(server, seeing):
     page.get_by_role("button", name="Edit this message").click()
     page.get_by_role("button", name="Remove cat.png").click()
     page.get_by_role("button", name="Send", exact=True).first.click()
+    server.wait_for_requests(2)
     expect(answers(page)).to_have_count(1)
     assert server.last["messages"] == [{"role": "user", "content": "What is this?"}]
 

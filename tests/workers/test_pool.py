@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def gone(pids: list[int], seconds: float = 5) -> bool:
+def gone(pids: list[int], seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while any(psutil.pid_exists(pid) for pid in pids):
         if time.monotonic() > deadline:
@@ -111,23 +112,30 @@ def test_a_worker_that_dies_before_it_has_read_its_task_is_told_by_name() -> Non
     workers = setup(pool)
     *_, template = run(workers, "look", "")
     assert gone([child.pid for child in psutil.Process(template).children()])
-    task = workers.submit("worker_tasks:echo", bytes(200 * MIB))
-    while not (children := psutil.Process(template).children()):
-        assert not task.done()
-    os.kill(children[0].pid, signal.SIGKILL)
-    with pytest.raises(WorkerError, match="the worker ended by SIGKILL"):
-        task.result(10)
+    forked = Path(f"/proc/{template}/task/{template}/children")
+    for _ in range(20):  # it may have read its task before it is found
+        task = workers.submit("worker_tasks:echo", bytes(200 * MIB))
+        while not (found := forked.read_text().split()) and not task.done():
+            pass
+        with suppress(IndexError, ProcessLookupError):
+            os.kill(int(found[0]), signal.SIGKILL)
+        error = task.exception(60)
+        assert isinstance(error, WorkerError)
+        if "the worker ended by SIGKILL" in str(error):
+            break
+    else:
+        pytest.fail(f"never found in time: {error}")
     pool.close()
 
 
 def test_time_has_a_limit() -> None:
     pool = WorkerPool()
-    workers = setup(pool, Limits(0.3, 64 * MIB, MIB), what="the sleeper")
+    workers = setup(pool, Limits(1.5, 64 * MIB, MIB), what="the sleeper")
     _, _, _, template = run(workers, "look", "")
-    with pytest.raises(WorkerError, match=r"took more than 0.3 s") as caught:
+    with pytest.raises(WorkerError, match=r"took more than 1.5 s") as caught:
         run(workers, "sleep", 60)
     assert not caught.value.repeatable
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while psutil.Process(template).children():
         assert time.monotonic() < deadline, "it was not killed"
         time.sleep(0.01)
@@ -145,7 +153,7 @@ def test_the_queue_has_a_limit() -> None:
     pool.close()
     for future in futures:
         with pytest.raises(EngineDeadError, match="shut down"):
-            future.result(10)
+            future.result(60)
     assert workers.unfinished == 0
 
 
@@ -160,13 +168,13 @@ def test_a_worker_ends_when_its_task_is_cancelled() -> None:
         assert not task.done()
     assert not task.cancel()
     with pytest.raises(WorkerError, match="nobody waits for it any more"):
-        task.result(10)
+        task.result(60)
     # Before it has a worker, too.
     while not early.running():
         assert not early.done()
     assert not early.cancel()
-    assert isinstance(early.exception(10), WorkerError)
-    assert waiting.result(10)[0] == "statenext"
+    assert isinstance(early.exception(60), WorkerError)
+    assert waiting.result(60)[0] == "statenext"
     pool.close()
 
 
@@ -178,7 +186,7 @@ def test_an_error_holds_nothing_that_was_sent(workers: Workers) -> None:
         assert task.exception(60)
         gone = weakref.ref(task)
         del task
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while gone() is not None:  # the thread that had it goes on to its next one
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -204,6 +212,7 @@ def test_shared_memory_travels_both_ways() -> None:
     workers = setup(pool)
     blocks = [SharedBytes.of([(i, bytes([i]))], 5000 + i) for i in range(1, 150)]
     workers.start()
+    gc.collect()  # of what other tests have left
     before = open_files()
     turned = run(workers, "turn", blocks)
     assert open_files() == before + len(blocks)
@@ -256,7 +265,7 @@ def test_closing_ends_every_process() -> None:
     workers = setup(pool)
     *_, template = run(workers, "look", "")
     running = [workers.submit("worker_tasks:sleep", 60) for _ in range(2)]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(psutil.Process(template).children()) < 2:
         assert time.monotonic() < deadline
     pids = [child.pid for child in psutil.Process(template).children()]
@@ -265,7 +274,7 @@ def test_closing_ends_every_process() -> None:
     assert gone([template, *pids])
     for future in running:
         with pytest.raises(EngineDeadError, match="shut down"):
-            future.result(10)
+            future.result(60)
     with pytest.raises(EngineDeadError, match="shut down"):
         workers.submit("worker_tasks:sleep", 0)
     with pytest.raises(EngineDeadError, match="shut down"):
@@ -290,7 +299,7 @@ def test_a_template_that_was_killed_is_replaced_and_its_work_done_again_once() -
     template = other
     kill()
     with pytest.raises(WorkerError, match="ended with all of its work"):
-        lost.result(10)
+        lost.result(60)
     assert run(workers, "look", "")[3] != template
     pool.close()
 
