@@ -232,9 +232,6 @@ def _open_one_file(
         folder, hf_config, read_generation_config(folder), {} if load_format == "dummy" else files
     )
     checkpoint.one_file = opened
-    if opened.scheme in ("int4", "int8"):
-        # Others know such codes of linears, and not of a vocabulary.
-        hf_config.quantization_config["quant_method"] = "engine-core"
     return checkpoint
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,14 @@ from engine_core.checkpoint.safetensors_file import SafetensorsWriter, tensor_by
 from engine_core.configs import EngineConfig
 from engine_core.errors import CheckpointError, OptionError, TokenizerError
 from engine_core.kernels.linear.fp8 import reference_quantize_rows
+from engine_core.kernels.linear.groups import MIDDLE, unpack_codes
 from engine_core.nn.embedding import VocabularySplit
 from engine_core.nn.linear import Linear, UnquantizedLinearMethod
-from engine_core.nn.quantization.exported import (
-    PARTS,
-    find_codes,
-    form_shapes,
-    pack_form,
-    unpack_form,
-    unpack_int4,
-    unpack_rows,
+from engine_core.nn.quantization.exported import form_shapes, pack_form, squared_error
+from engine_core.nn.quantization.packed import (
+    CompressedIntegersScheme,
+    Integers,
+    PackedCheckpoint,
 )
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, check_weights, match_weights
@@ -43,6 +40,7 @@ from engine_core.runtime.task import without_head
 from engine_core.step_context import BuildContext
 
 _SETTINGS = "quantization_config"
+_E4M3 = "float8_e4m3fn"
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32,
          "dynamic": False}  # fmt: skip
@@ -222,10 +220,8 @@ def _needs_zeros(source: ModelSource, linears: Collection[str]) -> bool:
     for name, tensor in source.checkpoint.weights():
         if name in linears:
             seen += 1
-            weight = tensor[:_ROWS].float()
             for form in errors:
-                numbers = unpack_form(form, pack_form(form, weight))
-                errors[form] += float((numbers - weight).square().sum())
+                errors[form] += squared_error(form, tensor[:_ROWS].float())
         if seen == _SAMPLES:
             break
     return errors["int4-zeros"] < errors["int4"] / 2
@@ -268,10 +264,12 @@ def _check_loads(
     source: ModelSource, hf_config: dict[str, Any], specs: list[Spec], wanted: str
 ) -> None:
     """Refuse what the family's own loading would not take, before anything is written."""
-    settings = hf_config[_SETTINGS] | ({} if wanted == "fp8" else {"quant_method": "engine-core"})
+    settings = hf_config[_SETTINGS]
     name = source.registry.recognise_quantization(settings)
     assert name is not None, "a scheme of the core reads what is exported"
     scheme = source.registry.quantization_scheme(name, settings)
+    if wanted != "fp8":
+        scheme.check_device(source.device)
     model = build_on_meta(source.model_class, source.model_config, _context(source), scheme)
     try:
         match_weights(model, _Planned(specs, Path(source.name)), source.name, scheme)
@@ -330,69 +328,71 @@ def import_model(path: Path, folder: Path, *, dequantize: bool = False) -> Expor
     if settings.get("quant_method") == "engine-core" and not dequantize:
         raise OptionError(f"{path}: its zeros of bfloat16 are known to this engine alone, because "
                           "its weights had 4 bits before; give --dequantize")  # fmt: skip
-    made_numbers: dict[str, str] = {}
-    if opened.scheme is not None:
-        forms = find_codes(opened.weights.headers)
+    dtype = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
+    specs, tensors = _imported(opened, settings, dtype, dequantize)
+    if dequantize:
+        hf_config.pop(_SETTINGS, None)
+    elif opened.scheme is not None:
         vocabulary = settings["config_groups"].pop("vocabulary", {"targets": []})["targets"]
-        made_numbers = {stem: form for stem, form in forms.items()
-                        if dequantize or stem in vocabulary}  # fmt: skip
         # A head that shares the embedding's numbers is a linear to others.
         settings["format"] = settings["config_groups"]["group_0"]["format"] = (
             _GROUPS[opened.scheme][0] if opened.scheme != "int4" else "int-quantized"
         )
         settings["ignore"] = [*dict.fromkeys((*settings["ignore"], *vocabulary, "lm_head"))]
-    if dequantize:
-        hf_config.pop(_SETTINGS, None)
-    dtype = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
-    tensors = list(_imported(opened, made_numbers, dtype))
 
     def write(temporary: Path) -> None:
         temporary.mkdir()
         opened.write_files(temporary)
         (temporary / "config.json").write_bytes(_json(hf_config))
-        specs = [spec for spec, _ in tensors]
         with SafetensorsWriter(temporary / "model.safetensors", specs) as writer:
-            for (name, _, _), make in tensors:
-                writer.write(name, tensor_bytes(make()))
+            for name, tensor in tensors:
+                writer.write(name, tensor_bytes(tensor))
 
     with torch.inference_mode():
         write_whole(folder, write)
-    return Exported(folder, (folder / "model.safetensors").stat().st_size, len(tensors),
+    return Exported(folder, (folder / "model.safetensors").stat().st_size, len(specs),
                     opened.scheme is not None and not dequantize, ())  # fmt: skip
 
 
 def _imported(
-    opened: OneFile, made_numbers: Mapping[str, str], dtype: str
-) -> Iterator[tuple[Spec, Callable[[], Tensor]]]:
-    """Each tensor of the folder, and what makes it; ``made_numbers`` are forms of codes."""
-    tensors = dict(opened.weights.tensors())
-    forms = find_codes(opened.weights.headers) if opened.scheme else {}
-    for name, tensor in tensors.items():
+    opened: OneFile, settings: Mapping[str, Any], dtype: str, dequantize: bool
+) -> tuple[list[Spec], Iterator[tuple[str, Tensor]]]:
+    """The tensors of the folder, which are made one by one."""
+    source, linears = opened.weights, dict[str, Integers]()
+    if opened.scheme in ("int4", "int8"):
+        scheme = CompressedIntegersScheme(opened.scheme, settings)
+        linears = {linear.name: linear for linear in scheme.linears(source.headers)}
+    vocabulary = settings.get("config_groups", {}).get("vocabulary", {"targets": []})["targets"]
+    kept = frozenset() if dequantize else frozenset(linears).difference(vocabulary)
+    is_fp8 = opened.scheme == "fp8" and dequantize
+
+    def spec(name: str, header: Any) -> Spec:
         stem, _, leaf = name.rpartition(".")
-        form = forms.get(stem)
-        if form is None or (form != "int4" and stem not in made_numbers):
-            yield (name, str(tensor.dtype)[6:], tuple(tensor.shape)), partial(torch.clone, tensor)
-        elif leaf == PARTS[form][0]:
-            parts = {part: tensors[f"{stem}.{part}"] for part in PARTS[form]}
-            shape = (tensor.shape[0], tensor.shape[1] * (8 if leaf == "weight_packed" else 1))
-            if stem in made_numbers:
-                yield (f"{stem}.weight", dtype, shape), partial(_numbers, form, parts, dtype)
-                continue
-            zeros, scales = parts["weight_zero_point"], parts["weight_scale"]
-            yield (f"{stem}.weight", "int8", shape), partial(_signed, unpack_int4, tensor)
-            yield (
-                (f"{stem}.weight_zero_point", "int8", tuple(scales.shape)),
-                partial(_signed, unpack_rows, zeros),
-            )
-            yield (
-                (f"{stem}.weight_scale", "bfloat16", tuple(scales.shape)),
-                partial(torch.clone, scales),
-            )
+        if stem in linears and leaf != "weight_scale":
+            shape = linears[stem].shape if leaf == "weight" else header.shape
+            return name, "int8" if stem in kept else dtype, shape
+        return name, dtype if is_fp8 and header.dtype == _E4M3 else header.dtype, header.shape
 
+    def made(name: str, tensor: Tensor) -> Tensor:
+        stem, _, leaf = name.rpartition(".")
+        if stem not in linears or leaf == "weight_scale":
+            return tensor.clone()
+        if stem not in kept:
+            return tensor.to(getattr(torch, dtype))
+        bits = linears[stem].layout.bits
+        codes = unpack_codes(tensor, bits) if leaf == "weight" else tensor
+        return codes.view(torch.int8) - MIDDLE[bits]
 
-def _numbers(form: str, parts: Mapping[str, Tensor], dtype: str) -> Tensor:
-    return unpack_form(form, parts).to(getattr(torch, dtype))
-
-
-def _signed(unpack: Callable[[Tensor], Tensor], codes: Tensor) -> Tensor:
-    return unpack(codes).to(torch.int8) - 8
+    if is_fp8:
+        held = dict(source.tensors())
+        scales = {name: f"{name}_scale" for name in held if source.headers[name].dtype == _E4M3}
+        specs = [spec(*each) for each in source.headers.items() if each[0] not in scales.values()]
+        return specs, (
+            (name, (held[name].float() * held[scales[name]]).to(getattr(torch, dtype)))
+            if name in scales else (name, held[name].clone()) for name, _, _ in specs
+        )  # fmt: skip
+    packed = PackedCheckpoint(source, linears, scheme.read if linears else None, kept)
+    tensors = packed.convert(source.tensors())
+    return [spec(*each) for each in packed.headers.items()], (
+        (name, made(name, tensor)) for name, tensor in tensors
+    )

@@ -101,7 +101,6 @@ _CORE = _Source(
         "compressed-tensors": "engine_core.nn.quantization.CompressedTensorsScheme",
         "fp8": "engine_core.nn.quantization.Fp8Scheme",
         "gguf": "engine_core.nn.quantization.GGUFScheme",
-        "exported": "engine_core.nn.quantization.ExportedScheme",
     },
 )
 """Offers of the core itself, under names to which packages add theirs."""

@@ -20,10 +20,15 @@ from stories15m import write_stories15m
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check import check_model
+from engine_core.checkpoint import open_checkpoint
 from engine_core.engine.export import export_model, import_model
 from engine_core.errors import CheckpointError, CorruptCheckpointError, OptionError
+from engine_core.kernels import GroupWeight
 from engine_core.nn.linear import Linear
 from engine_core.nn.packing import MatrixModule
+from engine_core.registry import build_registry
+from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
+from engine_core.step_context import BuildContext
 
 IDS = {"skip_tokenizer_init": True, "max_model_len": 160}
 NAME = "llama-gqa"
@@ -134,6 +139,36 @@ def test_four_bits_are_pack_quantized(tmp_path: Path) -> None:
 
     with LLM(str(file), **IDS, dtype="float32") as llm:
         llm.apply_model(compare)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_a_gpu_gets_the_codes_of_linears(quantization: str, tmp_path: Path) -> None:
+    """With the methods of a GPU, on a CPU; the kernels are tested elsewhere."""
+    file = exported(tmp_path, NAME, quantization)
+    registry, checkpoint = build_registry(()), open_checkpoint(file)
+    settings = checkpoint.hf_config.get("quantization_config")
+    scheme = registry.quantization_scheme(
+        registry.recognise_quantization(settings) or "none", settings
+    )
+    scheme.check_device(torch.device("cuda"))
+    config = registry.model_config(checkpoint.hf_config, file)
+    context = BuildContext(dtype=torch.float32)
+    model = build_on_meta(registry.model_class(config.architecture), config, context, scheme)
+    matched, _ = match_weights(model, checkpoint, "it", scheme)
+    load_weights(model, matched, "it", torch.device("cpu"), pack=True)
+    import_model(file, tmp_path / "folder", dequantize=True)
+    numbers = load_file(tmp_path / "folder" / "model.safetensors")
+    compared = 0
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear) and isinstance(layer.packed, GroupWeight):
+            path, _, last = name.rpartition(".")
+            leaves = {"qkv_proj": "qkv", "gate_up_proj": ("gate", "up")}
+            parts = [f"{path}.{leaf}_proj" for leaf in leaves.get(last, (last[:-5],))]
+            expected = torch.cat([numbers[f"{part}.weight"] for part in parts])
+            assert torch.equal(layer.weight, expected.float())
+            compared += len(parts)
+    assert compared == 6 * config.num_layers  # The inputs of down_proj are no groups of 32.
+    assert torch.equal(model.lm_head.weight, numbers["lm_head.weight"])
 
 
 def test_ranks_read_their_parts_of_the_codes(tmp_path: Path) -> None:
@@ -369,8 +404,6 @@ def test_what_has_no_form_in_a_file_is_refused(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / NAME, folder)
     with pytest.raises(OptionError, match="not empty"):
         import_model(quantised, folder)
-    with pytest.raises(OptionError, match="'exported' is what"):
-        LLM(str(GOLDEN / NAME), **IDS, quantization="exported")
 
 
 def test_a_packed_matrix_is_a_module_that_knows_its_numbers(tmp_path: Path) -> None:

@@ -55,9 +55,10 @@ def made(kind: Kind, n: int, dtype: torch.dtype, device: str) -> tuple[GroupWeig
         group = column // kind.group if kind.group else 0
         zero = 2 ** (kind.bits - 1) if zeros is None else zeros[:, group].double()
         numbers[:, column] = (codes[:, column].double() - zero) * scales[:, group].double()
-    # The first code of a byte is its low half.
-    packed = pack_codes(codes, kind.bits).to(device)
-    zeros = None if zeros is None else zeros.to(device)
+    # The first code of a byte is its low half; those of 8 bits are around 0.
+    middle = 128 if kind.bits == 8 else 0
+    packed = pack_codes(codes - middle, kind.bits).to(device)
+    zeros = None if zeros is None else (zeros - middle).to(device)
     weight = GroupWeight.of(packed, scales.to(device), zeros, kind.bits, dtype)
     return weight, numbers.to(device)
 

@@ -6,7 +6,6 @@ GGUF file, and e4m3 codes or integers with scales of groups from checkpoints tha
 
 from engine_core.nn.quantization.blocks import BlockLinearMethod, BlockMatrix
 from engine_core.nn.quantization.cpu import GGUFScheme, Int4Scheme, Int8Scheme
-from engine_core.nn.quantization.exported import ExportedScheme
 from engine_core.nn.quantization.fp8 import Fp8LinearMethod, Fp8Scheme
 from engine_core.nn.quantization.fp8_checkpoint import CompressedTensorsScheme
 from engine_core.nn.quantization.int4 import Int4LinearMethod, Int4Matrix, quantize_int4
@@ -20,7 +19,6 @@ __all__ = [
     "BlockMatrix",
     "CompressedIntegersScheme",
     "CompressedTensorsScheme",
-    "ExportedScheme",
     "Fp8LinearMethod",
     "Fp8Scheme",
     "GGUFScheme",

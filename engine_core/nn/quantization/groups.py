@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine_core.kernels import GPU, CodedWeight, GroupWeight, linear
 from engine_core.kernels.linear.groups import fits_group, pack_codes, unpack_codes
 from engine_core.kernels.linear.tiles import MOST_GROUP_ROWS, choose_group_tile
+from engine_core.nn.embedding import VocabularyMethod, VocabularySplit
 from engine_core.nn.epilogue import Call, Epilogue
 from engine_core.nn.linear import Linear, UnquantizedLinearMethod
+from engine_core.nn.loading import set_weight_loader
 from engine_core.nn.packing import MatrixModule, PackedMatrix
 from engine_core.nn.quantization.int4 import Int4Matrix
 from engine_core.nn.quantization.int8 import Int8Matrix
@@ -31,7 +33,8 @@ class GroupLayout:
     Attributes:
         bits: 4 or 8.
         group_size: inputs that share a scale; 0 for all of them.
-        zeros: whether groups have zero points.
+        zeros: the type of what groups have for zero: uint8 for one of the codes, bfloat16 for a
+            number that is added to ``(code - middle) * scale``; None for neither.
         ordered: whether the inputs of a group are not neighbours (``g_idx``).
         scale_dtype: of the scales.
         quantizes_rows: whether many rows are quantised to 8 bits too, on a GPU.
@@ -39,7 +42,7 @@ class GroupLayout:
 
     bits: int
     group_size: int
-    zeros: bool
+    zeros: torch.dtype | None
     ordered: bool
     scale_dtype: torch.dtype
     quantizes_rows: bool = False
@@ -48,9 +51,9 @@ class GroupLayout:
         """Whether a kernel multiplies a matrix ``shape`` of this form as it is."""
         n, k = shape
         if not on_cpu:
-            return fits_group(self.group_size)
+            return fits_group(self.group_size) and self.zeros != torch.bfloat16
         if self.bits == 8:
-            return not self.group_size and not self.zeros and Int8Matrix.fits(shape)
+            return not self.group_size and self.zeros is None and Int8Matrix.fits(shape)
         return self.cpu_group(k) > 0 and n % 16 == 0
 
     def cpu_group(self, in_features: int) -> int:
@@ -129,9 +132,10 @@ def warn_of_slower(scheme: str, gpu: GPU | None) -> None:
 class GroupLinearMethod(GroupMethod):
     """A checkpoint's integers, in the form that all of its formats are brought into.
 
-    Its tensors are ``weight [out, in * bits / 8]`` uint8, ``weight_scale [out, groups]``, and
-    perhaps ``weight_zero_point`` of that shape, uint8, and ``weight_g_idx [in]`` int32. On a CPU
-    torch's kernels multiply them, by scales that are rounded to bfloat16.
+    Its tensors are ``weight [out, in * bits / 8]`` uint8, of 4 bits the even input in the low half,
+    of 8 bits the bytes of int8, ``weight_scale [out, groups]``, and
+    perhaps ``weight_zero_point`` of that shape and ``weight_g_idx [in]`` int32. On a CPU torch's
+    kernels multiply them, by scales that are rounded to bfloat16.
     """
 
     def __init__(self, layout: GroupLayout, on_cpu: bool) -> None:
@@ -157,8 +161,8 @@ class GroupLinearMethod(GroupMethod):
         shape = (n, -(-k // size) if size else 1)
         scales = torch.empty(shape, dtype=layout.scale_dtype, device=device)
         grouped("weight_scale", scales)
-        if layout.zeros:
-            zeros = torch.empty(shape, dtype=torch.uint8, device=device)
+        if layout.zeros is not None:
+            zeros = torch.empty(shape, dtype=layout.zeros, device=device)
             grouped("weight_zero_point", zeros)
         if layout.ordered:
             groups = torch.empty(layer.num_parts, k, dtype=torch.int32, device=device)
@@ -183,12 +187,12 @@ class GroupLinearMethod(GroupMethod):
     def process_after_load(self, layer: Linear) -> None:
         """Bring the codes into the layout of a kernel."""
         names = [name for name in layer._parameters if name.startswith("weight")]
-        layout = self._layout
-        packed, scales = (layer.get_parameter(name).data for name in ("weight", "weight_scale"))
-        zeros = layer.get_parameter("weight_zero_point").data if layout.zeros else None
+        layout, held = self._layout, {name: layer.get_parameter(name).data for name in names}
+        packed, scales = held["weight"], held["weight_scale"]
+        zeros = held.get("weight_zero_point")
         order = None
         if layout.ordered:
-            order = layer.get_parameter("weight_g_idx").data[0].argsort(stable=True).int()
+            order = held["weight_g_idx"][0].argsort(stable=True).int()
             codes = unpack_codes(packed, layout.bits).index_select(1, order)
             packed = pack_codes(codes, layout.bits)
         matrix: PackedMatrix
@@ -198,29 +202,60 @@ class GroupLinearMethod(GroupMethod):
                 quantizes_rows=layout.quantizes_rows,
             )
         elif layout.bits == 8:
-            codes = (packed ^ 128).view(torch.int8)
-            matrix = Int8Matrix.of(codes, scales.squeeze(1), layer.dtype)
+            matrix = Int8Matrix.of(packed.view(torch.int8), scales.squeeze(1), layer.dtype)
         else:
-            matrix = self._int4(unpack_codes(packed, 4), scales, zeros, layer.dtype)
+            matrix = self._int4(packed, scales, zeros, layer.dtype)
         layer.set_packed(matrix if order is None else OrderedMatrix(matrix, order), *names)
 
     def _int4(
-        self, codes: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype
+        self, pairs: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype
     ) -> Int4Matrix:
-        size = self._layout.cpu_group(codes.shape[1])
+        size = self._layout.cpu_group(2 * pairs.shape[1])
         scales = scales.float()
-        offsets = torch.zeros_like(scales) if zeros is None else (8 - zeros.float()) * scales
-        times = codes.shape[1] // size // scales.shape[1]
-        scales, offsets = (
-            each.repeat_interleave(times, dim=1).to(torch.bfloat16) for each in (scales, offsets)
-        )
-        return Int4Matrix(codes, scales, offsets, dtype, size)
+        if zeros is None:
+            zeros = torch.zeros_like(scales)
+        elif zeros.dtype == torch.uint8:
+            zeros = (8 - zeros.float()) * scales
+        times = 2 * pairs.shape[1] // size // scales.shape[1]
+        scales, zeros = (each.repeat_interleave(times, dim=1) for each in (scales, zeros))
+        return Int4Matrix.of_pairs(pairs, scales, zeros, dtype, size)
 
     def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
         """As of any weight; one whose inputs have an order of their own fuses nothing."""
         if self._layout.ordered:
             return "the inputs are put into the order of the groups first"
         return super().declined(layer, epilogue, call)
+
+
+class Int8VocabularyMethod(VocabularyMethod):
+    """A vocabulary's matrix of 8-bit codes with a scale for each row, for a CPU.
+
+    Embedding and head may share it. Its tensors are those of :class:`GroupLinearMethod`.
+    """
+
+    def __init__(self, layers: list[VocabularySplit], scale_dtype: torch.dtype) -> None:
+        """Give each layer on meta parameters for codes and scales."""
+        self._layers = layers
+        shape = layers[0].weight.shape
+        weight = torch.empty(shape, dtype=torch.uint8, device="meta")
+        scale = torch.empty(shape[0], 1, dtype=scale_dtype, device="meta")
+        for name, data in (("weight", weight), ("weight_scale", scale)):
+            param = nn.Parameter(data, requires_grad=False)
+            set_weight_loader(param, layers[0]._load)
+            for layer in layers:
+                layer.register_parameter(name, param)
+
+    def pack(self, weight: Tensor) -> Int8Matrix:
+        """Codes and scales."""
+        scales = self._layers[0].get_parameter("weight_scale").data
+        for layer in self._layers:
+            del layer._parameters["weight_scale"]
+        codes = weight.data.view(torch.int8)
+        return Int8Matrix.of(codes, scales.squeeze(1), self._layers[0].dtype)
+
+    def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
+        """Codes, and scales in bfloat16."""
+        return {"weight": Int8Matrix.size(layer.weight.shape), "weight_scale": 0}
 
 
 class GroupAtLoadMethod(GroupMethod):

@@ -2,8 +2,9 @@
 
 Each tool packs codes, scales and zero points in its own way. :class:`PackedCheckpoint` brings them
 into one form as they are read, the tensors of :class:`GroupLinearMethod`, or into numbers where no
-kernel takes them: merged linears whose parts differ, the vocabulary, and modules of torch. Before
-that the model is matched with headers as plain layers have them, which says what is what.
+kernel takes them: merged linears whose parts differ, modules of torch, and but for 8 bits on a CPU
+the vocabulary. Before that the model is matched with headers as plain layers have them, which says
+what is what.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from engine_core.errors import OptionError
 from engine_core.kernels import gpu_of
-from engine_core.kernels.linear.groups import pack_codes, unpack_codes
+from engine_core.kernels.linear.groups import MIDDLE, pack_codes, unpack_codes
+from engine_core.nn.embedding import VocabularySplit
 from engine_core.nn.linear import Linear, LinearMethod
 from engine_core.nn.quantization.fp8_checkpoint import (
     check_pattern,
@@ -27,7 +29,12 @@ from engine_core.nn.quantization.fp8_checkpoint import (
     refuse_settings,
     unsupported,
 )
-from engine_core.nn.quantization.groups import GroupLayout, GroupLinearMethod, warn_of_slower
+from engine_core.nn.quantization.groups import (
+    GroupLayout,
+    GroupLinearMethod,
+    Int8VocabularyMethod,
+    warn_of_slower,
+)
 from engine_core.nn.quantization.scheme import QuantizationScheme
 
 if TYPE_CHECKING:
@@ -78,6 +85,13 @@ class Integers:
         size = self.layout.group_size
         return -(-self.shape[1] // size) if size else 1
 
+    def input_groups(self, device: torch.device) -> Tensor:
+        """The group ``[K]`` of each input, int64."""
+        if self.order is not None:
+            return self.order.to(device).long()
+        k = self.shape[1]
+        return torch.arange(k, device=device) // (self.layout.group_size or k)
+
     def headers(self, kept: bool) -> Iterator[tuple[str, _Header]]:
         """Those of the tensors that it becomes."""
         (n, k), layout = self.shape, self.layout
@@ -87,8 +101,9 @@ class Integers:
         yield f"{self.name}.weight", _Header("uint8", (n, k * layout.bits // 8))
         scale_dtype = str(layout.scale_dtype).removeprefix("torch.")
         yield f"{self.name}.weight_scale", _Header(scale_dtype, (n, self.groups))
-        if layout.zeros:
-            yield f"{self.name}.weight_zero_point", _Header("uint8", (n, self.groups))
+        if layout.zeros is not None:
+            zeros = str(layout.zeros).removeprefix("torch.")
+            yield f"{self.name}.weight_zero_point", _Header(zeros, (n, self.groups))
         if layout.ordered:
             yield f"{self.name}.weight_g_idx", _Header("int32", (k,))
 
@@ -144,7 +159,11 @@ class PackedCheckpoint:
     def _converted(self, linear: Integers, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         packed, scales, zeros = self._read(linear, held)
         if linear.name not in self._kept:
-            yield f"{linear.name}.weight", _numbers(linear, packed, scales, zeros)
+            group = linear.input_groups(packed.device)
+            yield (
+                f"{linear.name}.weight",
+                unpack_numbers(packed, linear.layout.bits, group, scales, zeros),
+            )
             return
         yield f"{linear.name}.weight", packed
         yield f"{linear.name}.weight_scale", scales
@@ -154,18 +173,32 @@ class PackedCheckpoint:
             yield f"{linear.name}.weight_g_idx", held["groups"].int()
 
 
-def _numbers(linear: Integers, packed: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """The numbers that the integers stand for, float32."""
-    (n, k), bits = linear.shape, linear.layout.bits
-    group = torch.arange(k, device=packed.device) // (linear.layout.group_size or k)
-    if linear.order is not None:
-        group = linear.order.to(packed.device).long()
-    out = torch.empty(n, k, dtype=torch.float32, device=packed.device)
-    for start in range(0, n, _ROWS):
+def unpack_numbers(
+    packed: Tensor, bits: int, group: Tensor, scales: Tensor, zeros: Tensor | None
+) -> Tensor:
+    """The numbers ``[N, K]`` float32 that integers stand for.
+
+    Args:
+        packed: ``[N, K * bits / 8]`` uint8, as of :class:`GroupLinearMethod`.
+        bits: 4 or 8.
+        group: ``[K]`` int64, that of each input.
+        scales: ``[N, groups]``.
+        zeros: of that shape: uint8 codes that stand for zero, or bfloat16 numbers that are added;
+            None for the middle.
+    """
+    out = torch.empty(len(packed), len(group), dtype=torch.float32, device=packed.device)
+    for start in range(0, len(packed), _ROWS):
         rows = slice(start, start + _ROWS)
-        zero = 2.0 ** (bits - 1) if zeros is None else zeros[rows].float()[:, group]
-        codes = unpack_codes(packed[rows], bits).float()
-        out[rows] = codes.sub_(zero).mul_(scales[rows].float()[:, group])
+        are_codes = zeros is not None and zeros.dtype == torch.uint8
+        spread = None
+        if zeros is not None:
+            signed = zeros[rows].view(torch.int8) if are_codes else zeros[rows]
+            spread = signed.float()[:, group]
+        codes = unpack_codes(packed[rows], bits).view(torch.int8).float()
+        codes -= spread if spread is not None and are_codes else MIDDLE[bits]
+        out[rows] = codes.mul_(scales[rows].float()[:, group])
+        if spread is not None and not are_codes:
+            out[rows] += spread
     return out
 
 
@@ -274,14 +307,40 @@ class PackedScheme(QuantizationScheme):
             else:
                 self._layouts[id(layer)] = layout
                 kept |= {each.name for each in integers}
+        self.give_methods(model)
+        kept |= self._give_vocabulary(model, account, fills)
         others = sorted(self._linears.keys() - kept)
         if others:
             name, why = next(iter(left.items()), (others[0], "it is no linear of a layer"))
             logger.warning("quantization %s: %d of %d packed weights are turned into numbers, such "
                            "as %s: %s", self.name, len(others), len(self._linears),
                            name, why)  # fmt: skip
-        self.give_methods(model)
         return PackedCheckpoint(checkpoint, self._linears, self.read, frozenset(kept))
+
+    def _give_vocabulary(
+        self, model: nn.Module, account: LoadAccount, fills: Counter[str]
+    ) -> set[str]:
+        """Let embedding and head keep 8 bits on a CPU; returns the names of these integers."""
+        users: dict[int, list[nn.Module]] = {}
+        for module in model.modules():
+            for param in module._parameters.values():
+                users.setdefault(id(param), []).append(module)
+        kept = set()
+        for modules in users.values():
+            layers = [each for each in modules if isinstance(each, VocabularySplit)]
+            sources = account.sources(layers[0].weight) if layers else ()
+            if not self._on_cpu or len(layers) < len(modules) or len(sources) != 1:
+                continue
+            (source,) = sources
+            integers = self._linears.get(source.removesuffix(".weight"))
+            if integers is None or integers.layout.bits != 8 or fills[source] > 1:
+                continue
+            if integers.layout.runs(True, layers[0].weight.shape):
+                method = Int8VocabularyMethod(layers, integers.layout.scale_dtype)
+                for layer in layers:
+                    layer.method = method
+                kept.add(integers.name)
+        return kept
 
     def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
         """Integers, for a linear that has them."""
@@ -424,7 +483,7 @@ class AWQScheme(PackedScheme):
             zeros = tensors.ask("qzeros", "zeros", ("int32",))
             tensors.expect("qzeros", zeros, (groups, columns), why=why)
             dtype = getattr(torch, scales.dtype)
-            layout = GroupLayout(4, 0 if groups == 1 else size, True, False, dtype)
+            layout = GroupLayout(4, 0 if groups == 1 else size, torch.uint8, False, dtype)
             yield Integers(name, tensors.leaves, (n, k), layout)
 
     def read(
@@ -486,7 +545,7 @@ class GPTQScheme(PackedScheme):
                 order = tensors.ask("g_idx", "groups", ("int32",))
                 tensors.expect("g_idx", order, (k,), why=f", one for each of {k} inputs")
             dtype = getattr(torch, scales.dtype)
-            layout = GroupLayout(bits, 0 if groups == 1 else size, True, False, dtype)
+            layout = GroupLayout(bits, 0 if groups == 1 else size, torch.uint8, False, dtype)
             yield Integers(name, tensors.leaves, (n, k), layout)
 
     def read(
@@ -497,16 +556,24 @@ class GPTQScheme(PackedScheme):
         zeros = _expand(held["zeros"], bits)[:, : linear.shape[0]].T
         if (self.settings or {}).get("checkpoint_format") != "gptq_v2":
             zeros = (zeros + 1) & (2**bits - 1)
-        return held["codes"].T.contiguous().view(torch.uint8), held["scales"].T, zeros
+        codes = held["codes"].T.contiguous().view(torch.uint8)
+        if bits == 8:
+            codes, zeros = codes ^ 128, zeros ^ 128
+        return codes, held["scales"].T, zeros
 
 
 class CompressedIntegersScheme(PackedScheme):
-    """The formats pack-quantized and int-quantized of compressed-tensors, of 4 and 8 bits."""
+    """The formats pack-quantized and int-quantized of compressed-tensors, of 4 and 8 bits.
+
+    A file that this engine exported may have one more, which is pack-quantized but for a
+    ``weight_zero`` in bfloat16 in the place of zero points. Weights that had 4 bits before, as
+    those of a Q4_1 file, are on such grids, whose zero is no code.
+    """
 
     codes_leaf = "weight_packed or int8 weight"
     known: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "format": ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"),
-        "quant_method": ("compressed-tensors",),
+        "quant_method": ("compressed-tensors", "engine-core"),
         "quantization_status": ("compressed", None),
     }
     passed = (
@@ -533,7 +600,7 @@ class CompressedIntegersScheme(PackedScheme):
     @classmethod
     def condition(cls, settings: Mapping[str, Any]) -> bool:
         """By the method's name, where all groups are of integers."""
-        mine = settings.get("quant_method") == "compressed-tensors"
+        mine = settings.get("quant_method") in ("compressed-tensors", "engine-core")
         return mine and bool(integer_groups(settings))
 
     def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
@@ -561,7 +628,13 @@ class CompressedIntegersScheme(PackedScheme):
         groups, why = -(-k // size), f": group_size is {size}, of {k} inputs"
         whole = ((1,), (n,), (1, 1)) if groups == 1 else ()
         tensors.expect("weight_scale", scales, (n, groups), *whole, why=why)
-        if not symmetric and packed:
+        ours = (self.settings or {}).get("quant_method") == "engine-core" and not symmetric
+        zero_dtype = None if symmetric else torch.uint8
+        if ours and packed and tensors.has("weight_zero"):
+            zeros = tensors.ask("weight_zero", "zeros", ("bfloat16",))
+            tensors.expect("weight_zero", zeros, (n, groups), why=why)
+            zero_dtype = torch.bfloat16
+        elif not symmetric and packed:
             zeros = tensors.ask("weight_zero_point", "zeros", ("int32",))
             tensors.expect("weight_zero_point", zeros, (-(-n * bits // 32), groups), why=why)
         elif not symmetric:
@@ -574,7 +647,7 @@ class CompressedIntegersScheme(PackedScheme):
             if tensors.has(leaf):
                 tensors.leaves[leaf] = ""
         layout = GroupLayout(
-            *(bits, 0 if groups == 1 else size, not symmetric, False),
+            *(bits, 0 if groups == 1 else size, zero_dtype, False),
             getattr(torch, scales.dtype),
             quantizes_rows=inputs is not None and groups == 1 and symmetric and bits == 8,
         )
@@ -598,15 +671,17 @@ class CompressedIntegersScheme(PackedScheme):
         (n, k), bits = linear.shape, linear.layout.bits
         signed = held["codes"].dtype == torch.int8
         codes = held["codes"].contiguous().view(torch.uint8)
-        codes = codes ^ 128 if signed else codes[:, : k * bits // 8]
+        offset = bits == 8 and not signed
+        codes = codes ^ 128 if offset else codes[:, : k * bits // 8]
         scales = held["scales"].reshape(-1, linear.groups).expand(n, linear.groups)
         zeros = held.get("zeros")
-        if zeros is None:
-            return codes, scales, None
+        if zeros is None or zeros.dtype == torch.bfloat16:
+            return codes, scales, zeros
         if signed:
-            zeros = zeros.view(torch.uint8) ^ 128
+            zeros = zeros.view(torch.uint8)
             return codes, scales, zeros.reshape(-1, linear.groups).expand(n, linear.groups)
-        return codes, scales, _expand(zeros.T, bits)[:, :n].T
+        zeros = _expand(zeros.T, bits)[:, :n].T
+        return codes, scales, zeros ^ 128 if offset else zeros
 
 
 def integer_groups(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

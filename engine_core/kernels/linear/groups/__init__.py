@@ -17,7 +17,7 @@ BLOCK = 128
 _WORDS = 32
 _ROWS = 1024
 # The zero points of symmetric codes: 4 bits are kept as 0 to 15, 8 bits as -128 to 127.
-_MIDDLE = {4: 8, 8: 0}
+MIDDLE = {4: 8, 8: 0}
 # Rows from which matrix units multiply them quantised, where the scheme has it so. Fewer keep
 # their 16 bits.
 _LEAST_QUANTIZED = 65
@@ -64,12 +64,14 @@ class GroupWeight(CodedWeight):
         *,
         quantizes_rows: bool = False,
     ) -> GroupWeight:
-        """The matrix of codes as checkpoints have them, from 0 on.
+        """The matrix of codes, those of 4 bits from 0 on, those of 8 bits around 0.
 
         Args:
-            packed: ``[N, K * bits / 8]`` uint8; of 4 bits the even column in the low half.
+            packed: ``[N, K * bits / 8]`` uint8; of 4 bits the even column in the low half, of 8
+                bits the bytes of int8.
             scales: ``[N, groups]``, floats; groups of equal size, but for a shorter last one.
-            zeros: ``[N, groups]`` uint8, the codes that stand for 0; None for the middle.
+            zeros: ``[N, groups]`` uint8, the codes that stand for 0, of 8 bits as bytes of int8;
+                None for the middle.
             bits: 4 or 8.
             dtype: of what is multiplied by it.
             quantizes_rows: as the attribute.
@@ -77,7 +79,7 @@ class GroupWeight(CodedWeight):
         k = packed.shape[1] * 8 // bits
         groups = scales.shape[1]
         if zeros is not None:
-            zeros = (zeros if bits == 4 else zeros ^ 128).view(torch.int8)
+            zeros = zeros.view(torch.int8)
         # A group of all columns is one for the row, whatever its size is called.
         shape = (-1,) if groups == 1 else (groups, -1)
         return cls(
@@ -109,11 +111,12 @@ class GroupWeight(CodedWeight):
             part = slice(start, start + _ROWS)
             rows = weight[part].float()
             if group_size:
-                codes, scales[part], zeros[part] = quantize_groups(rows, bits, group_size)
+                codes, scales[part], points = quantize_groups(rows, bits, group_size)
+                codes, zeros[part] = (each ^ 128 if bits == 8 else each for each in (codes, points))
             else:
                 scales[part] = rows.abs().amax(1, keepdim=True) / 127
                 divisor = torch.where(scales[part] == 0, 1, scales[part])
-                codes = ((rows / divisor).round_() + 128).to(torch.uint8)
+                codes = (rows / divisor).round_().to(torch.int8).view(torch.uint8)
             packed[part] = pack_codes(codes, bits)
         held = zeros if group_size else None
         return cls.of(packed, scales, held, bits, weight.dtype)
@@ -166,7 +169,7 @@ class GroupWeight(CodedWeight):
         assert scales is not None, "there are scales"
         for start in range(0, n, _ROWS):
             rows = slice(start, start + _ROWS)
-            middle = _MIDDLE[self.bits] if zeros is None else _spread(zeros[rows], width, k)
+            middle = MIDDLE[self.bits] if zeros is None else _spread(zeros[rows], width, k)
             off = codes[rows].float() - middle
             out[rows] = off.mul_(_spread(scales[rows], width, k).float())
         return out
@@ -204,11 +207,11 @@ def _spread(values: Tensor, width: int, columns: int) -> Tensor:
 
 
 def _words(packed: Tensor, bits: int) -> Tensor:
-    """Codes ``[N, K * bits / 8]`` of a checkpoint as :attr:`GroupWeight.words`."""
+    """Codes ``[N, K * bits / 8]`` as :attr:`GroupWeight.words`."""
     n = packed.shape[0]
     packed = torch.nn.functional.pad(packed, (0, -packed.shape[1] % (BLOCK * bits // 8)))
     if bits == 8:
-        codes = (packed ^ 128).view(n, -1, 4, _WORDS).transpose(2, 3).contiguous()
+        codes = packed.view(n, -1, 4, _WORDS).transpose(2, 3).contiguous()
         return codes.view(torch.int32).view(n, -1, _WORDS)
     codes = unpack_codes(packed, 4).view(n, -1, 4, _WORDS)
     halves = (codes[:, :, 0] | codes[:, :, 1] << 4, codes[:, :, 2] | codes[:, :, 3] << 4)
