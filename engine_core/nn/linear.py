@@ -392,9 +392,9 @@ class Linear(MatrixModule):
             ValueError: ``shard_id`` is none of this linear's.
         """
         if shard_id in self._fused:
-            pieces = self._split(tensor, self._fused[shard_id], parts=self._parts, output_dim=0)
-            every = zip(self._parts, pieces, strict=True)
-            return {key: self.shard(piece, key)[key] for key, piece in every}
+            layout = self._fused[shard_id]
+            pieces = self._split(tensor, layout, parts=self._parts, output_dim=0, own=True)
+            return dict(zip(self._parts, pieces, strict=True))
         part = self._parts.get(shard_id)
         if part is None:
             raise ValueError(f"shard_id {shard_id!r} is not one of {list(self._parts)}")
@@ -481,17 +481,18 @@ class Linear(MatrixModule):
 
     def _load(self, param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
         output_dim: int | None = param.output_dim  # type: ignore[attr-defined]
-        input_dim: int | None = param.input_dim  # type: ignore[attr-defined]
         parts: Mapping[Hashable, _Part] = param.parts  # type: ignore[attr-defined]
         if param.spread is not None:  # type: ignore[attr-defined]
             tensor = self._spread(param, tensor, shard_id, parts)
         if shard_id in self._fused:
-            pieces = [tensor] * len(parts)
-            if output_dim is not None:
-                layout = self._fused[shard_id]
-                pieces = self._split(tensor, layout, parts=parts, output_dim=output_dim)
-            for key, piece in zip(parts, pieces, strict=True):
-                self._load(param, piece, key)
+            if output_dim is None:
+                for key in parts:
+                    self._load(param, tensor, key)
+                return
+            layout = self._fused[shard_id]
+            pieces = self._split(tensor, layout, parts=parts, output_dim=output_dim, own=True)
+            for mine, piece in zip(parts.values(), pieces, strict=True):
+                self._put(param, mine, piece, own=True)
             return
         part = parts.get(shard_id)
         if part is None:
@@ -499,15 +500,20 @@ class Linear(MatrixModule):
         if output_dim is None:
             # A single number is stored with or without a dimension.
             tensor = tensor.reshape(1) if param.dim() == tensor.numel() == 1 else tensor[None]
-        dim, shape = output_dim or 0, list(param.shape)
-        shape[dim] = part.total
+        self._put(param, part, tensor)
+
+    def _put(self, param: Any, part: _Part, tensor: Tensor, *, own: bool = False) -> None:
+        """Copy a part's rows, those of the whole model or this rank's ``own``."""
+        dim, shape, input_dim = param.output_dim or 0, list(param.shape), param.input_dim
+        shape[dim] = part.size if own else part.total
         if not self.rowwise or self.context.tp_size == 1:
             input_dim = None
         if input_dim is not None:
             shape[input_dim] *= self.context.tp_size
         if list(tensor.shape) != shape:
             raise ShapeMismatchError(f"has shape {list(tensor.shape)}, the model wants {shape}")
-        tensor = tensor.narrow(dim, part.start, part.size)
+        if not own:
+            tensor = tensor.narrow(dim, part.start, part.size)
         if input_dim is not None:
             local = param.shape[input_dim]
             tensor = tensor.narrow(input_dim, self.context.tp_rank * local, local)
@@ -536,8 +542,11 @@ class Linear(MatrixModule):
         *,
         parts: Mapping[Hashable, _Part],
         output_dim: int,
+        own: bool = False,
     ) -> list[Tensor]:
-        """A checkpoint's fused tensor as the parts that it was joined of, each of the whole model.
+        """A checkpoint's fused tensor as the parts that it was joined of.
+
+        Each is of the whole model, or this rank's ``own`` rows, without reading the others.
 
         Raises:
             ShapeMismatchError: it has another number of rows.
@@ -550,7 +559,11 @@ class Linear(MatrixModule):
             raise ShapeMismatchError(
                 f"has shape {list(tensor.shape)}, the model wants {sum(sizes)} rows"
             )
-        return list(tensor.split(sizes, output_dim))
+        pieces = tensor.split(sizes, output_dim)
+        if not own:
+            return list(pieces)
+        each = zip(pieces, parts.values(), strict=True)
+        return [piece.narrow(output_dim, part.start, part.size) for piece, part in each]
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the product, without the sum over the ranks and the bias."""
@@ -646,6 +659,7 @@ class QKVLinear(Linear):
         *,
         parts: Mapping[Hashable, _Part],
         output_dim: int,
+        own: bool = False,
     ) -> list[Tensor]:
         """A checkpoint's fused qkv tensor as q, k and v.
 
@@ -655,7 +669,7 @@ class QKVLinear(Linear):
         Raises:
             ShapeMismatchError: it has another number of rows, or an element rows of two heads.
         """
-        pieces = super()._split(tensor, parts=parts, output_dim=output_dim)
+        pieces = super()._split(tensor, parts=parts, output_dim=output_dim, own=own)
         if layout == "default":
             return pieces
         if layout != "hgd" or self.head_dim != self.v_head_dim:
@@ -668,7 +682,15 @@ class QKVLinear(Linear):
         heads = tensor.unflatten(output_dim, (num_heads, -1)).unflatten(
             output_dim, (-1, self._group + 2)
         )
-        pieces = heads.split([self._group, 1, 1], dim=output_dim + 1)
+        pieces = list(heads.split([self._group, 1, 1], dim=output_dim + 1))
+        if own:
+            rows = tensor.shape[output_dim] // num_heads
+            for index, part in enumerate(parts.values()):
+                # Whole groups of heads, or some heads of one.
+                groups, first = divmod(part.start // rows, pieces[index].shape[output_dim + 1])
+                width = min(part.size // rows, pieces[index].shape[output_dim + 1])
+                mine = pieces[index].narrow(output_dim, groups, part.size // rows // width)
+                pieces[index] = mine.narrow(output_dim + 1, first, width)
         return [piece.flatten(output_dim, output_dim + 2) for piece in pieces]
 
 

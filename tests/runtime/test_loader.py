@@ -19,6 +19,7 @@ from checkpoint_files import write_config, write_index
 from golden_fixtures import GOLDEN
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_core.checkpoint import Checkpoint, open_checkpoint
 from engine_core.errors import ConfigError, CorruptCheckpointError
@@ -185,6 +186,51 @@ def test_a_rank_finds_a_difference_in_its_part_of_a_tied_tensor(
     head[0 if rank == 0 else -1, -1] += 1.0
     with pytest.raises(ConfigError, match=r"lm_head\.weight .*they differ; set tie_word"):
         load(head)
+
+
+class Reads(TorchDispatchMode):
+    """Bytes of a checkpoint's tensors, or of views of them, that operations read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._storages: set[int] = set()
+
+    def watch(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self._storages.add(tensor.untyped_storage().data_ptr())
+            yield name, tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for each in args:
+                if isinstance(each, Tensor) and not each.is_meta:
+                    held = each.untyped_storage().data_ptr() in self._storages
+                    self.nbytes += each.nbytes * held
+        return result
+
+
+# Tensors of their own, of experts, stacked, and fused with the rows of a head side by side.
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "llama-yarn", "mixtral-tiny", "qwen3moe-stacked", "bloom-pow2"]
+)
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_rank_reads_as_many_bytes_as_it_keeps(name: str, experts: bool) -> None:
+    source = open_checkpoint(GOLDEN / name)
+    (stored,) = {getattr(torch, header.dtype) for header in source.headers.values()}
+    for rank in range(2):
+        context = {"tp_size": 2, "tp_rank": rank, "expert_parallel": experts}
+        model = network(GOLDEN / name, dtype=torch.float32, **context)
+        load: Any = model.load_weights
+        reads = Reads()
+        model.load_weights = lambda weights, reads=reads, load=load: load(reads.watch(weights))
+        with reads:
+            load_weights(model, source, name, CPU, tp_size=2)
+        kept = sum(param.numel() for param in dict.fromkeys(model.parameters()))
+        assert reads.nbytes == kept * stored.itemsize
 
 
 @pytest.mark.gpu
