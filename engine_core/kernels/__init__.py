@@ -36,6 +36,12 @@ from engine_core.kernels.rotary_store import is_fused as rotary_store_is_fused
 from engine_core.kernels.rotary_store import rotary_store
 from engine_core.kernels.sampling import sample_tokens
 from engine_core.kernels.segments import Segments, attend_segments
+from engine_core.kernels.state_space import (
+    StateCache,
+    StateRows,
+    StateSpaceWeights,
+    run_state_space,
+)
 
 __all__ = [
     "GPU",
@@ -47,6 +53,9 @@ __all__ = [
     "GroupWeight",
     "Routing",
     "Segments",
+    "StateCache",
+    "StateRows",
+    "StateSpaceWeights",
     "adds_residual",
     "apply_rotary",
     "attend_segments",
@@ -71,6 +80,7 @@ __all__ = [
     "rotary_store",
     "rotary_store_is_fused",
     "run_experts",
+    "run_state_space",
     "sample_tokens",
     "silu_and_mul",
     "store_kv",

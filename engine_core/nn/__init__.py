@@ -53,6 +53,7 @@ from engine_core.nn.rotary import (
     build_rotary_embedding_from_config,
     rope_lengths,
 )
+from engine_core.nn.state_space import GatedRMSNorm, StateSpace, StateSpaceMixer, StateSpec
 from engine_core.nn.text_model import AroundTextModel
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "EncoderLayers",
     "Experts",
     "GatedMLP",
+    "GatedRMSNorm",
     "GeluAndMul",
     "HeadsRMSNorm",
     "KVCacheLayer",
@@ -90,6 +92,9 @@ __all__ = [
     "SelfAttention",
     "SiluAndMul",
     "SparseMoE",
+    "StateSpace",
+    "StateSpaceMixer",
+    "StateSpec",
     "Weights",
     "alibi_slopes",
     "build_colwise_linear",

@@ -21,6 +21,7 @@ from engine_core.errors import (
     UnknownArchitectureError,
     WeightsMismatchError,
 )
+from engine_core.nn import Attention
 from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.loading import materialize
 from engine_core.runtime.loader import check_weights
@@ -87,18 +88,19 @@ def config_builder(subject: Subject) -> None:
     if case.encodes:  # nothing of its layers is known
         return
     model = subject.tiny_model(network)
-    found = {
-        "num_layers": (config.num_layers, len(model.layers) or len(model.attention)),
-        "num_key_value_heads": (
-            {config.num_key_value_heads},
-            {layer.num_kv_heads for layer in model.attention},
-        ),
-        "num_attention_heads": (
-            {config.num_attention_heads},
-            {layer.num_heads for layer in model.attention},
-        ),
-        "head_dim": ({config.head_dim}, {layer.head_dim for layer in model.attention}),
+    found: dict[str, tuple[Any, Any]] = {
+        "num_layers": (config.num_layers, len(model.layers) or len(model.attention))
     }
+    # Layers that keep states may have heads of another kind.
+    attention = [layer for layer in model.attention if isinstance(layer, Attention)]
+    for name, attribute in (
+        ("num_key_value_heads", "num_kv_heads"),
+        ("num_attention_heads", "num_heads"),
+        ("head_dim", "head_dim"),
+    ):
+        if attention:
+            built = {getattr(layer, attribute) for layer in attention}
+            found[name] = ({getattr(config, name)}, built)
     for name, (stated, built) in found.items():
         if stated != built:
             raise ConformanceError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -184,10 +185,12 @@ def _random_prompts(model: nn.Module, config: Mapping[str, Any]) -> list[list[in
 def _run(
     model: nn.Module, ids: list[int], name: str, shown: MediaPrompt | None, count: int
 ) -> Prompt:
-    """Greedy decoding: transformers' models with their cache, others over the whole again."""
+    """Greedy decoding: transformers' models with their KV cache, others over the whole again."""
     # A copy, because models with dynamic rope scaling remember the longest sequence they saw.
     model = copy.deepcopy(model)
-    cached = hasattr(model, "prepare_inputs_for_generation")
+    cached = hasattr(model, "prepare_inputs_for_generation") and (
+        "past_key_values" in inspect.signature(model.forward).parameters
+    )
     layers, embeds = _reference_layers(model), None
     inputs: dict[str, Tensor] = {}
     if shown is not None:

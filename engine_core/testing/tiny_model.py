@@ -23,6 +23,7 @@ Step = Sequence[tuple[int, int, int]]
 
 # Finite, as masked keys and values must be, and far from every real one.
 _UNWRITTEN = 100.0
+_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class TinyModel:
         self.groups = list(dict.fromkeys(specs))
         for layer, spec in zip(self.attention, specs, strict=True):
             layer.group_id = self.groups.index(spec)
+            layer.block_size = _BLOCK_SIZE
         self.layers = decoder_layers(self.network)
 
     def sequence(
@@ -194,7 +196,10 @@ class TinyModel:
 
     @torch.inference_mode()
     def run(
-        self, sequences: Sequence[TokenSequence], steps: Sequence[Step], block_size: int = 16
+        self,
+        sequences: Sequence[TokenSequence],
+        steps: Sequence[Step],
+        block_size: int = _BLOCK_SIZE,
     ) -> Run:
         """Run ``steps``, which together compute every token of every sequence."""
         cache = PagedCache(self, sequences, block_size)
@@ -219,7 +224,7 @@ class TinyModel:
         rows: list[Tensor] = []
         # The cache is sized for the whole; what stands in for tokens to come is never computed.
         sequence = self.sequence([*prompt, *[0] * count], len(prompt), shown)
-        cache = PagedCache(self, [sequence], 16)
+        cache = PagedCache(self, [sequence], _BLOCK_SIZE)
         start, length = 0, len(prompt)
         for _ in range(count):
             logits = self.logits(cache, cache.context([(0, start, length)]))
@@ -267,6 +272,7 @@ class PagedCache:
             self._tables.append([[blocks.pop() for _ in range(count)] for count in counts])
         self.layers: list[tuple[Tensor, ...]] = []
         for layer in model.attention:
+            layer.block_size = block_size
             tensors = model.groups[layer.group_id].tensors(block_size)
             self.layers.append(
                 tuple(
