@@ -23,6 +23,9 @@ _PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY"
 # decoded less than a token a second, and 4 to 18 with so many turns, some 40 us. It is read when
 # torch is imported.
 _POLLS = {"GOMP_SPINCOUNT": "2000"}
+# In the environment of processes that share the host's memory with others of their kind, how many
+# these are: each takes that part of what is free for its KV cache.
+HOST_SHARE = "ENGINE_CORE_HOST_SHARE"
 _claimed = False
 
 

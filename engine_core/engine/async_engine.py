@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import logging
-import multiprocessing
-import os
 import pickle
-import signal
 import socket
 import time
-import traceback
 import weakref
-from collections import abc
-from collections.abc import Callable
-from dataclasses import replace
-from multiprocessing.process import BaseProcess
+from array import array
+from collections import Counter, abc
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Literal, Self
 
+from engine_core.cache import BlockKey, extend_block_keys
 from engine_core.configs import EngineConfig, ModelConfig, PoolingParams, SamplingParams
-from engine_core.engine import process
 from engine_core.engine.arguments import check_model_and_config
 from engine_core.engine.frontend import (
     Frontend,
@@ -33,7 +29,9 @@ from engine_core.engine.frontend import (
     choose_tokenizer,
     with_texts,
 )
-from engine_core.engine.process import Decoder, Failure, Found, Ready
+from engine_core.engine.process import Found, Ready
+from engine_core.engine.replica import ProcessReplica, Replica, environments
+from engine_core.engine.router import Router, Ticket, Why
 from engine_core.engine.shared_count import SharedCount
 from engine_core.engine.trace import EngineTrace, FrontendTrace, OutputRecord, RequestRecord
 from engine_core.errors import (
@@ -41,7 +39,6 @@ from engine_core.errors import (
     EngineDeadError,
     EngineError,
     QueueFullError,
-    RemoteTracebackError,
     RequestError,
     RequestTimeoutError,
 )
@@ -52,15 +49,106 @@ from engine_core.scheduler import Sequence, check_sequence
 from engine_core.steps import EngineStats, NewSequence, RequestOutput, TokenUpdate
 from engine_core.text import Tokenizer
 
-_T = TypeVar("_T")
+logger = logging.getLogger(__name__)
 
-# How long a process that was told to end, or whose socket is closed, has until it is killed.
-_STOP_SECONDS = 5.0
+Launch = Callable[[int], Awaitable[Replica]]
+"""Starts the replica of a number; it may still be loading when it is returned."""
+
+_NOTHING = EngineStats()
+# Blocks of a prompt that are looked at to choose a replica: hashing takes 1 us each.
+_MOST_KEYS = 2048
 # Checks of the engine process per ``step_timeout``. It is given up when this many checks in a row
 # found no sign of it, so that a busy event loop, which checks less often, waits longer.
 _LOOKS = 4
-# Seconds that a hung process has to write its stacks.
-_LAST_WORDS_SECONDS = 5.0
+# Seconds until a replica that died is started again, doubled each time, and their limit. One that
+# has lived for as long as the last of these counts from the beginning.
+_FIRST_DELAY, _LONGEST_DELAY, _SETTLED_SECONDS = 1.0, 60.0, 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """The state of one of an engine's replicas.
+
+    Attributes:
+        index: its number.
+        phase: "ready", or "starting" again after its death; "draining" before it is ended; "dead"
+            if it is not started any more.
+        pid: the id of its process; None while there is none.
+        restarts: how often it was started again.
+        error: why it ended last, or None.
+        stats: its load, and counts over all its lives.
+        routed: requests that came to it, by the reason.
+    """
+
+    index: int
+    phase: Literal["ready", "starting", "draining", "dead"]
+    pid: int | None
+    restarts: int
+    error: str | None
+    stats: EngineStats
+    routed: abc.Mapping[Why, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """One of an engine's replicas, through all its lives.
+
+    Attributes:
+        index: its number.
+        replica: None while it is dead.
+        pid: of its process.
+        stats: its figures since it was started last.
+        past: counts of its earlier lives.
+        sent: sequences that it was sent since it was started last.
+        requests: those under way.
+        idle: set while there are none.
+        heard: whether a message has come since it was looked at last.
+        silent_looks: how often in a row there was work and no message.
+        watcher: looks again.
+        begun: when it was started last, in seconds of ``time.monotonic``.
+        failures: deaths in a row.
+        restarts: how often it was started again.
+        restart: the task that starts it again.
+        leaving: whether it is to end, or has.
+        error: why it ended last.
+        routed: requests that came to it, by the reason.
+    """
+
+    index: int
+    replica: Replica | None = None
+    pid: int = 0
+    stats: EngineStats = _NOTHING
+    past: EngineStats = _NOTHING
+    sent: int = 0
+    requests: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    heard: bool = True
+    silent_looks: int = 0
+    watcher: asyncio.TimerHandle | None = None
+    begun: float = 0.0
+    failures: int = 0
+    restarts: int = 0
+    restart: asyncio.Task[None] | None = None
+    leaving: bool = False
+    error: EngineDeadError | None = None
+    routed: Counter[Why] = field(default_factory=Counter)
+
+    def send(self, *message: Any) -> None:
+        """Send a command; it is lost if the replica is dead."""
+        if self.replica is not None:
+            self.replica.send(message)
+
+    def status(self) -> ReplicaStatus:
+        """Its state for people."""
+        phase: Literal["ready", "starting", "draining", "dead"] = "ready"
+        if self.leaving:
+            phase = "draining"
+        elif self.replica is None:
+            phase = "dead" if self.restart is None else "starting"
+        error = None if self.error is None else str(self.error)
+        stats = _total([self.past, self.stats])
+        pid = None if self.replica is None else self.pid
+        return ReplicaStatus(self.index, phase, pid, self.restarts, error, stats, self.routed)
 
 
 class RequestStream:
@@ -156,7 +244,7 @@ class RequestStream:
             self._changed = False
             output = self._state.delta()
             if (trace := self._engine.trace) is not None:
-                self._written = trace.taken(output, self._engine._stats.last_plan)
+                self._written = trace.taken(output, self._engine.stats().last_plan)
             return output
         if self._error is not None:
             raise self._error
@@ -225,53 +313,60 @@ class RequestStream:
 
 
 class AsyncEngine(HasFrontend):
-    """Runs one model in another process, for the event loop in which it was started.
+    """Runs one model in other processes, for the event loop in which it was started.
 
-    This process tokenises and detokenises; the other one schedules and computes. Neither waits for
-    the other: a long step does not hold up the event loop, and a busy event loop does not hold up
-    the next step. What the other process logs is logged in this one.
+    This process tokenises and detokenises; the others schedule and compute. Nobody waits for
+    another: a long step does not hold up the event loop, and a busy event loop does not hold up
+    the next step. What the other processes log is logged in this one.
+
+    There is one such process, or with ``replicas`` several with the whole model each. A request
+    goes to the one that has its beginning in blocks, unless more work waits there than that saves
+    (``engine.router``). One that dies ends its own requests, and is started again.
 
     Attributes:
-        config: the engine's settings.
+        config: the settings of each replica.
         frontend: the half that knows text.
         model_config: the model's.
         tokenizer: None with ``skip_tokenizer_init``.
         max_model_len: tokens of a sequence, prompt and output together.
         eos_token_ids: the tokens that end a sequence.
-        startup: seconds that each phase of loading took in the engine process.
-        pid: the id of the engine process.
-        dead: why the engine process ended; None while it lives, and after :meth:`close`.
+        startup: seconds that each phase of loading took in the first process.
+        dead: why the engine ended; None while a replica lives or is started again, and after
+            :meth:`close`.
         trace: this process's part of a trace; None before :meth:`start_trace`.
     """
 
     def __init__(
         self,
-        link: _Link,
+        launch: Launch,
+        replicas: abc.Sequence[tuple[Replica, Found, Ready]],
         config: EngineConfig,
-        found: Found,
-        ready: Ready,
         tokenizer: Tokenizer | None,
         input_processor: InputProcessor | None,
         max_queued_requests: int | None,
         step_timeout: float | None,
+        max_restarts: int,
         name: str = "",
         on_the_way: SharedCount | None = None,
     ) -> None:
         """See :meth:`start`."""
+        _, found, ready = replicas[0]
         self.config = config
         self.model_config: ModelConfig = found.model_config
         self.tokenizer = tokenizer
-        self.max_model_len = ready.scheduler_config.max_model_len
+        self._scheduler_config = ready.scheduler_config
+        self.max_model_len = min(each.scheduler_config.max_model_len for *_, each in replicas)
         self._cache_plan = ready.cache_plan
+        self._block_size = ready.block_size
         self.eos_token_ids = found.eos_token_ids
         self.startup = ready.startup
-        self.pid = found.pid
         self.dead: EngineDeadError | None = None
         self.trace: FrontendTrace | None = None
         self._engine_trace: asyncio.Future[EngineTrace | None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._link = link
+        self._launch = launch
         self._max_queued = max_queued_requests
+        self._max_restarts = max_restarts
         self.frontend = Frontend(
             config,
             found.model_config,
@@ -281,24 +376,25 @@ class AsyncEngine(HasFrontend):
             self._finish,
             name,
         )
-        self._scheduler_config = ready.scheduler_config
         self._streams: weakref.WeakValueDictionary[str, RequestStream] = (
             weakref.WeakValueDictionary()
         )
-        self._stats = EngineStats()
-        self._num_sent = 0
         self._on_the_way = on_the_way or SharedCount()
         self._closing = False
         self._buried: asyncio.Future[EngineDeadError] = self._loop.create_future()
         self._idle = asyncio.Event()
         self._idle.set()
         self._step_timeout = step_timeout
-        self._heard = True
-        self._silent_looks = 0
-        self._watcher: asyncio.TimerHandle | None = None
-        link.serve(self._receive, self._bury)
-        if self.dead is None:
-            self._look_again()
+        self._router = Router()
+        # Counts of replicas that were ended.
+        self._retired = _NOTHING
+        self._scaling = asyncio.Lock()
+        self._most_replicas = len(replicas)
+        self._members = [_Member(index) for index in range(len(replicas))]
+        # The one whose results are being taken in.
+        self._heard = self._members[0]
+        for member, (replica, own, its) in zip(self._members, replicas, strict=True):
+            self._seat(member, replica, own, its)
 
     @classmethod
     async def start(
@@ -311,8 +407,10 @@ class AsyncEngine(HasFrontend):
         max_step_time: float | None = None,
         warm_up: bool = False,
         listener: socket.socket | None = None,
+        replicas: int = 1,
+        max_restarts: int | None = None,
     ) -> Self:
-        """Start the engine process and wait until it can take requests.
+        """Start the engine process, or those of several replicas, and wait until all are ready.
 
         The thread that calls it must live as long as the engine; that of the event loop does.
 
@@ -320,11 +418,11 @@ class AsyncEngine(HasFrontend):
             model: a checkpoint folder, a GGUF file or a hub id.
             config: the engine's settings.
             max_queued_requests: sequences that may wait for a place in the batch; any number if
-                None.
-            step_timeout: seconds that the engine process may be silent while it has work; None for
+                None. It is for all replicas together.
+            step_timeout: seconds that an engine process may be silent while it has work; None for
                 no limit. After that it writes its threads' stacks to stderr and is killed, and
-                every request ends with :class:`EngineDeadError`. A step takes seconds at most on a
-                GPU, but minutes for a long prompt of a large model on a CPU.
+                every request there ends with :class:`EngineDeadError`. A step takes seconds at most
+                on a GPU, but minutes for a long prompt of a large model on a CPU.
             max_step_time: seconds that a step should take at most while texts are being generated,
                 which bounds the gap between two of their tokens: prompts that come meanwhile are
                 computed in pieces. While prompts for more than 2.5 steps wait it may take 1.4
@@ -334,27 +432,108 @@ class AsyncEngine(HasFrontend):
                 is idle.
             listener: a listening Unix socket to which other processes :meth:`connect`; it is given
                 to the engine process, and closed in this one. None for no other processes.
+            replicas: engine processes with the whole model each. Each has ``tensor_parallel_size``
+                GPUs of its own, or its share of a CPU's cores.
+            max_restarts: how often in a row a process that dies is started again; 5 with several
+                replicas if None, else never.
 
         Raises:
             ConfigError: an argument is of another type, or out of range.
+            OptionError: there are too few GPUs for so many replicas.
             EngineError: the model cannot run; the subclass says why.
-            EngineDeadError: the process ended before it was ready.
+            EngineDeadError: a process ended before it was ready.
         """
         model, config = check_model_and_config(model, config)
-        if max_queued_requests is not None and not (
-            _is_number(max_queued_requests) and max_queued_requests >= 0
+        for name, number, what, least in (
+            ("max_queued_requests", max_queued_requests, "sequences", 0),
+            ("max_restarts", max_restarts, "times", 0),
+            ("replicas", replicas, "engine processes", 1),
         ):
-            raise ConfigError(
-                "max_queued_requests must be a number of sequences, 0 or more, or None for no "
-                f"limit; got {max_queued_requests!r}"
-            )
+            if number is not None and not (_is_number(number) and number >= least):
+                raise ConfigError(
+                    f"{name} must be a number of {what}, {least} or more, or be left out; got "
+                    f"{number!r}"
+                )
         for name, given in (("step_timeout", step_timeout), ("max_step_time", max_step_time)):
             if given is not None and not (_is_number(given) and given > 0):
                 raise ConfigError(
                     f"{name} must be a positive number of seconds or None; got {given!r}"
                 )
-        link = await _Link.open(model, config, max_step_time, warm_up, listener)
-        return await cls._greeted(link, config, max_queued_requests, step_timeout)
+        if listener is not None and replicas > 1:
+            raise ConfigError(
+                "listener lets other processes share one engine, and replicas is "
+                f"{replicas}; leave one of them out"
+            )
+        places = await environments(config, replicas)
+
+        async def launch(index: int) -> Replica:
+            return await ProcessReplica.open(
+                model,
+                config,
+                max_step_time,
+                warm_up,
+                listener,
+                places[index],
+                f"replica {index}: " if replicas > 1 else "",
+            )
+
+        return await cls.start_with(
+            launch,
+            config,
+            max_queued_requests=max_queued_requests,
+            step_timeout=step_timeout,
+            replicas=replicas,
+            max_restarts=(0 if replicas == 1 else 5) if max_restarts is None else max_restarts,
+        )
+
+    @classmethod
+    async def start_with(
+        cls,
+        launch: Launch,
+        config: EngineConfig,
+        *,
+        max_queued_requests: int | None = None,
+        step_timeout: float | None = None,
+        replicas: int = 1,
+        max_restarts: int = 0,
+        name: str = "",
+        on_the_way: SharedCount | None = None,
+    ) -> Self:
+        """Run the model on replicas that ``launch`` starts, wherever they are.
+
+        The folder of the model's tokenizer must be one of this machine; the other arguments are
+        those of :meth:`start` and :meth:`connect`.
+
+        Raises:
+            EngineError: the model cannot run; the subclass says why.
+            EngineDeadError: a replica ended before it was ready.
+        """
+        begun: list[Replica] = []
+        try:
+            for index in range(replicas):
+                begun += [await launch(index)]
+            founds = await asyncio.gather(*(each.expect(Found) for each in begun))
+            # While the other processes read the weights.
+            opened, readies = await asyncio.gather(
+                asyncio.to_thread(_open_text, config, founds[0]),
+                asyncio.gather(*(each.expect(Ready) for each in begun)),
+            )
+        except BaseException:
+            await asyncio.gather(*(each.close(kill=True) for each in begun))
+            raise
+        founds[0], tokenizer, processor = opened
+        return cls(
+            launch,
+            list(zip(begun, founds, readies, strict=True)),
+            config,
+            tokenizer,
+            processor,
+            max_queued_requests,
+            step_timeout,
+            max_restarts,
+            name,
+            on_the_way,
+        )
 
     @classmethod
     async def connect(
@@ -380,41 +559,33 @@ class AsyncEngine(HasFrontend):
         Raises:
             EngineDeadError: the engine process ended before it was ready.
         """
-        link = await _Link.connect(path)
-        return await cls._greeted(link, config, max_queued_requests, None, name, on_the_way)
-
-    @classmethod
-    async def _greeted(
-        cls,
-        link: _Link,
-        config: EngineConfig,
-        max_queued_requests: int | None,
-        step_timeout: float | None,
-        name: str = "",
-        on_the_way: SharedCount | None = None,
-    ) -> Self:
-        """The engine behind ``link``, once it is ready."""
-        try:
-            found = await link.expect(Found)
-            # While the other process reads the weights.
-            (found, tokenizer, processor), ready = await asyncio.gather(
-                asyncio.to_thread(_open_text, config, found), link.expect(Ready)
-            )
-        except BaseException:
-            await link.close(kill=True)
-            raise
-        return cls(
-            link,
+        return await cls.start_with(
+            lambda _: ProcessReplica.connect(path),
             config,
-            found,
-            ready,
-            tokenizer,
-            processor,
-            max_queued_requests,
-            step_timeout,
-            name,
-            on_the_way,
+            max_queued_requests=max_queued_requests,
+            name=name,
+            on_the_way=on_the_way,
         )
+
+    @property
+    def pid(self) -> int:
+        """The id of the engine process, or that of the first replica."""
+        return self._members[0].pid
+
+    @property
+    def replicas(self) -> list[ReplicaStatus]:
+        """The state of each replica."""
+        return [member.status() for member in self._members]
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether there is a replica that takes requests."""
+        return bool(self._router.open)
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that run at once, in all replicas that take requests."""
+        return len(self._router.open) * self._scheduler_config.max_num_seqs
 
     @property
     def cache_plan(self) -> CachePlan:
@@ -617,13 +788,28 @@ class AsyncEngine(HasFrontend):
         return self._queue(state, sequences, timeout)
 
     def stats(self) -> EngineStats:
-        """Load of the engine after its last step, and counts since its start."""
-        return self._stats
+        """Load of the engine after its last step, and counts since its start.
+
+        Of several replicas it is the sum, and ``kv_cache_usage`` the mean.
+        """
+        parts = [self._retired, *(each for m in self._members for each in (m.past, m.stats))]
+        total = _total(parts)
+        caches = sum(member.replica is not None for member in self._members)
+        return total._replace(kv_cache_usage=total.kv_cache_usage / max(1, caches))
 
     def start_trace(self, name: str = "server") -> None:
-        """Record every step and request from now on, in both processes; ``name`` is of this one."""
+        """Record every step and request from now on, in both processes; ``name`` is of this one.
+
+        Raises:
+            ConfigError: there are several replicas.
+        """
+        if len(self._members) > 1:
+            raise ConfigError(
+                f"a trace shows the steps of one engine, and there are {len(self._members)} "
+                "replicas; trace one alone"
+            )
         self.trace = FrontendTrace(name)
-        self._link.send(("trace",))
+        self._members[0].send("trace")
 
     async def take_trace(self) -> EngineTrace | None:
         """The engine process's part of the trace; None without a trace, or if it has died."""
@@ -631,11 +817,11 @@ class AsyncEngine(HasFrontend):
             return None
         if self._engine_trace is None:
             self._engine_trace = self._loop.create_future()
-            self._link.send(("take_trace",))
+            self._members[0].send("take_trace")
         return await asyncio.shield(self._engine_trace)
 
     async def wait_dead(self) -> EngineDeadError:
-        """Wait until the engine process has ended without being asked to; returns why."""
+        """Wait until all engine processes have ended without being asked to; returns why."""
         return await asyncio.shield(self._buried)
 
     async def drain(self, timeout: float | None) -> None:
@@ -654,18 +840,139 @@ class AsyncEngine(HasFrontend):
                 self._abort(state)
 
     async def close(self) -> None:
-        """Abort all requests and end the engine process; it may be called again."""
+        """Abort all requests and end all engine processes; it may be called again."""
         self._closing = True
         for state in list(self.frontend.states.values()):
             self._abort(state)
         await asyncio.to_thread(self.frontend.close)
-        await self._link.close(kill=False)
+        await asyncio.gather(*map(self._end_member, self._members))
+
+    async def scale(self, replicas: int, *, drain_timeout: float | None = None) -> None:
+        """Go on with so many replicas, at most as many as the engine was started with.
+
+        Those that are too many take no more requests. They end once theirs have; what has not
+        ended after ``drain_timeout`` seconds is aborted (never if None).
+
+        Raises:
+            ConfigError: the number is out of range.
+            EngineError: a replica cannot be started; the others go on.
+        """
+        if not (_is_number(replicas) and 1 <= replicas <= self._most_replicas):
+            raise ConfigError(
+                f"replicas must be a number from 1 to {self._most_replicas}, for which there are "
+                f"devices; got {replicas!r}"
+            )
+        async with self._scaling:
+            for index in range(len(self._members), replicas):
+                member = _Member(index)
+                place = await self._begin(index)
+                self._members.append(member)
+                self._seat(member, *place)
+            await asyncio.gather(
+                *(self._retire(member, drain_timeout) for member in self._members[replicas:])
+            )
+
+    async def _retire(self, member: _Member, drain_timeout: float | None) -> None:
+        """End a replica when its requests have ended."""
+        member.leaving = True
+        self._router.leave(member.index)
+        if member.requests:
+            try:
+                await asyncio.wait_for(member.idle.wait(), drain_timeout)
+            except TimeoutError:
+                for state in self._states_at(member):
+                    self._abort(state)
+        await self._end_member(member)
+        self._members.remove(member)
+        self._retired = _total([self._retired, member.past])
+
+    async def _end_member(self, member: _Member) -> None:
+        """End a replica's process, and the task that would start it again."""
+        member.leaving = True
+        if member.restart is not None:
+            member.restart.cancel()
+            await asyncio.gather(member.restart, return_exceptions=True)
+            member.restart = None
+        if member.replica is not None:
+            await member.replica.close(kill=False)
+
+    async def _begin(self, index: int) -> tuple[Replica, Found, Ready]:
+        """A new replica, once it is ready."""
+        replica = await self._launch(index)
+        try:
+            return replica, await replica.expect(Found), await replica.expect(Ready)
+        except BaseException:
+            await replica.close(kill=True)
+            raise
+
+    def _seat(self, member: _Member, replica: Replica, found: Found, ready: Ready) -> None:
+        """Send requests to a replica that is ready."""
+        member.replica, member.pid = replica, found.pid
+        member.begun, member.heard, member.silent_looks = time.monotonic(), True, 0
+        self._router.join(member.index, ready.block_size, ready.num_blocks)
+        replica.serve(partial(self._receive, member), partial(self._bury, member))
+        self._look_again(member)
+
+    async def _restart(self, member: _Member) -> None:
+        """Start a replica that died again, and again if that fails, up to the limit."""
+        while True:
+            delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2**member.failures)
+            member.failures += 1
+            logger.error(
+                "%s; it is started again in %g s (%d of at most %d times in a row)",
+                member.error,
+                delay,
+                member.failures,
+                self._max_restarts,
+                exc_info=member.error,
+            )
+            await asyncio.sleep(delay)
+            try:
+                place = await self._begin(member.index)
+            except EngineError as error:
+                member.error = self._named(member, error)
+                if member.failures < self._max_restarts:
+                    continue
+                member.restart = None
+                self._give_up(member)
+                return
+            member.restart = None
+            member.restarts += 1
+            self._seat(member, *place)
+            logger.info("replica %d is ready again", member.index)
+            return
+
+    def _named(self, member: _Member, error: EngineError) -> EngineDeadError:
+        """The error as the end of one of several replicas."""
+        if len(self._members) == 1 and isinstance(error, EngineDeadError):
+            return error
+        named = EngineDeadError(f"replica {member.index}: {error}")
+        named.__cause__ = error.__cause__
+        return named
+
+    def _give_up(self, member: _Member) -> None:
+        """Leave a replica dead; the engine is, if no other lives or is started again."""
+        if any(other.replica or other.restart for other in self._members):
+            logger.critical("%s; it is not started again", member.error, exc_info=member.error)
+            return
+        self.dead = member.error
+        if not self._buried.done() and member.error is not None:
+            self._buried.set_result(member.error)
+
+    def _states_at(self, member: _Member) -> list[State]:
+        """The requests that a replica has."""
+        states = self.frontend.states.values()
+        return [state for state in states if _ticket(state).replica == member.index]
 
     def _check_alive(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(str(self.dead)) from self.dead.__cause__
         if self._closing:
             raise EngineDeadError("the engine is being shut down and takes no more requests")
+        if not self.takes_requests:
+            raise EngineDeadError(
+                f"no replica is ready ({self._members[0].error}); send the request again later"
+            )
 
     def _check_queue(self, n: int) -> None:
         """Refuse ``n`` sequences if too many wait, as far as is known from the last step.
@@ -678,18 +985,17 @@ class AsyncEngine(HasFrontend):
         """
         if self._max_queued is None:
             return
-        max_num_seqs = self._scheduler_config.max_num_seqs
-        if n > max_num_seqs + self._max_queued:
+        if n > self.num_rows + self._max_queued:
             raise RequestError(
-                f"{n} sequences are asked for at once, and there is room for {max_num_seqs} that "
+                f"{n} sequences are asked for at once, and there is room for {self.num_rows} that "
                 f"run (max_num_seqs) and {self._max_queued} that wait (max_queued_requests); ask "
                 "for fewer"
             )
-        stats = self._stats
-        waiting = stats.waiting + self._on_the_way.total
-        free = 0
-        if stats.waiting == 0:
-            free = max_num_seqs - stats.running
+        rows, waiting, free = self._scheduler_config.max_num_seqs, self._on_the_way.total, 0
+        for member in self._members:
+            waiting += member.stats.waiting
+            if member.index in self._router.open and member.stats.waiting == 0:
+                free += rows - member.stats.running
         if waiting + n > self._max_queued + free:
             raise QueueFullError(
                 f"{max(0, waiting - free)} sequences wait already, and max_queued_requests lets "
@@ -704,9 +1010,14 @@ class AsyncEngine(HasFrontend):
         stream = RequestStream(self, state)
         self._streams[state.request_id] = stream
         self._idle.clear()
-        self._num_sent += len(sequences)
-        self._on_the_way.own = self._num_sent - self._stats.added
-        self._link.send(("add", sequences))
+        state.ticket = ticket = self._route(sequences)
+        member = self._member(ticket)
+        member.routed[ticket.why] += 1
+        member.requests += 1
+        member.idle.clear()
+        member.sent += len(sequences)
+        self._count_sent()
+        member.send("add", sequences)
         if timeout is not None:
             left = timeout - (time.monotonic() - state.arrival_time)
             stream._timer = self._loop.call_later(
@@ -714,27 +1025,69 @@ class AsyncEngine(HasFrontend):
             )
         return stream
 
+    def _route(self, sequences: list[NewSequence]) -> Ticket:
+        """Choose a replica for a request."""
+        prompts = {id(new.prompt): new.prompt for new in sequences}.values()
+        keys: list[BlockKey] = []
+        if len(self._members) > 1 and len(prompts) == 1:
+            (prompt,) = prompts
+            extend_block_keys(
+                keys,
+                prompt.token_ids[: _MOST_KEYS * self._block_size],
+                self._block_size,
+                spans=prompt.atomic_spans,
+                salts=prompt.cache_salts,
+                media=prompt.media,
+            )
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        generated = sum(m.past.generated_tokens + m.stats.generated_tokens for m in self._members)
+        return self._router.route(num_tokens, keys, len(sequences), generated)
+
+    def _member(self, ticket: Ticket) -> _Member:
+        """The replica that has a request."""
+        return next(member for member in self._members if member.index == ticket.replica)
+
+    def _ended(self, state: State) -> None:
+        """Take note that a request is over."""
+        ticket = _ticket(state)
+        self._router.ended(ticket)
+        member = self._member(ticket)
+        member.requests -= 1
+        if member.requests == 0:
+            member.idle.set()
+
+    def _count_sent(self) -> None:
+        self._on_the_way.own = sum(member.sent - member.stats.added for member in self._members)
+
     def _receive(
-        self, message: tuple[list[tuple[Any, ...]], bytes, bytes, EngineStats] | EngineTrace
+        self,
+        member: _Member,
+        message: tuple[list[tuple[Any, ...]], bytes, bytes, EngineStats] | EngineTrace,
     ) -> None:
         """Take in what a step brought."""
-        self._heard = True
+        member.heard = True
         if isinstance(message, EngineTrace):
             self._give_trace(message)
             return
         received = time.monotonic()
-        plain, numbers, tokens, self._stats = message
+        plain, numbers, tokens, member.stats = message
+        self._heard = member
         updates = [TokenUpdate._make(update) for update in plain]
         columns = (memoryview(numbers).cast("q").tolist(), memoryview(tokens).cast("q").tolist())
-        self._on_the_way.own = self._num_sent - self._stats.added
+        self._count_sent()
         for state in self.frontend.apply(updates, *columns):
             stream = self._streams.get(state.request_id)
             if stream is not None:
                 stream._wake()
                 if state.unfinished == 0:
                     stream._end()
+            ticket = _ticket(state)
+            if state.unfinished == 0:
+                self._ended(state)
+            elif ticket.waiting and state.first_token_time is not None:
+                self._router.began(ticket)
         if self.trace is not None:
-            self.trace.received(updates, len(columns[1]), self._stats.last_plan, received)
+            self.trace.received(updates, len(columns[1]), member.stats.last_plan, received)
         self._note_idle()
 
     def _give_trace(self, trace: EngineTrace | None) -> None:
@@ -743,7 +1096,8 @@ class AsyncEngine(HasFrontend):
             self._engine_trace = None
 
     def _finish(self, sequence_id: str, reason: str, stop_reason: str) -> None:
-        self._link.send(("finish", sequence_id, reason, stop_reason))
+        # A text is found to be complete while the tokens of its replica are taken in.
+        self._heard.send("finish", sequence_id, reason, stop_reason)
 
     def _leave(self, stream: RequestStream) -> None:
         """The reader of ``stream`` leaves."""
@@ -761,7 +1115,8 @@ class AsyncEngine(HasFrontend):
         Its stream ends with ``error``, or with an output whose reason is "abort".
         """
         self.frontend.drop(state.request_id)
-        self._link.send(("abort", state.running))
+        self._member(_ticket(state)).send("abort", state.running)
+        self._ended(state)
         stream = self._streams.get(state.request_id)
         if stream is not None:
             if error is None:
@@ -783,38 +1138,47 @@ class AsyncEngine(HasFrontend):
                 ),
             )
 
-    def _look_again(self) -> None:
-        if self._step_timeout is not None:
-            self._watcher = self._loop.call_later(self._step_timeout / _LOOKS, self._look)
+    def _look_again(self, member: _Member) -> None:
+        if self._step_timeout is not None and member.replica is not None:
+            wait = self._step_timeout / _LOOKS
+            member.watcher = self._loop.call_later(wait, self._look, member)
 
-    def _look(self) -> None:
-        """Give the engine process up if it has had work, and sent nothing, for too long."""
-        stats = self._stats
-        busy = not self._idle.is_set() or stats.running > 0 or stats.waiting > 0
-        self._silent_looks = 0 if self._heard or not busy else self._silent_looks + 1
-        self._heard = False
-        if self._silent_looks < _LOOKS:
-            self._look_again()
-            return
-        self._link.give_up(
-            f"the engine process (pid {self.pid}) hangs: no step has ended for "
-            f"{self._step_timeout:g} s, its step_timeout"
-        )
+    def _look(self, member: _Member) -> None:
+        """Give an engine process up if it has had work, and sent nothing, for too long."""
+        stats = member.stats
+        busy = member.requests > 0 or stats.running > 0 or stats.waiting > 0
+        member.silent_looks = 0 if member.heard or not busy else member.silent_looks + 1
+        member.heard = False
+        if member.silent_looks < _LOOKS:
+            self._look_again(member)
+        elif member.replica is not None:
+            member.replica.give_up(
+                f"the engine process (pid {member.pid}) hangs: no step has ended for "
+                f"{self._step_timeout:g} s, its step_timeout"
+            )
 
     def _note_idle(self) -> None:
         if not self.frontend.states:
             self._idle.set()
 
-    def _bury(self, error: EngineDeadError) -> None:
-        """The engine process has ended."""
-        if self._watcher is not None:
-            self._watcher.cancel()
+    def _bury(self, member: _Member, error: EngineDeadError) -> None:
+        """An engine process has ended."""
+        if member.watcher is not None:
+            member.watcher.cancel()
         self._give_trace(None)
-        if self._closing and not self.frontend.states:
+        self._router.leave(member.index)
+        member.replica = None
+        counts = member.stats._replace(running=0, waiting=0, kv_cache_usage=0.0)
+        member.past, member.stats = _total([member.past, counts]), _NOTHING
+        member.sent = 0
+        self._count_sent()
+        lost = self._states_at(member)
+        if (self._closing or member.leaving) and not lost:
             return
-        self.dead = error
-        for state in list(self.frontend.states.values()):
+        member.error = error = self._named(member, error)
+        for state in lost:
             self.frontend.drop(state.request_id)
+            self._ended(state)
             stream = self._streams.get(state.request_id)
             if stream is not None:
                 # An error of its own: each reader adds its traceback to it.
@@ -822,209 +1186,30 @@ class AsyncEngine(HasFrontend):
                 own.__cause__ = error.__cause__
                 stream._end(own)
         self._note_idle()
-        if not self._buried.done():
-            self._buried.set_result(error)
-
-
-class _Link(asyncio.Protocol):
-    """The engine process and the socket to it.
-
-    Before :meth:`serve`, messages are waited for by :meth:`expect`; after it they are handed on.
-    """
-
-    def __init__(self, child: BaseProcess | None, end: socket.socket) -> None:
-        self._child = child
-        # For what the process said last, in case sending is first to find that it is gone.
-        self._end = end
-        self._decoder = Decoder()
-        self._transport: asyncio.Transport | None = None
-        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
-        self._receive: Any = self._inbox.put_nowait
-        self._bury: Any = None
-        self._failure: Failure | None = None
-        self._lost = asyncio.Event()
-        self._ended: asyncio.Task[None] | None = None
-        if child is not None:
-            atexit.register(child.kill)
-
-    @classmethod
-    async def open(
-        cls,
-        model: str,
-        config: EngineConfig,
-        max_step_time: float | None,
-        warm_up: bool,
-        listener: socket.socket | None = None,
-    ) -> Self:
-        """Start the process."""
-        log_level = logging.getLogger("engine_core").getEffectiveLevel()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            child = multiprocessing.get_context("spawn").Process(
-                target=process.main,
-                args=(
-                    theirs,
-                    os.getpid(),
-                    log_level,
-                    model,
-                    config,
-                    max_step_time,
-                    warm_up,
-                    listener,
-                ),
-                name="engine-core",
-                # It has children of its own with tensor parallelism, as a daemon may not.
-                daemon=False,
-            )
-            child.start()
-        if listener is not None:
-            listener.close()
-        return await cls._over(ours, child)
-
-    @classmethod
-    async def connect(cls, path: Path) -> Self:
-        """Connect to a process that another one has started."""
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            end.connect(str(path))
-        except OSError as error:
-            raise _death(None, None, None) from error
-        return await cls._over(end, None)
-
-    @classmethod
-    async def _over(cls, end: socket.socket, child: BaseProcess | None) -> Self:
-        process.enlarge(end)
-        link = cls(child, end.dup())
-        end.setblocking(False)
-        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=end)
-        return link
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See :class:`asyncio.Protocol`."""
-        # uvloop's transport does not derive from asyncio.Transport.
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        """See :class:`asyncio.Protocol`."""
-        try:
-            for message in self._decoder.feed(data):
-                self._take(message)
-        except Exception as error:
-            # Results that cannot be taken in leave no way to go on.
-            trace = "".join(traceback.format_exception(error))
-            self._failure = Failure(f"{type(error).__name__}: {error}", trace)
-            assert self._transport is not None, "it was opened"
-            self._transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See :class:`asyncio.Protocol`."""
-        self._end.setblocking(False)
-        with contextlib.suppress(OSError), self._end:
-            while self._failure is None and (data := self._end.recv(1 << 20)):
-                self.data_received(data)
-        self._ended = asyncio.ensure_future(self._see_it_end())
-
-    def _take(self, message: Any) -> None:
-        if isinstance(message, Failure):
-            self._failure = message
-        elif isinstance(message, logging.LogRecord):
-            log = logging.getLogger(message.name)
-            if log.isEnabledFor(message.levelno):
-                log.handle(message)
+        if time.monotonic() - member.begun > _SETTLED_SECONDS:
+            member.failures = 0
+        stays = self._closing or member.leaving or member.failures >= self._max_restarts
+        if stays:
+            self._give_up(member)
         else:
-            self._receive(message)
-
-    def send(self, message: Any) -> None:
-        """Send ``message``; lost if the process is gone."""
-        assert self._transport is not None, "it was opened"
-        if not self._transport.is_closing():
-            self._transport.write(process.encode(message))
-
-    async def expect(self, kind: type[_T]) -> _T:
-        """The next message, which is of this kind.
-
-        Raises:
-            EngineError: what the process raised instead.
-            EngineDeadError: the process ended.
-        """
-        message = await self._inbox.get()
-        if isinstance(message, EngineDeadError):
-            self._inbox.put_nowait(message)
-            if self._failure is not None and self._failure.error is not None:
-                raise self._failure.error from message.__cause__
-            raise message
-        assert isinstance(message, kind), f"{message!r} where a {kind.__name__} was expected"
-        return message
-
-    def serve(
-        self, receive: Callable[[Any], None], bury: Callable[[EngineDeadError], None]
-    ) -> None:
-        """Hand on every message from now on, and the end of the process."""
-        self._receive = receive
-        self._bury = bury
-        while not self._inbox.empty():
-            message = self._inbox.get_nowait()
-            if isinstance(message, EngineDeadError):
-                bury(message)
-            else:
-                receive(message)
-
-    def give_up(self, why: str) -> None:
-        """Kill a hung process once it has written its stacks to stderr."""
-        if self._child is None or self._lost.is_set() or self._failure is not None:
-            return
-        self._failure = Failure(why, "the stacks of its threads are on stderr")
-        assert self._child.pid is not None, "the process was started"
-        os.kill(self._child.pid, signal.SIGUSR1)
-        asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._kill)
-
-    def _kill(self) -> None:
-        if self._child is not None and not self._lost.is_set():
-            self._child.kill()
-
-    async def close(self, *, kill: bool) -> None:
-        """End the process and wait for that."""
-        if kill:
-            self._kill()
-        assert self._transport is not None, "it was opened"
-        self._transport.abort()  # What was not sent yet is of no use to it any more.
-        await self._lost.wait()
-
-    async def _see_it_end(self) -> None:
-        """Wait for the process, whose socket is closed, and say how it ended."""
-        child = self._child
-        if child is None:
-            error = _death(None, None, self._failure)
-        else:
-            await asyncio.to_thread(child.join, _STOP_SECONDS)
-            if child.exitcode is None:
-                child.kill()
-                await asyncio.to_thread(child.join)
-            atexit.unregister(child.kill)
-            error = _death(child.pid, child.exitcode, self._failure)
-            child.close()
-        self._lost.set()
-        if self._bury is not None:
-            self._bury(error)
-        else:
-            self._inbox.put_nowait(error)
+            member.restart = asyncio.ensure_future(self._restart(member))
 
 
-def _death(pid: int | None, code: int | None, failure: Failure | None) -> EngineDeadError:
-    """Why the engine process is gone; ``pid`` is None in a process that did not start it."""
-    if failure is not None:
-        error = EngineDeadError(failure.message)
-        error.__cause__ = RemoteTracebackError(failure.trace)
-        return error
-    if pid is None:
-        return EngineDeadError("the engine process has ended")
-    if code is not None and code < 0:
-        how = f"by signal {signal.Signals(-code).name}"
-        if -code == signal.SIGKILL:
-            how += "; if nobody sent it, the system ran out of memory"
-    else:
-        how = f"with exit code {code}"
-    return EngineDeadError(f"the engine process (pid {pid}) ended {how}")
+def _ticket(state: State) -> Ticket:
+    assert state.ticket is not None, "it was sent to a replica"
+    return state.ticket
+
+
+def _total(parts: abc.Sequence[EngineStats]) -> EngineStats:
+    """The sums of figures; those of a single engine as they are."""
+    parts = [part for part in parts if part is not _NOTHING] or [_NOTHING]
+    if len(parts) == 1:
+        return parts[0]
+    timings = [array("d", part.timings) for part in parts if part.timings]
+    summed = array("d", map(sum, zip(*timings, strict=True)))
+    # All but the id of a plan and the histograms.
+    counts: list[Any] = [sum(column) for column in zip(*(p[:-2] for p in parts), strict=True)]
+    return EngineStats(*counts)._replace(timings=summed.tobytes())
 
 
 def _open_text(
@@ -1048,4 +1233,4 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-__all__ = ["AsyncEngine", "RequestStream"]
+__all__ = ["AsyncEngine", "Launch", "ReplicaStatus", "RequestStream"]

@@ -34,6 +34,7 @@ from engine_core.configs.generation import Recommendation, read_recommendation
 from engine_core.engine.guided import GrammarTrials
 from engine_core.engine.media import MediaIntake
 from engine_core.engine.prompt_inputs import fitted_state, process_prompt
+from engine_core.engine.router import Ticket
 from engine_core.engine.sampling import resolve_sampling
 from engine_core.errors import (
     CheckpointNotFoundError,
@@ -228,6 +229,7 @@ class State:
         num_cached_tokens: prompt tokens taken from the prefix cache.
         media: what the prompt shows. The core, maybe another process, has it just as long.
         media_tokens: by kind, prompt tokens that each picture, video or sound takes.
+        ticket: names the engine that has it, where there may be several.
     """
 
     request_id: str
@@ -243,6 +245,7 @@ class State:
     num_cached_tokens: int = 0
     media: tuple[MediaItem, ...] = ()
     media_tokens: dict[str, list[int]] = field(default_factory=dict)
+    ticket: Ticket | None = None
 
     def output(self) -> RequestOutput:
         """The whole request so far."""

@@ -99,11 +99,16 @@ class Ready:
         cache_plan: the plan of the cache, pickled: its specs may be a model author's, whose module
             the other process need not have.
         startup: seconds that each phase of loading took.
+        block_size: tokens of the cache's smallest block.
+        num_blocks: as many blocks as the cache has room for, in sequences of some length; 0 if
+            beginnings of prompts are not kept.
     """
 
     scheduler_config: SchedulerConfig
     cache_plan: bytes
     startup: Mapping[str, float]
+    block_size: int = 1
+    num_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,8 +507,17 @@ def _serve(
             # Else what a family's rows need is known with their first request.
             if source.state_known and source.model_config.pooling is None:
                 core.time_steps(_TRIAL_SECONDS[kind])
-        plan = pickle.dumps(loaded.cache_plan)
-        links.greet(Ready(loaded.scheduler_config, plan, dict(opened.phases)))
+        plan, cache = loaded.cache_plan, loaded.cache_plan.cache_config
+        num_blocks = min(plan.max_tokens // cache.block_size, cache.num_blocks - 1)
+        links.greet(
+            Ready(
+                loaded.scheduler_config,
+                pickle.dumps(plan),
+                dict(opened.phases),
+                cache.block_size,
+                num_blocks if cache.enable_prefix_caching else 0,
+            )
+        )
         links.accept()
         _run(links, core)
     finally:

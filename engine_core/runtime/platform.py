@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.errors import CacheMemoryError, ConfigError, shown
 
@@ -157,8 +158,8 @@ def cache_budget(config: EngineConfig, device: torch.device, *, pending: int = 0
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     if device.type == "cpu":
-        available = _available_memory() // config.tensor_parallel_size - pending
-        share = int(available * _CPU_CACHE_SHARE)
+        sharing = config.tensor_parallel_size * int(os.environ.get(own_process.HOST_SHARE, 1))
+        share = int((_available_memory() // sharing - pending) * _CPU_CACHE_SHARE)
         return max(0, min(share, _CPU_CACHE_MOST))
     free, total = torch.cuda.mem_get_info(device)
     return gpu_cache_budget(free - pending, total)
