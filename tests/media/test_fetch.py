@@ -61,9 +61,13 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 64  # who finds no place tries again a second later
+
+
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server.server_address[1]
@@ -78,7 +82,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path
     certificate, key = write_certificate(folder, "DNS:public.example")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with Server(("127.0.0.1", 0), Handler) as server:
         server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -106,20 +110,15 @@ def dialled(port: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
     made: list[tuple[str, int]] = []
     connect = socket.create_connection
 
-    def resolve(host: str, *_: Any, **__: Any) -> list[Any]:
+    def resolve(host: str, port: int | None, *_: Any, **__: Any) -> list[Any]:
         answers = known[host]
         found = answers.pop(0) if len(answers) > 1 else answers[0]
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in found]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port or 0)) for each in found]
 
     def dial(address: tuple[str, int], *args: Any) -> socket.socket:
         made.append(address)
-        monkeypatch.setattr(socket, "getaddrinfo", real)
-        try:
-            return connect(("127.0.0.1", PORTS.get(address[1], port)), *args)
-        finally:
-            monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        return connect(("127.0.0.1", PORTS.get(address[1], port)), *args)
 
-    real = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(socket, "create_connection", dial)
     return made
