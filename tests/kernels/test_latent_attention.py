@@ -195,3 +195,62 @@ def test_preconditions(change: dict[str, Any], message: str) -> None:
     given = {name: getattr(call, name) for name in LatentCall.__slots__}
     with pytest.raises(ValueError, match=message):
         latent_attention(**given)
+
+
+def launch(latents: Latents, **changes: Any) -> Tensor:
+    from engine_core.kernels.latent_attention import triton
+
+    return triton.latent_attention(replace(latents.call, memo={}, **changes))
+
+
+# Decode rows of one split and of several, a padding row, and chunks that fill a tile or do not.
+KERNEL_ROWS = [(1, 1), (1, 33), (1, 0), (1, 150), (20, 20), (3, 130), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"block_size": 64, "heads": 5},
+        {"block_size": 7, "rank": 40, "rope": 6, "heads": 3},
+        {"heads": 20, "rank": 64, "dtype": torch.bfloat16, "block_size": 32},
+        {"rank": 64, "dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_kernel_matches_plain_torch(shape: dict[str, Any], launch_device: str) -> None:
+    latents = make(KERNEL_ROWS, device=launch_device, **shape)
+    dtype = latents.call.q.dtype
+    bound = 1e-5 if dtype == torch.float32 else 2 * TOLERANCE[dtype]
+    assert error(launch(latents).cpu(), latents.expected()) < bound
+
+
+def test_kernel_merges_splits_and_leaves_the_counts_as_they_were(launch_device: str) -> None:
+    rows = [(1, 20)] * 5 + [(1, 900)] + [(1, 65)] * 3
+    latents = make(rows, device=launch_device)
+    for max_kv_len in (900, 4096):
+        got = launch(latents, max_kv_len=max_kv_len)
+        assert error(got.cpu(), latents.expected()) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_captured_step_of_deepseeks_sizes(heads: int, dtype: torch.dtype) -> None:
+    """A replay has other lengths than the step that was captured."""
+    sizes = {"rank": 512, "nope": 128, "rope": 64, "v": 128, "block_size": 64, "heads": heads}
+    latents = make([(1, 3000), (1, 70), (1, 0), (65, 300)], dtype=dtype, device="cuda", **sizes)
+    lens = latents.call.kv_lens.clone()
+    latents.call.kv_lens.copy_(torch.tensor([1, 1, 0, 65]))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        latents.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = latents.run()
+    latents.call.kv_lens.copy_(lens)
+    graph.replay()
+    assert error(captured.cpu(), latents.expected()) < 4 * TOLERANCE[dtype]

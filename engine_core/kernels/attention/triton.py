@@ -45,7 +45,7 @@ from engine_core.kernels.launch.triton import (
 _LOG2E = 1.4426950408889634
 
 # Numbers of an item of a plan, and what fills its 32 bytes.
-_ITEM = 8
+ITEM = 8
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _plan_kernel(
 
 
 @triton.jit
-def _merge_splits(
+def merge_splits(
     out_ptr,
     partial_ptr,
     lse_ptr,
@@ -286,7 +286,7 @@ def _decode_kernel(
             first_head = tl.program_id(0) % G_TILES * BLOCK_G
             for in_tile in range(0, min(BLOCK_G, GROUP_SIZE), MERGED_HEADS):
                 merged = first_head + in_tile + tl.arange(0, MERGED_HEADS)
-                _merge_splits(
+                merge_splits(
                     out_ptr + row * NUM_HEADS * SHAPE.dv,
                     partial_ptr + first_item * NUM_HEADS * SHAPE.dv,
                     lse_ptr + first_item * NUM_HEADS,
@@ -384,7 +384,7 @@ def _shared_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
-def _plan(
+def plan_splits(
     kv_lens: Tensor,
     num_rows: int,
     max_kv_len: int,
@@ -406,7 +406,7 @@ def _plan(
     longest = triton.cdiv(max_kv_len, max(block_n, min_split))
     # No more than what is wanted and the beginning of a split in each row.
     most = min(num_rows + wanted, num_rows * max(1, min(longest, decode.MAX_SPLITS)))
-    items = torch.empty((most, _ITEM), dtype=torch.int32, device=kv_lens.device)
+    items = torch.empty((most, ITEM), dtype=torch.int32, device=kv_lens.device)
     _plan_kernel[(1,)](
         items,
         kv_lens,
@@ -418,7 +418,7 @@ def _plan(
         MAX_SPLITS=decode.MAX_SPLITS,
         BLOCK_ROWS=max(64, triton.next_power_of_2(num_rows)),
         BLOCK_N=block_n,
-        ITEM=_ITEM,
+        ITEM=ITEM,
         CROP=window is not None,
         num_warps=4,
         **pdl_options(kv_lens.device),
@@ -472,7 +472,7 @@ def paged_attention(call: Call) -> None:
             num_multiprocessors(q.device),
         )  # fmt: skip
         head_tiles = num_kv_heads * triton.cdiv(group_size, cut.block_g)
-        items, planned_now = _plan(
+        items, planned_now = plan_splits(
             call.kv_lens,
             num_decode_rows,
             call.max_kv_len,
@@ -496,7 +496,7 @@ def paged_attention(call: Call) -> None:
             SHAPE=shape,
             BLOCK_G=cut.block_g,
             BLOCK_N=cut.block_n,
-            ITEM=_ITEM,
+            ITEM=ITEM,
             MERGED_SPLITS=cut.merged_splits,
             MERGED_HEADS=cut.merged_heads,
             num_warps=cut.num_warps,

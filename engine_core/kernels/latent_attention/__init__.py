@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_core.kernels.latent_attention import cpu, reference
+from engine_core.kernels.latent_attention import cpu
 
 __all__ = ["LatentCall", "latent_attention"]
 
@@ -146,4 +146,8 @@ def latent_attention(
         q, cache, up, block_tables, query_start, kv_lens, max_query_len, max_kv_len,
         num_decode_rows, scale, {} if memo is None else memo,
     )  # fmt: skip
-    return reference.latent_attention(call) if q.is_cuda else cpu.latent_attention(call)
+    if q.is_cuda:
+        from engine_core.kernels.latent_attention import triton
+
+        return triton.latent_attention(call)
+    return cpu.latent_attention(call)
