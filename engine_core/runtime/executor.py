@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -38,6 +40,7 @@ from engine_core.plugin_code import described
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.loader import build_on_meta
 from engine_core.runtime.memory import CachePlan
+from engine_core.runtime.ring import NOTICE_BYTES, MessageRing
 from engine_core.runtime.runner import PendingStep
 from engine_core.runtime.source import ModelSource, open_model
 from engine_core.runtime.worker import Worker, WorkerReport
@@ -115,16 +118,19 @@ def check_experts(config: EngineConfig, model: nn.Module) -> None:
 
 
 class ProcessExecutor:
-    """Every rank in a spawned process; plans go out and results come back through pipes.
+    """Every rank in a spawned process; plans go out in shared memory, results come by pipes.
 
     Every rank samples the same tokens from the same gathered logits, so that only rank 0 answers.
-    The others report only failures. A rank that dies or fails ends all of them.
+    The others report only failures. A rank that dies or fails ends all of them. On a CPU rank 0 has
+    a step's result when every rank has begun to sample; on GPUs its host may be ahead of the others
+    by the launches of the steps in flight.
     """
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         """Start the processes; each opens the model anew from its name and ``config``."""
         context = multiprocessing.get_context("spawn")
         size = config.tensor_parallel_size
+        self._ring = MessageRing(size)
         self._folder = tempfile.TemporaryDirectory(prefix="engine-core-")
         meeting = (Path(self._folder.name) / "rendezvous").as_uri()
         self._connections: list[Connection] = []
@@ -136,7 +142,7 @@ class ProcessExecutor:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_worker_main,
-                args=(theirs, source.name, config, rank, meeting),
+                args=(theirs, self._ring, source.name, config, rank, meeting),
                 name=f"engine-core-rank-{rank}",
                 daemon=True,
             )
@@ -209,9 +215,14 @@ class ProcessExecutor:
         self._folder.cleanup()
 
     def _send(self, *message: Any) -> None:
+        data = memoryview(ForkingPickler.dumps(message))
+        sent = self._ring.write(data)
+        if sent is None:
+            assert data.nbytes > NOTICE_BYTES, f"{message} looks like a notice"
+            sent = bytes(data)
         for connection in self._connections:
             try:
-                connection.send(message)
+                connection.send_bytes(sent)
             except OSError:
                 self._receive()  # Raises with what its process said before it went.
                 raise
@@ -295,14 +306,19 @@ def _how(code: int | None) -> str:
 
 
 def _worker_main(
-    connection: Connection, model: str, config: EngineConfig, rank: int, meeting: str
+    connection: Connection,
+    ring: MessageRing,
+    model: str,
+    config: EngineConfig,
+    rank: int,
+    meeting: str,
 ) -> None:
     """The life of one rank's process."""
     own_process.claim()
     # Ctrl-C goes to every process of the terminal; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        _serve(connection, model, config, rank, meeting)
+        _serve(connection, ring, model, config, rank, meeting)
     except Exception as error:
         trace = "".join(traceback.format_exception(error))
         told, refusal = described(error), error if isinstance(error, EngineError) else None
@@ -321,10 +337,16 @@ def _worker_main(
 
 
 def _serve(
-    connection: Connection, model: str, config: EngineConfig, rank: int, meeting: str
+    connection: Connection,
+    ring: MessageRing,
+    model: str,
+    config: EngineConfig,
+    rank: int,
+    meeting: str,
 ) -> None:
     """Obey the parent's messages until it closes the pipe."""
     worker: Worker | None = None
+    flight: deque[PendingStep] = deque()
     sending = threading.Lock()
 
     def tell(number: int, prepared: Future[None]) -> None:
@@ -333,10 +355,18 @@ def _serve(
             connection.send(("prepared", (number, None if error is None else str(error))))
 
     while True:
+        # A step that is here already is launched before the device is waited for.
+        while flight and not connection.poll():
+            result = flight.popleft().result()
+            if rank == 0:
+                with sending:
+                    connection.send(("done", result))
         try:
-            command, *arguments = connection.recv()
+            message = connection.recv_bytes()
         except (EOFError, OSError):
             break
+        is_notice = len(message) == NOTICE_BYTES
+        command, *arguments = ring.read(message, rank) if is_notice else pickle.loads(message)
         if command == "load":
             worker = _join(model, config, rank, meeting)
             connection.send(("done", worker.load()))
@@ -349,10 +379,7 @@ def _serve(
             number, params = arguments
             worker.prepare(params).add_done_callback(partial(tell, number))
         else:
-            result = worker.submit(*arguments).result()
-            if rank == 0:
-                with sending:
-                    connection.send(("done", result))
+            flight.append(worker.submit(*arguments))
     if worker is None:
         return
     # A step in flight, or NCCL, may wait for a rank that is dead. The signal ends this process
