@@ -710,7 +710,7 @@ class _Check:
 
 
 def _replicated(network: nn.Module, whole: nn.Module, ranks: int) -> tuple[ReplicatedInfo, ...]:
-    """What a rank's ``network`` keeps above an even share of the ``whole``, the most bytes first.
+    """A rank's parameters beyond an even share of the ``whole``, the most bytes first.
 
     Padding, which is less than 1 %, is left out, and so are parameters that only a scheme has.
     """

@@ -89,7 +89,7 @@ def _construct(model_class: type, model_config: ModelConfig, context: BuildConte
 
 
 def _possible(model_class: type, model_config: ModelConfig, context: BuildContext) -> str:
-    """What to do instead: the numbers of ranks, up to those of a machine, that it splits over."""
+    """Advice: the numbers of ranks, up to those of a machine, that the model splits over."""
     sizes = []
     for size in range(2, 9):
         with suppress(IndivisibleError, EngineError):
