@@ -441,7 +441,8 @@ class _Check:
                 )
         budget = max(budget, 0) if specs else 0
         block_size = platform.resolve_block_size(config, device or torch.device("cuda"))
-        block_bytes = sum(spec.bytes_per_block(block_size) for spec in specs)
+        of_tokens = [spec.bytes_per_block(block_size) for spec in specs if not spec.keeps_state]
+        of_states = [spec.bytes_per_block(block_size) for spec in specs if spec.keeps_state]
         plan: CachePlan | None = None
         try:
             plan = plan_cache(
@@ -475,7 +476,13 @@ class _Check:
             encoder_weights_bytes=encoder_weights,
             encoder_cache_bytes=media.cache,
             encoder_activation_bytes=media.activations,
-            kv_bytes_per_token=block_bytes // block_size,
+            kv_bytes_per_token=sum(of_tokens) // block_size,
+            state_bytes=sum(of_states),
+            state_tokens=max(
+                (g.block_size for g in plan.cache_config.groups if g.spec.keeps_state), default=0
+            )
+            if plan
+            else 0,
             block_size=block_size,
             cache_bytes=budget,
             max_tokens=0 if plan is None else plan.max_tokens,

@@ -184,7 +184,15 @@ class MemoryInfo(_Model):
     encoder_activation_bytes: int = Field(
         description="What the encoder takes while it computes as many, at most; 0 if not known."
     )
-    kv_bytes_per_token: int = Field(description="What all layers together keep of one token.")
+    kv_bytes_per_token: int = Field(
+        description="What all layers together keep of one token, but for states."
+    )
+    state_bytes: int = Field(
+        description="What layers with states keep in a block of each; a sequence needs one or two."
+    )
+    state_tokens: int = Field(
+        description="Tokens from one state that is kept to the next; 0 without states."
+    )
     block_size: int = Field(description="Tokens in a block of the cache.")
     cache_bytes: int = Field(description="What is left for the KV cache.")
     max_tokens: int = Field(description="Tokens that fit in it, of all sequences together.")

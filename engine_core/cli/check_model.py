@@ -107,8 +107,13 @@ def _rows(report: CheckReport) -> dict[str, str]:
             kinds = {group.dtype for group in memory.groups}
             codes = [name for name in ("int8", "float8_e4m3fn") if name in kinds]
             kept = f" (of {', '.join(codes)} with scales)" if codes else ""
+            parts = []
+            if memory.kv_bytes_per_token:
+                parts.append(f"{_bytes(memory.kv_bytes_per_token)} a token{kept}")
+            if memory.state_bytes:
+                parts.append(f"{_bytes(memory.state_bytes)} a state")
             rows["KV cache"] = (
-                f"{_bytes(memory.kv_bytes_per_token)} a token{kept}, {memory.max_tokens} tokens: "
+                f"{', '.join(parts)}, {memory.max_tokens} tokens: "
                 f"{memory.full_sequences} sequences of {memory.max_model_len}"
             )
     return rows

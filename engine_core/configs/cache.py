@@ -79,6 +79,11 @@ class CacheSpec(FrozenConfig):
         """Bytes that one layer keeps in a block."""
         return sum(tensor.nbytes for tensor in self.tensors(block_size))
 
+    @cached_property
+    def keeps_state(self) -> bool:
+        """Whether a block has equal bytes, whatever its number of tokens."""
+        return self.bytes_per_block(1) == self.bytes_per_block(2)
+
 
 class KVCacheSpec(CacheSpec):
     """The keys and values of an attention layer.

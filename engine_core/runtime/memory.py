@@ -129,7 +129,9 @@ def plan_cache(
     if not specs:
         nothing = CacheConfig(groups=(), num_blocks=2, enable_prefix_caching=False)
         return CachePlan(nothing, (), (), max_model_len, config.max_num_seqs)
-    members, layer_groups = _group_layers(specs, block_size)
+    members, layer_groups = _group_layers(
+        specs, block_size, 0 if config.enable_prefix_caching else max_model_len
+    )
     planes = _planes(members)
     page = sum(planes)
 
@@ -174,13 +176,15 @@ def plan_cache(
 
 
 def _group_layers(
-    specs: Sequence[CacheSpec], block_size: int
+    specs: Sequence[CacheSpec], block_size: int, longest: int = 0
 ) -> tuple[list[tuple[CacheGroup, int]], tuple[int, ...]]:
     """Divide layers into groups whose blocks are about as large.
 
     Layers of one kind need not be in one group: a block then holds a few layers, of any kind. The
     more layers it holds the fewer block tables there are, but the more is lost where a kind's
-    layers do not fill its last group.
+    layers do not fill its last group. Of a kind whose blocks keep a state, however many tokens they
+    have, one block has all of ``longest`` tokens: where no prefix is kept, none of its own is
+    needed.
 
     Returns:
         each group with its number of layers, and the group of each layer.
@@ -192,6 +196,8 @@ def _group_layers(
     for kind in kinds:
         size = block_size
         while size < _MOST_TOKENS * block_size and kind.bytes_per_block(2 * size) <= largest:
+            size *= 2
+        while size < longest and kind.keeps_state:
             size *= 2
         sizes.append(size)
     weights = [kind.bytes_per_block(size) for kind, size in zip(kinds, sizes, strict=True)]

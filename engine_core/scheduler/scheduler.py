@@ -44,6 +44,8 @@ from engine_core.steps import (
 )
 
 _Blocks = tuple[tuple[int, ...], ...]
+# Of so many running sequences with states one is at the end of a block, at most, as a rule.
+_GROWING = 8
 _rank = attrgetter("rank")
 _num_scheduled = attrgetter("num_scheduled")
 _new = tuple.__new__
@@ -759,7 +761,12 @@ class Scheduler:
                 # would soon be preempted, its work lost. Alone, it needs no such reserve.
                 whole = group.max_blocks(num_tokens, self.config.max_num_batched_tokens)
                 rest = -(-num_tokens // group.block_size) - present
-                count = max(count, min(whole, rest)) + num_running + 1
+                spare = num_running + 1
+                if group.spec.keeps_state:
+                    # Who takes another at the end of a block gives that one back.
+                    grows = group.block_size < self.config.max_model_len
+                    spare = grows * (num_running // _GROWING + 1)
+                count = max(count, min(whole, rest)) + spare
             wanted += count + group.prefix.num_free_taken(sequence.block_keys, cached, first)
         return wanted
 
