@@ -196,7 +196,9 @@ def test_many_rows_and_large_tensors_are_not_recorded() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["llama-gqa", "bloom-6heads", "qwen2-swa", "chatglm2-tiny"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "bloom-6heads", "qwen2-swa", "chatglm2-tiny", "mamba2-tiny"]
+)
 def test_an_engine_gives_the_tokens_of_eager_steps(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
