@@ -228,7 +228,10 @@ class _Check:
     def _understand(self, registry: Registry, checkpoint: Checkpoint) -> None:
         device = self.device or torch.device("cpu")
         with self._collecting():
-            self.scheme = find_scheme(checkpoint, self.config, self.scheme, registry, device)
+            capability = None if self.gpu is None else self.gpu.capability
+            self.scheme = find_scheme(
+                checkpoint, self.config, self.scheme, registry, device, capability
+            )
         with self._collecting():
             self.model_config = read_config(registry, checkpoint, self.config.model_impl)
         if self.model_config is None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_core.kernels import linear
+from engine_core.kernels import CodedWeight, linear
 from engine_core.nn.distributed import all_gather_last_dim, all_reduce
 from engine_core.nn.loading import (
     ShapeMismatchError,
@@ -98,9 +98,9 @@ class LMHead(VocabularySplit):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., hidden]`` to ``[..., vocab]``, the same on every rank."""
-        if self.packed is None:
-            deterministic = self.context.deterministic
-            local = linear(hidden_states, self.weight, deterministic=deterministic)
+        if self.packed is None or isinstance(self.packed, CodedWeight):
+            weight = self.weight if self.packed is None else self.packed
+            local = linear(hidden_states, weight, deterministic=self.context.deterministic)
         else:
             local = self.packed.multiply(hidden_states, None)
         return all_gather_last_dim(local, self.context)[..., : self.vocab_size]

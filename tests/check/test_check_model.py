@@ -156,8 +156,7 @@ def test_a_revision_of_a_folder(model: Model) -> None:
 def test_an_option_that_does_not_fit_is_not_the_configs_fault(model: Model) -> None:
     wrong: dict[str, tuple[dict[str, Any], str | None]] = {
         "of this size cannot be split over 3 ranks": ({"tensor_parallel_size": 3}, None),
-        "cannot run on cuda": ({"quantization": "gguf"}, "H100"),
-        "'gguf' keeps the blocks": ({"quantization": "gguf"}, None),
+        "'gguf' keeps the blocks": ({"quantization": "gguf"}, "H100"),
         "above the 2048 tokens": ({"max_model_len": 4096}, None),
         "two names of one object": (
             {"hf_overrides": {"rope_scaling": {"factor": 2}, "rope_parameters": {"factor": 4}}},
@@ -377,6 +376,18 @@ def test_blocks_are_planned_as_they_are(smollm2_gguf: Path, cache_home: Path) ->
     assert report.weights is not None
     assert report.weights.kept == {"Q8_0": 1, "Q4_1": 7 * layers}
     assert report.weights.unpacked == {}
+
+    # A GPU's rows have whole blocks of 128 columns.
+    report = check_model(smollm2_gguf, gpu="H100")
+    assert report.memory is not None
+    rows = (2 * hidden + 2 * 192 + 2 * 1536) * layers
+    padding = rows * (640 - 576) // 2 + vocabulary * (640 - 576)
+    assert report.memory.weights_bytes == blocks + padding + 2 * norms
+    assert report.weights is not None
+    assert report.weights.kept == {"Q8_0": 1, "Q4_1": 7 * layers}
+    report = check_model(smollm2_gguf, gpu="T4")
+    assert report.weights is not None
+    assert report.weights.kept == {}
 
     report = check_model(smollm2_gguf, EngineConfig(quantization="unpacked", dtype="bfloat16"))
     assert report.memory is not None

@@ -299,6 +299,8 @@ def evaluate(code: str, inputs: list[int], first: int, dtype: torch.dtype) -> li
             held[to] = a
         elif name == "shr.u32":
             held[to] = a >> others[0]
+        elif name == "shl.b32":
+            held[to] = a << others[0] & 0xFFFFFFFF
         elif name == "prmt.b32":
             source = (a | others[0] << 32).to_bytes(8, "little")
             chosen = bytes(source[others[1] >> 4 * at & 7] for at in range(4))
@@ -316,28 +318,33 @@ def evaluate(code: str, inputs: list[int], first: int, dtype: torch.dtype) -> li
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_instructions_make_the_numbers(bits: int, dtype: torch.dtype, launch_device: str) -> None:
-    """Of every code, and less every zero that 4 bits have and some that 8 bits have."""
+    """Of every code, and less every zero that 4 bits have and some that others have."""
     from engine_core.kernels.linear.readers import triton as readers
 
     name = str(dtype).removeprefix("torch.")
-    kind = "NIBBLES" if bits == 4 else "BYTES"
-    code = getattr(readers, f"_{kind}_{name.upper()}").value
-    middle = getattr(readers, f"_MIDDLE_{kind}_{name.upper()}").value
-    offset = readers.OFFSETS.get((name, bits), 0.0)
+    offset, middle = readers.offset_of(name, bits), 0 if bits == 8 else 2 ** (bits - 1)
     for start in range(0, 2**bits, 4):
         codes = torch.arange(start, start + 8).remainder(2**bits).tolist()
-        zero = start if bits == 4 else start - 128
+        zero = start if bits < 8 else start - 128
         added = int(torch.tensor(-offset - zero).to(dtype).view(torch.int16)) & 0xFFFF
-        if bits == 4:
-            words = [sum(c << 16 * (at // 4) + 4 * (at % 4) for at, c in enumerate(codes))]
-        else:
+        if bits == 8:
             words = [sum(c << 8 * at for at, c in enumerate(codes[i : i + 4])) for i in (0, 4)]
-        signed = [c if bits == 4 or c < 128 else c - 256 for c in codes]
-        for given, each, less in (
-            (code, [*words, *[added | added << 16] * 4], zero),
-            (middle, words, 8 if bits == 4 else 0),
+        else:
+            places = [16 * (at // 4) + 4 * (at % 4) for at in range(8)]
+            words = [sum((c & 15) << at for c, at in zip(codes, places, strict=True))]
+        if bits in (5, 6):
+            places = [16 * (at // 4) + (bits - 4) * (at % 4) for at in range(8)]
+            words += [sum((c >> 4) << at for c, at in zip(codes, places, strict=True))]
+        signed = [c if bits < 8 or c < 128 else c - 256 for c in codes]
+        for given, added_by, less in (
+            (None, [added | added << 16] * 4, zero),
+            (float(middle), [], middle),
+            (0.0, [], 0),
         ):
+            code, operands = readers.instructions(name, bits, given)
+            inputs = [*words, *added_by]
+            assert operands.split(",") == ["=r"] * 4 + ["r"] * len(inputs)
             expected = [[signed[at] - less, signed[4 + at] - less] for at in range(4)]
-            assert evaluate(given, each, 4, dtype) == expected
+            assert evaluate(code, inputs, 4, dtype) == expected

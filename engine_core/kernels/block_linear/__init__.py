@@ -1,4 +1,4 @@
-"""Products with matrices in the blocks of GGUF files, on a CPU."""
+"""Matrices in the blocks of GGUF files: products on a CPU, and their form for a GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from engine_core.kernels import compiled
-from engine_core.kernels.block_linear.forms import FORMS, pack_blocks
+from engine_core.kernels.block_linear.forms import FORMS, group_weight, pack_blocks
 
-__all__ = ["FORMS", "block_linear", "is_fast", "pack_blocks", "take_rows"]
+__all__ = ["FORMS", "block_linear", "group_weight", "is_fast", "pack_blocks", "take_rows"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

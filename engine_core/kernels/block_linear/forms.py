@@ -1,4 +1,4 @@
-"""The block types of GGUF files, and the layout in which a CPU multiplies by them.
+"""The block types of GGUF files, and the layouts in which a CPU and a GPU multiply by them.
 
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has the layouts of the files.
 """
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from engine_core.kernels.linear.groups import GroupWeight
 
 # Rows of a panel, of which a vector holds four columns each.
 PANEL = 16
@@ -82,8 +84,15 @@ class BlockForm:
         return columns // self.file_block * (self.header_bytes + self.run * self.block_bytes)
 
     def nbytes(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix; the last panel is a whole one."""
+        """Bytes of a matrix in panels; the last panel is a whole one."""
         return -(-rows // PANEL) * self.panel_bytes(columns)
+
+    def group_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix as :func:`group_weight` makes it."""
+        scales = columns // self.group * (1 if self.layered else 2)
+        scales += columns // self.file_block * 2 if self.layered else 0
+        codes = GroupWeight.size(rows, columns, self.bits)
+        return codes + rows * scales * (1 + self.affine)
 
 
 FORMS = {
@@ -126,7 +135,7 @@ def pack_blocks(blocks: Tensor, type_name: str) -> Tensor:
 
 def _pack(raw: Tensor, form: BlockForm, type_name: str) -> Tensor:
     """Whole panels of rows as ``[panels, runs, bytes]``."""
-    codes, header, scales, minima = _READERS[type_name](raw)
+    codes, header, scales, minima = unpack_blocks(raw, type_name)
     panels, runs = raw.shape[0] // PANEL, raw.shape[1]
     # [panels, blocks, 8, 64]: vectors of four columns of each row.
     vectors = codes.reshape(panels, PANEL, -1, 8, 4).permute(0, 2, 3, 1, 4).flatten(3)
@@ -158,8 +167,41 @@ def _pack(raw: Tensor, form: BlockForm, type_name: str) -> Tensor:
     return packed
 
 
+def group_weight(blocks: Tensor, type_name: str, dtype: torch.dtype) -> GroupWeight:
+    """A matrix's blocks as they are in the file, for a GPU.
+
+    Args:
+        blocks: ``[rows, blocks of a row, bytes of a block]`` uint8.
+        type_name: one of :data:`FORMS`.
+        dtype: of what is multiplied by it.
+    """
+    form = FORMS[type_name]
+    parts = []
+    for raw in blocks.split(max(_CHUNK // (blocks.shape[1] * form.file_block), 1)):
+        codes, header, scales, minima = unpack_blocks(raw, type_name)
+        codes = codes.reshape(len(raw), -1)
+        if form.layered:
+            # Of Q6_K they have a sign, and the others are below 64.
+            scales, minima = (
+                scales.view(torch.int8),
+                minima if minima is None else minima.view(torch.int8),
+            )
+        made = GroupWeight.of_codes(codes, scales, form.bits, dtype, minima, header)
+        parts.append(made)
+    return parts[0] if len(parts) == 1 else GroupWeight.joined(parts)
+
+
 # Codes [rows, columns], the header's numbers [rows, runs], scales and minima [rows, groups].
 _Parts = tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor | None]
+
+
+def unpack_blocks(raw: Tensor, type_name: str) -> _Parts:
+    """Codes and scales of blocks ``[rows, blocks of a row, bytes of a block]``.
+
+    Codes are from 0 on, but of 8 bits have a sign; the header is what 8-bit scales and minima are
+    factors of, with the minima's sign.
+    """
+    return _READERS[type_name](raw)
 
 
 def _half(raw: Tensor, at: int) -> Tensor:
@@ -174,7 +216,7 @@ def _halves(run: Tensor) -> Tensor:
 
 def _bit_of(word: Tensor) -> Tensor:
     """The bits of some bytes from the lowest, as 0 or 16: ``[..., n]`` to ``[..., 8 n]``."""
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=word.device)
     return ((word.unsqueeze(-1) >> shifts & 1) << 4).flatten(-2)
 
 
@@ -213,7 +255,7 @@ def _q4_k(raw: Tensor) -> _Parts:
 
 def _q5_k(raw: Tensor) -> _Parts:
     header, scales, minima = _factors(raw)
-    groups = torch.arange(8, dtype=torch.uint8).view(8, 1)
+    groups = torch.arange(8, dtype=torch.uint8, device=raw.device).view(8, 1)
     high = (raw[..., 16:48].unsqueeze(-2) >> groups & 1) << 4
     low = _halves(raw[..., 48:].unflatten(-1, (4, 32)))
     return low.flatten(-2) | high.flatten(-2), header, scales, minima
@@ -222,7 +264,7 @@ def _q5_k(raw: Tensor) -> _Parts:
 def _q6_k(raw: Tensor) -> _Parts:
     # Two halves of 128: runs of 32 in the low halves of 64 bytes, then in their high ones.
     low = _halves(raw[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device).view(4, 1)
     high = raw[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
     return low | high << 4, (_half(raw, 208),), raw[..., 192:208].flatten(1), None
 

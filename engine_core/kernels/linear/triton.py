@@ -71,10 +71,18 @@ def _multiply(reader, acc, x, w, MODE: tl.constexpr, PRECISION: tl.constexpr):
                 )
             scales = w[reader.PARTS + run]
             if MODE == "vector":
-                parts = tl.reshape(products, [acc.shape[0], scales.shape[1], 128 // reader.PARTS])
+                tl.static_assert(not reader.MINIMA, "minima are added to products of tiles")
+                parts = tl.reshape(products, [acc.shape[0], scales.shape[1], reader.APART])
                 acc += tl.reshape(parts * scales[:, :, None], acc.shape)
             else:
                 acc += products * (scales if MODE == "wx" else tl.trans(scales))
+            if reader.MINIMA:
+                minima = w[2 * reader.PARTS + run]
+                sums = tl.sum(x[run].to(tl.float32), axis=1)
+                if MODE == "wx":
+                    acc += minima * sums[None, :]
+                else:
+                    acc += sums[:, None] * tl.trans(minima)
     return acc
 
 
@@ -106,15 +114,15 @@ def _load_run(ptrs, row_mask, cols, high, AT: tl.constexpr, EVEN_K: tl.constexpr
 
 
 @triton.jit
-def _load_x(ptrs, row_mask, cols, high, EVEN_K: tl.constexpr, PARTS: tl.constexpr):
-    """x at ``cols``, the first run of each 128 if there are PARTS, and the others."""
+def _load_x(reader, ptrs, row_mask, cols, high, EVEN_K: tl.constexpr):
+    """x at ``cols``, the first run of each block if the reader has PARTS, and the others."""
     x = _load_run(ptrs, row_mask, cols, high, 0, EVEN_K)
-    if PARTS == 2:
-        x = (x, _load_run(ptrs, row_mask, cols, high, 64, EVEN_K))
-    elif PARTS == 4:
-        second = _load_run(ptrs, row_mask, cols, high, 32, EVEN_K)
-        third = _load_run(ptrs, row_mask, cols, high, 64, EVEN_K)
-        x = (x, second, third, _load_run(ptrs, row_mask, cols, high, 96, EVEN_K))
+    if reader.PARTS == 2:
+        x = (x, _load_run(ptrs, row_mask, cols, high, reader.APART, EVEN_K))
+    elif reader.PARTS == 4:
+        second = _load_run(ptrs, row_mask, cols, high, reader.APART, EVEN_K)
+        third = _load_run(ptrs, row_mask, cols, high, 2 * reader.APART, EVEN_K)
+        x = (x, second, third, _load_run(ptrs, row_mask, cols, high, 3 * reader.APART, EVEN_K))
     return x
 
 
@@ -212,8 +220,8 @@ def _linear_kernel(
     row_mask = place.row_mask
     places = tl.arange(0, WIDTH)
     if reader.PARTS > 1:
-        SIZE: tl.constexpr = 128 // reader.PARTS
-        places = places // SIZE * 128 + places % SIZE
+        BLOCK: tl.constexpr = reader.PARTS * reader.APART
+        places = places // reader.APART * BLOCK + places % reader.APART
     x_ptrs = x_ptr + first_row * x_stride + low
     x_ptrs += place.rows.to(tl.int64)[:, None] * x_stride + places[None, :]
     # Asked for here, used after the products.
@@ -232,7 +240,7 @@ def _linear_kernel(
     acc = _zeros(MODE, BLOCK_M, BLOCK_N, WIDTH)
     up = _zeros(MODE, BLOCK_M, BLOCK_N, WIDTH)
     if PRELOAD:
-        x = _load_x(x_ptrs, row_mask, low + places, high, EVEN_K, reader.PARTS)
+        x = _load_x(reader, x_ptrs, row_mask, low + places, high, EVEN_K)
         acc = _multiply(reader, acc, x, w_first, MODE, PRECISION)
         if epilogue.GATED:
             up = _multiply(reader, up, x, up_first, MODE, PRECISION)
@@ -240,7 +248,7 @@ def _linear_kernel(
         low += BLOCK_K
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         k_mask = start + tl.arange(0, BLOCK_K) < high
-        x = _load_x(x_ptrs, row_mask, start + places, high, EVEN_K, reader.PARTS)
+        x = _load_x(reader, x_ptrs, row_mask, start + places, high, EVEN_K)
         w, w_cursor = reader.load(reader, w_cursor, k_mask, EVEN_K)
         acc = _multiply(reader, acc, x, w, MODE, PRECISION)
         if epilogue.GATED:

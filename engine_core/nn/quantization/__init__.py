@@ -4,8 +4,8 @@ Int8, int4 and fp8 quantise an ordinary checkpoint once it is loaded. Blocks com
 GGUF file, and e4m3 codes or integers with scales of groups from checkpoints that tools quantised.
 """
 
-from engine_core.nn.quantization.blocks import BlockLinearMethod, BlockMatrix
-from engine_core.nn.quantization.cpu import GGUFScheme, Int4Scheme, Int8Scheme
+from engine_core.nn.quantization.blocks import BlockLinearMethod, BlockMatrix, GGUFScheme
+from engine_core.nn.quantization.cpu import Int4Scheme, Int8Scheme
 from engine_core.nn.quantization.fp8 import Fp8LinearMethod, Fp8Scheme
 from engine_core.nn.quantization.fp8_checkpoint import CompressedTensorsScheme
 from engine_core.nn.quantization.int4 import Int4LinearMethod, Int4Matrix, quantize_int4

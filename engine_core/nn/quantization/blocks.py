@@ -1,19 +1,41 @@
-"""Matrices in the blocks of a GGUF file, multiplied as they are."""
+"""Matrices in the blocks of a GGUF file, multiplied as they are, on a CPU and on a GPU."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import groupby
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from engine_core.kernels import DeferredRMSNorm
-from engine_core.kernels.block_linear import FORMS, block_linear, pack_blocks, take_rows
-from engine_core.nn.embedding import VocabularySplit
+from engine_core.errors import OptionError
+from engine_core.kernels import GroupWeight, gpu_of, linear
+from engine_core.kernels.block_linear import (
+    FORMS,
+    block_linear,
+    group_weight,
+    pack_blocks,
+    take_rows,
+)
+from engine_core.kernels.compiled import available
+from engine_core.nn.embedding import VocabularyMethod, VocabularySplit
+from engine_core.nn.epilogue import Call, Epilogue
+from engine_core.nn.experts import StackedLinear
 from engine_core.nn.linear import Linear, LinearMethod
 from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
 from engine_core.nn.packing import MatrixModule, OneDNNMatrix, onednn_packs
+from engine_core.nn.quantization.groups import GroupMethod, warn_of_slower
+from engine_core.nn.quantization.scheme import QuantizationScheme
+
+if TYPE_CHECKING:
+    from engine_core.checkpoint import Checkpoint
+    from engine_core.nn.loading import LoadAccount
+
+logger = logging.getLogger(__name__)
 
 
 class BlockMatrix:
@@ -99,12 +121,32 @@ class _JoinedMatrix:
         return torch.cat([part.dense() for part in self._parts])
 
 
-class BlockLinearMethod(LinearMethod):
-    """A weight whose parts are in blocks, of a type each, or in plain numbers."""
+class _JoinedWeights:
+    """Weights of one input on a GPU, one below the other: a launch for each."""
 
-    def __init__(self, types: Mapping[Hashable, str | None]) -> None:
+    def __init__(self, parts: Sequence[Tensor | GroupWeight], deterministic: bool) -> None:
+        self._parts, self._deterministic = parts, deterministic
+        self._sizes = [len(part) for part in parts]
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        biases = [None] * len(self._parts) if bias is None else bias.split(self._sizes)
+        each = zip(self._parts, biases, strict=True)
+        return torch.cat([linear(x, *part, deterministic=self._deterministic) for part in each], -1)
+
+    def dense(self) -> Tensor:
+        return torch.cat([p if isinstance(p, Tensor) else p.dense() for p in self._parts])
+
+
+class BlockLinearMethod(GroupMethod):
+    """A weight whose parts are in blocks, of a type each, or in plain numbers.
+
+    On a GPU a weight of one type is a :class:`~engine_core.kernels.GroupWeight`.
+    """
+
+    def __init__(self, types: Mapping[Hashable, str | None], on_cpu: bool) -> None:
         """Types by shard id, or one for all parts; None for plain numbers."""
-        self._types = types
+        self._types, self._on_cpu = types, on_cpu
 
     def create_weights(
         self,
@@ -165,46 +207,59 @@ class BlockLinearMethod(LinearMethod):
             if type_name is None:
                 size += prod(shape)
             else:
-                form = FORMS[type_name]
-                size += form.nbytes(shape[0], shape[1] * form.file_block)
+                size += _packed_bytes(type_name, shape[0], shape[1], self._on_cpu)
         return {"weight": size}
 
-    def process_after_load(self, layer: Linear) -> None:
-        """Bring the blocks into panels; neighbours of one type become one matrix."""
-        weight = layer.get_parameter("weight")
-        matrices: list[BlockMatrix | _NumbersMatrix] = []
-        runs: list[tuple[str | None, list[Tensor]]] = []
-        for shard_id in layer.part_rows:
-            type_name = self._type(shard_id)
-            if not runs or runs[-1][0] != type_name:
-                runs.append((type_name, []))
-            runs[-1][1].append(self._part(weight, shard_id, layer.dtype))
-        for type_name, parts in runs:
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            matrices.append(
-                _NumbersMatrix(whole)
-                if type_name is None
-                else BlockMatrix(whole, type_name, layer.dtype)
-            )
-        first = matrices[0]
-        if len(matrices) == 1 and isinstance(first, BlockMatrix):
-            layer.set_packed(first, "weight")
-        else:
-            layer.set_packed(_JoinedMatrix(matrices), "weight")
+    def _runs(self, layer: Linear) -> list[tuple[str | None, list[Hashable]]]:
+        """Neighbouring parts of one type."""
+        by_type = groupby(layer.part_rows, self._type)
+        return [(type_name, list(shard_ids)) for type_name, shard_ids in by_type]
 
-    def apply(self, layer: Linear, x: Tensor | DeferredRMSNorm, bias: Tensor | None) -> Tensor:
-        """``x @ weight.T + bias``."""
-        assert isinstance(x, Tensor), "it agrees to no norm without its division"
-        assert layer.packed is not None, "the weights are packed after they are loaded"
-        return layer.packed.multiply(x, bias)
+    def process_after_load(self, layer: Linear) -> None:
+        """Bring the blocks into a kernel's layout; neighbours of one type become one matrix."""
+        weight, dtype = layer.get_parameter("weight"), layer.dtype
+        matrices: list[Any] = []
+        for type_name, shard_ids in self._runs(layer):
+            parts = [self._part(weight, shard_id, dtype) for shard_id in shard_ids]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if type_name is not None:
+                matrices.append(_packed(whole, type_name, dtype, self._on_cpu))
+            else:
+                matrices.append(_NumbersMatrix(whole) if self._on_cpu else whole.clone())
+        joined: Any = matrices[0]
+        if len(matrices) > 1 or not isinstance(joined, BlockMatrix | GroupWeight):
+            deterministic = layer.context.deterministic
+            joined = (
+                _JoinedMatrix(matrices) if self._on_cpu else _JoinedWeights(matrices, deterministic)
+            )
+        layer.set_packed(joined, "weight")
+
+    def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
+        """As of any codes; parts of several types are products of their own and fuse nothing."""
+        if len(self._runs(layer)) > 1:
+            return "its parts are in blocks of several types, each of which is a product"
+        return super().declined(layer, epilogue, call)
+
+
+def _packed(
+    blocks: Tensor, type_name: str, dtype: torch.dtype, on_cpu: bool
+) -> BlockMatrix | GroupWeight:
+    make = BlockMatrix if on_cpu else group_weight
+    return make(blocks, type_name, dtype)
+
+
+def _packed_bytes(type_name: str, rows: int, count: int, on_cpu: bool) -> int:
+    """Bytes of a matrix of so many blocks a row, in the layout of a kernel."""
+    form = FORMS[type_name]
+    size = form.nbytes if on_cpu else form.group_bytes
+    return size(rows, count * form.file_block)
 
 
 class BlockVocabularyMethod:
     """A vocabulary's matrix in blocks of one type."""
 
-    def __init__(self, type_name: str, dtype: torch.dtype) -> None:
-        self._type_name = type_name
-        self._dtype = dtype
+    def __init__(self, type_name: str, dtype: torch.dtype, on_cpu: bool) -> None:
+        self._type_name, self._dtype, self._on_cpu = type_name, dtype, on_cpu
 
     def weight(self, layer: VocabularySplit) -> nn.Parameter:
         """A parameter on meta for the blocks, in the place of the layer's ``weight``."""
@@ -216,12 +271,117 @@ class BlockVocabularyMethod:
         set_weight_loader(weight, layer._load)
         return weight
 
-    def pack(self, weight: Tensor) -> BlockMatrix:
-        """The blocks in panels."""
-        return BlockMatrix(weight.detach(), self._type_name, self._dtype)
+    def pack(self, weight: Tensor) -> BlockMatrix | GroupWeight:
+        """The blocks in a kernel's layout."""
+        return _packed(weight.detach(), self._type_name, self._dtype, self._on_cpu)
 
     def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
-        """The blocks in panels."""
+        """The blocks in that layout."""
         rows, count, _ = layer.weight.shape
-        form = FORMS[self._type_name]
-        return {"weight": form.nbytes(rows, count * form.file_block)}
+        return {"weight": _packed_bytes(self._type_name, rows, count, self._on_cpu)}
+
+
+class GGUFScheme(QuantizationScheme):
+    """The blocks of a GGUF file as they are, of linears and of the vocabulary.
+
+    Experts become numbers.
+    """
+
+    converts_gguf = False
+    takes = "linear layer is in blocks"
+    _on_cpu = True
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a CPU for which nothing can be compiled; say where a GPU gains no time."""
+        self._on_cpu = device.type == "cpu"
+        if device.type not in ("cpu", "cuda"):
+            raise OptionError(
+                f"quantization {self.name!r} has no kernels for {device}; set device='cpu', or "
+                "leave it out"
+            )
+        if not self._on_cpu:
+            if torch.cuda.is_available():
+                warn_of_slower(self.name, gpu_of(device))
+        elif not available():
+            raise OptionError(
+                f"quantization {self.name!r} multiplies blocks by kernels that Numba compiles, "
+                "which is not installed: pip install 'engine-core-llm[cpu]', or leave it out"
+            )
+
+    def check_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
+        """Refuse what has no blocks."""
+        if checkpoint.gguf is None or not checkpoint.gguf.block_types:
+            has = "is none" if checkpoint.gguf is None else f"has none of {', '.join(FORMS)}"
+            raise OptionError(
+                f"quantization {self.name!r} keeps the blocks of a GGUF file, and {model} {has}; "
+                "'int8' and 'int4' quantise any checkpoint"
+            )
+
+    def prepare(self, model: nn.Module) -> None:
+        """Leave the layers plain: the types of the tensors that fill them say who is taken."""
+
+    def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Checkpoint:
+        """Keep the blocks of each matrix that is filled from whole tensors, each by itself."""
+        assert checkpoint.gguf is not None, "check_checkpoint asks for a GGUF file"
+        types = checkpoint.gguf.block_types
+        fills = Counter(name for param in model.parameters() for name in account.sources(param))
+        self._types: dict[int, dict[Hashable, str | None]] = {}
+        names: dict[int, set[str]] = {}
+        for module in model.modules():
+            if not isinstance(module, Linear | VocabularySplit) or isinstance(
+                module, StackedLinear
+            ):
+                continue
+            shards = account.shards(module.weight)
+            columns = module.weight.shape[1]
+            found: dict[Hashable, str | None] = {}
+            for shard_id, (first, *others) in shards.items():
+                kept = not others and fills[first] == 1 and first in types
+                fits = kept and columns % FORMS[types[first]].file_block == 0
+                found[shard_id] = types[first] if fits else None
+            if any(found.values()):
+                self._types[id(module)] = found
+                names[id(module)] = {
+                    name for key, (name, *_) in shards.items() if found[key] is not None
+                }
+        taken: list[nn.Module] = [*self.give_methods(model), *self._take_vocabulary(model)]
+        matched = checkpoint.keeping_blocks({name for layer in taken for name in names[id(layer)]})
+        assert matched.gguf is not None, "blocks are kept of a GGUF file"
+        for type_name, unpacked in matched.gguf.unpacked.items():
+            logger.warning("%d tensors in %s blocks are unpacked, such as %s: they take more memory"
+                           " than in the file", len(unpacked), type_name, unpacked[0])  # fmt: skip
+        return matched
+
+    def _take_vocabulary(self, model: nn.Module) -> list[VocabularySplit]:
+        """Give each vocabulary's matrix that has a method a parameter for its blocks."""
+        users: dict[int, list[nn.Module]] = {}
+        for module in model.modules():
+            for param in module._parameters.values():
+                users.setdefault(id(param), []).append(module)
+        taken = []
+        for modules in users.values():
+            layers = [module for module in modules if isinstance(module, VocabularySplit)]
+            methods = [layer.method for layer in layers if layer.method is not None]
+            if len(methods) < len(modules):
+                for layer in layers:
+                    layer.method = None
+                continue
+            assert isinstance(methods[0], BlockVocabularyMethod), "vocabulary_method gives these"
+            weight = methods[0].weight(layers[0])
+            for layer in layers:
+                layer.weight = weight
+            taken += layers
+        return taken
+
+    def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
+        """Blocks, for a linear that has them."""
+        types = self._types.get(id(layer))
+        return None if types is None else BlockLinearMethod(types, self._on_cpu)
+
+    def vocabulary_method(self, name: str, layer: VocabularySplit) -> VocabularyMethod | None:
+        """Blocks, for a vocabulary in them."""
+        types = self._types.get(id(layer))
+        type_name = None if types is None else types.get(None)
+        if type_name is None:
+            return None
+        return BlockVocabularyMethod(type_name, layer.dtype, self._on_cpu)

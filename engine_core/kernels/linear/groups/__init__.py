@@ -1,8 +1,9 @@
-"""Linears whose weight is kept as integers of 4 or 8 bits, with scales of groups of inputs."""
+"""Linears whose weight is kept as integers of 4 to 8 bits, with scales of groups of inputs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,35 +15,51 @@ from engine_core.kernels.linear.coded import CodedWeight
 
 # Columns whose codes lie in 32 neighbouring words: column j in word j % 32, place j // 32.
 BLOCK = 128
-_WORDS = 32
+# Of groups of 16 columns words have columns 16 apart, and a block has 64.
+_LANES, _NARROW_LANES = 32, 16
 _ROWS = 1024
-# The zero points of symmetric codes: 4 bits are kept as 0 to 15, 8 bits as -128 to 127.
-MIDDLE = {4: 8, 8: 0}
+# The zero points of symmetric codes. 8 bits are kept as -128 to 127, fewer from 0 on.
+MIDDLE = {4: 8, 5: 16, 6: 32, 8: 0}
+# The dimension of each tensor along which a matrix's rows lie.
+_ROW_DIMENSIONS = {
+    **dict.fromkeys(("words", "high"), 0),
+    **dict.fromkeys(("scales", "zeros", "minima", "headers"), -1),
+}
 # Rows from which matrix units multiply them quantised, where the scheme has it so. Fewer keep
 # their 16 bits.
 _LEAST_QUANTIZED = 65
 
 
 def fits_group(group_size: int) -> bool:
-    """Whether the kernels know groups of so many columns; 0 for whole rows."""
+    """Whether kernels know groups of so many columns of a checkpoint; 0 for whole rows."""
     return group_size in (32, 64) or group_size % BLOCK == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupWeight(CodedWeight):
-    """A matrix ``[N, K]`` as ``(codes - zeros) * scales``. Make it by :meth:`of`.
+    """A matrix ``[N, K]`` as ``(codes - zeros) * scales + minima``.
+
+    Make it by :meth:`of` or :meth:`of_codes`.
 
     Attributes:
-        words: ``[N, ceil(K / 128), 32]``, contiguous: int16 with 4 codes of 4 bits each, or int32
-            with 4 of 8 bits. Word j has columns j, j + 32, j + 64 and j + 96 of each 128, the
-            first in its lowest bits. Columns from K on are any.
+        words: ``[N, ceil(K / 128), 32]``, contiguous: int16 with the low 4 bits of 4 codes, or
+            int32 with 4 codes of 8 bits. Word j has columns j, j + 32, j + 64 and j + 96 of each
+            128, the first in its lowest bits. Columns from K on are any. In groups of 16 columns it
+            is ``[N, ceil(K / 64), 16]``, and a word's columns are 16 apart.
         scales: of any float type: ``[N]``, one of each row; or ``[ceil(K / group_size), N]``.
-        zeros: int8, shape of ``scales``; None for 8 of 4 bits, and for 0 of 8 bits.
+        zeros: int8, shape of ``scales``; None for the middle of the codes, or for 0 with minima.
         in_features: K.
         group_size: columns that share a scale; 0 for whole rows.
         dtype: of what is multiplied by it.
         quantizes_rows: whether many rows are quantised to 8 bits too. Only of 8 bits with a scale
             a row and no zeros.
+        high: uint8, the fifth bits of codes of 5 bits ``[N, blocks, 16]``, those of word j in the
+            low half of byte j, and of word j + 16 in the high one; or the two high bits of 6
+            ``[N, blocks, words]``, of a word in a byte; in both the first column's are the lowest.
+            None for codes of 4 and 8 bits.
+        minima: shape of ``scales``, of groups of 16 or 32; None for none.
+        headers: float16 ``[1 or 2, K / 256, N]``: what the scales, and the minima, of each 256
+            columns are factors of, integers; None if these are whole.
     """
 
     words: Tensor
@@ -52,6 +69,9 @@ class GroupWeight(CodedWeight):
     group_size: int
     dtype: torch.dtype
     quantizes_rows: bool = False
+    high: Tensor | None = None
+    minima: Tensor | None = None
+    headers: Tensor | None = None
 
     @classmethod
     def of(
@@ -76,21 +96,62 @@ class GroupWeight(CodedWeight):
             dtype: of what is multiplied by it.
             quantizes_rows: as the attribute.
         """
-        k = packed.shape[1] * 8 // bits
-        groups = scales.shape[1]
+        made = cls.of_codes(unpack_codes(packed, bits), scales, bits, dtype)
         if zeros is not None:
-            zeros = zeros.view(torch.int8)
+            zeros = zeros.view(torch.int8).T.reshape(made.scales.shape).contiguous()
+        return replace(made, zeros=zeros, quantizes_rows=quantizes_rows)
+
+    @classmethod
+    def of_codes(
+        cls,
+        codes: Tensor,
+        scales: Tensor,
+        bits: int,
+        dtype: torch.dtype,
+        minima: Tensor | None = None,
+        headers: Sequence[Tensor] = (),
+    ) -> GroupWeight:
+        """The matrix of codes in their plain order.
+
+        Args:
+            codes: ``[N, K]`` uint8, from 0 on; of 8 bits the bytes of int8.
+            scales: ``[N, groups]``; groups of equal size, but for a shorter last one.
+            bits: 4, 5, 6 or 8.
+            dtype: of what is multiplied by it.
+            minima: ``[N, groups]``, or None.
+            headers: of the scales, and of the minima: ``[N, K / 256]`` float16, or none.
+        """
+        n, k = codes.shape
+        groups = scales.shape[1]
         # A group of all columns is one for the row, whatever its size is called.
-        shape = (-1,) if groups == 1 else (groups, -1)
+        whole = groups == 1 and minima is None
+        size = 0 if whole else k // groups
+        shape = (-1,) if whole else (groups, -1)
+        lanes = _NARROW_LANES if size == _NARROW_LANES else _LANES
+        codes = torch.nn.functional.pad(codes, (0, -k % (4 * lanes)))
+        codes = codes.view(n, -1, 4, lanes)
         return cls(
-            _words(packed, bits),
+            _words(codes, bits),
             scales.T.reshape(shape).contiguous(),
-            None if zeros is None else zeros.T.reshape(shape).contiguous(),
+            None,
             k,
-            0 if groups == 1 else k // groups,
+            size,
             dtype,
-            quantizes_rows,
+            high=_high(codes >> 4, bits - 4) if bits in (5, 6) else None,
+            minima=None if minima is None else minima.T.reshape(shape).contiguous(),
+            headers=torch.stack([each.T for each in headers]).contiguous() if headers else None,
         )
+
+    @classmethod
+    def joined(cls, parts: Sequence[GroupWeight]) -> GroupWeight:
+        """Matrices of one form, one below the other."""
+        first = parts[0]
+        tensors: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts], dim)
+            for name, dim in _ROW_DIMENSIONS.items()
+            if getattr(first, name) is not None
+        }
+        return replace(first, **tensors)
 
     @classmethod
     def quantized(cls, weight: Tensor, bits: int, group_size: int) -> GroupWeight:
@@ -123,8 +184,15 @@ class GroupWeight(CodedWeight):
 
     @property
     def bits(self) -> int:
-        """4 or 8."""
-        return 4 if self.words.dtype == torch.int16 else 8
+        """4, 5, 6 or 8."""
+        if self.words.dtype == torch.int32:
+            return 8
+        return 4 if self.high is None else 4 + 2 * self.high.shape[2] // self.words.shape[2]
+
+    @property
+    def middle(self) -> int:
+        """The code that stands for 0, or for the minimum, where there are no zeros."""
+        return MIDDLE[self.bits] if self.minima is None else 0
 
     @property
     def shape(self) -> torch.Size:
@@ -133,9 +201,9 @@ class GroupWeight(CodedWeight):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zeros."""
-        zeros = 0 if self.zeros is None else self.zeros.nbytes
-        return self.words.nbytes + self.scales.nbytes + zeros
+        """Bytes of codes, scales, zeros, minima and headers."""
+        tensors = [getattr(self, name) for name in _ROW_DIMENSIONS]
+        return sum(0 if tensor is None else tensor.nbytes for tensor in tensors)
 
     @staticmethod
     def size(n: int, k: int, bits: int) -> int:
@@ -144,14 +212,19 @@ class GroupWeight(CodedWeight):
 
     def codes(self) -> Tensor:
         """``[N, K]`` int8, in the order of columns."""
-        n = self.words.shape[0]
-        bytes_ = self.words.view(torch.uint8).view(n, -1, _WORDS, self.bits // 2)
-        if self.bits == 4:
+        n, _, lanes = self.words.shape
+        words, bits = self.words, self.bits
+        bytes_ = words.view(torch.uint8).view(n, -1, lanes, words.itemsize)
+        if bits < 8:
             bytes_ = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
+        if self.high is not None:
+            high = self.high
+            if bits == 5:
+                high = torch.cat((high & 15, high >> 4), -1)
+            places = torch.arange(4, dtype=torch.uint8, device=high.device) * (bits - 4)
+            bytes_ = bytes_ | (high[..., None] >> places & 2 ** (bits - 4) - 1) << 4
         codes = bytes_.transpose(2, 3).reshape(n, -1)[:, : self.in_features]
-        return (
-            codes.view(torch.int8) if codes.is_contiguous() else codes.contiguous().view(torch.int8)
-        )
+        return codes.contiguous().view(torch.int8)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """The numbers ``[N, K]``, computed in float32 and rounded once."""
@@ -161,26 +234,50 @@ class GroupWeight(CodedWeight):
             return triton.numbers(self, dtype)
         n, k = self.shape
         out = torch.empty(n, k, dtype=dtype, device=self.words.device)
-        codes = self.codes()
-        width = self.group_size or k
-        scales, zeros = (
-            None if each is None else each.view(-1, n).T for each in (self.scales, self.zeros)
+        codes, width = self.codes(), self.group_size or k
+        scales, zeros, minima = (
+            None if each is None else each.view(-1, n).T.float()
+            for each in (self.scales, self.zeros, self.minima)
         )
         assert scales is not None, "there are scales"
+        if self.headers is not None:
+            shared = self.scales.shape[0] // self.headers.shape[1]
+            header = self.headers.float().transpose(1, 2).repeat_interleave(shared, dim=2)
+            scales = scales * header[0]
+            minima = None if minima is None else minima * header[1]
         for start in range(0, n, _ROWS):
             rows = slice(start, start + _ROWS)
-            middle = MIDDLE[self.bits] if zeros is None else _spread(zeros[rows], width, k)
-            off = codes[rows].float() - middle
-            out[rows] = off.mul_(_spread(scales[rows], width, k).float())
+            off = codes[rows].float()
+            off -= self.middle if zeros is None else _spread(zeros[rows], width, k)
+            off *= _spread(scales[rows], width, k)
+            out[rows] = off if minima is None else off.add_(_spread(minima[rows], width, k))
         return out
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Rows of the matrix: ids ``[...]`` int64 to ``[..., K]``, as :meth:`numbers`."""
+        flat = ids.flatten()
+        if gpu_of(self.words.device) is not None:
+            from engine_core.kernels.linear.groups import triton
+
+            taken = triton.numbers(self, self.dtype, flat)
+        else:
+            rows: dict[str, Any] = {
+                name: getattr(self, name).index_select(dim, flat)
+                for name, dim in _ROW_DIMENSIONS.items()
+                if getattr(self, name) is not None
+            }
+            taken = replace(self, **rows).numbers(self.dtype)
+        return taken.view(*ids.shape, self.in_features)
 
     def tile(self, rows: int, gated: bool, gpu: GPU | None) -> tiles.Tile | None:
         """By the rule for groups."""
-        if self.words.data_ptr() % 16 or not fits_group(self.group_size):
+        narrow = self.words.shape[2] == _NARROW_LANES
+        if self.words.data_ptr() % 16 or not (narrow or fits_group(self.group_size)):
             return None
         n, k = self.shape
         limit = _LEAST_QUANTIZED - 1 if self.quantizes_rows else None
-        return tiles.choose_group_tile(rows, n, k, gated, gpu, limit)
+        tile = tiles.choose_group_tile(rows, n, k, gated, gpu, limit)
+        return replace(tile, block_k=4 * _NARROW_LANES) if tile and narrow else tile
 
     def reader(self) -> Any:
         """Four codes a word."""
@@ -206,16 +303,24 @@ def _spread(values: Tensor, width: int, columns: int) -> Tensor:
     return values.repeat_interleave(width, dim=1)[:, :columns]
 
 
-def _words(packed: Tensor, bits: int) -> Tensor:
-    """Codes ``[N, K * bits / 8]`` as :attr:`GroupWeight.words`."""
-    n = packed.shape[0]
-    packed = torch.nn.functional.pad(packed, (0, -packed.shape[1] % (BLOCK * bits // 8)))
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Codes ``[N, blocks, 4, lanes]`` as :attr:`GroupWeight.words`."""
     if bits == 8:
-        codes = packed.view(n, -1, 4, _WORDS).transpose(2, 3).contiguous()
-        return codes.view(torch.int32).view(n, -1, _WORDS)
-    codes = unpack_codes(packed, 4).view(n, -1, 4, _WORDS)
-    halves = (codes[:, :, 0] | codes[:, :, 1] << 4, codes[:, :, 2] | codes[:, :, 3] << 4)
-    return torch.stack(halves, -1).view(torch.int16).view(n, -1, _WORDS)
+        return codes.transpose(2, 3).contiguous().view(torch.int32).squeeze(-1)
+    low = codes & 15
+    halves = (low[:, :, 0] | low[:, :, 1] << 4, low[:, :, 2] | low[:, :, 3] << 4)
+    return torch.stack(halves, -1).view(torch.int16).squeeze(-1)
+
+
+def _high(high: Tensor, width: int) -> Tensor:
+    """High bits ``[N, blocks, 4, lanes]`` of codes as :attr:`GroupWeight.high`."""
+    bits = high[:, :, 0]
+    for place in range(1, 4):
+        bits = bits | high[:, :, place] << place * width
+    if width == 2:
+        return bits
+    low, others = bits.chunk(2, -1)
+    return low | others << 4
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

@@ -11,69 +11,58 @@ from torch import Tensor
 
 from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
 from engine_core.kernels.linear.fp8 import triton as fp8
+from engine_core.kernels.linear.readers.triton import GroupReader
 
 if TYPE_CHECKING:
     from engine_core.kernels.linear.groups import GroupWeight
 
 
 @triton.jit
-def _numbers_kernel(
-    out_ptr,
-    words_ptr,
-    scales_ptr,
-    zeros_ptr,
-    N,
-    K,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """128 columns of ROWS rows."""
+def _numbers_kernel(reader, out_ptr, ids_ptr, M, K, ROWS: tl.constexpr, PDL: tl.constexpr):
+    """A block of columns of ROWS rows: of the first ones, or of those that ids name."""
+    LANES: tl.constexpr = reader.APART
     launch_dependents(PDL)
+    # Another kernel may still write the ids, or read the memory that the numbers get.
+    wait(PDL)
     block = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < N
-    lanes = tl.arange(0, 32)
-    wide = rows.to(tl.int64)[:, None]
-    pointers = words_ptr + (wide * tl.num_programs(1) + block) * 32 + lanes[None, :]
-    words = tl.load(pointers, mask=inside[:, None], other=0).to(tl.int32)
-    # Another kernel may still read the memory that the numbers get.
-    wait(PDL)
+    inside = rows < M
+    sources = tl.minimum(rows, M - 1)
+    if ids_ptr is not None:
+        sources = tl.load(ids_ptr + sources)
+    cols = block * 4 * LANES + tl.arange(0, 4 * LANES)
+    cursor = reader.begin(reader, sources, cols, K)
+    tile, _ = reader.load(reader, cursor, cols < K, True)
     for part in tl.static_range(4):
-        first = block * 128 + part * 32
-        group = first // GROUP if GROUP else 0
-        live = inside & (first + tl.zeros_like(rows) < K)
-        scale = tl.load(scales_ptr + group * N + rows, mask=live, other=0.0).to(tl.float32)
-        codes = (words >> part * 4) & 15 if BITS == 4 else words << (24 - part * 8) >> 24
-        zero = 8 if BITS == 4 else 0
-        if zeros_ptr is not None:
-            zero = tl.load(zeros_ptr + group * N + rows, mask=live, other=0).to(tl.int32)[:, None]
-        cols = first + lanes
-        numbers = (codes - zero).to(tl.float32) * scale[:, None]
-        mask = inside[:, None] & (cols < K)[None, :]
-        tl.store(
-            out_ptr + wide * K + cols[None, :], numbers.to(out_ptr.dtype.element_ty), mask=mask
-        )
+        numbers = tile[part]
+        if reader.RUN == 0:
+            numbers *= cursor[3][:, None]
+        else:
+            numbers *= tile[4 + part // reader.RUN]
+        if reader.MINIMA:
+            numbers += tile[8 + part]
+        places = (block * 4 + part) * LANES + tl.arange(0, LANES)
+        pointers = out_ptr + rows.to(tl.int64)[:, None] * K + places[None, :]
+        mask = inside[:, None] & (places < K)[None, :]
+        tl.store(pointers, numbers.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def numbers(weight: GroupWeight, dtype: torch.dtype) -> Tensor:
-    """The numbers ``[N, K]`` of a weight."""
+def numbers(weight: GroupWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+    """The numbers ``[N, K]`` of a weight, or of the rows ``ids [M]`` int64."""
     n, k = weight.shape
-    out = torch.empty(n, k, dtype=dtype, device=weight.words.device)
-    _numbers_kernel[(triton.cdiv(n, 32), weight.words.shape[1])](
-        out,
-        weight.words,
-        weight.scales,
-        weight.zeros,
-        n,
-        k,
-        GROUP=weight.group_size,
-        BITS=weight.bits,
-        ROWS=32,
-        num_warps=4,
-        **pdl_options(out.device),
-    )
+    m = n if ids is None else len(ids)
+    out = torch.empty(m, k, dtype=dtype, device=weight.words.device)
+    if m:
+        _numbers_kernel[(triton.cdiv(m, 32), weight.words.shape[1])](
+            GroupReader.of(weight, native=False),
+            out,
+            ids,
+            m,
+            k,
+            ROWS=32,
+            num_warps=4,
+            **pdl_options(out.device),
+        )
     return out
 
 

@@ -8,10 +8,11 @@ reader. Any epilogue goes with any reader. A cursor is a tensor or a tuple, of t
 - ``begin(reader, rows, cols, K)``: the cursor at ``cols [BLOCK_K]`` of rows that there are.
 - ``load(reader, cursor, k_mask, EVEN_K)``: the tile ``[BLOCK_N, BLOCK_K]`` at the cursor, zeros
   outside of ``k_mask`` unless EVEN_K, and the cursor of the next. Any dtype: it becomes that of x.
-  With PARTS of 2 or 4 the tile is a tuple of so many ``[BLOCK_N, BLOCK_K / PARTS]``: each 128
-  columns lie in runs of 128 / PARTS, of which each part has one. Behind them, unless RUN is 0, is
-  what the products of RUN parts are multiplied by, for one run after another: each
-  ``[BLOCK_N, BLOCK_K / 128]``.
+  With PARTS of 2 or 4 the tile is a tuple of so many ``[BLOCK_N, BLOCK_K / PARTS]``: each block of
+  ``PARTS * APART`` columns lies in runs of APART, of which each part has one. Behind them, unless
+  RUN is 0, is what the products of RUN parts are multiplied by, for one run after another: each
+  ``[BLOCK_N, blocks]``. With MINIMA, which is for a RUN of 1, follows for each run what the sum of
+  its inputs is multiplied by, to be added.
 - ``scale(reader, cursor, acc)``: the products ``[BLOCK_M, BLOCK_N]`` in float32, scaled, by the
   cursor behind the last tile.
 
@@ -20,6 +21,7 @@ The weight is older than all kernels: reading it does not wait for the kernel be
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -183,7 +185,7 @@ class Fp8Reader(NamedTuple):
         scales: ``[N]``, or ``[blocks, N]``.
         rows: N.
         BLOCK: columns of a block that has a scale; 0 for one scale a row.
-        ELEMENT: what codes become by instructions of an NVIDIA GPU; None to leave it to Triton.
+        ELEMENT: what codes become by instructions of an NVIDIA GPU; "" to leave it to Triton.
     """
 
     weight: Tensor
@@ -192,7 +194,9 @@ class Fp8Reader(NamedTuple):
     BLOCK: Any
     ELEMENT: Any
     PARTS: Any = tl.constexpr(2)
+    APART: Any = tl.constexpr(64)
     RUN: Any = tl.constexpr(0)
+    MINIMA: Any = tl.constexpr(False)
     prefetch: Any = _prefetch_fp8
     begin: Any = _begin_fp8
     load: Any = _load_fp8
@@ -218,66 +222,77 @@ class Fp8Reader(NamedTuple):
         return n, 2 * pairs
 
 
-# Registers of words to four registers of pairs of numbers, by floats whose last bit of fraction is
-# 1: 128 of bfloat16, 1024 of float16. What is added to each part is an operand behind the words, or
-# a pair of numbers for all: then the products read the weight from registers, and from shared
-# memory if an operand is the same everywhere (Triton 3.6).
-def _nibbles(magic: int, one: int, kind: str, added: int | None = None) -> Any:
-    """4 bits: ``magic | code`` is 128 or 1024 more than the code."""
-    lines = [f".reg .b32 w, p0, p1, p2, p3, one, z; mov.b32 one, {one:#x};"]
-    if added is not None:
-        lines.append(f"mov.b32 z, {added:#x};")
-    for part in range(4):
-        if part:
-            lines.append(f"shr.u32 w, $4, {4 * part};")
-        source = "w" if part else "$4"
-        lines.append(f"lop3.b32 p{part}, {source}, 0x000f000f, {magic:#x}, 0xea;")
-        more = f"${5 + part}" if added is None else "z"
-        lines.append(f"fma.rn.{kind} p{part}, p{part}, one, {more};")
-    lines += [f"mov.b32 ${part}, p{part};" for part in range(4)]
-    return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
+# By the element, in pairs as a register holds them: floats whose last bit of fraction is 1, so that
+# a code added to their bits is added to them (128 of bfloat16, 1024 of float16); the number 1; the
+# instructions' name of the pairs.
+_FLOATS = {
+    "bfloat16": (0x43004300, 0x3F803F80, "bf16x2", 128.0),
+    "float16": (0x64006400, 0x3C003C00, "f16x2", 1024.0),
+}
 
 
-def _bytes(kind: str, *, zeros: bool) -> Any:
-    """8 bits with a sign. bfloat16 has 7 bits of fraction: the sign, -128, is added by itself."""
-    one, less = (0x3F803F80, 0) if kind == "bf16x2" else (0x3C003C00, 0xE480E480)
+def offset_of(element: str, bits: int) -> float:
+    """Difference of the floats that instructions make to the codes."""
+    if not element or (bits == 8 and element == "bfloat16"):
+        return 0.0
+    # Codes of 8 bits have a sign, which float16 takes as 128 more.
+    return _FLOATS[element][3] + (128.0 if bits == 8 else 0.0)
+
+
+@cache
+def instructions(element: str, bits: int, zero: float | None) -> tuple[str, str]:
+    """PTX from registers of words to four registers of pairs of numbers, and its constraints.
+
+    Operands are the words, the high bits of 5 and 6, and what is added to each part, unless
+    ``zero`` says it for all: then the products read the weight from registers, and from shared
+    memory if an operand is the same everywhere (Triton 3.6).
+    """
+    magic, one, kind, _ = _FLOATS[element]
+    inputs = 1 if bits == 4 else 2
     lines = [f".reg .b32 w, s, p0, p1, p2, p3, one, z; mov.b32 one, {one:#x};"]
-    lines.append(f"mov.b32 z, {less:#x};")
+    if zero is not None:
+        added = torch.tensor([-zero - offset_of(element, bits)] * 2)
+        pair = int(added.to(getattr(torch, element)).view(torch.int32)) & 0xFFFFFFFF
+        lines.append(f"mov.b32 z, {pair:#x};")
     for part in range(4):
-        lines.append(f"prmt.b32 w, $4, $5, {(4 + part) << 8 | part:#x};")
-        if kind == "bf16x2":
-            lines.append(f"lop3.b32 p{part}, w, 0x007f007f, 0x43004300, 0xea;")
-            lines.append("lop3.b32 s, w, 0x00800080, 0xc300c300, 0xea;")
-            lines.append(f"fma.rn.bf16x2 p{part}, p{part}, one, s;")
+        p, more = f"p{part}", f"${4 + inputs + part}" if zero is None else "z"
+        if bits == 8:
+            lines.append(f"prmt.b32 w, $4, $5, {(4 + part) << 8 | part:#x};")
+            if element == "bfloat16":
+                # 7 bits of fraction: the sign, -128, is added by itself.
+                lines.append(f"lop3.b32 {p}, w, 0x007f007f, 0x43004300, 0xea;")
+                lines.append("lop3.b32 s, w, 0x00800080, 0xc300c300, 0xea;")
+                lines.append(f"fma.rn.{kind} {p}, {p}, one, s;")
+            else:
+                lines.append(f"lop3.b32 {p}, w, 0x00ff00ff, 0x64806480, 0x6a;")
         else:
-            lines.append(f"lop3.b32 p{part}, w, 0x00ff00ff, 0x64806480, 0x6a;")
-        if zeros or kind != "bf16x2":
-            more = f"${6 + part}" if zeros else "z"
-            lines.append(f"fma.rn.{kind} p{part}, p{part}, one, {more};")
+            lines += _shifted("$4", -4 * part)
+            lines.append(f"lop3.b32 {p}, w, 0x000f000f, {magic:#x}, 0xea;")
+        if bits in (5, 6):
+            lines += _shifted("$5", 4 - (bits - 4) * part)
+            lines.append(f"lop3.b32 {p}, w, {0x00100010 * (2 ** (bits - 4) - 1):#x}, {p}, 0xea;")
+        if zero != 0 or offset_of(element, bits):
+            lines.append(f"fma.rn.{kind} {p}, {p}, one, {more};")
     lines += [f"mov.b32 ${part}, p{part};" for part in range(4)]
-    return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
+    operands = inputs + (4 if zero is None else 0)
+    return "{\n" + "\n".join(lines) + "\n}", ",".join(["=r"] * 4 + ["r"] * operands)
 
 
-# What the floats are larger by than the codes, by their type and bits.
-OFFSETS = {("bfloat16", 4): 128.0, ("float16", 4): 1024.0, ("float16", 8): 1152.0}
-_NIBBLES_BFLOAT16 = _nibbles(0x43004300, 0x3F803F80, "bf16x2")
-_NIBBLES_FLOAT16 = _nibbles(0x64006400, 0x3C003C00, "f16x2")
-_BYTES_BFLOAT16 = _bytes("bf16x2", zeros=True)
-_BYTES_FLOAT16 = _bytes("f16x2", zeros=True)
-# Of the middle zeros: -136 and -1032.
-_MIDDLE_NIBBLES_BFLOAT16 = _nibbles(0x43004300, 0x3F803F80, "bf16x2", 0xC308C308)
-_MIDDLE_NIBBLES_FLOAT16 = _nibbles(0x64006400, 0x3C003C00, "f16x2", 0xE408E408)
-_MIDDLE_BYTES_BFLOAT16 = _bytes("bf16x2", zeros=False)
-_MIDDLE_BYTES_FLOAT16 = _bytes("f16x2", zeros=False)
+def _shifted(register: str, left: int) -> list[str]:
+    """Its bits in w, some places to the left."""
+    if left < 0:
+        return [f"shr.u32 w, {register}, {-left};"]
+    return [f"shl.b32 w, {register}, {left};"]
 
 
 @triton.jit
 def _prefetch_groups(reader, rows, low, high, K, part, PARTS: tl.constexpr):
-    """As of numbers, in multiples of 128 columns."""
+    """As of numbers, in multiples of 128 columns; of 5 and 6 bits the low four."""
     SIZE: tl.constexpr = reader.words.dtype.element_ty.primitive_bitwidth // 8
+    BLOCK: tl.constexpr = 4 * reader.APART
     part = tl.cdiv(part, 128) * 128
     cols = low + tl.arange(0, PARTS) * part
-    wide = rows.to(tl.int64)[:, None] * (tl.cdiv(K, 128) * 32)
+    wide = rows.to(tl.int64)[:, None] * (tl.cdiv(K, BLOCK) * reader.APART)
     pointers = reader.words + wide + cols[None, :] // 4
     size = tl.maximum(tl.minimum(high - cols, part), 0) // 128 * (32 * SIZE)
     prefetch_l2(pointers, tl.broadcast_to(size[None, :], pointers.shape))
@@ -287,12 +302,13 @@ def _prefetch_groups(reader, rows, low, high, K, part, PARTS: tl.constexpr):
 def _begin_groups(reader, rows, cols, K):
     """The pointers to words, the rows, the block, and the rows' own scales and zeros."""
     WIDTH: tl.constexpr = cols.shape[0] // 4
+    BLOCK: tl.constexpr = 4 * reader.APART
     first = tl.min(cols, axis=0)
     words = tl.multiple_of(first // 4, WIDTH) + tl.arange(0, WIDTH)
-    wide = rows.to(tl.int64)[:, None] * (tl.cdiv(K, 128) * 32)
+    wide = rows.to(tl.int64)[:, None] * (tl.cdiv(K, BLOCK) * reader.APART)
     scales = tl.load(reader.scales + rows).to(tl.float32)
     added = _added(reader, rows, 0)
-    return reader.words + wide + words[None, :], rows, first // 128, scales, added
+    return reader.words + wide + words[None, :], rows, first // BLOCK, scales, added
 
 
 @triton.jit
@@ -315,120 +331,131 @@ def _bits_of(added, shape: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _decode(reader, words, a0, a1, a2, a3):
+def _load_high(reader, rows, block):
+    """The bits of codes beyond four, of one block, in the lowest bits of int16."""
+    LANES: tl.constexpr = reader.APART
+    BYTES: tl.constexpr = LANES * (reader.BITS - 4) // 2
+    lanes = tl.arange(0, LANES)
+    blocks = tl.cdiv(reader.columns, 4 * LANES)
+    pointers = reader.high + rows.to(tl.int64)[:, None] * (blocks * BYTES)
+    high = tl.load(pointers + block * BYTES + (lanes % BYTES)[None, :]).to(tl.int16)
+    if BYTES < LANES:
+        high = high >> (lanes // BYTES * 4).to(tl.int16)[None, :] & 15
+    return high
+
+
+@triton.jit
+def _code(words, high, PART: tl.constexpr, BITS: tl.constexpr):
+    """The codes of one part, int32."""
+    code = words << (24 - 8 * PART) >> 24 if BITS == 8 else words >> 4 * PART & 15
+    if high is not None:
+        MASK: tl.constexpr = 1 if BITS == 5 else 3
+        code |= (high.to(tl.int32) >> (BITS - 4) * PART & MASK) << 4
+    return code
+
+
+@triton.jit
+def _decode(reader, words, high, a0, a1, a2, a3):
     """The numbers of the four parts, without their scales, from words and what is added."""
-    WORDS: tl.constexpr = "=r,=r,=r,=r,r" if reader.BITS == 4 else "=r,=r,=r,=r,r,r"
-    if reader.ELEMENT == "bfloat16" and reader.zeros is None:
-        MIDDLE: tl.constexpr = (
-            _MIDDLE_NIBBLES_BFLOAT16 if reader.BITS == 4 else _MIDDLE_BYTES_BFLOAT16
-        )
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            MIDDLE,
-            WORDS,
-            [words],
-            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    elif reader.ELEMENT == "float16" and reader.zeros is None:
-        MIDDLE_HALVES: tl.constexpr = (
-            _MIDDLE_NIBBLES_FLOAT16 if reader.BITS == 4 else _MIDDLE_BYTES_FLOAT16
-        )
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            MIDDLE_HALVES,
-            WORDS,
-            [words],
-            (tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    elif reader.ELEMENT == "bfloat16":
-        ASM: tl.constexpr = _NIBBLES_BFLOAT16 if reader.BITS == 4 else _BYTES_BFLOAT16
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            ASM,
-            WORDS + ",r,r,r,r",
-            [
-                words,
+    if reader.ELEMENT != "":
+        given = (words,) if high is None else (words, high)
+        if reader.zeros is not None:
+            given += (
                 _bits_of(a0, words.shape, reader.ELEMENT),
                 _bits_of(a1, words.shape, reader.ELEMENT),
                 _bits_of(a2, words.shape, reader.ELEMENT),
                 _bits_of(a3, words.shape, reader.ELEMENT),
-            ],
-            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    elif reader.ELEMENT == "float16":
-        HALVES: tl.constexpr = _NIBBLES_FLOAT16 if reader.BITS == 4 else _BYTES_FLOAT16
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            HALVES,
-            WORDS + ",r,r,r,r",
-            [
-                words,
-                _bits_of(a0, words.shape, reader.ELEMENT),
-                _bits_of(a1, words.shape, reader.ELEMENT),
-                _bits_of(a2, words.shape, reader.ELEMENT),
-                _bits_of(a3, words.shape, reader.ELEMENT),
-            ],
-            (tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+            )
+        if reader.ELEMENT == "bfloat16":
+            p0, p1, p2, p3 = tl.inline_asm_elementwise(
+                reader.ASM,
+                reader.OPERANDS,
+                given,
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            p0, p1, p2, p3 = tl.inline_asm_elementwise(
+                reader.ASM,
+                reader.OPERANDS,
+                given,
+                (tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
     else:
         wide = words.to(tl.int32)
-        if reader.BITS == 4:
-            p0, p1, p2, p3 = wide & 15, wide >> 4 & 15, wide >> 8 & 15, wide >> 12 & 15
-        else:
-            p0, p1, p2, p3 = wide << 24 >> 24, wide << 16 >> 24, wide << 8 >> 24, wide >> 24
-        p0 = p0.to(tl.float32) + a0[:, None]
-        p1 = p1.to(tl.float32) + a1[:, None]
-        p2 = p2.to(tl.float32) + a2[:, None]
-        p3 = p3.to(tl.float32) + a3[:, None]
+        p0 = _code(wide, high, 0, reader.BITS).to(tl.float32) + a0[:, None]
+        p1 = _code(wide, high, 1, reader.BITS).to(tl.float32) + a1[:, None]
+        p2 = _code(wide, high, 2, reader.BITS).to(tl.float32) + a2[:, None]
+        p3 = _code(wide, high, 3, reader.BITS).to(tl.float32) + a3[:, None]
     return p0, p1, p2, p3
 
 
 @triton.jit
-def _group_scales(reader, rows, group):
-    return tl.load(reader.scales + group * reader.rows + rows).to(tl.float32)[:, None]
+def _of_group(reader, values, KIND: tl.constexpr, rows, group):
+    """The scales (KIND 0) or minima (1) of a group, ``[BLOCK_N, 1]`` float32."""
+    found = tl.load(values + group * reader.rows + rows).to(tl.float32)
+    if reader.headers is not None:
+        header = KIND * (reader.GROUPS // reader.SHARING) + group // reader.SHARING
+        found *= tl.load(reader.headers + header * reader.rows + rows).to(tl.float32)
+    return found[:, None]
 
 
 @triton.jit
 def _load_groups(reader, cursor, k_mask, EVEN_K: tl.constexpr):
     pointers, rows, block, scales, added = cursor
     WIDTH: tl.constexpr = pointers.shape[1]
-    if EVEN_K or WIDTH == 32:
+    LANES: tl.constexpr = reader.APART
+    if EVEN_K or WIDTH == LANES:
         # A row has whole blocks, and a tile of one is never beyond them.
         words = tl.load(pointers)
     else:
-        inside = tl.reshape(k_mask, [WIDTH // 32, 4, 32])
+        inside = tl.reshape(k_mask, [WIDTH // LANES, 4, LANES])
         inside = tl.reshape(tl.max(inside.to(tl.int32), axis=1), [WIDTH]) > 0
         words = tl.load(pointers, mask=inside[None, :], other=0)
-    following = (pointers + WIDTH, rows, block + WIDTH // 32, scales, added)
+    high = None
+    if reader.high is not None:
+        tl.static_assert(WIDTH == LANES, "codes of 5 and 6 bits are read by blocks")
+        high = _load_high(reader, rows, block)
+    following = (pointers + WIDTH, rows, block + WIDTH // LANES, scales, added)
     if reader.RUN == 0:
-        tile = _decode(reader, words, added, added, added, added)
+        tile = _decode(reader, words, high, added, added, added, added)
     elif reader.RUN == 4:
         group = block // reader.SPAN
         own = _added(reader, rows, group)
-        p0, p1, p2, p3 = _decode(reader, words, own, own, own, own)
-        tile = (p0, p1, p2, p3, _group_scales(reader, rows, group))
+        tile = _decode(reader, words, high, own, own, own, own)
+        tile += (_of_group(reader, reader.scales, 0, rows, group),)
     elif reader.RUN == 2:
         # The last block may end in the middle: what is beyond is multiplied by zeros.
-        last = tl.minimum(block * 2 + 1, reader.GROUPS - 1)
-        low, high = _added(reader, rows, block * 2), _added(reader, rows, last)
-        p0, p1, p2, p3 = _decode(reader, words, low, low, high, high)
-        s0, s1 = _group_scales(reader, rows, block * 2), _group_scales(reader, rows, last)
-        tile = (p0, p1, p2, p3, s0, s1)
+        g0, g1 = block * 2, tl.minimum(block * 2 + 1, reader.GROUPS - 1)
+        a0, a1 = _added(reader, rows, g0), _added(reader, rows, g1)
+        tile = _decode(reader, words, high, a0, a0, a1, a1)
+        tile += (
+            _of_group(reader, reader.scales, 0, rows, g0),
+            _of_group(reader, reader.scales, 0, rows, g1),
+        )
     else:
-        g1 = tl.minimum(block * 4 + 1, reader.GROUPS - 1)
+        g0, g1 = block * 4, tl.minimum(block * 4 + 1, reader.GROUPS - 1)
         g2 = tl.minimum(block * 4 + 2, reader.GROUPS - 1)
         g3 = tl.minimum(block * 4 + 3, reader.GROUPS - 1)
-        a0, a1 = _added(reader, rows, block * 4), _added(reader, rows, g1)
-        p0, p1, p2, p3 = _decode(
-            reader, words, a0, a1, _added(reader, rows, g2), _added(reader, rows, g3)
+        a0, a1 = _added(reader, rows, g0), _added(reader, rows, g1)
+        a2, a3 = _added(reader, rows, g2), _added(reader, rows, g3)
+        tile = _decode(reader, words, high, a0, a1, a2, a3)
+        tile += (
+            _of_group(reader, reader.scales, 0, rows, g0),
+            _of_group(reader, reader.scales, 0, rows, g1),
+            _of_group(reader, reader.scales, 0, rows, g2),
+            _of_group(reader, reader.scales, 0, rows, g3),
         )
-        s0, s1 = _group_scales(reader, rows, block * 4), _group_scales(reader, rows, g1)
-        s2, s3 = _group_scales(reader, rows, g2), _group_scales(reader, rows, g3)
-        tile = (p0, p1, p2, p3, s0, s1, s2, s3)
+        if reader.MINIMA:
+            tile += (
+                _of_group(reader, reader.minima, 1, rows, g0),
+                _of_group(reader, reader.minima, 1, rows, g1),
+                _of_group(reader, reader.minima, 1, rows, g2),
+                _of_group(reader, reader.minima, 1, rows, g3),
+            )
     return tile, following
 
 
@@ -443,31 +470,45 @@ class GroupReader(NamedTuple):
     """A weight of integers with scales of groups; tiles are as wide as a block if there are any.
 
     Attributes:
-        words: ``[N, blocks, 32]``, as the weight has them.
+        words: ``[N, blocks, APART]``, as the weight has them.
+        high: of 5 and 6 bits, as the weight has them, or None.
         scales: ``[N]``, or ``[groups, N]``.
         zeros: int8, shape of ``scales``, or None.
+        minima: shape of ``scales``, or None.
+        headers: as the weight has them, or None.
         columns: K.
         rows: N.
         GROUPS: of a row.
         SPAN: blocks that share a scale, if a group is that large.
+        SHARING: groups that share a header.
         BITS: of a code.
         MIDDLE: the zero where ``zeros`` has none.
         OFFSET: by which the instructions' floats are larger than the codes.
-        ELEMENT: what codes become by instructions of an NVIDIA GPU; None to leave it to Triton.
+        ELEMENT: what codes become by instructions of an NVIDIA GPU; "" to leave it to Triton.
+        ASM: these instructions.
+        OPERANDS: their constraints.
     """
 
     words: Tensor
+    high: Tensor | None
     scales: Tensor
     zeros: Tensor | None
+    minima: Tensor | None
+    headers: Tensor | None
     columns: int
     rows: int
     GROUPS: Any
     SPAN: Any
+    SHARING: Any
     BITS: Any
     MIDDLE: Any
     OFFSET: Any
     ELEMENT: Any
+    ASM: Any
+    OPERANDS: Any
+    APART: Any
     RUN: Any
+    MINIMA: Any
     PARTS: Any = tl.constexpr(4)
     prefetch: Any = _prefetch_groups
     begin: Any = _begin_groups
@@ -475,25 +516,35 @@ class GroupReader(NamedTuple):
     scale: Any = _scale_groups
 
     @classmethod
-    def of(cls, weight: GroupWeight) -> GroupReader:
-        """The reader of a weight."""
-        native = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-        element = native.get(weight.dtype) if weight.words.is_cuda else None
+    def of(cls, weight: GroupWeight, *, native: bool | None = None) -> GroupReader:
+        """The reader of a weight, by instructions of an NVIDIA GPU if ``native``.
+
+        None for these on a GPU, for a weight that is multiplied by numbers of 16 bits.
+        """
+        element = str(weight.dtype).removeprefix("torch.")
+        if native is False or element not in _FLOATS or not (native or weight.words.is_cuda):
+            element = ""
         n, k = weight.shape
-        size = weight.group_size
+        size, lanes, bits = weight.group_size, weight.words.shape[2], weight.bits
+        groups = -(-k // size) if size else 1
+        zero = float(weight.middle) if weight.zeros is None else None
+        asm, operands = instructions(element, bits, zero) if element else ("", "")
+        sharing = 1 if weight.headers is None else groups // weight.headers.shape[1]
         return cls(
-            weight.words,
-            weight.scales,
-            weight.zeros,
-            k,
-            n,
-            tl.constexpr(-(-k // size) if size else 1),
-            tl.constexpr(max(1, size // BLOCK)),
-            tl.constexpr(weight.bits),
-            tl.constexpr(8.0 if weight.bits == 4 else 0.0),
-            tl.constexpr(OFFSETS.get((element or "", weight.bits), 0.0)),
-            tl.constexpr(element),
-            tl.constexpr(min(size, BLOCK) // 32),
+            *(weight.words, weight.high, weight.scales, weight.zeros),
+            *(weight.minima, weight.headers, k, n),
+            GROUPS=tl.constexpr(groups),
+            SPAN=tl.constexpr(max(1, size // (4 * lanes))),
+            SHARING=tl.constexpr(sharing),
+            BITS=tl.constexpr(bits),
+            MIDDLE=tl.constexpr(float(weight.middle)),
+            OFFSET=tl.constexpr(offset_of(element, bits)),
+            ELEMENT=tl.constexpr(element),
+            ASM=tl.constexpr(asm),
+            OPERANDS=tl.constexpr(operands),
+            APART=tl.constexpr(lanes),
+            RUN=tl.constexpr(min(size, 4 * lanes) // lanes),
+            MINIMA=tl.constexpr(weight.minima is not None),
         )
 
     @property

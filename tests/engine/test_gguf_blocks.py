@@ -1,0 +1,146 @@
+"""A GGUF file of many types whose blocks a GPU multiplies as they are."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_blocks import random_blocks
+from torch import Tensor
+
+from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.checkpoint import open_checkpoint
+from engine_core.kernels import GroupWeight
+from engine_core.nn.quantization import BlockMatrix
+from engine_core.registry import build_registry
+from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
+from engine_core.runtime.packing import weight_bytes
+from engine_core.step_context import BuildContext
+from engine_core.testing.tiny_model import TinyModel
+from engine_core_llama.gguf import LlamaGGUFAdapter
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+HIDDEN, VOCABULARY, LAYERS = 256, 96, 2
+# As llama.cpp mixes them, and one type that is unpacked.
+TYPES = {
+    "attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q5_K",
+    "ffn_gate": "Q4_0", "ffn_up": "Q4_0", "ffn_down": "Q8_0",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixed") / "mixed.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(HIDDEN)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+
+    def add(name: str, type_name: str, rows: int) -> None:
+        raw, numbers = random_blocks(type_name, rows, HIDDEN, seed=len(name))
+        kind = gguf.GGMLQuantizationType[type_name]
+        # Numbers of the usual size, so that the model's results depend on all of them.
+        raw, _ = random_blocks(
+            type_name, rows, HIDDEN, seed=len(name), scale=1 / (16 * numbers.std() * HIDDEN**0.5)
+        )
+        writer.add_tensor(name, raw.reshape(rows, -1), raw_dtype=kind)
+
+    ones = np.ones(HIDDEN, np.float32)
+    add("token_embd.weight", "Q6_K", VOCABULARY)
+    for layer in range(LAYERS):
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{norm}.weight", ones)
+        for name, type_name in TYPES.items():
+            chosen = "IQ4_NL" if (layer, name) == (1, "attn_output") else type_name
+            rows = HIDDEN // 2 if name in ("attn_k", "attn_v") else HIDDEN
+            add(f"blk.{layer}.{name}.weight", chosen, rows)
+    writer.add_tensor("output_norm.weight", ones)
+    add("output.weight", "Q5_0", VOCABULARY)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def model_of(path: Path, device: torch.device | None) -> tuple[torch.nn.Module, int]:
+    """Loaded on the CPU, in the layout of ``device`` or as numbers, and its planned bytes."""
+    registry = build_registry(())
+    adapters = {"llama": LlamaGGUFAdapter}
+    checkpoint = open_checkpoint(path, gguf_adapters=adapters, dtype="float32", convert=False)
+    scheme = None
+    if device is not None:
+        scheme = registry.quantization_scheme("gguf")
+        scheme.check_device(device)
+    config = registry.model_config(checkpoint.hf_config, path)
+    model_class = registry.model_class(config.architecture)
+    model = build_on_meta(model_class, config, BuildContext(dtype=torch.float32), scheme)
+    matched, _ = match_weights(model, checkpoint, "it", scheme)
+    planned = weight_bytes(model)
+    load_weights(model, matched, "it", CPU, pack=True)
+    return model, planned
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    tiny = TinyModel(model, None)
+    sequences = [tiny.sequence([1, 5, 9, 80, 7, 7, 3], 7)]
+    return torch.cat(tiny.run(sequences, [[(0, 0, 7)]]).logits)
+
+
+def test_blocks_in_a_gpus_layout_are_the_numbers(
+    mixed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, _ = model_of(mixed, None)
+    with caplog.at_level(logging.WARNING):
+        model, planned = model_of(mixed, CUDA)
+    (line,) = [record.message for record in caplog.records if "unpacked" in record.message]
+    assert line.startswith("1 tensors in IQ4_NL blocks are unpacked")
+    layer = model.model.layers[0]
+    for linear in (layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+        assert isinstance(linear.packed, GroupWeight)
+    assert not isinstance(layer.self_attn.qkv_proj.packed, GroupWeight | BlockMatrix)
+    for vocabulary in (model.model.embed_tokens, model.lm_head):
+        assert isinstance(vocabulary.packed, GroupWeight)
+    numbers = dict(plain.named_modules())
+    for name, module in model.named_modules():
+        if getattr(module, "packed", None) is not None:
+            assert torch.equal(module.weight, numbers[name].weight), name
+    expected = logits(plain)
+    assert (logits(model) - expected).abs().max() < 1e-4 * expected.abs().max()
+    packed = {id(m.packed): m.packed.nbytes for m in model.modules() if getattr(m, "packed", None)}
+    assert planned == sum(param.nbytes for param in model.parameters()) + sum(packed.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_the_engine_on_a_gpu(mixed: Path, eager: bool) -> None:
+    """Blocks are kept without being asked for; bfloat16 rounds both, at other places."""
+    found = []
+    for quantization in (None, "unpacked"):
+        config = EngineConfig(
+            device="cuda", quantization=quantization, skip_tokenizer_init=True, eager=eager,
+            kv_cache_memory="64MiB",
+        )  # fmt: skip
+        greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=5)
+        with LLM(str(mixed), config) as llm:
+            (model,) = llm.apply_model(lambda model: model)
+            kept = isinstance(model.lm_head.packed, GroupWeight)
+            assert kept == (quantization is None)
+            outputs = llm.generate([[1, 5, 9], list(range(90))], greedy)
+        found.append([output.outputs[0] for output in outputs])
+    for ours, theirs in zip(*found, strict=True):
+        first, second = ours.logprobs[0], theirs.logprobs[0]
+        assert first.keys() & second.keys()
+        for token in first.keys() & second.keys():
+            off = math.exp(first[token].logprob) - math.exp(second[token].logprob)
+            assert abs(off) < 0.03

@@ -1,0 +1,76 @@
+"""Kernels compiled for a GPU that is not there: machine code, without a launch.
+
+Run by itself, since Triton's interpreter takes the compiler's place in the other tests. It prints a
+line for each kind of weight, or fails as the compiler does.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from engine_core.kernels import GroupWeight
+from engine_core.kernels.block_linear import FORMS, group_weight
+from engine_core.kernels.gpu import GPU
+from engine_core.kernels.linear import triton as kernels
+from engine_core.kernels.linear.groups import triton as groups
+from engine_core.kernels.linear.readers.triton import GroupReader
+
+HOPPER = (9, 0)
+
+
+class AbsentGPU:
+    """Answers to all that Triton asks of a driver before it launches."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 10 * HOPPER[0] + HOPPER[1], 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_launches() -> list[Any]:
+    """From now on each launch only compiles; what it compiled is added to the list."""
+    driver.set_active(AbsentGPU())
+    run, found = JITFunction.run, []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_only
+    return found
+
+
+def main(names: list[str]) -> None:
+    """Compile the products and the numbers of weights: block types, or bits such as "int4"."""
+    found = compile_launches()
+    for name in names:
+        dtype = torch.float16 if name == "Q5_1" else torch.bfloat16
+        if name in FORMS:
+            form = FORMS[name]
+            shape = (64, 512 // form.file_block, form.file_bytes)
+            weight = group_weight(torch.zeros(shape, dtype=torch.uint8), name, dtype)
+        else:
+            weight = GroupWeight.quantized(torch.ones(64, 512, dtype=dtype), int(name[3:]), 64)
+        tile = weight.tile(2, False, GPU.of_capability(HOPPER))
+        assert tile is not None, "few rows have a kernel"
+        x = torch.zeros(2, 512, dtype=dtype)
+        reader = GroupReader.of(weight, native=True)
+        kernels.linear(x, reader, kernels.Activated.of(x, 64), tile)
+        groups.numbers(weight, dtype, torch.zeros(1, dtype=torch.int64))
+        product, numbers = found[-2:]
+        assert reader.ASM.value.split("\n")[1] in product.asm["ptx"]
+        made = all(kernel.asm["cubin"] for kernel in (product, numbers))
+        sys.stdout.write(f"{name} {made}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
