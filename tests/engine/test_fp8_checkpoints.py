@@ -306,7 +306,6 @@ def test_broken_ones_are_named(tmp_path: Path, broken: str) -> None:
     breaks(made)
     report = check_model(made.quantised, EngineConfig(**BASE))
     assert any(words in problem.message for problem in report.errors), report
-    assert report.seconds < 5
     with pytest.raises(EngineError) as refused:
         LLM(str(made.quantised), EngineConfig(**BASE))
     assert words in str(refused.value)

@@ -347,7 +347,6 @@ def test_broken_ones_are_named(tmp_path: Path, broken: str) -> None:
     breaks(it)
     report = check_model(it.packed, EngineConfig(**BASE))
     assert any(words in problem.message for problem in report.errors), report
-    assert report.seconds < 5
     with pytest.raises(EngineError) as refused:
         LLM(str(it.packed), EngineConfig(**BASE))
     assert words in str(refused.value)

@@ -139,12 +139,12 @@ def test_damaged_files_are_decoded_or_refused(kind: str) -> None:
     before = most_memory(anew=True)
     for number in range(examples(400)):
         data = damaged(good, random.Random(zlib.crc32(kind.encode()) + number))
-        begun = time.monotonic()
+        begun = time.process_time()
         try:
             decode(data)
         except RequestError as error:
             refusals.append(str(error))
-        assert time.monotonic() - begun < 20, number
+        assert time.process_time() - begun < 20, number
         assert most_memory() - before < 2**30, number
     assert refusals
     assert max(map(len, refusals)) < 500

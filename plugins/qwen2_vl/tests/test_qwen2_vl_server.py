@@ -348,7 +348,9 @@ def test_processing_ends_when_its_client_leaves(server: ServerProcess) -> None:
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
-        while not figures(server)["media_requests_waiting"]:
+        while not (now := figures(server))["media_requests_waiting"]:
+            done = now["media_decode_seconds_total"] != before["media_decode_seconds_total"]
+            assert not done, "it was processed before anybody looked"
             time.sleep(0.01)
     while figures(server)["media_requests_waiting"]:
         time.sleep(0.01)

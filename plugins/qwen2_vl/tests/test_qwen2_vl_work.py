@@ -90,7 +90,7 @@ def shared_files() -> list[str]:
 
 
 def eventually(seen: Any, expected: Any) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (last := seen()) != expected:
         assert time.monotonic() < deadline, f"{last} and not {expected}"
         time.sleep(0.01)
