@@ -138,7 +138,7 @@ def serve_without_limits() -> None:
     """``engine-core`` with uvicorn's own connections, that write as ours do."""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    from engine_core.cli.app import main
+    from engine_core.cli.root import main
     from engine_core.server import run
     from engine_core.server.connection import WRITER, Writer
 

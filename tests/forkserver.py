@@ -44,7 +44,7 @@ from typing import Any
 PRELOADED = (
     *("torch", "torch.distributed", "torch.multiprocessing", "numba", "llguidance", "uvloop"),
     *("fastapi", "uvicorn", "httptools", "prometheus_client", "rich", "typer", "gguf"),
-    *("engine_core.engine.llm", "engine_core.server.app", "engine_core.cli.app"),
+    *("engine_core.engine.llm", "engine_core.server.app", "engine_core.cli.root"),
     *(f"engine_core.kernels.{name}.numba" for name in ("activation", "attention", "norm")),
     *("engine_core.kernels.rotary_store.numba", "engine_core.kernels.compiled.numbers"),
     *("numba.core.ccallback", "numba.np.arrayobj", "numba.np.linalg", "numba.np.random"),

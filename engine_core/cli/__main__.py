@@ -1,6 +1,6 @@
 """``python -m engine_core.cli`` is the ``engine-core`` command."""
 
-from engine_core.cli.app import main
+from engine_core.cli import main
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ from pathlib import Path
 from golden_fixtures import GOLDEN
 from typer.testing import CliRunner
 
-from engine_core.cli.app import app
+from engine_core.cli.root import app
 
 MODEL = str(GOLDEN / "llama-gqa")
 

@@ -152,7 +152,7 @@ def _run(*arguments: str) -> tuple[int, str]:
 
 _CONNECTS_WHEN_TOLD = """
 import logging, re, socket
-from engine_core.cli.app import main
+from engine_core.cli.root import main
 
 class Connect(logging.Handler):
     def emit(self, record):

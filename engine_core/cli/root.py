@@ -58,7 +58,6 @@ app.command("import")(import_folder)
 
 def main() -> None:
     """Entry point of ``engine-core``: exits 0, 1 on an error, 2 on wrong usage, 130 on Ctrl-C."""
-    own_process.claim()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A model may write what the terminal cannot show; that must not end the stream.
@@ -67,6 +66,10 @@ def main() -> None:
         try:
             app()
         finally:
+            # The interpreter's last collection would take longer than all else at the end. nanobind,
+            # by which Triton is bound, reports as leaks what it leaves.
+            if "triton" not in sys.modules:
+                own_process.freeze()
             # Flush while a failure can still be reported.
             if sys.stdout is not None:
                 sys.stdout.flush()
