@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from engine_core.check.report import Comparison, Difference, PromptComparison
-from engine_core.checkpoint import Checkpoint
-from engine_core.configs import EngineConfig
+from engine_core.check.report import Comparison, Difference, PromptComparison, QuantizationCost
+from engine_core.configs import EngineConfig, ModelConfig
 from engine_core.errors import ConfigError, EngineError
+from engine_core.nn.quantization import QuantizationScheme
 from engine_core.registry import build_registry
 from engine_core.runtime.layer_trace import decoder_layers
-from engine_core.runtime.loader import build_on_meta, load_weights
-from engine_core.runtime.source import open_model
+from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
+from engine_core.runtime.source import QUANTIZATION_KEYS, open_model
 from engine_core.step_context import BuildContext
 from engine_core.testing.reference import (
     Prompt,
@@ -28,11 +30,27 @@ from engine_core.testing.reference import (
 )
 from engine_core.testing.tiny_model import TinyModel
 from engine_core.testing.trace import Recorder, Trace
+from engine_core.text import Tokenizer
 
 # Relative to a token's norm. Correct float32 implementations are apart by 1e-6 a layer, up to 1e-5
 # after many of them; a wrong rotation, a missed scale or a swapped half are apart by 1e-1 and more.
 TOLERANCE = 1e-3
 _PROMPT_LENGTHS = (1, 7, 33)
+# What a quantised model is measured on: kinds of text that models are asked for.
+_TEXTS = (
+    "The river rises in the hills above the town and turns south at the old bridge. In spring it "
+    "carries so much water that the lower fields are under it for weeks, and farmers move their "
+    "sheep to the slopes until the grass is dry again.",
+    "Question: A train leaves at 9:40 and arrives at 13:05. It stops twice for ten minutes. How "
+    "long does it move?\nAnswer: From 9:40 to 13:05 are 3 hours and 25 minutes. Without the two "
+    "stops, 20 minutes together, it moves for 3 hours and 5 minutes.",
+    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n    "
+    "return total / len(values)\n\n\nprint(mean([1.0, 2.0, 6.0]))  # 3.0\n",
+    "Dear Ms Lindgren,\n\nthank you for your letter of 4 May. We have looked into the delay of "
+    "your order and found that the address was incomplete. The parcel will be sent again today, at "
+    "no cost to you.\n\nKind regards",
+)
+_CHUNK = 64
 
 
 class NoReferenceError(EngineError):
@@ -79,18 +97,94 @@ class DeepModel:
             if tensor.is_floating_point() and not _is_finite(tensor)
         )
 
-    def load(self) -> TinyModel:
-        """The model with its weights."""
+    @cached_property
+    def numbers(self) -> Any:
+        """The checkpoint, with numbers in the place of a tool's codes.
+
+        Raises:
+            NoReferenceError: the scheme of the codes does not give their numbers.
+        """
         source = self.source
-        context = BuildContext(dtype=source.dtype, model_class=source.registry.model_class)
-        # Weights that a tool quantised can be read in its scheme alone; others are compared plain.
-        scheme = source.scheme if source.scheme and source.scheme.settings is not None else None
-        network = build_on_meta(source.model_class, source.model_config, context, scheme)
-        load_weights(
-            network, source.checkpoint, source.name, source.device, pack=scheme is not None
-        )
+        if source.scheme is None or source.scheme.settings is None:
+            return source.checkpoint
+        numbers = source.scheme.numbers(source.checkpoint)
+        if numbers is None:
+            raise NoReferenceError(
+                f"quantization {source.scheme.name!r} does not give the numbers that its codes "
+                "stand for, so there is nothing to compare with"
+            )
+        return numbers
+
+    def load(self, *, quantized: bool = False) -> TinyModel:
+        """The model with its weights as numbers, or as its scheme keeps them."""
+        source = self.source
+        scheme = source.scheme if quantized else None
+        network, checkpoint = self._build(scheme)
+        if scheme is None:
+            checkpoint = self.numbers
+        load_weights(network, checkpoint, source.name, source.device, pack=quantized)
         processor = source.registry.input_processor(source.model_config)
         return TinyModel(network, processor, source.device)
+
+    def _build(self, scheme: QuantizationScheme | None) -> tuple[nn.Module, Any]:
+        source = self.source
+        context = BuildContext(dtype=source.dtype, model_class=source.registry.model_class)
+        network = build_on_meta(source.model_class, source.model_config, context, scheme)
+        if scheme is None:
+            return network, source.checkpoint
+        return network, match_weights(network, source.checkpoint, source.name, scheme)[0]
+
+
+def measure_quantization(model: DeepModel, tokenizer: Tokenizer | None) -> QuantizationCost:
+    """How far a quantised model's next tokens are from those of the numbers that it is made of.
+
+    Both are computed in float32, token by token of the same texts, so that the weights alone
+    differ; without a tokenizer on random tokens.
+
+    Raises:
+        EngineError: the model cannot be loaded, or its scheme does not give numbers.
+    """
+    source = model.source
+    assert source.scheme is not None, "there is something to measure"
+    longest = source.model_config.max_position_embeddings
+    if tokenizer is None:
+        prompts = _random_prompts(source.model_config, (_CHUNK, _CHUNK // 2))
+    else:
+        prompts = [tokenizer.encode(text)[:longest] for text in _TEXTS]
+    exact = _log_probabilities(model.load(), prompts)
+    gc.collect()
+    ours = _log_probabilities(model.load(quantized=True), prompts)
+    divergence = equal = 0.0
+    for one, other in zip(exact, ours, strict=True):
+        divergence += float((one.exp() * (one - other)).sum(dtype=torch.float64))
+        equal += float((one.argmax(-1) == other.argmax(-1)).sum())
+    tokens = sum(map(len, prompts))
+    return QuantizationCost(
+        scheme=source.scheme.name,
+        texts=tokenizer is not None,
+        num_prompts=len(prompts),
+        num_tokens=tokens,
+        mean_kl=max(divergence / tokens, 0.0) if math.isfinite(divergence) else None,
+        equal_tokens=equal / tokens,
+    )
+
+
+def _random_prompts(config: ModelConfig, lengths: Sequence[int]) -> list[list[int]]:
+    draw, longest = random.Random(0), config.max_position_embeddings
+    return [
+        [draw.randrange(config.vocab_size) for _ in range(length)]
+        for length in dict.fromkeys(min(length, longest) for length in lengths)
+    ]
+
+
+def _log_probabilities(model: TinyModel, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Of the next tokens, ``[T, vocab]`` float32 for each prompt."""
+    made = []
+    for prompt in prompts:
+        sequence = model.sequence(prompt, len(prompt))
+        steps = [[(0, start, count)] for start, count in sequence.chunks(_CHUNK)]
+        made.append(model.run([sequence], steps).logits[0].log_softmax(-1))
+    return made
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -144,23 +238,21 @@ def compare_with_transformers(model: DeepModel) -> Comparison:
         EngineError: the model cannot be loaded.
     """
     source = model.source
+    numbers, hf_config = model.numbers, source.checkpoint.hf_config.to_dict()
+    if numbers is not source.checkpoint:
+        hf_config = {key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS}
     try:
-        reference = transformers_class(source.checkpoint.hf_config.to_dict())
+        reference = transformers_class(hf_config)
     except LookupError as error:
         raise NoReferenceError(f"{error}, so there is nothing to compare with") from error
     ours = model.load()
     model_config = source.model_config
-    draw = random.Random(0)
-    longest = model_config.max_position_embeddings
-    prompts = [
-        [draw.randrange(model_config.vocab_size) for _ in range(length)]
-        for length in dict.fromkeys(min(length, longest) for length in _PROMPT_LENGTHS)
-    ]
+    prompts = _random_prompts(model_config, _PROMPT_LENGTHS)
     traced = [_trace(ours, prompt) for prompt in prompts]
     # Both models in float32 at once would take twice the memory.
     del ours
     gc.collect()
-    theirs = _load_transformers(reference, source.checkpoint)
+    theirs = _load_transformers(reference, numbers)
     layers = decoder_layers(theirs, model_config.num_layers)
     compared = []
     for prompt, (logits, trace) in zip(prompts, traced, strict=True):
@@ -183,7 +275,7 @@ def _trace(model: TinyModel, token_ids: Sequence[int]) -> tuple[Tensor, Trace]:
     return run.logits[0], run.trace(0)
 
 
-def _load_transformers(reference: tuple[Any, Any], checkpoint: Checkpoint) -> Any:
+def _load_transformers(reference: tuple[Any, Any], checkpoint: Any) -> Any:
     config, model_class = reference
     try:
         with without_progress_bars():

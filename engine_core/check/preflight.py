@@ -19,6 +19,7 @@ from engine_core.check.deep import (
     DeepModel,
     compare_with_golden,
     compare_with_transformers,
+    measure_quantization,
     read_golden_file,
 )
 from engine_core.check.gpus import NamedGPU, find_gpu
@@ -34,6 +35,7 @@ from engine_core.check.report import (
     ModelInfo,
     PluginInfo,
     Problem,
+    QuantizationCost,
     ReplicatedInfo,
     Severity,
     TokenizerInfo,
@@ -65,6 +67,7 @@ from engine_core.nn.attention import cache_specs
 from engine_core.nn.fusions import fusions
 from engine_core.nn.linear import Linear, UnquantizedLinearMethod
 from engine_core.nn.quantization import QuantizationScheme
+from engine_core.nn.quantization.facts import facts_of
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
 from engine_core.runtime.executor import check_devices, check_experts
@@ -162,6 +165,7 @@ class _Check:
     memory_info: MemoryInfo | None = None
     comparison: Comparison | None = None
     comparison_asked: bool = False
+    quantization_cost: QuantizationCost | None = None
     fusions: tuple[FusionInfo, ...] | None = None
 
     def run(self) -> None:
@@ -238,6 +242,13 @@ class _Check:
             return
         if self.model_config.caveat is not None:
             self._add("fallback", "warning", self.model_config.caveat)
+        if self.scheme is not None:
+            capability = None if self.gpu is None else self.gpu.capability
+            size = self.model_config.hidden_size
+            for fact in facts_of(self.scheme.name, device, size, capability):
+                code = "quantization-loses" if fact.loses else "quantization-slower"
+                text = f"quantization {self.scheme.name!r}: {fact.text}"
+                self._add(code, "warning" if fact.severe else "info", text)
         with self._collecting():
             self.model_class = registry.model_class(self.model_config.architecture)
             self.model_config = with_task(
@@ -578,6 +589,8 @@ class _Check:
                 message = f"{len(bad)} tensors hold NaN or infinite numbers: {shown}"
                 self._add("weights-not-finite", "error", message, bad)
                 return
+            if file is None and model.source.scheme is not None:
+                self.quantization_cost = measure_quantization(model, self.tokenizer)
             self.comparison = (
                 compare_with_transformers(model)
                 if file is None
@@ -641,6 +654,7 @@ class _Check:
                 for kind, limit in self.media.items()
             ),
             comparison=self.comparison,
+            quantization_cost=self.quantization_cost,
             fusions=self.fusions,
             plugins=tuple(
                 PluginInfo.model_validate(report, from_attributes=True)

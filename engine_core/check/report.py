@@ -41,6 +41,8 @@ HINTS = {
     "it.",
     "option-invalid": "Change the option that is named.",
     "plugin-broken": "Reinstall or remove the plugin; the others work without it.",
+    "quantization-loses": "Compare with --deep, which measures it, or take more bits.",
+    "quantization-slower": "Measure with 'engine-core bench' whether bfloat16 does better.",
     "quantization-unsupported": "Take the model's unquantised checkpoint or a GGUF file of it.",
     "special-id-out-of-range": "Correct the id in config.json or generation_config.json.",
     "tied-head-unread": "Compare them with --deep; if they differ, set tie_word_embeddings to "
@@ -258,6 +260,20 @@ class Comparison(_Model):
     prompts: tuple[PromptComparison, ...]
 
 
+class QuantizationCost(_Model):
+    """The next tokens' distribution with quantised weights, against that with plain ones."""
+
+    scheme: str = Field(description="How the weights are quantised.")
+    texts: bool = Field(description="Whether of texts; else of random tokens.")
+    num_prompts: int
+    num_tokens: int = Field(description="Positions that were compared.")
+    mean_kl: float | None = Field(
+        description="Mean Kullback-Leibler divergence from the plain weights' distribution, in "
+        "nats; null if not finite."
+    )
+    equal_tokens: float = Field(description="Share of positions with the same likeliest token.")
+
+
 class CheckReport(_Model):
     """Everything that a check found out. Its JSON is described by :meth:`json_schema`."""
 
@@ -283,6 +299,9 @@ class CheckReport(_Model):
         default=(), description="What it takes besides text; empty for a text model."
     )
     comparison: Comparison | None
+    quantization_cost: QuantizationCost | None = Field(
+        default=None, description="Only with a deep check of quantised weights."
+    )
     fusions: tuple[FusionInfo, ...] | None = Field(
         default=None, description="Only if they were asked for and the model was built."
     )

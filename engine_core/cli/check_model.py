@@ -126,9 +126,19 @@ def _media_text(media: MediaInfo) -> str:
 
 
 def _comparison_lines(report: CheckReport) -> list[str]:
+    lines = []
+    if report.quantization_cost is not None:
+        cost = report.quantization_cost
+        kl = "not finite" if cost.mean_kl is None else f"{cost.mean_kl:.5f}"
+        tokens = f"{cost.num_tokens} {'' if cost.texts else 'random '}tokens"
+        lines += [
+            f"by {cost.scheme} instead of the same weights as numbers, in float32:",
+            f"  the likeliest next token is the same after {cost.equal_tokens:.1%} of {tokens}, "
+            f"mean KL {kl}",
+        ]
     if report.comparison is None:
-        return []
-    lines = [f"compared in {report.comparison.dtype} with {report.comparison.reference}:"]
+        return lines
+    lines += [f"compared in {report.comparison.dtype} with {report.comparison.reference}:"]
     for prompt in report.comparison.prompts:
         last = prompt.parts[-1]
         apart = "not finite" if last.relative is None else f"{last.relative:.1e}"

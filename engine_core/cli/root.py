@@ -66,8 +66,8 @@ def main() -> None:
         try:
             app()
         finally:
-            # The interpreter's last collection would take longer than all else at the end. nanobind,
-            # by which Triton is bound, reports as leaks what it leaves.
+            # The interpreter's last collection would take longer than all else at the end. What is
+            # left so nanobind, by which Triton is bound, would report as leaks.
             if "triton" not in sys.modules:
                 own_process.freeze()
             # Flush while a failure can still be reported.

@@ -26,6 +26,7 @@ from engine_core.errors import (
 from engine_core.kernels import GPU, gpu_of
 from engine_core.kernels.block_linear import is_fast
 from engine_core.nn.quantization import QuantizationScheme
+from engine_core.nn.quantization.facts import facts_of
 from engine_core.plugin_code import contained, failed_at, package_of
 from engine_core.registry import Registry
 from engine_core.runtime import platform
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from engine_core.inputs import InputProcessor, MediaLimit, PromptState
 
 # Keys of config.json under which tools leave how they quantised the weights.
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 # Families' names for the number of layers; each layer has at least one tensor.
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_LAYERS = 10_000
@@ -133,6 +134,10 @@ def open_model(
     checkpoint = open_files(model, config, registry, device, option, convert=convert)
     scheme = find_scheme(checkpoint, config, option, registry, device)
     model_config = read_config(registry, checkpoint, config.model_impl)
+    if scheme is not None:
+        for fact in facts_of(scheme.name, device, model_config.hidden_size):
+            level = logging.WARNING if fact.severe else logging.INFO
+            logger.log(level, "quantization %s: %s", scheme.name, fact.text)
     model_class = registry.model_class(model_config.architecture)
     model_config = with_task(model_config, model_class, checkpoint, config)
     processor = registry.input_processor(model_config)
@@ -359,7 +364,7 @@ def find_scheme(
         blocks.check_device(device)
         return blocks
     hf_config = checkpoint.hf_config
-    key = next((key for key in _QUANTIZATION_KEYS if hf_config.get(key) is not None), None)
+    key = next((key for key in QUANTIZATION_KEYS if hf_config.get(key) is not None), None)
     if key is None:
         return option
     settings = hf_config.get(key)

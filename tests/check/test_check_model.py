@@ -25,6 +25,7 @@ from engine_core.check.gpus import find_gpu, gpu_names
 from engine_core.check.report import HINTS, Code
 from engine_core.cli import app
 from engine_core.errors import CacheMemoryError, ConfigError, OptionError
+from engine_core.nn.quantization.facts import facts_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "check-model.md"
 runner = CliRunner(env={"COLUMNS": "100"})
@@ -176,6 +177,26 @@ def test_a_quantization_that_a_gpu_has_not_hides_no_other_fault(model: Model) ->
     model.json("config.json", num_key_value_heads=3)
     report = check_model(str(model), EngineConfig(quantization="gguf"), gpu="H100")
     assert {problem.code for problem in report.errors} == {"option-invalid", "config-invalid"}
+
+
+def test_what_is_known_of_a_quantisation_is_said(model: Model) -> None:
+    """By the device that is planned for, and the model's width."""
+
+    def said(quantization: str, gpu: str | None) -> set[tuple[str, str, bool]]:
+        report = check_model(str(model), EngineConfig(quantization=quantization), gpu=gpu)
+        found = [each for each in report.problems if each.code.startswith("quantization")]
+        return {(each.code, each.severity, "as small as" in each.message) for each in found}
+
+    loses, slower = ("quantization-loses", "warning", True), "quantization-slower"
+    assert said("int4", None) == {loses, (slower, "info", False)}
+    assert said("int8", None) == {(slower, "info", False)}
+    assert said("int4", "H100") == {loses, (slower, "warning", False)}
+    assert said("int8", "T4") == {(slower, "warning", False)}
+    assert said("fp8", None) == {(slower, "warning", False)}
+    assert said("fp8", "H100") == {loses}
+    assert said("fp8", "L40S") == {loses, (slower, "warning", False)}
+    wide = facts_of("int4", torch.device("cpu"), 4096)
+    assert not any(fact.loses for fact in wide)
 
 
 def test_deterministic_is_judged_by_the_gpu_that_is_named(model: Model) -> None:

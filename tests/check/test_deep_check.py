@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from check_models import Model
 from checkpoint_files import write_llama_gguf
 from golden_fixtures import GOLDEN
@@ -83,6 +85,47 @@ def test_the_first_layer_that_differs_is_named(wrong: EngineConfig) -> None:
         }
     assert {problem.code for problem in report.errors} == {"comparison-differs"}
     assert "layer 1 is the first part that differs" in report.errors[0].message
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """To int8 with a scale in bfloat16 for each row."""
+    scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16().float()
+    return (weight / scales).round().clamp(-127, 127) * scales
+
+
+def test_what_int8_costs_is_what_rounded_weights_cost_transformers() -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = GOLDEN / "llama-gqa"
+    config = IDS.replace(quantization="int8", dtype="bfloat16")
+    report = check_model(folder, config, deep=True)
+    assert report.exit_code == 0
+    cost = report.quantization_cost
+    assert cost is not None
+    draw, vocabulary = random.Random(0), json.loads((folder / "config.json").read_text())
+    prompts = [[draw.randrange(vocabulary["vocab_size"]) for _ in range(n)] for n in (64, 32)]
+    distributions = []
+    for change in (lambda weight: weight, rounded):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for name, param in model.named_parameters():
+            # The inputs of down_proj are no multiple of 32, which keep their numbers.
+            if param.dim() == 2 and param.shape[1] % 32 == 0 and name.endswith(".weight"):
+                param.data = change(param.data)
+        with torch.inference_mode():
+            logits = [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+        distributions.append(torch.cat(logits).log_softmax(-1))
+    exact, other = distributions
+    divergence = (exact.exp() * (exact - other)).sum(-1).mean().item()
+    equal = (exact.argmax(-1) == other.argmax(-1)).float().mean().item()
+    # Products of few rows are in bfloat16.
+    assert cost.mean_kl == pytest.approx(divergence, rel=0.3)
+    assert cost.equal_tokens == pytest.approx(equal, abs=0.04)
+    done = CliRunner().invoke(
+        app,
+        ["check-model", str(folder), "--skip-tokenizer-init", "--deep", "--quantization", "int8"],
+    )
+    share = f"the same after {cost.equal_tokens:.1%} of 96 random tokens, mean KL "
+    assert share in done.stdout
 
 
 def test_overrides_go_to_both(model: Model) -> None:

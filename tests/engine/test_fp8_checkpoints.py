@@ -200,6 +200,23 @@ def test_it_generates_and_says_that_a_cpu_gains_nothing(
             out.append(llm.generate([[1, 5, 9]], greedy)[0].outputs[0].token_ids)
     assert out[0] == out[1]
     assert "saves no memory" in caplog.text
+    [slower] = check_model(made.quantised, EngineConfig(**BASE)).warnings
+    assert slower.code == "quantization-slower"
+    assert "saves no memory" in slower.message
+
+
+@pytest.mark.parametrize("kind", ["blocks", "channel", "static"])
+def test_the_deep_check_compares_their_numbers(tmp_path: Path, kind: str) -> None:
+    """With transformers' model of the numbers; a CPU runs nothing else."""
+    made = Made(tmp_path, kind)
+    report = check_model(made.quantised, EngineConfig(**BASE), deep=True)
+    assert report.exit_code == 0, report.problems
+    assert report.comparison is not None
+    assert report.comparison.same
+    cost = report.quantization_cost
+    assert cost is not None
+    assert cost.mean_kl == pytest.approx(0, abs=1e-6)
+    assert cost.equal_tokens == 1
 
 
 @pytest.mark.parametrize("kind", ["blocks", "tensor", "channel"])

@@ -352,6 +352,25 @@ def test_broken_ones_are_named(tmp_path: Path, broken: str) -> None:
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "kind", ["awq", "gptq, act-order", "compressed, zeros", "int8 and activations"]
+)
+def test_the_deep_check_compares_their_numbers(tmp_path: Path, kind: str) -> None:
+    """With transformers' model of the numbers, and with the integers as a CPU runs them."""
+    it = Made(tmp_path, kind)
+    report = check_model(it.packed, EngineConfig(**BASE), deep=True)
+    assert report.exit_code == 0, report.problems
+    assert report.comparison is not None
+    assert report.comparison.same
+    cost = report.quantization_cost
+    assert cost is not None
+    assert cost.mean_kl is not None
+    # A CPU rounds scales and zeros to bfloat16; those of int8 are so.
+    assert 0 <= cost.mean_kl < 0.01
+    assert cost.equal_tokens > 0.9
+    assert (cost.num_prompts, cost.num_tokens, cost.texts) == (2, 96, False)
+
+
 def test_options_that_do_not_fit(tmp_path: Path) -> None:
     it = Made(tmp_path, "awq")
     with pytest.raises(OptionError, match="quantised by 'awq'"):

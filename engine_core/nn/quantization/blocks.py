@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.errors import OptionError
-from engine_core.kernels import GroupWeight, gpu_of, linear
+from engine_core.kernels import GroupWeight, linear
 from engine_core.kernels.block_linear import (
     FORMS,
     block_linear,
@@ -28,7 +28,7 @@ from engine_core.nn.experts import StackedLinear
 from engine_core.nn.linear import Linear, LinearMethod
 from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
 from engine_core.nn.packing import MatrixModule, OneDNNMatrix, onednn_packs
-from engine_core.nn.quantization.groups import GroupMethod, warn_of_slower
+from engine_core.nn.quantization.groups import GroupMethod
 from engine_core.nn.quantization.scheme import QuantizationScheme
 
 if TYPE_CHECKING:
@@ -292,17 +292,14 @@ class GGUFScheme(QuantizationScheme):
     _on_cpu = True
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse a CPU for which nothing can be compiled; say where a GPU gains no time."""
+        """Refuse a CPU for which nothing can be compiled."""
         self._on_cpu = device.type == "cpu"
         if device.type not in ("cpu", "cuda"):
             raise OptionError(
                 f"quantization {self.name!r} has no kernels for {device}; set device='cpu', or "
                 "leave it out"
             )
-        if not self._on_cpu:
-            if torch.cuda.is_available():
-                warn_of_slower(self.name, gpu_of(device))
-        elif not available():
+        if self._on_cpu and not available():
             raise OptionError(
                 f"quantization {self.name!r} multiplies blocks by kernels that Numba compiles, "
                 "which is not installed: pip install 'engine-core-llm[cpu]', or leave it out"

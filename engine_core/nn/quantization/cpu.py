@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from engine_core.errors import OptionError
-from engine_core.kernels import gpu_of
 from engine_core.nn.embedding import VocabularyMethod, VocabularySplit
 from engine_core.nn.linear import Linear, LinearMethod
-from engine_core.nn.quantization.groups import GroupAtLoadMethod, warn_of_slower
+from engine_core.nn.quantization.groups import GroupAtLoadMethod
 from engine_core.nn.quantization.int4 import Int4LinearMethod, Int4Matrix
 from engine_core.nn.quantization.int8 import Int8LinearMethod, Int8Matrix
 from engine_core.nn.quantization.scheme import QuantizationScheme
@@ -28,10 +27,8 @@ class Int8Scheme(QuantizationScheme):
     _on_cpu = True
 
     def check_device(self, device: torch.device) -> None:
-        """Say where a GPU gains no time."""
+        """Take note of the device; all will do."""
         self._on_cpu = device.type == "cpu"
-        if not self._on_cpu and torch.cuda.is_available():
-            warn_of_slower(self.name, gpu_of(device))
 
     def linear_method(self, name: str, layer: Linear) -> LinearMethod | None:
         """8 bits, for a shape that fits."""

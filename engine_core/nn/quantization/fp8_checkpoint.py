@@ -8,7 +8,6 @@ for all their names, and of calibrated activations ``input_scale`` or ``activati
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.errors import ConfigError, ErrorCode, OptionError
-from engine_core.kernels import Fp8Weight, gpu_of
+from engine_core.kernels import Fp8Weight
 from engine_core.kernels.linear import fp8
 from engine_core.nn.epilogue import Call
 from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
@@ -34,8 +33,6 @@ from engine_core.nn.quantization.scheme import QuantizationScheme
 if TYPE_CHECKING:
     from engine_core.checkpoint import Checkpoint
     from engine_core.nn.loading import LoadAccount
-
-logger = logging.getLogger(__name__)
 
 _E4M3 = "float8_e4m3fn"
 _BLOCK = 128
@@ -223,21 +220,36 @@ def _spread_over_rows(scales: Tensor, rows: int, width: int) -> Tensor:
     )
 
 
-class _Headers:
-    """A checkpoint's headers as plain layers would have them: numbers, and no scales."""
+class _Plain:
+    """A checkpoint as plain layers would have it: numbers, and no scales."""
 
-    def __init__(self, headers: Mapping[str, Any]) -> None:
-        stems = {name.removesuffix("weight") for name in _quantised(headers)}
-        scales = {stem + leaf for stem in stems for leaf in (*_SCALES, *_INPUT_SCALES)}
+    gguf = None
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        stems = {name.removesuffix("weight") for name in _quantised(source.headers)}
+        self._scales = {stem + leaf for stem in stems for leaf in (*_SCALES, *_INPUT_SCALES)}
         self.headers = {
             name: replace(header, dtype="bfloat16") if header.dtype == _E4M3 else header
-            for name, header in headers.items()
-            if name not in scales
+            for name, header in source.headers.items()
+            if name not in self._scales
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """None: only headers are asked for."""
-        return iter(())
+        """Each tensor; those of codes as numbers in float32."""
+        held = dict(self._source.weights())
+        for name, tensor in held.items():
+            if tensor.dtype == torch.float8_e4m3fn:
+                stem = name.removesuffix("weight")
+                scale = next(held[stem + leaf] for leaf in _SCALES if stem + leaf in held)
+                rows, columns = tensor.shape
+                width = scale.shape[1] if scale.dim() == 2 else 1
+                spread = _spread_over_rows(scale.float(), rows, width)
+                if width > 1:
+                    spread = spread.repeat_interleave(_BLOCK, dim=1)[:, :columns]
+                yield name, tensor.float() * spread
+            elif name not in self._scales:
+                yield name, tensor
 
 
 def _quantised(headers: Mapping[str, Any]) -> set[str]:
@@ -263,16 +275,8 @@ class Fp8CheckpointScheme(QuantizationScheme):
             refuse_settings(settings, self.keys)
 
     def check_device(self, device: torch.device) -> None:
-        """Say where e4m3 saves no memory, or no time."""
+        """Take note of the device; all will do."""
         self._on_cpu = device.type == "cpu"
-        gpu = gpu_of(device) if torch.cuda.is_available() else None
-        if self._on_cpu:
-            logger.warning("quantization %s: no kernel of a CPU multiplies e4m3; the weights are "
-                           "turned into numbers, which saves no memory", self.name)  # fmt: skip
-        elif gpu is not None and gpu.capability != (9, 0):
-            logger.warning("quantization %s: kernels of few rows are for compute capability 9.0, "
-                           "not %d.%d; here the weights are turned into numbers in each step, "
-                           "which takes time", self.name, *gpu.capability)  # fmt: skip
 
     def check_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
         """The option alone quantises nothing."""
@@ -283,7 +287,11 @@ class Fp8CheckpointScheme(QuantizationScheme):
 
     def plain(self, checkpoint: Any) -> Any:
         """Its headers as they would be without quantisation."""
-        return _Headers(checkpoint.headers)
+        return _Plain(checkpoint)
+
+    def numbers(self, checkpoint: Any) -> Any:
+        """Its codes times their scales."""
+        return _Plain(checkpoint)
 
     def prepare(self, model: nn.Module) -> None:
         """Leave the layers plain: the types of the tensors that fill them say who is taken."""
@@ -298,6 +306,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
         quantised = _quantised(headers)
         if not quantised:
             raise unsupported(f"no tensor of the checkpoint is {_E4M3}")
+        self._layouts = {}
         for name, layer in model.named_modules():
             if not isinstance(layer, Linear):
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engine_core.kernels import GPU, CodedWeight, GroupWeight, linear
+from engine_core.kernels import CodedWeight, GroupWeight, linear
 from engine_core.kernels.linear.groups import fits_group, pack_codes, unpack_codes
-from engine_core.kernels.linear.tiles import MOST_GROUP_ROWS, choose_group_tile
+from engine_core.kernels.linear.tiles import choose_group_tile
 from engine_core.nn.embedding import VocabularyMethod, VocabularySplit
 from engine_core.nn.epilogue import Call, Epilogue
 from engine_core.nn.linear import Linear, UnquantizedLinearMethod
@@ -20,8 +19,6 @@ from engine_core.nn.loading import set_weight_loader
 from engine_core.nn.packing import MatrixModule, PackedMatrix
 from engine_core.nn.quantization.int4 import Int4Matrix
 from engine_core.nn.quantization.int8 import Int8Matrix
-
-logger = logging.getLogger(__name__)
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -85,23 +82,13 @@ class OrderedMatrix:
 
 
 class GroupMethod(UnquantizedLinearMethod):
-    """A weight that is a :class:`GroupWeight` on a GPU."""
+    """A weight that is a :class:`GroupWeight` on a GPU.
+
+    Beyond some rows the numbers are written and read in each step, by which a step takes longer
+    than with a plain weight by 4 bytes a weight over the memory's speed.
+    """
 
     quantizes_rows = False
-
-    @staticmethod
-    def slower(gpu: GPU | None) -> str | None:
-        """The rule by which a plain weight is faster on a kind of GPU.
-
-        Beyond some rows the numbers are written and read in each step, by which a step takes longer
-        than with a plain weight by 4 bytes a weight over the memory's speed.
-        """
-        if gpu is None or gpu.capability < (8, 0):
-            return "there are no kernels for this GPU: each step turns the weights into numbers"
-        return (
-            f"steps of more than {MOST_GROUP_ROWS} tokens turn the weights into numbers first, "
-            "which takes longer than bfloat16 weights do"
-        )
 
     def fits(
         self, layer: Linear, call: Call, *, gated: bool = False, deterministic: bool = False
@@ -120,13 +107,6 @@ class GroupMethod(UnquantizedLinearMethod):
     def adds_residual(self, layer: Linear, call: Call) -> bool:
         """Not by itself."""
         return False
-
-
-def warn_of_slower(scheme: str, gpu: GPU | None) -> None:
-    """Say at the start where the weights of a scheme take longer than plain ones."""
-    why = GroupMethod.slower(gpu)
-    if why is not None:
-        logger.warning("quantization %s: %s", scheme, why)
 
 
 class GroupLinearMethod(GroupMethod):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.errors import OptionError
-from engine_core.kernels import gpu_of
 from engine_core.kernels.linear.groups import MIDDLE, pack_codes, unpack_codes
 from engine_core.nn.embedding import VocabularySplit
 from engine_core.nn.linear import Linear, LinearMethod
@@ -33,7 +32,6 @@ from engine_core.nn.quantization.groups import (
     GroupLayout,
     GroupLinearMethod,
     Int8VocabularyMethod,
-    warn_of_slower,
 )
 from engine_core.nn.quantization.scheme import QuantizationScheme
 
@@ -241,10 +239,8 @@ class PackedScheme(QuantizationScheme):
         raise NotImplementedError
 
     def check_device(self, device: torch.device) -> None:
-        """Say where a GPU gains no time."""
+        """Take note of the device; all will do."""
         self._on_cpu = device.type == "cpu"
-        if not self._on_cpu and torch.cuda.is_available():
-            warn_of_slower(self.name, gpu_of(device))
 
     def check_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
         """The option alone quantises nothing."""
@@ -263,6 +259,12 @@ class PackedScheme(QuantizationScheme):
             raise unsupported(f"no tensor of the checkpoint is a {self.codes_leaf}")
         return PackedCheckpoint(checkpoint, self._linears, self.read, frozenset())
 
+    def numbers(self, checkpoint: Any) -> Any:
+        """Its integers as the numbers that they stand for."""
+        plain = self.plain(checkpoint)
+        self._read_orders(checkpoint)
+        return plain
+
     def prepare(self, model: nn.Module) -> None:
         """Leave the layers plain: the tensors say who is taken."""
 
@@ -280,6 +282,7 @@ class PackedScheme(QuantizationScheme):
             ConfigError: only some parts of a merged linear are quantised, or a ``g_idx`` is wrong.
         """
         self._read_orders(checkpoint)
+        self._layouts = {}
         kept: set[str] = set()
         left: dict[str, str] = {}
         fills = Counter(name for param in model.parameters() for name in account.sources(param))

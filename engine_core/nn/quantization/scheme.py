@@ -83,6 +83,14 @@ class QuantizationScheme:
         """
         return checkpoint
 
+    def numbers(self, checkpoint: Any) -> Any:
+        """A checkpoint that is quantised so, with numbers in the place of codes.
+
+        It has ``headers`` and ``weights()``. None if it cannot be had: then ``check-model --deep``
+        compares nothing.
+        """
+        return None
+
     def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Checkpoint:
         """Look at which tensors fill which parameters; return the checkpoint to load from.
 
