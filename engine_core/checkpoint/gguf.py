@@ -120,7 +120,9 @@ class GGUFFile:
 class GGUFAdapter(Protocol):
     """A family's translation of its GGUF files; a plugin offers one class per architecture.
 
-    The constructor refuses a file that it cannot translate exactly.
+    The constructor refuses a file that it cannot translate exactly. An adapter may have a method
+    ``tensor_shape(name, shape)`` too: the shape of GGUF tensor ``name`` in an ordinary checkpoint,
+    of as many numbers in the same order, where that is not always the file's.
 
     Attributes:
         version: raised by the plugin whenever it translates differently, so that what was

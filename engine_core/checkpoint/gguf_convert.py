@@ -77,9 +77,14 @@ class GGUFWeights:
             if name is not None:
                 gguf.check_type(tensor)
                 self._sources[name] = tensor
+        reshape = getattr(adapter, "tensor_shape", lambda name, shape: shape)
         self.headers: Mapping[str, TensorHeader] = {
             name: TensorHeader(
-                name, dtype, source.shape, gguf.path, math.prod(source.shape) * itemsize(dtype)
+                name,
+                dtype,
+                reshape(source.name, source.shape),
+                gguf.path,
+                math.prod(source.shape) * itemsize(dtype),
             )
             for name, source in self._sources.items()
         }
@@ -185,7 +190,8 @@ class GGUFWeights:
                 f"{type(self._adapter).__name__}.transform made {array.shape} of {source.name!r}, "
                 f"which has the shape {source.shape}; a shape must stay as it is"
             )
-        return torch.from_numpy(array).to(getattr(torch, header.dtype)).contiguous()
+        numbers = torch.from_numpy(array).to(getattr(torch, header.dtype))
+        return numbers.reshape(header.shape).contiguous()
 
     def write(self, path: Path) -> None:
         """Write all tensors to a safetensors file, several at a time."""

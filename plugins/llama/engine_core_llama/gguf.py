@@ -1,4 +1,4 @@
-"""Translate llama.cpp's ``llama`` files to an ordinary Llama checkpoint. Imports no torch.
+"""Translate llama.cpp's ``llama`` files to ordinary Llama or Mixtral checkpoints. Imports no torch.
 
 The way there is llama.cpp's ``conversion/llama.py``; this is the way back. A key or tensor that is
 not known is refused, because leaving it out could change the results unseen.
@@ -27,6 +27,13 @@ _TENSORS = {
 _LAYER_TENSORS = GGUFDecoderAdapter.layer_tensors
 _ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
 _MLP = ("ffn_gate", "ffn_up", "ffn_down")
+# Of a Mixtral in place of these; each expert's matrix is a part of a tensor for all.
+_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # Tables that follow from the config; rope_freqs is read for the config.
 _DERIVED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
@@ -36,7 +43,10 @@ _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
 
 class LlamaGGUFAdapter:
-    """Translates the config and the tensors of a GGUF file of architecture ``llama``."""
+    """Translates the config and the tensors of a GGUF file of architecture ``llama``.
+
+    One with experts is a Mixtral.
+    """
 
     version: ClassVar[int] = 1
 
@@ -59,19 +69,19 @@ class LlamaGGUFAdapter:
         return self._config
 
     def tensor_name(self, name: str) -> str | None:
-        """The name in an ordinary Llama checkpoint; None for tables that follow from the config.
+        """The name in an ordinary checkpoint; None for tables that follow from the config.
 
         Raises:
-            CheckpointError: the tensor belongs to no Llama, such as a mixture's experts.
+            CheckpointError: the tensor belongs to no such model.
         """
         if name in _TENSORS:
             return _TENSORS[name]
         if _DERIVED.fullmatch(name):
             return None
         match = _LAYER_TENSOR.fullmatch(name)
-        if match is None or match[2] not in _LAYER_TENSORS:
+        if match is None or match[2] not in self._layer_tensors:
             raise CheckpointError(f"{self._gguf.path}: tensor {name!r} is no part of a Llama model")
-        return f"model.layers.{match[1]}.{_LAYER_TENSORS[match[2]]}.{match[3]}"
+        return f"model.layers.{match[1]}.{self._layer_tensors[match[2]]}.{match[3]}"
 
     def transform(self, name: str, array: NDArray[np.float32]) -> NDArray[np.float32]:
         """Rows of q and k from llama.cpp's order to that of ordinary checkpoints.
@@ -129,6 +139,17 @@ class LlamaGGUFAdapter:
             "attention_bias": self._has_biases(_ATTENTION, layers),
             "mlp_bias": self._has_biases(_MLP, layers),
         }
+        self._layer_tensors = _LAYER_TENSORS
+        if self._keys.get("expert_count", 0) != 0:
+            self._layer_tensors = {k: v for k, v in _LAYER_TENSORS.items() if k not in _MLP}
+            self._layer_tensors |= _EXPERTS
+            config |= {
+                "architectures": ["MixtralForCausalLM"],
+                "model_type": "mixtral",
+                "num_local_experts": self._integer("expert_count"),
+                "num_experts_per_tok": self._integer("expert_used_count"),
+                "sliding_window": None,
+            }
         self._check_tensors(layers)
         # Said twice (the embedding has the rows), or about other software than this.
         for key in ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"):
@@ -236,7 +257,11 @@ class LlamaGGUFAdapter:
     def _check_tensors(self, layers: int) -> None:
         wanted = [
             "output_norm.weight",
-            *(f"blk.{layer}.{name}.weight" for layer in range(layers) for name in _LAYER_TENSORS),
+            *(
+                f"blk.{layer}.{name}.weight"
+                for layer in range(layers)
+                for name in self._layer_tensors
+            ),
         ]
         missing = [name for name in wanted if name not in self._gguf.tensors]
         if missing:

@@ -1,4 +1,4 @@
-"""Translate llama.cpp's ``qwen2`` and ``qwen3`` to ordinary checkpoints. Imports no torch.
+"""Translate llama.cpp's files of Qwen2 and Qwen3 to ordinary checkpoints. Imports no torch.
 
 The way there is llama.cpp's ``conversion/qwen.py``; this is the way back. A key or tensor that is
 not known is refused, because leaving it out could change the results unseen. These files say
@@ -11,6 +11,13 @@ from typing import Any, ClassVar
 
 from engine_core.configs import GGUFDecoderAdapter
 from engine_core.errors import CheckpointError
+
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
 
 
 class Qwen2GGUFAdapter(GGUFDecoderAdapter):
@@ -66,3 +73,75 @@ class Qwen3GGUFAdapter(Qwen2GGUFAdapter):
             **super().read_config(),
             "attention_bias": "blk.0.attn_q.bias" in self.gguf.tensors,
         }
+
+
+class Qwen2MoeGGUFAdapter(Qwen2GGUFAdapter):
+    """Translates the config and the tensors of a GGUF file of architecture ``qwen2moe``."""
+
+    architecture: ClassVar[str] = "qwen2moe"
+    model_class: ClassVar[str] = "Qwen2MoeForCausalLM"
+    model_type: ClassVar[str | None] = "qwen2_moe"
+    layer_tensors: ClassVar[dict[str, str]] = {
+        **GGUFDecoderAdapter.layer_tensors,
+        **_EXPERTS,
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    }
+
+    def read_config(self) -> dict[str, Any]:
+        """See :class:`GGUFDecoderAdapter`."""
+        shared = super().read_config()
+        inner = self.integer("expert_shared_feed_forward_length", shared["intermediate_size"])
+        return {
+            **shared,
+            **_experts(self, shared, normalised=False),
+            "shared_expert_intermediate_size": inner,
+            "qkv_bias": "blk.0.attn_q.bias" in self.gguf.tensors,
+        }
+
+    def tensor_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in an ordinary checkpoint, where the shared expert's gate is a matrix."""
+        one_row = len(shape) == 1 and name.endswith(".ffn_gate_inp_shexp.weight")
+        return (1, *shape) if one_row else shape
+
+
+class Qwen3MoeGGUFAdapter(Qwen3GGUFAdapter):
+    """Translates the config and the tensors of a GGUF file of architecture ``qwen3moe``."""
+
+    architecture: ClassVar[str] = "qwen3moe"
+    model_class: ClassVar[str] = "Qwen3MoeForCausalLM"
+    model_type: ClassVar[str | None] = "qwen3_moe"
+    layer_tensors: ClassVar[dict[str, str]] = {**Qwen3GGUFAdapter.layer_tensors, **_EXPERTS}
+
+    def read_config(self) -> dict[str, Any]:
+        """See :class:`GGUFDecoderAdapter`."""
+        shared = super().read_config()
+        return {**shared, **_experts(self, shared, normalised=True)}
+
+
+def _experts(
+    adapter: GGUFDecoderAdapter, shared: dict[str, Any], *, normalised: bool
+) -> dict[str, Any]:
+    """The config's part about experts; ``normalised`` is llama.cpp's rule for the family."""
+    chosen, tensors = adapter.integer("expert_used_count"), adapter.gguf.tensors
+    inner = adapter.integer("expert_feed_forward_length", shared["intermediate_size"] // chosen)
+    stated = adapter.keys.pop("expert_weights_norm", normalised)
+    if type(stated) is not bool:
+        raise CheckpointError(
+            f"{adapter.gguf.path}: {adapter.architecture}.expert_weights_norm must be true or "
+            f"false, got {stated!r}"
+        )
+    return {
+        "num_experts": adapter.integer("expert_count"),
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": inner,
+        "norm_topk_prob": stated,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [
+            layer
+            for layer in range(shared["num_hidden_layers"])
+            if f"blk.{layer}.ffn_gate_inp.weight" not in tensors
+        ],
+    }

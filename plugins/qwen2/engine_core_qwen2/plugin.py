@@ -35,10 +35,12 @@ def config_builders() -> list[type]:
 
 @hookimpl
 def gguf_adapters() -> dict[str, str]:
-    """GGUF files that llama.cpp calls qwen2 and qwen3."""
+    """GGUF files that llama.cpp calls so."""
     return {
         "qwen2": "engine_core_qwen2.gguf.Qwen2GGUFAdapter",
+        "qwen2moe": "engine_core_qwen2.gguf.Qwen2MoeGGUFAdapter",
         "qwen3": "engine_core_qwen2.gguf.Qwen3GGUFAdapter",
+        "qwen3moe": "engine_core_qwen2.gguf.Qwen3MoeGGUFAdapter",
     }
 
 

@@ -14,12 +14,23 @@ from golden_fixtures import GOLDEN, check_output, golden_prompts, greedy_params
 from safetensors.numpy import load_file
 
 from engine_core import LLM
-from engine_core.checkpoint import GGUFFile
+from engine_core.checkpoint import GGUFFile, open_checkpoint
 from engine_core.errors import CheckpointError
-from engine_core_qwen2.gguf import Qwen2GGUFAdapter, Qwen3GGUFAdapter
+from engine_core_qwen2.gguf import (
+    Qwen2GGUFAdapter,
+    Qwen2MoeGGUFAdapter,
+    Qwen3GGUFAdapter,
+    Qwen3MoeGGUFAdapter,
+)
 
-ADAPTERS = {"qwen2": Qwen2GGUFAdapter, "qwen3": Qwen3GGUFAdapter}
-FIXTURES = {"qwen2-gqa": "qwen2", "qwen2-tied-nowindow": "qwen2", "qwen3-tiny": "qwen3"}
+ADAPTERS = {
+    "qwen2": Qwen2GGUFAdapter,
+    "qwen2moe": Qwen2MoeGGUFAdapter,
+    "qwen3": Qwen3GGUFAdapter,
+    "qwen3moe": Qwen3MoeGGUFAdapter,
+}
+DENSE = {"qwen2-gqa": "qwen2", "qwen2-tied-nowindow": "qwen2", "qwen3-tiny": "qwen3"}
+FIXTURES = {**DENSE, "qwen2moe-shared": "qwen2moe", "qwen3moe-stacked": "qwen3moe"}
 
 
 @pytest.fixture(autouse=True)
@@ -51,14 +62,30 @@ def write(
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     for key, value in (keys or {}).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add = {
+            int: writer.add_uint32,
+            bool: writer.add_bool,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }
         add[type(value)](f"{architecture}.{key}", value)
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"]
-    )
-    for tensor, array in load_file(GOLDEN / name / "model.safetensors").items():
-        writer.add_tensor(names.get_name(tensor, (".weight", ".bias")), array)
+    # llama.cpp's mixtures have experts in all layers; layers without are named as a dense model's.
+    maps = [
+        gguf.get_tensor_name_map(gguf.MODEL_ARCH[each.upper()], config["num_hidden_layers"])
+        for each in (architecture, architecture.removesuffix("moe"))
+    ]
+    for tensor, array in merged(load_file(GOLDEN / name / "model.safetensors")).items():
+        # What has one row only becomes a vector.
+        array = array[0] if tensor.endswith("shared_expert_gate.weight") else array
+        known = [names.get_name(tensor, (".weight", ".bias")) for names in maps]
+        writer.add_tensor(known[0] or known[1], array)
     for tensor, array in (extra_tensors or {}).items():
         writer.add_tensor(tensor, array)
     writer.write_header_to_file()
@@ -68,11 +95,32 @@ def write(
     return path
 
 
+def merged(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts as llama.cpp's converter writes them: a tensor for all, gate and up apart."""
+    found: dict[str, Any] = {}
+    for name in sorted(tensors):
+        before, experts, after = name.partition(".experts.")
+        if not experts:
+            found[name] = tensors[name]
+        elif after == "gate_up_proj":
+            for part, array in zip(("gate", "up"), np.split(tensors[name], 2, axis=1), strict=True):
+                found[f"{before}.experts.{part}_proj.weight"] = array.copy()
+        elif after == "down_proj":
+            found[f"{name}.weight"] = tensors[name]
+        else:
+            number, _, leaf = after.partition(".")
+            found.setdefault(f"{before}.experts.{leaf}", {})[int(number)] = tensors[name]
+    return {
+        name: np.stack([value[i] for i in range(len(value))]) if isinstance(value, dict) else value
+        for name, value in found.items()
+    }
+
+
 def adapter(path: Path, name: str) -> Any:
     return ADAPTERS[FIXTURES[name]](GGUFFile(path))
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", DENSE)
 def test_a_golden_checkpoint_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "x.gguf", name)
     stated = golden_config(name)
@@ -139,3 +187,41 @@ def test_a_tensor_of_another_architecture_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "x.gguf", "qwen2-gqa")
     with pytest.raises(CheckpointError, match="attn_q_norm"):
         adapter(path, "qwen2-gqa").tensor_name("blk.0.attn_q_norm.weight")
+
+
+@pytest.mark.parametrize("name", FIXTURES.keys() - DENSE.keys())
+def test_experts_come_back_as_they_were(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "x.gguf", name)
+    stated, translated = golden_config(name), adapter(path, name)
+    config = translated.config()
+    # Layers without experts are told by their tensors.
+    told = {"decoder_sparse_step", "mlp_only_layers"}
+    for key in config.keys() & stated.keys() - told:
+        assert config[key] == stated[key], key
+    layers = range(stated["num_hidden_layers"])
+    assert config["mlp_only_layers"] == [
+        layer
+        for layer in layers
+        if layer in stated["mlp_only_layers"] or (layer + 1) % stated["decoder_sparse_step"]
+    ]
+    tensors = merged(load_file(GOLDEN / name / "model.safetensors"))
+    names = {tensor: translated.tensor_name(tensor) for tensor in GGUFFile(path).tensors}
+    assert set(names.values()) == tensors.keys()
+    opened = open_checkpoint(
+        path, gguf_adapters={FIXTURES[name]: ADAPTERS[FIXTURES[name]]}, dtype="float32"
+    )
+    for tensor, numbers in opened.weights():
+        np.testing.assert_array_equal(numbers, tensors[tensor])
+
+
+def test_a_statement_about_norms_of_weights_is_taken(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.gguf", "qwen3moe-stacked", {"expert_weights_norm": False})
+    assert adapter(path, "qwen3moe-stacked").config()["norm_topk_prob"] is False
+    path = write(tmp_path / "y.gguf", "qwen3moe-stacked", {"expert_weights_norm": 1})
+    with pytest.raises(
+        CheckpointError, match=r"qwen3moe\.expert_weights_norm must be true or false"
+    ):
+        adapter(path, "qwen3moe-stacked")
+    path = write(tmp_path / "z.gguf", "qwen3moe-stacked", {"expert_gating_func": 2})
+    with pytest.raises(CheckpointError, match=r"qwen3moe\.expert_gating_func have no meaning"):
+        adapter(path, "qwen3moe-stacked")
