@@ -216,6 +216,24 @@ def test_float16_rows(launch_device: str) -> None:
         assert error(got, x.double() @ numbers.T) < TOLERANCE[torch.float16]
 
 
+def test_zeros_that_are_added_as_numbers(launch_device: str) -> None:
+    """As of an exported file: around the middle code, plus a bfloat16 of the group."""
+    from engine_core.kernels.linear import triton
+
+    dtype = torch.bfloat16 if launch_device == "cuda" else torch.float32
+    codes, scales = torch.randint(16, (48, 160), dtype=torch.uint8), torch.rand(48, 5) / 64
+    added = torch.randn(48, 5).to(torch.bfloat16) / 16
+    spread = [each.double().repeat_interleave(32, 1) for each in (scales, added)]
+    numbers = ((codes.double() - 8) * spread[0] + spread[1]).to(launch_device)
+    given = (each.to(launch_device) for each in (pack_codes(codes, 4), scales, added))
+    weight = GroupWeight.of(*given, 4, dtype)
+    torch.testing.assert_close(weight.numbers(torch.float32), numbers.float(), rtol=0, atol=1e-7)
+    x = torch.randn(3, 160, device=launch_device).to(dtype)
+    epilogue = triton.Activated.of(x, 48)
+    got = triton.linear(x, triton.reader_of(weight), epilogue, triton.Tile(16, 128, mode="wx"))
+    assert error(got, x.double() @ numbers.T) < TOLERANCE[dtype]
+
+
 def test_rows_and_their_product_in_8_bits(launch_device: str) -> None:
     from engine_core.kernels.linear.groups import triton
 

@@ -186,8 +186,8 @@ def group_weight(blocks: Tensor, type_name: str, dtype: torch.dtype) -> GroupWei
                 scales.view(torch.int8),
                 minima if minima is None else minima.view(torch.int8),
             )
-        made = GroupWeight.of_codes(codes, scales, form.bits, dtype, minima, header)
-        parts.append(made)
+        given = (codes, scales, form.bits, dtype, minima, header)
+        parts.append(GroupWeight.of_codes(*given, centred=not form.affine))
     return parts[0] if len(parts) == 1 else GroupWeight.joined(parts)
 
 

@@ -48,7 +48,8 @@ class GroupLayout:
         """Whether a kernel multiplies a matrix ``shape`` of this form as it is."""
         n, k = shape
         if not on_cpu:
-            return fits_group(self.group_size) and self.zeros != torch.bfloat16
+            added = self.zeros == torch.bfloat16
+            return fits_group(self.group_size) and (not added or self.group_size == 32)
         if self.bits == 8:
             return not self.group_size and self.zeros is None and Int8Matrix.fits(shape)
         return self.cpu_group(k) > 0 and n % 16 == 0

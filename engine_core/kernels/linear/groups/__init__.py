@@ -47,7 +47,7 @@ class GroupWeight(CodedWeight):
             128, the first in its lowest bits. Columns from K on are any. In groups of 16 columns it
             is ``[N, ceil(K / 64), 16]``, and a word's columns are 16 apart.
         scales: of any float type: ``[N]``, one of each row; or ``[ceil(K / group_size), N]``.
-        zeros: int8, shape of ``scales``; None for the middle of the codes, or for 0 with minima.
+        zeros: int8, shape of ``scales``; None for :attr:`middle`.
         in_features: K.
         group_size: columns that share a scale; 0 for whole rows.
         dtype: of what is multiplied by it.
@@ -58,6 +58,8 @@ class GroupWeight(CodedWeight):
             ``[N, blocks, words]``, of a word in a byte; in both the first column's are the lowest.
             None for codes of 4 and 8 bits.
         minima: shape of ``scales``, of groups of 16 or 32; None for none.
+        centred: whether codes without zeros stand for 0, or a minimum, in their middle; else the
+            code 0 does.
         headers: float16 ``[1 or 2, K / 256, N]``: what the scales, and the minima, of each 256
             columns are factors of, integers; None if these are whole.
     """
@@ -72,6 +74,7 @@ class GroupWeight(CodedWeight):
     high: Tensor | None = None
     minima: Tensor | None = None
     headers: Tensor | None = None
+    centred: bool = True
 
     @classmethod
     def of(
@@ -91,12 +94,15 @@ class GroupWeight(CodedWeight):
                 bits the bytes of int8.
             scales: ``[N, groups]``, floats; groups of equal size, but for a shorter last one.
             zeros: ``[N, groups]`` uint8, the codes that stand for 0, of 8 bits as bytes of int8;
-                None for the middle.
+                or floats that are added to numbers around the middle; None for the middle.
             bits: 4 or 8.
             dtype: of what is multiplied by it.
             quantizes_rows: as the attribute.
         """
-        made = cls.of_codes(unpack_codes(packed, bits), scales, bits, dtype)
+        added = None
+        if zeros is not None and zeros.is_floating_point():
+            added, zeros = zeros, None
+        made = cls.of_codes(unpack_codes(packed, bits), scales, bits, dtype, added)
         if zeros is not None:
             zeros = zeros.view(torch.int8).T.reshape(made.scales.shape).contiguous()
         return replace(made, zeros=zeros, quantizes_rows=quantizes_rows)
@@ -110,6 +116,8 @@ class GroupWeight(CodedWeight):
         dtype: torch.dtype,
         minima: Tensor | None = None,
         headers: Sequence[Tensor] = (),
+        *,
+        centred: bool = True,
     ) -> GroupWeight:
         """The matrix of codes in their plain order.
 
@@ -120,6 +128,7 @@ class GroupWeight(CodedWeight):
             dtype: of what is multiplied by it.
             minima: ``[N, groups]``, or None.
             headers: of the scales, and of the minima: ``[N, K / 256]`` float16, or none.
+            centred: as the attribute.
         """
         n, k = codes.shape
         groups = scales.shape[1]
@@ -140,6 +149,7 @@ class GroupWeight(CodedWeight):
             high=_high(codes >> 4, bits - 4) if bits in (5, 6) else None,
             minima=None if minima is None else minima.T.reshape(shape).contiguous(),
             headers=torch.stack([each.T for each in headers]).contiguous() if headers else None,
+            centred=centred,
         )
 
     @classmethod
@@ -192,7 +202,7 @@ class GroupWeight(CodedWeight):
     @property
     def middle(self) -> int:
         """The code that stands for 0, or for the minimum, where there are no zeros."""
-        return MIDDLE[self.bits] if self.minima is None else 0
+        return MIDDLE[self.bits] if self.centred else 0
 
     @property
     def shape(self) -> torch.Size:
@@ -277,7 +287,13 @@ class GroupWeight(CodedWeight):
         n, k = self.shape
         limit = _LEAST_QUANTIZED - 1 if self.quantizes_rows else None
         tile = tiles.choose_group_tile(rows, n, k, gated, gpu, limit)
-        return replace(tile, block_k=4 * _NARROW_LANES) if tile and narrow else tile
+        if tile is None:
+            return None
+        if narrow:
+            tile = replace(tile, block_k=4 * _NARROW_LANES)
+        # Of Q4_K and 64 rows 4 warps spill 392 bytes a thread, 8 spill 8 (capability 9.0).
+        crowded = self.minima is not None and gated and rows > 32
+        return replace(tile, num_warps=8) if crowded else tile
 
     def reader(self) -> Any:
         """Four codes a word."""
