@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -154,6 +154,11 @@ class HeadsProjection(Linear):
         super().set_packed(packed, *parameters)
         self.packed = None
         self.weight = nn.Parameter(packed.dense(), requires_grad=False)
+
+    def packed_sizes(self) -> Mapping[str, int]:
+        """Bytes of the numbers, in place of all that a method keeps."""
+        first, *others = self._parameters.keys() - {"bias"}
+        return dict.fromkeys(others, 0) | {first: self.matrix_shape.numel() * self.dtype.itemsize}
 
     @property
     def heads(self) -> Tensor:

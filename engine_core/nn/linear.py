@@ -372,6 +372,10 @@ class Linear(MatrixModule):
         """Matrices that ``pack`` makes of ``weight [out_features, in_features]``, or None."""
         return pack(weight)
 
+    def packed_sizes(self) -> Mapping[str, int]:
+        """Bytes of what takes the place of each parameter, as the method says."""
+        return self.method.packed_sizes(self)
+
     @property
     def num_parts(self) -> int:
         """Linears that this one is merged of, each of which the checkpoint has by itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
@@ -23,9 +23,13 @@ def packed_sizes(model: nn.Module) -> dict[int, int]:
     """Bytes of each parameter as it will be packed, by its id."""
     sizes = {id(param): param.numel() * param.itemsize for param in model.parameters()}
     for module in model.modules():
-        if isinstance(module, Linear | VocabularySplit) and module.method is not None:
-            for name, size in module.method.packed_sizes(module).items():
-                sizes[id(module.get_parameter(name))] = size
+        given: Mapping[str, int] = {}
+        if isinstance(module, Linear):
+            given = module.packed_sizes()
+        elif isinstance(module, VocabularySplit) and module.method is not None:
+            given = module.method.packed_sizes(module)
+        for name, size in given.items():
+            sizes[id(module.get_parameter(name))] = size
     return sizes
 
 

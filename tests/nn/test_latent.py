@@ -19,7 +19,9 @@ from engine_core.errors import OptionError
 from engine_core.nn import LatentAttention, LatentSelfAttention, build_rotary_embedding
 from engine_core.nn.latent import HeadsProjection
 from engine_core.nn.quantization import Int8Scheme
+from engine_core.nn.quantization.fp8_checkpoint import Fp8CheckpointMethod, Fp8Layout
 from engine_core.nn.quantization.int8 import Int8Matrix
+from engine_core.runtime.packing import weight_bytes
 from engine_core.step_context import (
     AttentionMetadata,
     BuildContext,
@@ -106,6 +108,15 @@ def test_the_projection_of_heads_stays_numbers() -> None:
     projection.set_packed(packed, "weight")
     assert projection.packed is None
     assert torch.equal(projection.heads, packed.dense().view(HEADS, 40, 32))
+
+
+def test_the_plan_of_memory_counts_its_numbers_whatever_the_checkpoint_has() -> None:
+    with building(BuildContext(dtype=torch.bfloat16, device=torch.device("meta"))):
+        projection = HeadsProjection(32, HEADS, 40)
+    assert weight_bytes(projection) == HEADS * 40 * 32 * 2
+    layout = Fp8Layout("weight_scale_inv", True, None, True)
+    projection.set_method(Fp8CheckpointMethod(layout, on_cpu=False))
+    assert weight_bytes(projection) == HEADS * 40 * 32 * 2
 
 
 @pytest.mark.parametrize(
