@@ -31,6 +31,7 @@ from engine_core.nn.quantization import (
     QuantizationScheme,
     quantize_int4,
 )
+from engine_core.nn.quantization.exported import form_shapes, pack_form
 from engine_core.step_context import BuildContext, building
 
 ROWS = [1, 3, 17, 24, 25, 256, 257, 300]
@@ -288,3 +289,16 @@ def test_a_scheme_that_fails_is_named() -> None:
     with pytest.raises(OptionError, match=r"'only': no linear layer has a shape .*; leave it out"):
         OnlyFails("only").give_methods(Layers())
     assert OnlyFails("only", "nowhere").give_methods(Layers()) == []
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "int4-zeros"])
+@pytest.mark.parametrize("columns", [32, 96])
+def test_a_file_has_packed_matrices_of_one_group_of_inputs_and_of_several(
+    form: str, columns: int
+) -> None:
+    made = pack_form(form, torch.randn(16, columns))
+    found = {
+        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in made.items()
+    }
+    assert found == form_shapes(form, 16, columns)

@@ -83,7 +83,9 @@ def pack_form(form: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def _words(codes: Tensor) -> Tensor:
-    return pack_codes(codes, 4).contiguous().view(torch.int32)
+    # Of a single row contiguous() keeps strides that no view of 32 bits takes.
+    packed = pack_codes(codes, 4).clone(memory_format=torch.contiguous_format)
+    return packed.view(torch.int32)
 
 
 def form_shapes(form: str, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
