@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -104,12 +105,13 @@ class States:
 
 
 def in_chunks(states: States, run: Run, weights: StateSpaceWeights, budget: int,
-              padding: int = 0, times: int = 1) -> dict[int, Tensor]:  # fmt: skip
-    """All sequences side by side, of each ``budget`` tokens a step until its last 4 decode."""
-    done, outs = [0] * len(LENGTHS), {s: [] for s in range(len(LENGTHS))}
-    while any(at < length for at, length in zip(done, LENGTHS, strict=True)):
+              padding: int = 0, times: int = 1, count: int = 4) -> dict[int, Tensor]:  # fmt: skip
+    """Sequences side by side, of each ``budget`` tokens a step until its last 4 decode."""
+    lengths = LENGTHS[:count]
+    done, outs = [0] * count, {s: [] for s in range(count)}
+    while any(at < length for at, length in zip(done, lengths, strict=True)):
         parts = []
-        for s, length in enumerate(LENGTHS):
+        for s, length in enumerate(lengths):
             prompt = max(1, length - 4)
             end = min(prompt, done[s] + budget) if done[s] < prompt else done[s] + 1
             if end <= length:
@@ -195,3 +197,33 @@ def test_shapes_that_do_not_fit_are_refused(fault: dict[str, Any], message: str)
     dt = torch.zeros(1, fault.get("dt", HEADS))
     with pytest.raises(ValueError, match=message):
         run_state_space(torch.zeros(1, CHANNELS), dt, weights, cache, rows)
+
+
+@pytest.fixture
+def kernels(launch_device: str) -> Any:
+    return import_module("engine_core.kernels.state_space.triton")
+
+
+@pytest.mark.parametrize(("block_size", "budget"), [(32, 48), (17, 80)])
+def test_the_kernels_give_the_whole_sequence(
+    kernels: Any, launch_device: str, expected: dict[int, Tensor], block_size: int, budget: int
+) -> None:
+    weights = StateSpaceWeights(
+        *(each.to(launch_device) if isinstance(each, Tensor) else each for each in make_weights())
+    )
+    states = States(block_size, launch_device)
+    outs = in_chunks(states, kernels.run_state_space, weights, budget, padding=1, times=2, count=3)
+    for s, out in outs.items():
+        torch.testing.assert_close(out, expected[s], atol=5e-5, rtol=1e-4)
+
+
+def test_the_kernels_round_16_bits_as_the_reference(kernels: Any, launch_device: str) -> None:
+    weights = make_weights(bias=False)
+    there = StateSpaceWeights(
+        *(each.to(launch_device) if isinstance(each, Tensor) else each for each in weights)
+    )
+    states = States(32, launch_device, torch.bfloat16)
+    outs = in_chunks(states, kernels.run_state_space, there, 72, count=2)
+    other = States(32, dtype=torch.bfloat16)
+    for s, out in in_chunks(other, reference.run_state_space, weights, 72, count=2).items():
+        torch.testing.assert_close(outs[s], out, atol=5e-2, rtol=5e-2)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine_core.kernels.gpu import gpu_of
 from engine_core.kernels.state_space import cpu, reference
 
 __all__ = ["StateCache", "StateRows", "StateSpaceWeights", "run_state_space"]
@@ -100,9 +101,14 @@ def run_state_space(
         ValueError: shapes or dtypes are not as above.
     """
     _check(xbc, dt, weights, cache)
-    if xbc.is_cuda:
-        return reference.run_state_space(xbc, dt, weights, cache, rows)
-    return cpu.run_state_space(xbc, dt, weights, cache, rows)
+    if not xbc.is_cuda:
+        return cpu.run_state_space(xbc, dt, weights, cache, rows)
+    if gpu_of(xbc.device) is not None:
+        from engine_core.kernels.state_space import triton
+
+        out: Tensor = triton.run_state_space(xbc, dt, weights, cache, rows)
+        return out
+    return reference.run_state_space(xbc, dt, weights, cache, rows)
 
 
 def _check(xbc: Tensor, dt: Tensor, weights: StateSpaceWeights, cache: StateCache) -> None:
