@@ -30,7 +30,8 @@ _HIDDEN_STATES = 2
 ALIGNMENT = 16
 # Padding's share of the bytes that any kind of layer keeps, at most, where that can be had.
 _PADDING = 0.1
-# A kind of layer that keeps fewer bytes per token has blocks of at most so many times the tokens.
+# A kind of layer that keeps fewer bytes per token has blocks of at most so many times the tokens;
+# beside states, which are large, up to four times as many where less is lost so.
 _MOST_TOKENS = 8
 
 
@@ -192,17 +193,8 @@ def _group_layers(
     kinds = list(dict.fromkeys(specs))
     counts = [specs.count(kind) for kind in kinds]
     largest = max(kind.bytes_per_block(block_size) for kind in kinds)
-    sizes = []
-    for kind in kinds:
-        size = block_size
-        while size < _MOST_TOKENS * block_size and kind.bytes_per_block(2 * size) <= largest:
-            size *= 2
-        while size < longest and kind.keeps_state:
-            size *= 2
-        sizes.append(size)
-    weights = [kind.bytes_per_block(size) for kind, size in zip(kinds, sizes, strict=True)]
 
-    def padding(width: int) -> float:
+    def padding(width: int, weights: Sequence[int]) -> float:
         """The worst kind's share of lost bytes in blocks of ``width`` layers of the largest."""
         shares = []
         for count, weight in zip(counts, weights, strict=True):
@@ -210,8 +202,25 @@ def _group_layers(
             shares.append(needed * width * largest / (count * weight) - 1)
         return max(shares)
 
-    widths = range(max(counts), 0, -1)
-    width = next((w for w in widths if padding(w) <= _PADDING), None) or min(widths, key=padding)
+    # A few layers' keys of many tokens are less than a state.
+    over_states = any(kind.keeps_state and kind.bytes_per_block(1) == largest for kind in kinds)
+    layouts = []
+    for factor in (1, 2, 4) if over_states else (1,):
+        sizes = []
+        for kind in kinds:
+            size, most = block_size, factor * _MOST_TOKENS * block_size
+            while size < most and kind.bytes_per_block(2 * size) <= largest:
+                size *= 2
+            while size < longest and kind.keeps_state:
+                size *= 2
+            sizes.append(size)
+        weights = [kind.bytes_per_block(size) for kind, size in zip(kinds, sizes, strict=True)]
+        widths = range(max(counts), 0, -1)
+        lost = {width: padding(width, weights) for width in widths}
+        enough = (width for width in widths if lost[width] <= _PADDING)
+        width = next(enough, None) or min(lost, key=lost.__getitem__)
+        layouts.append((max(lost[width], _PADDING), width, sizes, weights))
+    _, width, sizes, weights = min(layouts, key=lambda layout: layout[0])
     members: list[tuple[CacheGroup, int]] = []
     layer_groups = [0] * len(specs)
     for kind, count, size, weight in zip(kinds, counts, sizes, weights, strict=True):

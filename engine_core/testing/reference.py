@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -188,8 +187,9 @@ def _run(
     """Greedy decoding: transformers' models with their KV cache, others over the whole again."""
     # A copy, because models with dynamic rope scaling remember the longest sequence they saw.
     model = copy.deepcopy(model)
-    cached = hasattr(model, "prepare_inputs_for_generation") and (
-        "past_key_values" in inspect.signature(model.forward).parameters
+    # Those with states lack a KV cache, or take positions for those of the new tokens.
+    cached = hasattr(model, "prepare_inputs_for_generation") and not getattr(
+        model, "_is_stateful", False
     )
     layers, embeds = _reference_layers(model), None
     inputs: dict[str, Tensor] = {}

@@ -340,7 +340,11 @@ def run_state_space(
             *operands, *strides, **constants, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4
         )
     if decode < num_rows:
-        block_p = max(16, min(triton.next_power_of_2(width), 64))
+        # Larger tiles of a state of 128 columns do not fit the registers of compute capability 9.0;
+        # float32 is multiplied without matrix instructions.
+        wide = xbc.dtype == torch.float32
+        tile = 16 if wide or block_n > 128 else 32
+        block_p = max(16, min(triton.next_power_of_2(width), tile))
         _scan_kernel[(num_rows - decode, heads, triton.cdiv(width, block_p))](
             *operands,
             decode,
@@ -348,8 +352,8 @@ def run_state_space(
             **constants,
             BLOCK_P=block_p,
             BLOCK_N=max(16, block_n),
-            PIECE=64,
-            PRECISION="ieee" if xbc.dtype == torch.float32 else "tf32",
+            PIECE=16 if wide else 32,
+            PRECISION="ieee" if wide else "tf32",
             num_warps=4,
         )
     return out

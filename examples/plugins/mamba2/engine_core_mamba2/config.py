@@ -1,11 +1,18 @@
-"""Config builder of Mamba-2 checkpoints. Imports no torch."""
+"""Config builders of Mamba-2 and Bamba checkpoints. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_core.configs import DefaultConfigBuilder, HFConfig, check_kinds, stated_keys
+from engine_core.configs import (
+    DefaultConfigBuilder,
+    HFConfig,
+    RotaryConfigBuilder,
+    check_kinds,
+    stated_keys,
+)
 from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,6 +23,7 @@ _DEFAULTS = {
     "conv_kernel": 4,
     "expand": 2,
     "head_dim": 64,
+    "hidden_act": "silu",
     "hidden_size": 4096,
     "layer_norm_epsilon": 1e-5,
     "n_groups": 8,
@@ -52,32 +60,84 @@ class Mamba2ConfigBuilder:
         """
         values: dict[str, Any] = {**_DEFAULTS, **stated_keys(hf_config.to_dict())}
         check_kinds(values, _DEFAULTS)
-        if values.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise ConfigError(
-                f"config.json: hidden_act is {values['hidden_act']!r}; engine-core-mamba2 knows "
-                "only 'silu'"
-            )
-        heads, head_dim, groups = values["num_heads"], values["head_dim"], values["n_groups"]
-        inner = values["hidden_size"] * values["expand"]
-        if heads * head_dim != inner:
-            raise ConfigError(
-                f"config.json: num_heads ({heads}) times head_dim ({head_dim}) must be hidden_size "
-                f"times expand ({inner})"
-            )
-        if heads % groups:
-            raise ConfigError(
-                f"config.json: num_heads ({heads}) is not divisible by n_groups ({groups})"
-            )
-        if values["conv_kernel"] < 2:
-            raise ConfigError(
-                f"config.json: conv_kernel must be at least 2, got {values['conv_kernel']}"
-            )
-        values["time_step_limit"] = _limits(values.get("time_step_limit", (0.0, "Infinity")))
-        values["num_attention_heads"] = heads
+        _complete(values, "num_heads", "head_dim", "n_groups", "conv_kernel", "expand")
+        values["num_attention_heads"] = values["num_heads"]
         values.setdefault("max_position_embeddings", _TRIED_LENGTH)
         return DefaultConfigBuilder.build(
             hf_config.replace(**values), model_path, may_exceed_length=True, **kwargs
         )
+
+
+class BambaConfigBuilder(RotaryConfigBuilder):
+    """Reads the configs of Bamba, in which some layers attend."""
+
+    architecture: ClassVar[str] = "BambaForCausalLM"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 256,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 128,
+        "mamba_proj_bias": False,
+        "max_position_embeddings": 262144,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        # transformers takes no other.
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128000,
+    }
+
+    @classmethod
+    def complete(cls, values: dict[str, Any]) -> None:
+        """Also the sizes of the mixer, and which layers attend."""
+        super().complete(values)
+        values["partial_rotary_factor"] = 0.5
+        heads, head_dim = values["mamba_n_heads"], values.get("mamba_d_head", "auto")
+        if head_dim == "auto":
+            values["mamba_d_head"] = values["mamba_expand"] * values["hidden_size"] // heads
+        check_kinds(values, {"mamba_d_head": 1})
+        names = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_conv", "mamba_expand")
+        _complete(values, *names)
+        layers = values.setdefault("attn_layer_indices", [])
+        if not isinstance(layers, list) or not all(type(index) is int for index in layers):
+            raise ConfigError(
+                f"config.json: attn_layer_indices must be a list of layers, got {layers!r}"
+            )
+
+
+def _complete(
+    values: dict[str, Any], heads: str, head_dim: str, groups: str, kernel: str, expand: str
+) -> None:
+    """Check what the mixer reads under these names, and bring its limits into one form."""
+    if values["hidden_act"] not in ("silu", "swish"):
+        raise ConfigError(
+            f"config.json: hidden_act is {values['hidden_act']!r}; engine-core-mamba2 knows "
+            "only 'silu'"
+        )
+    inner = values["hidden_size"] * values[expand]
+    if values[heads] * values[head_dim] != inner:
+        raise ConfigError(
+            f"config.json: {heads} ({values[heads]}) times {head_dim} ({values[head_dim]}) must be "
+            f"hidden_size times {expand} ({inner})"
+        )
+    if values[heads] % values[groups]:
+        raise ConfigError(
+            f"config.json: {heads} ({values[heads]}) is not divisible by {groups} "
+            f"({values[groups]})"
+        )
+    if values[kernel] < 2:
+        raise ConfigError(f"config.json: {kernel} must be at least 2, got {values[kernel]}")
+    values["time_step_limit"] = _limits(values.get("time_step_limit", (0.0, "Infinity")))
 
 
 def _limits(value: Any) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu, 2024), as transformers computes it."""
+"""Mamba-2 (Dao and Gu, 2024) and Bamba, which attends in some layers, as in transformers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from torch import Tensor, nn
 from engine_core.configs import HFConfig
 from engine_core.nn import (
     CausalLM,
+    DecoderLayer,
+    GatedMLP,
     KVCacheLayer,
     RMSNorm,
+    RotaryCausalLM,
+    SelfAttention,
     StateSpaceMixer,
     Weights,
     build_embedding,
@@ -102,6 +106,52 @@ class Mamba2ForCausalLM(CausalLM):
     def load_weights(self, weights: Weights) -> None:
         """Fill the parameters from a checkpoint in transformers' naming."""
         load_stacked_weights(self, weights, {}, rename=_own_name)
+
+
+class BambaForCausalLM(RotaryCausalLM):
+    """Bamba: a mixer or an attention, and a gated MLP in every layer."""
+
+    def build_layer(self, config: HFConfig, index: int) -> nn.Module:
+        """The layers of ``attn_layer_indices`` attend."""
+        mixer: nn.Module
+        if index in config.attn_layer_indices:
+            mixer = SelfAttention(
+                config.hidden_size,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                qkv_bias=config.attention_bias,
+                o_bias=config.attention_bias,
+            )
+        else:
+            mixer = StateSpaceMixer(
+                config.hidden_size,
+                config.mamba_n_heads,
+                config.mamba_d_head,
+                config.mamba_d_state,
+                num_groups=config.mamba_n_groups,
+                conv_kernel=config.mamba_d_conv,
+                conv_bias=config.mamba_conv_bias,
+                bias=config.mamba_proj_bias,
+                norm_eps=config.rms_norm_eps,
+                time_step_limit=tuple(config.time_step_limit),
+            )
+        return DecoderLayer(
+            mixer,
+            GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias),
+            lambda: RMSNorm(config.hidden_size, config.rms_norm_eps),
+        )
+
+    def weight_name(self, name: str) -> str:
+        """A decoder layer's names, of Bamba's."""
+        for theirs, ours in (
+            (".final_layernorm.", ".norm."),
+            (".pre_ff_layernorm.", ".post_attention_layernorm."),
+            (".feed_forward.", ".mlp."),
+            (".mamba.", ".mixer."),
+        ):
+            name = name.replace(theirs, ours)
+        return _own_name(name).replace(".mixer.", ".self_attn.")
 
 
 def _own_name(name: str) -> str:

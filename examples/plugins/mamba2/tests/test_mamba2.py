@@ -22,17 +22,18 @@ from transformers import Mamba2Config
 
 from engine_core import LLM, EngineConfig
 from engine_core.check.preflight import check_model
-from engine_core.configs import HFConfig
+from engine_core.configs import HFConfig, KVCacheSpec
 from engine_core.errors import ConfigError, OptionError
 from engine_core.nn import StateSpec
 from engine_core.registry import build_registry
+from engine_core.runtime.memory import plan_cache
 
 NAME = "mamba2-tiny"
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_tokens_and_logits_are_those_of_transformers(settings: dict[str, Any]) -> None:
-    check_generation(NAME, settings)
+@pytest.mark.parametrize("name", ["default", "blocks-of-7", "chunks-of-8"])
+def test_tokens_and_logits_are_those_of_transformers(name: str) -> None:
+    check_generation(NAME, SETTINGS[name])
 
 
 @pytest.mark.parametrize("swap_space", ["0", "16MiB"])
@@ -86,22 +87,29 @@ def warm() -> Iterator[LLM]:
         yield llm
 
 
+@pytest.fixture(scope="module")
+def cold() -> Iterator[LLM]:
+    with golden_llm(NAME, enable_prefix_caching=False) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize("cut", [16, 17, 31, 32, 48, 100, 128, 133])
-def test_a_prefix_from_the_cache_ends_as_a_cold_one(warm: LLM, cut: int) -> None:
+def test_a_prefix_from_the_cache_ends_as_a_cold_one(warm: LLM, cold: LLM, cut: int) -> None:
     """A prompt that shares ``cut`` tokens with one before, and the same without a cache."""
     *_, prompt = golden_prompts(NAME)
     ids = [*prompt.input_ids[:cut], 95, *prompt.input_ids[cut:120]]
     params = greedy_params(NAME)
     (hit,) = warm.generate(ids, params)
-    with golden_llm(NAME, enable_prefix_caching=False) as llm:
-        (cold,) = llm.generate(ids, params)
+    (other,) = cold.generate(ids, params)
     assert hit.metrics.num_cached_tokens == cut // 16 * 16
-    assert hit.outputs[0].token_ids == cold.outputs[0].token_ids
-    for row, other in zip(hit.outputs[0].logprobs, cold.outputs[0].logprobs, strict=True):
-        mine = torch.tensor([row[token].logprob for token in range(96)])
-        torch.testing.assert_close(
-            mine, torch.tensor([other[token].logprob for token in range(96)]), atol=1e-5, rtol=0
+    assert hit.outputs[0].token_ids == other.outputs[0].token_ids
+    mine, theirs = (
+        torch.tensor(
+            [[row[token].logprob for token in range(96)] for row in each.outputs[0].logprobs]
         )
+        for each in (hit, other)
+    )
+    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
 
 
 def test_prompts_seen_before_are_taken_from_the_cache(warm: LLM) -> None:
@@ -141,6 +149,22 @@ def test_the_cost_of_a_sequence_does_not_grow_with_its_length() -> None:
     assert states_of(block_size=4, enable_prefix_caching=False) == (each, 256, 1)
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_keys_beside_states_waste_little_memory(prefix_caching: bool) -> None:
+    """Bamba 9B on 80 GiB with 65,536 tokens: 29 layers with states, 3 with keys and values."""
+    state = StateSpec(
+        taps=3, channels=8704, dtype="bfloat16", num_heads=128, head_dim=64, state_size=256
+    )
+    keys = KVCacheSpec(num_kv_heads=8, head_dim=128, v_head_dim=128, dtype="bfloat16")
+    config = EngineConfig(enable_prefix_caching=prefix_caching, max_num_seqs=1024)
+    limits = {"block_size": 64, "budget": 80 * 2**30, "max_model_len": 65536}
+    plan = plan_cache([state] * 29 + [keys] * 3, config, **limits)
+    states = 29 * 2 * (128 * 64 * 256 * 4 + 3 * 8704 * 2 + 4)
+    # With a prefix cache a sequence may hold two blocks of each layer where one ends.
+    alone = states * (1 + prefix_caching) + 3 * 65536 * 2 * 8 * 128 * 2
+    assert 0.8 < plan.full_sequences / (80 * 2**30 / alone) <= 1
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -174,6 +198,26 @@ def test_configs_that_make_no_sense_are_refused(change: dict[str, Any], message:
     values = json.loads((GOLDEN / NAME / "config.json").read_text())
     with pytest.raises(ConfigError, match=message):
         build_registry(plugin_errors="strict").model_config(HFConfig(values, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"mamba_d_head": 5},
+            r"mamba_n_heads \(128\) times mamba_d_head \(5\) must be hidden_size",
+        ),
+        ({"attn_layer_indices": 9}, "attn_layer_indices must be a list of layers, got 9"),
+        ({"mamba_n_groups": 3}, r"mamba_n_heads \(128\) is not divisible by mamba_n_groups"),
+    ],
+)
+def test_bambas_config_is_checked_too(change: dict[str, Any], message: str) -> None:
+    values = {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [9, 18, 27]}
+    registry = build_registry(plugin_errors="strict")
+    config = registry.model_config(HFConfig(values))
+    assert (config.head_dim, config.hf_config.mamba_d_head) == (128, 64)
+    with pytest.raises(ConfigError, match=message):
+        registry.model_config(HFConfig(values, **change))
 
 
 def test_a_saved_config_means_what_transformers_reads(tmp_path: Path) -> None:
