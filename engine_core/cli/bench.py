@@ -171,8 +171,10 @@ def _kind_row(name: str, kind: Steps, seconds: float) -> tuple[str, ...]:
 def _print_report(report: BenchReport) -> None:
     from rich.console import Console
 
+    ranks = (report.settings[f"{kind}_parallel_size"] for kind in ("tensor", "pipeline"))
+    one_rank = all(number == 1 for number in ranks)
     # On a CPU in this process, submitting a step computes it.
-    computes = report.device.startswith("cpu") and report.settings["tensor_parallel_size"] == 1
+    computes = report.device.startswith("cpu") and one_rank
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{report.model}: {report.architecture}, {report.dtype} on {report.device}")
     console.print(startup_line(report.startup))

@@ -181,9 +181,10 @@ def _run(
 def _check_can_trace(prompts: Sequence[Prompt], config: EngineConfig) -> None:
     if len(prompts) > 1:
         raise typer.BadParameter(f"--trace-layers takes one prompt, got {len(prompts)}")
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         raise typer.BadParameter(
-            "--trace-layers sees the layers of this process only; leave --tensor-parallel-size out"
+            "--trace-layers sees the layers of this process only; leave "
+            "--tensor-parallel-size and --pipeline-parallel-size out"
         )
 
 

@@ -116,6 +116,8 @@ class EngineConfig(FrozenConfig):
     """On GPUs: a request gets the same tokens whatever else is in its batch."""
     tensor_parallel_size: Annotated[int, Field(gt=0), _Number] = 1
     """Processes, or GPUs, that share the model."""
+    pipeline_parallel_size: Annotated[int, Field(gt=0), _Number] = 1
+    """Stages that the layers are shared out to, each of ``tensor_parallel_size`` processes."""
     enable_expert_parallel: bool = False
     """Of a mixture of experts each of these keeps whole experts, not a part of every expert."""
     quantization: str | None = Field(default=None, min_length=1)
@@ -161,6 +163,11 @@ class EngineConfig(FrozenConfig):
         if not is_folder:
             raise ValueError(f"{shown(value)} is no folder")
         return value
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share the model: those of all stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @model_validator(mode="after")
     def _one_tokenizer_or_none(self) -> Self:

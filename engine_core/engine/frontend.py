@@ -561,10 +561,10 @@ class Frontend:
             )
         self.check_task("generate")
         params = resolve_sampling(sampling_params, self._model_config.vocab_size, self._tokenizer)
-        if params.logits_processors and self._config.tensor_parallel_size > 1:
+        if params.logits_processors and self._config.num_ranks > 1:
             raise RequestError(
-                "logits_processors are functions of this process, and with tensor_parallel_size "
-                f"{self._config.tensor_parallel_size} tokens are chosen in others; leave them out"
+                "logits_processors are functions of this process, and on "
+                f"{self._config.num_ranks} ranks tokens are chosen in others; leave them out"
             )
         return params
 

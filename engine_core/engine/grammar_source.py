@@ -29,7 +29,7 @@ def find_grammar_compiler(
     """
     if config.skip_tokenizer_init:
         return None
-    if tokenizer is not None and config.tensor_parallel_size == 1:
+    if tokenizer is not None and config.num_ranks == 1:
         return partial(_compiler, tokenizer, source.model_config)
     own = None if config.tokenizer is not None else source.checkpoint.tokenizer_folder
     return _GrammarSource(config, source.model_config, own)

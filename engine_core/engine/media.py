@@ -343,7 +343,7 @@ class MediaIntake:
         items = {kind: [part.value for part in parts] for kind, parts in wanted.items()}
         asked = (self._model_config.vocab_size, token_ids, items, options)
         made = process_prompt(self._processor, "process_media", *asked)
-        if self._config.tensor_parallel_size > 1:  # the ranks are other processes
+        if self._config.num_ranks > 1:  # the ranks are other processes
             made = in_shared_memory(made)
         return Made(made, 0.0, time.perf_counter() - begin)
 

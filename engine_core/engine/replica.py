@@ -294,10 +294,10 @@ async def environments(config: EngineConfig, replicas: int) -> list[dict[str, st
         cores = int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0] or _count_cores())
         threads = str(max(1, cores // replicas))
         return [{"OMP_NUM_THREADS": threads, own_process.HOST_SHARE: str(replicas)}] * replicas
-    size = config.tensor_parallel_size
+    size = config.num_ranks
     if replicas * size > len(gpus):
         raise OptionError(
-            f"replicas is {replicas} and tensor_parallel_size {size}: they take {replicas * size} "
+            f"replicas is {replicas}, of {size} ranks each: they take {replicas * size} "
             f"GPUs, but torch sees {len(gpus)}; ask for at most {len(gpus) // size} replicas"
         )
     return [

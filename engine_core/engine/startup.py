@@ -125,6 +125,7 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
         EngineError: the model cannot run; the subclass says why.
     """
     source, config, phases = opened.source, opened.config, opened.phases
+    stages = config.pipeline_parallel_size
     pooling = source.model_config.pooling
     if pooling is not None and pooling.kinds != ("last",):
         # Tokens that are not computed would be missing in the mean.
@@ -141,10 +142,9 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
-                max_repeat=_MAX_REPEAT[source.device.type],
-                num_swap_blocks=count_swap_blocks(
-                    config.swap_space, plan, config.tensor_parallel_size
-                ),
+                # Between repeats stages would wait for one another.
+                max_repeat=1 if stages > 1 else _MAX_REPEAT[source.device.type],
+                num_swap_blocks=count_swap_blocks(config.swap_space, plan, config.num_ranks),
                 # Of a family's models some may see, and others of the same class not.
                 encoder_cache_tokens=config.encoder_cache_tokens if source.media else 0,
             )
@@ -165,7 +165,8 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
         executor=executor,
         cache_plan=plan,
         scheduler_config=scheduler_config,
-        depth=_DEPTH[source.device.type],
+        # A stage computes a step while those after it compute the one before.
+        depth=max(_DEPTH[source.device.type], int(stages > 1)),
         eos_token_ids=opened.eos_token_ids,
     )
 
@@ -244,7 +245,8 @@ def _plan_cache(
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=source.model_config.vocab_size,
         hidden_bytes=source.model_config.hidden_size * source.dtype.itemsize,
-        total=platform.rank_memory(source.device, config.tensor_parallel_size),
+        # Each stage keeps a part of every block.
+        total=platform.rank_memory(source.device, config.num_ranks) * config.pipeline_parallel_size,
         media=source.plan_media(config),
     )
     if plan.max_model_len < max_model_len:

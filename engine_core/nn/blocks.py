@@ -409,6 +409,12 @@ def link_layers(layers: Iterable[nn.Module]) -> None:
             layer._joints = None
 
 
+def unlink_layer(layer: nn.Module) -> None:
+    """Let a layer end with its own feed-forward: the next one is in another process."""
+    if isinstance(layer, DecoderLayer):
+        layer._next, layer._joints = (), None
+
+
 def _runs_as_decoder_layer(layer: nn.Module) -> TypeGuard[DecoderLayer]:
     """Whether its ``forward`` is :class:`DecoderLayer`'s, not a subclass's own."""
     return getattr(layer.forward, "__func__", None) is DecoderLayer.forward

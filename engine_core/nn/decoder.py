@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
 from engine_core.nn.attention import KVCacheLayer
-from engine_core.nn.blocks import link_layers
+from engine_core.nn.blocks import link_layers, unlink_layer
 from engine_core.nn.causal_lm import CausalLM
 from engine_core.nn.embedding import build_embedding, build_lm_head
 from engine_core.nn.epilogue import CosSin
@@ -24,6 +24,19 @@ from engine_core.nn.rotary import (
     rope_lengths,
 )
 from engine_core.step_context import AttentionMetadata, StepContext, StepContextManager
+
+
+class Link(Protocol):
+    """A stage's place in a pipeline, and its neighbours."""
+
+    first: bool
+    last: bool
+
+    def send(self, x: Tensor, residual: Tensor) -> None:
+        """Send what a layer returned to the next stage: ``[1, T, H]`` each."""
+
+    def receive(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from the stage before; ``like [1, T, H]`` has its shape and dtype."""
 
 
 class Decoder(nn.Module):
@@ -57,6 +70,16 @@ class Decoder(nn.Module):
         self.norm = norm or RMSNorm(config.hidden_size, config.rms_norm_eps)
         dtype = self.embed_tokens.dtype
         self.embedding_scale = torch.tensor(embedding_scale, dtype=dtype, device="cpu").item()
+        self._span = range(len(layers))
+        self._link: Link | None = None
+
+    def cut(self, span: range, link: Link) -> None:
+        """Keep the layers in ``span`` alone; ``link`` brings and takes what is between stages."""
+        self._span, self._link = span, link
+        layers = [layer if i in span else nn.Identity() for i, layer in enumerate(self.layers)]
+        self.layers = nn.ModuleList(layers)
+        if not link.last:
+            unlink_layer(layers[span.stop - 1])
 
     def forward(
         self,
@@ -66,11 +89,19 @@ class Decoder(nn.Module):
         attn_metadata: AttentionMetadata,
     ) -> Tensor:
         """Embeddings ``[1, T, H]`` to hidden states ``[1, T, H]``; ``cos_sins``: one per layer."""
-        if self.embedding_scale != 1.0:
+        span, link, residual = self._span, self._link, None
+        if link is not None and not link.first:
+            x, residual = link.receive(x)
+        elif self.embedding_scale != 1.0:
             x = x * self.embedding_scale
-        residual = None
-        for layer, cos_sin, cache in zip(self.layers, cos_sins, past_key_values, strict=True):
+        layers: Sequence[nn.Module] = [*self.layers][span.start : span.stop]
+        cos_sins = cos_sins[span.start : span.stop]
+        for layer, cos_sin, cache in zip(layers, cos_sins, past_key_values, strict=True):
             x, residual = layer(x, residual, cos_sin, cache, attn_metadata)
+        if link is not None and not link.last:
+            assert residual is not None, "a layer returned it"
+            link.send(x, residual)
+            return x
         out: Tensor = self.norm(x, residual)[0]
         return out
 

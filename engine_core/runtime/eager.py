@@ -176,11 +176,11 @@ class ForwardPass:
 class EagerSteps:
     """Runs every step by the model itself."""
 
-    def __init__(self, state: StepState, forward: ForwardPass, *, pools: bool = False) -> None:
-        """``pools``: nobody wants logits."""
+    def __init__(self, state: StepState, forward: ForwardPass, *, chooses: bool = True) -> None:
+        """``chooses``: whether somebody wants logits."""
         self._state = state
         self._forward = forward
-        self._pools = pools
+        self._chooses = chooses
 
     def run(self, batch: StepBatch) -> StepOutputs:
         """Run a step; see :class:`~engine_core.runtime.step_batch.Steps`."""
@@ -190,7 +190,7 @@ class EagerSteps:
         parts = self._state.split(batch, to_device(batch.numbers, device))
         context = self._state.context(batch, parts)
         hidden = self._forward.hidden(context)
-        if self._pools:
+        if not self._chooses:
             return StepOutputs(hidden=hidden)
         if batch.decodes:
             return StepOutputs(self._forward.logits(hidden))

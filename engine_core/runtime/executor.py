@@ -37,12 +37,14 @@ from engine_core.errors import (
 )
 from engine_core.nn import Experts
 from engine_core.plugin_code import described
+from engine_core.runtime import platform
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.loader import build_on_meta
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.ring import NOTICE_BYTES, MessageRing
 from engine_core.runtime.runner import PendingStep
 from engine_core.runtime.source import ModelSource, open_model
+from engine_core.runtime.stages import StageLink, find_decoder, whole_budget
 from engine_core.runtime.worker import Worker, WorkerReport
 from engine_core.step_context import BuildContext
 from engine_core.steps import StepPlan, StepResult
@@ -57,14 +59,14 @@ _LEAVE_SECONDS = 4
 
 
 def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
-    """The executor that ``config.tensor_parallel_size`` asks for.
+    """The executor of ``config.num_ranks`` ranks.
 
     Raises:
         OptionError: the devices are not those that the ranks need, or the model cannot be split
             over so many.
         ConfigError: its class cannot be built from its config.
     """
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         return Worker(source, config, BuildContext())
     check_devices(config, source.device)
     # Otherwise each rank would refuse by itself, after all of them were started.
@@ -78,6 +80,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
     )
     model = build_on_meta(source.model_class, source.model_config, context, source.scheme)
     check_experts(config, model)
+    check_stages(config, model)
     return ProcessExecutor(source, config)
 
 
@@ -87,21 +90,20 @@ def check_devices(config: EngineConfig, device: torch.device) -> None:
     Raises:
         OptionError: there are too few, or ``config.device`` names one of them.
     """
-    size = config.tensor_parallel_size
+    size = config.num_ranks
     if size == 1 or device.type != "cuda":
         return
     import torch
 
     if config.device not in ("auto", "cuda"):
         raise OptionError(
-            f"tensor_parallel_size {size} takes one GPU per rank, but device is "
-            f"{config.device!r}; set device='cuda', and CUDA_VISIBLE_DEVICES to choose GPUs"
+            f"{_sizes(config)} takes one GPU per rank, but device is {config.device!r}; set "
+            "device='cuda', and CUDA_VISIBLE_DEVICES to choose GPUs"
         )
     count = torch.cuda.device_count()
     if count < size:
         raise OptionError(
-            f"tensor_parallel_size is {size}, but torch sees {count} GPUs; set it to at most "
-            f"{count}"
+            f"{_sizes(config)} takes {size} GPUs, but torch sees {count}; set it to at most {count}"
         )
 
 
@@ -117,10 +119,28 @@ def check_experts(config: EngineConfig, model: nn.Module) -> None:
         )
 
 
+def check_stages(config: EngineConfig, model: nn.Module) -> None:
+    """Refuse to cut a model whose layers the core does not know, or that has too few.
+
+    Raises:
+        OptionError: it cannot be cut into ``config.pipeline_parallel_size`` stages.
+    """
+    if config.pipeline_parallel_size > 1:
+        find_decoder(model, config.pipeline_parallel_size)
+
+
+def _sizes(config: EngineConfig) -> str:
+    sizes = f"tensor_parallel_size {config.tensor_parallel_size}"
+    if config.pipeline_parallel_size == 1:
+        return sizes
+    return f"{sizes} with pipeline_parallel_size {config.pipeline_parallel_size}"
+
+
 class ProcessExecutor:
     """Every rank in a spawned process; plans go out in shared memory, results come by pipes.
 
-    Every rank samples the same tokens from the same gathered logits, so that only rank 0 answers.
+    Every rank of the last stage samples the same tokens from the same gathered logits, so that only
+    the first of them answers: rank 0 if there is one stage.
     The others report only failures. A rank that dies or fails ends all of them. On a CPU rank 0 has
     a step's result when every rank has begun to sample; on GPUs its host may be ahead of the others
     by the launches of the steps in flight.
@@ -129,7 +149,10 @@ class ProcessExecutor:
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         """Start the processes; each opens the model anew from its name and ``config``."""
         context = multiprocessing.get_context("spawn")
-        size = config.tensor_parallel_size
+        size = config.num_ranks
+        self._config, self._device = config, source.device
+        # The first of the last stage, which chooses tokens.
+        self._answering = size - config.tensor_parallel_size
         self._ring = MessageRing(size)
         self._folder = tempfile.TemporaryDirectory(prefix="engine-core-")
         meeting = (Path(self._folder.name) / "rendezvous").as_uri()
@@ -152,10 +175,19 @@ class ProcessExecutor:
             self._processes.append(process)
 
     def load(self) -> WorkerReport:
-        """Load the model on every rank; rank 0's report, with the least cache budget of all."""
+        """Load the model on every rank: all layers, and a cache budget that every rank has.
+
+        The phases are those of rank 0.
+        """
         reports: list[WorkerReport] = self._ask_all("load")
-        budget = min(report.cache_budget for report in reports)
-        return WorkerReport(reports[0].specs, budget, reports[0].phases)
+        size = self._config.tensor_parallel_size
+        stages = [reports[begin : begin + size] for begin in range(0, len(reports), size)]
+        each = [(ranks[0].specs, min(rank.cache_budget for rank in ranks)) for ranks in stages]
+        specs, budget = each[0]
+        if len(stages) > 1:
+            block_size = platform.resolve_block_size(self._config, self._device)
+            specs, budget = whole_budget(each, block_size)
+        return WorkerReport(specs, budget, reports[0].phases)
 
     def start(
         self,
@@ -197,8 +229,8 @@ class ProcessExecutor:
             OptionError: always.
         """
         raise OptionError(
-            f"tensor_parallel_size is {len(self._processes)}, which keeps the model in processes "
-            "of its own; leave tensor_parallel_size out to trace layers or call apply_model"
+            f"{_sizes(self._config)} keeps the model in processes of its own; leave it out to "
+            "trace layers or call apply_model"
         )
 
     trace_layers = apply_model
@@ -232,8 +264,8 @@ class ProcessExecutor:
         return [self._answer(rank) for rank in range(len(self._processes))]
 
     def _next_result(self) -> StepResult:
-        result = self._answer(0)
-        assert isinstance(result, StepResult), f"rank 0 answered {result!r} to a step"
+        result = self._answer(self._answering)
+        assert isinstance(result, StepResult), f"a rank answered {result!r} to a step"
         return result
 
     def _answer(self, rank: int) -> Any:
@@ -347,6 +379,7 @@ def _serve(
     """Obey the parent's messages until it closes the pipe."""
     worker: Worker | None = None
     flight: deque[PendingStep] = deque()
+    answers = rank == config.num_ranks - config.tensor_parallel_size
     sending = threading.Lock()
 
     def tell(number: int, prepared: Future[None]) -> None:
@@ -358,7 +391,7 @@ def _serve(
         # A step that is here already is launched before the device is waited for.
         while flight and not connection.poll():
             result = flight.popleft().result()
-            if rank == 0:
+            if answers:
                 with sending:
                     connection.send(("done", result))
         try:
@@ -408,7 +441,7 @@ def _join(model: str, config: EngineConfig, rank: int, meeting: str) -> Worker:
 
     from engine_core.registry import build_registry
 
-    size = config.tensor_parallel_size
+    size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
     if config.device in ("auto", "cuda") and torch.cuda.is_available():
         config = config.replace(device=f"cuda:{rank}")
@@ -417,10 +450,23 @@ def _join(model: str, config: EngineConfig, rank: int, meeting: str) -> Worker:
         torch.cuda.set_device(source.device)
         backend = "nccl"
     else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.num_ranks))
         # All ranks are on this machine, whatever its host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "gloo"
-    torch.distributed.init_process_group(backend, init_method=meeting, rank=rank, world_size=size)
-    context = BuildContext(tp_rank=rank, tp_size=size, process_group=torch.distributed.group.WORLD)
-    return Worker(source, config, context)
+    torch.distributed.init_process_group(
+        backend, init_method=meeting, rank=rank, world_size=config.num_ranks
+    )
+    group: Any = torch.distributed.group.WORLD
+    if stages > 1:
+        # Every rank takes part in the making of every group.
+        groups = [
+            torch.distributed.new_group([*range(begin, begin + size)])
+            for begin in range(0, config.num_ranks, size)
+        ]
+        group = groups[rank // size]
+    context = BuildContext(tp_rank=rank % size, tp_size=size, process_group=group)
+    link = None
+    if stages > 1:
+        link = StageLink(rank // size, stages, rank % size, size, torch.distributed.new_group())
+    return Worker(source, config, context, link)

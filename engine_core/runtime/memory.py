@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -231,6 +232,24 @@ def _group_layers(
                 layer_groups[layer] = len(members)
             members.append((CacheGroup(spec=kind, block_size=size), len(layers[first:][:most])))
     return members, tuple(layer_groups)
+
+
+def pages(
+    specs: Sequence[CacheSpec], block_size: int, counts: Sequence[int]
+) -> tuple[int, list[int]]:
+    """Bytes of a block over all layers, and over each run of so many of them."""
+    members, layer_groups = _group_layers(specs, block_size)
+    groups, each, begin = [group for group, _ in members], [], 0
+    for count in counts:
+        each.append(sum(planes_of(groups, layer_groups[begin : begin + count])))
+        begin += count
+    return sum(_planes(members)), each
+
+
+def planes_of(groups: Sequence[CacheGroup], layer_groups: Sequence[int]) -> tuple[int, ...]:
+    """Bytes of a block in each plane, for layers of which each is in one of the groups."""
+    counts = Counter(layer_groups)
+    return _planes([(group, counts[index]) for index, group in enumerate(groups)])
 
 
 def _planes(members: Sequence[tuple[CacheGroup, int]]) -> tuple[int, ...]:

@@ -158,7 +158,7 @@ def cache_budget(config: EngineConfig, device: torch.device, *, pending: int = 0
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     if device.type == "cpu":
-        sharing = config.tensor_parallel_size * int(os.environ.get(own_process.HOST_SHARE, 1))
+        sharing = config.num_ranks * int(os.environ.get(own_process.HOST_SHARE, 1))
         share = int((_available_memory() // sharing - pending) * _CPU_CACHE_SHARE)
         return max(0, min(share, _CPU_CACHE_MOST))
     free, total = torch.cuda.mem_get_info(device)

@@ -45,6 +45,7 @@ from engine_core.steps import (
 
 if TYPE_CHECKING:
     from engine_core.inputs import MediaItem, PromptState
+    from engine_core.runtime.stages import StageLink
 
 Way = Literal["graph", "recorded", "eager"]
 
@@ -122,6 +123,7 @@ class ModelRunner:
         grammar_compiler: Callable[[], GrammarCompiler] | None = None,
         vocab_size: int | None = None,
         pooling: PoolingConfig | None = None,
+        link: StageLink | None = None,
     ) -> None:
         """The model is loaded and on ``device``.
 
@@ -141,7 +143,9 @@ class ModelRunner:
             grammar_compiler: makes the compiler of grammars, at the first guided request.
             vocab_size: that of the logits; None if it is not known.
             pooling: how all rows are pooled; None if they give tokens.
+            link: the stage of a pipeline that this is; None if there is one.
         """
+        self._link = link
         self.model = model
         self.device = device
         self._eos_token_ids = eos_token_ids
@@ -191,7 +195,8 @@ class ModelRunner:
             self._state.media = self._media.table
             self._state.embed_tokens = forward.embed_tokens
         # It takes every step that none of the others, which are faster, has taken.
-        self._eager_steps = EagerSteps(self._state, forward, pools=pooling is not None)
+        chooses = pooling is None and (link is None or link.last)
+        self._eager_steps = EagerSteps(self._state, forward, chooses=chooses)
         self._pooler = None if pooling is None else Pooler(forward, pooling)
         self._recorded_steps: RecordedSteps | None = None
         repeats = not eager and pooling is None and _may_repeat(model, device)
@@ -240,6 +245,9 @@ class ModelRunner:
 
         While forward hooks are registered, the model itself runs every step.
         """
+        if self._link is not None:
+            touched = {row.row for part in (plan.rows, plan.admitted) for row in part}
+            self._link.settle(touched, self._sampler.last_tokens)
         if self._swap_space is not None:
             if plan.swap_out:
                 self._swap_space.copy_out(plan.swap_out)
@@ -432,6 +440,8 @@ class ModelRunner:
         A step without tokens is waited for all the same: the host is not to run ahead through a
         long prompt, chunk after chunk.
         """
+        if self._link is not None and not self._link.last:
+            return self._pass_on(plan, turns, self._link)
         on_gpu = self.device.type == "cuda"
         result = _Results(plan)
         result.encoding, self._encoding = self._encoding, None
@@ -442,6 +452,8 @@ class ModelRunner:
                 result.prompt_logprobs = self._prompt_logprobs(plan, outputs.hidden)
             if outputs.logits is not None:
                 outputs = self._choose(result, turn, choice, outputs.logits)
+                if self._link is not None and outputs.tokens is not None:
+                    self._link.send_tokens(outputs.tokens)
             tokens, status = outputs.tokens, outputs.status
             if tokens is None or status is None:
                 continue
@@ -463,6 +475,16 @@ class ModelRunner:
         result.event = torch.cuda.Event()
         result.event.record()
         return PendingStep(result.read, num_tokens, way, result.event.query)
+
+    def _pass_on(
+        self, plan: StepPlan, turns: Iterable[StepOutputs], link: StageLink
+    ) -> PendingStep:
+        """Run a step whose tokens the last stage chooses."""
+        rows = [row.row for row in plan.rows if row.sample]
+        for _ in turns:
+            if rows:
+                link.expect_tokens(rows, self.device)
+        return PendingStep(lambda: StepResult(plan.step_id, ()), plan.num_tokens)
 
     def _pool(self, result: _Results, outputs: StepOutputs) -> None:
         """Have the vectors or scores of the rows that are done sent to the host."""

@@ -25,6 +25,7 @@ from engine_core.runtime.packing import weight_bytes
 from engine_core.runtime.phases import Phases
 from engine_core.runtime.runner import ModelRunner, PendingStep
 from engine_core.runtime.source import ModelSource
+from engine_core.runtime.stages import StageLink, cut, joined, parts_of, stage_plan
 from engine_core.runtime.task import without_head
 from engine_core.step_context import BuildContext
 from engine_core.steps import StepPlan
@@ -51,8 +52,17 @@ class WorkerReport:
 class Worker:
     """One rank of a model; the executor itself if there is no other rank."""
 
-    def __init__(self, source: ModelSource, config: EngineConfig, context: BuildContext) -> None:
-        """``context`` says which rank it is; its dtype is taken from ``source``."""
+    def __init__(
+        self,
+        source: ModelSource,
+        config: EngineConfig,
+        context: BuildContext,
+        link: StageLink | None = None,
+    ) -> None:
+        """``context`` says which rank it is; its dtype is taken from ``source``.
+
+        ``link`` says which stage of a pipeline; None if there is one.
+        """
         self._source = source
         self._config = config
         self._context = replace(
@@ -67,6 +77,8 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._trace: LayerTrace | None = None
         self._trim_at = 0.0
+        self._link = link
+        self._cached = range(0)  # the layers with a cache of this stage
 
     def load(self) -> WorkerReport:
         """Build the model and read this rank's weights.
@@ -84,12 +96,15 @@ class Worker:
             model = self._model = build_on_meta(
                 source.model_class, source.model_config, self._context, source.scheme
             )
-            specs = cache_specs(model)
-            checkpoint = without_head(model, source.checkpoint, source.model_config)
+            checkpoint: Any = without_head(model, source.checkpoint, source.model_config)
             if config.load_format != "dummy":
                 checkpoint, _ = match_weights(model, checkpoint, source.name, source.scheme)
             elif source.scheme is not None:
                 source.scheme.match_dummy()
+            if self._link is not None:
+                tensors = None if config.load_format == "dummy" else checkpoint
+                checkpoint, self._cached = cut(model, tensors, source.name, self._link)
+            specs = cache_specs(model)
             size = weight_bytes(model)
             if source.device.type == "cuda":
                 # All weights that are quantised at load are there as they were first.
@@ -131,17 +146,18 @@ class Worker:
         with platform.on(self._source.device):
             self._runner = ModelRunner(
                 self._model,
-                plan,
+                plan if self._link is None else stage_plan(plan, self._cached),
                 scheduler_config,
                 self._source.device,
                 eos_token_ids=eos_token_ids,
                 # Collectives inside a captured step have not been tried.
-                eager=self._config.eager or self._context.tp_size > 1,
+                eager=self._config.eager or self._config.num_ranks > 1,
                 capture_at_start=self._source.state_known,
                 prompt_state=self._source.prompt_state,
                 grammar_compiler=grammar_compiler,
                 vocab_size=self._source.model_config.vocab_size,
                 pooling=self._source.model_config.pooling,
+                link=self._link,
             )
 
     def prepare(self, params: GuidedParams | None) -> Future[None]:
@@ -156,7 +172,13 @@ class Worker:
         """Run a step; see :meth:`ModelRunner.submit`."""
         step = nullcontext() if self._trace is None else self._trace.step(plan)
         with platform.on(self._source.device), step:
-            pending = self.runner.submit(plan)
+            if self._link is None:
+                pending = self.runner.submit(plan)
+            else:
+                parts = [self.runner.submit(part) for part in parts_of(plan, self._link.stages)]
+                pending = PendingStep(
+                    lambda: joined([part.result() for part in parts]), plan.num_tokens
+                )
         if self._source.device.type == "cpu" and time.monotonic() >= self._trim_at:
             # What grows between the tensors of steps of ever other sizes cuts up the room that
             # they leave. Without this, the heap of a busy server grows for an hour.
