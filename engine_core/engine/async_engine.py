@@ -33,6 +33,7 @@ from engine_core.engine.process import Found, Ready
 from engine_core.engine.replica import ProcessReplica, Replica, environments
 from engine_core.engine.router import Router, Ticket, Why
 from engine_core.engine.shared_count import SharedCount
+from engine_core.engine.timings import Timings
 from engine_core.engine.trace import EngineTrace, FrontendTrace, OutputRecord, RequestRecord
 from engine_core.errors import (
     ConfigError,
@@ -57,6 +58,8 @@ Launch = Callable[[int], Awaitable[Replica]]
 _NOTHING = EngineStats()
 # Blocks of a prompt that are looked at to choose a replica: hashing takes 1 us each.
 _MOST_KEYS = 2048
+# How long a measurement of steps is used.
+_MEASURE_SECONDS = 0.2
 # Checks of the engine process per ``step_timeout``. It is given up when this many checks in a row
 # found no sign of it, so that a busy event loop, which checks less often, waits longer.
 _LOOKS = 4
@@ -386,6 +389,8 @@ class AsyncEngine(HasFrontend):
         self._idle.set()
         self._step_timeout = step_timeout
         self._router = Router()
+        # See _step_tokens.
+        self._pace, self._measured = 0.0, -_MEASURE_SECONDS
         # Counts of replicas that were ended.
         self._retired = _NOTHING
         self._scaling = asyncio.Lock()
@@ -909,7 +914,8 @@ class AsyncEngine(HasFrontend):
         """Send requests to a replica that is ready."""
         member.replica, member.pid = replica, found.pid
         member.begun, member.heard, member.silent_looks = time.monotonic(), True, 0
-        self._router.join(member.index, ready.block_size, ready.num_blocks)
+        rows = ready.scheduler_config.max_num_seqs
+        self._router.join(member.index, ready.block_size, ready.num_blocks, rows)
         replica.serve(partial(self._receive, member), partial(self._bury, member))
         self._look_again(member)
 
@@ -1040,8 +1046,25 @@ class AsyncEngine(HasFrontend):
                 media=prompt.media,
             )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        generated = sum(m.past.generated_tokens + m.stats.generated_tokens for m in self._members)
-        return self._router.route(num_tokens, keys, len(sequences), generated)
+        generated = {m.index: m.stats.generated_tokens for m in self._members}
+        step_tokens = self._step_tokens() if len(self._members) > 1 else 0.0
+        return self._router.route(num_tokens, keys, len(sequences), generated, step_tokens)
+
+    def _step_tokens(self) -> float:
+        """Tokens of prompts that were computed, so far, in the time of a step that only decodes."""
+        if time.monotonic() > self._measured + _MEASURE_SECONDS:
+            stats = self.stats()
+            steps = Timings(stats.timings)
+            (decodes, decode), (_, prefill), (mixes, mixed) = (
+                steps.histogram(f"step_{kind}") for kind in ("decode", "prefill", "mixed")
+            )
+            # The last bucket counts all of them.
+            each = decode / max(1.0, decodes[-1][1])
+            seconds = prefill + max(0.0, mixed - each * mixes[-1][1])
+            computed = stats.prompt_tokens - stats.prefix_cache_hits
+            self._pace = each * computed / seconds if seconds else 0.0
+            self._measured = time.monotonic()
+        return self._pace
 
     def _member(self, ticket: Ticket) -> _Member:
         """The replica that has a request."""
@@ -1050,7 +1073,7 @@ class AsyncEngine(HasFrontend):
     def _ended(self, state: State) -> None:
         """Take note that a request is over."""
         ticket = _ticket(state)
-        self._router.ended(ticket)
+        self._router.ended(ticket, sum(each.num_tokens for each in state.completions))
         member = self._member(ticket)
         member.requests -= 1
         if member.requests == 0:

@@ -1,9 +1,13 @@
 """The choice of a replica for each request, by the tokens that it costs there.
 
-The unit of everything is a token that a replica computes. A request costs a replica the sum of
+The unit of everything is a prompt's token that a replica computes. A request costs a replica the
+sum of
 
 - its work: tokens of prompts sent there whose first token has not come, and for each sequence
   there the tokens that it is expected to generate yet;
+- its queue: if it has no row for all, a row is free once a sequence has ended. That takes as many
+  steps as a sequence is expected to generate, and so long prompts of some length could be computed
+  (``step_tokens`` for each step);
 - the request's own tokens: those of its prompt that the replica does not have in blocks;
 - what it pushes out: as many cached tokens as there is no room for beside its new ones.
 
@@ -11,9 +15,8 @@ It goes where that is least. So it stays with the blocks of its beginning until 
 there exceeds the work elsewhere by more tokens than those blocks save. What nobody has goes where
 least is cached, if costs are equal, so that conversations spread over all caches.
 
-A sequence is expected to generate the mean of those before: all tokens generated so far, also by
-sequences that go on, over the number of those that ended. Sequences end at the same rate whatever
-their length then, so what a sequence has generated already does not count.
+A sequence is expected to generate as many tokens as those that ended did on average, or as those at
+its replica have so far, if that is more.
 
 What a replica has is known by the keys of the blocks of prompts that were sent there (digests of
 token chains, and salts), as many as its cache has room for, least recently sent out first. Answers
@@ -23,7 +26,7 @@ and what the replica dropped otherwise are not known; a wrong guess costs time, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,15 +44,19 @@ class _Known:
         block_size: tokens that a key stands for.
         capacity: keys of blocks that its cache has room for.
         keys: of blocks that it should have, least recently sent first.
+        rows: sequences that run at once.
         waiting: tokens of prompts that are to be computed.
         sequences: those under way.
+        done: tokens that sequences generated which have ended.
     """
 
     block_size: int
     capacity: int
+    rows: int
     keys: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)
     waiting: int = 0
     sequences: int = 0
+    done: int = 0
 
     def match(self, keys: Sequence[Hashable]) -> int:
         """How many of the first ``keys`` it has."""
@@ -58,12 +65,18 @@ class _Known:
                 return index
         return len(keys)
 
-    def cost(self, num_tokens: int, num_keys: int, matched: int, expected: float) -> float:
-        """Tokens to compute, there and later, if it gets a prompt; see the module."""
-        new = num_tokens - matched * self.block_size
-        full = len(self.keys) + num_keys - matched - self.capacity
-        pushed_out = min(max(0, full), len(self.keys)) * self.block_size
-        return self.waiting + expected * self.sequences + new + pushed_out
+    def work(self, mean: float, generated: int, more: int, step_tokens: float) -> float:
+        """Tokens that are to be computed there before ``more`` sequences have rows."""
+        expected = max(mean, (generated - self.done) / max(1, self.sequences))
+        queued = max(0, self.sequences + more - self.rows)
+        queue = step_tokens * expected * queued / self.rows
+        return self.waiting + expected * self.sequences + queue
+
+    def own(self, num_tokens: int, num_keys: int, matched: int) -> int:
+        """Tokens of a prompt that it does not have, and those that they push out."""
+        too_many = len(self.keys) + num_keys - matched - self.capacity
+        pushed_out = min(max(0, too_many), len(self.keys))
+        return num_tokens + (pushed_out - matched) * self.block_size
 
     def take(self, keys: Sequence[Hashable]) -> None:
         """Note the blocks of a prompt; the end of a chain goes before its beginning."""
@@ -98,16 +111,17 @@ class Router:
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
-        self._ended = 0
+        # Of sequences that have ended, how many they are and what they generated.
+        self._ended = self._generated = 0
 
     @property
     def open(self) -> tuple[int, ...]:
         """The numbers of the replicas that take requests."""
         return tuple(self._known)
 
-    def join(self, replica: int, block_size: int, num_blocks: int) -> None:
+    def join(self, replica: int, block_size: int, num_blocks: int, rows: int) -> None:
         """Send requests to a replica, whose cache is empty and has so many blocks."""
-        self._known[replica] = _Known(block_size, min(num_blocks, MOST_KEYS))
+        self._known[replica] = _Known(block_size, min(num_blocks, MOST_KEYS), rows)
 
     def leave(self, replica: int) -> None:
         """Send a replica no more requests, and forget what it has."""
@@ -118,7 +132,12 @@ class Router:
         return len(self._known[replica].keys) if replica in self._known else 0
 
     def route(
-        self, num_tokens: int, keys: Sequence[Hashable], sequences: int, generated: int
+        self,
+        num_tokens: int,
+        keys: Sequence[Hashable],
+        sequences: int,
+        generated: Mapping[int, int],
+        step_tokens: float,
     ) -> Ticket:
         """Choose a replica for a request and count it there; there must be one.
 
@@ -126,14 +145,16 @@ class Router:
             num_tokens: of its prompt.
             keys: of the prompt's full blocks, each standing for all tokens up to its end.
             sequences: how many continue the prompt.
-            generated: tokens that all replicas have generated so far.
+            generated: tokens that each replica has generated since it joined.
+            step_tokens: tokens of prompts computed in the time of a step in which all rows decode.
         """
-        expected = generated / (self._ended + 1)
         matches = {number: known.match(keys) for number, known in self._known.items()}
+        mean = self._generated / max(1, self._ended)
 
         def order(number: int) -> tuple[float, int, int]:
             known, matched = self._known[number], matches[number]
-            cost = known.cost(num_tokens, len(keys), matched, expected)
+            cost = known.work(mean, generated[number], sequences, step_tokens)
+            cost += known.own(num_tokens, len(keys), matched)
             return cost, -matched, len(known.keys)
 
         chosen = min(self._known, key=order)
@@ -150,11 +171,13 @@ class Router:
         ticket._known.waiting -= ticket.waiting
         ticket.waiting = 0
 
-    def ended(self, ticket: Ticket) -> None:
-        """Take note that a request is over, in whatever way."""
+    def ended(self, ticket: Ticket, tokens: int) -> None:
+        """Take note that a request is over, in whatever way, with so many tokens generated."""
         self.began(ticket)
         self._ended += ticket.sequences
+        self._generated += tokens
         ticket._known.sequences -= ticket.sequences
+        ticket._known.done += tokens
         ticket.sequences = 0
 
 
