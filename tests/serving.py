@@ -15,7 +15,7 @@ import time
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import forkserver
 import httpx
@@ -30,6 +30,7 @@ for _name in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _name, 60.0)
 
 GOLDEN = Path(__file__).parent / "golden" / "llama-gqa"
+COMPLETION = {"model": "tiny", "ignore_eos": True, "temperature": 0}
 CHAT_TEMPLATE = (
     "{%- if tools %}<|im_start|>system\n"
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif -%}"
@@ -146,7 +147,7 @@ class ServerProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """A figure of ``/metrics``; 0 if it is not there."""
-        wanted = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        wanted = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
         for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
             found = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
             if found and (found[1] or "") == wanted:
@@ -190,3 +191,54 @@ class ServerProcess:
             self.process.kill()
         self.process.wait()
         self._reader.join(10)
+
+
+class Stream(threading.Thread):
+    """A streamed completion on a connection of its own.
+
+    Attributes:
+        port: the connection's on this side, once the answer has begun.
+        text: what has come.
+        pieces: in how many events.
+        error: the code of an error that ended it.
+        complete: whether all of it has come.
+    """
+
+    def __init__(self, url: str, key: str | None = None, **body: Any) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._client = httpx.Client(timeout=60, headers=headers)
+        self._body = {**COMPLETION, "stream": True, **body}
+        self._begun = threading.Event()
+        self.left = threading.Event()
+        self.port = self.pieces = 0
+        self.text = self.error = ""
+        self.complete = False
+        self.start()
+        assert self._begun.wait(60), "no answer"
+
+    def run(self) -> None:
+        url = f"{self._url}/v1/completions"
+        with self._client.stream("POST", url, json=self._body) as response:
+            network = response.extensions["network_stream"]
+            self.port = network.get_extra_info("client_addr")[1]
+            self._begun.set()
+            try:
+                for line in response.iter_lines():
+                    if line == "data: [DONE]":
+                        self.complete = not self.error
+                    elif line:
+                        event = json.loads(line.removeprefix("data: "))
+                        self.error = self.error or event.get("error", {}).get("code", "")
+                        self.text += "".join(choice["text"] for choice in event.get("choices", ()))
+                        self.pieces += 1
+                    if self.left.is_set():
+                        return
+            except httpx.TransportError:  # its server's process was killed
+                return
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, and close the connection, which can be looked for until then."""
+        super().join(timeout)
+        self._client.close()

@@ -196,7 +196,7 @@ def _check_count(service: Service, num_prompts: int, n: int) -> None:
     Raises:
         ApiError: 400.
     """
-    rows = service.engine.config.max_num_seqs
+    rows = service.engine.num_rows
     queued = service.settings.max_queued_requests
     if num_prompts * n > rows + queued:
         raise ApiError(

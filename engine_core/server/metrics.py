@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from engine_core.engine.timings import Timings
 
 if TYPE_CHECKING:
+    from engine_core.engine.async_engine import ReplicaStatus
     from engine_core.media import MediaStats
     from engine_core.steps import EngineStats
 
@@ -51,11 +52,88 @@ _MEDIA_COUNTS = {
 }
 
 
+def _gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
+    return {
+        "requests_running": ("Sequences that are being generated.", stats.running),
+        "requests_waiting": ("Sequences that wait for their turn.", stats.waiting),
+        "kv_cache_usage_ratio": ("Part of the KV cache in use.", stats.kv_cache_usage),
+    }
+
+
+def _counters(stats: EngineStats) -> dict[str, tuple[str, float]]:
+    return {
+        "prefix_cache_queries_tokens": (
+            "Prompt tokens looked up in the prefix cache.",
+            stats.prefix_cache_queries,
+        ),
+        "prefix_cache_hits_tokens": (
+            "Prompt tokens found in the prefix cache.",
+            stats.prefix_cache_hits,
+        ),
+        "encoder_cache_queries_items": (
+            "Pictures, videos and sounds looked up in the encoder cache.",
+            stats.encoder_cache_queries,
+        ),
+        "encoder_cache_hits_items": (
+            "Pictures, videos and sounds whose embeddings were in the encoder cache.",
+            stats.encoder_cache_hits,
+        ),
+        "preemptions": (
+            "How often a sequence lost its cache blocks to others.",
+            stats.num_preemptions,
+        ),
+        "aborted_sequences": ("Sequences ended before their end.", stats.aborted),
+        "prompt_tokens": ("Tokens of admitted prompts.", stats.prompt_tokens),
+        "generation_tokens": ("Tokens generated.", stats.generated_tokens),
+        "engine_steps": ("Steps of the engine.", stats.steps),
+    }
+
+
+def _by_replica(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
+    """Figures of each replica, of which those without "replica" in their names are the sums."""
+    up = GaugeMetricFamily(
+        "engine_core_replica_up", "Whether a replica takes requests.", labels=("replica",)
+    )
+    restarts = CounterMetricFamily(
+        "engine_core_replica_restarts",
+        "How often a replica was started again.",
+        labels=("replica",),
+    )
+    routed = CounterMetricFamily(
+        "engine_core_replica_requests",
+        "Requests that a replica got: it had most of the prompt (prefix), others had more but too "
+        "much to do (load), or nobody had any of it (new).",
+        labels=("replica", "reason"),
+    )
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    for each in replicas:
+        label = str(each.index)
+        up.add_metric((label,), each.phase == "ready")
+        restarts.add_metric((label,), each.restarts)
+        for why in ("prefix", "load", "new"):
+            routed.add_metric((label, why), each.routed.get(why, 0))
+        for kind, figures in (
+            (GaugeMetricFamily, _gauges(each.stats)),
+            (CounterMetricFamily, _counters(each.stats)),
+        ):
+            for name, (text, value) in figures.items():
+                if name not in families:
+                    full = f"engine_core_replica_{name}"
+                    families[name] = kind(full, text, labels=("replica",))
+                families[name].add_metric((label,), value)
+    return [up, restarts, routed, *families.values()]
+
+
 class _EngineCollector(Collector):
     """The engine's own figures, asked for when Prometheus asks."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats | None],
+        replicas: Callable[[], Sequence[ReplicaStatus]],
+    ) -> None:
         self._stats = stats
+        self._replicas = replicas
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -64,42 +142,13 @@ class _EngineCollector(Collector):
         stats = self._stats()
         if stats is None:
             return
-        gauges = {
-            "requests_running": ("Sequences that are being generated.", stats.running),
-            "requests_waiting": ("Sequences that wait for their turn.", stats.waiting),
-            "kv_cache_usage_ratio": ("Part of the KV cache in use.", stats.kv_cache_usage),
-        }
-        for name, (text, value) in gauges.items():
+        for name, (text, value) in _gauges(stats).items():
             yield GaugeMetricFamily(f"engine_core_{name}", text, value=value)
-        counters = {
-            "prefix_cache_queries_tokens": (
-                "Prompt tokens looked up in the prefix cache.",
-                stats.prefix_cache_queries,
-            ),
-            "prefix_cache_hits_tokens": (
-                "Prompt tokens found in the prefix cache.",
-                stats.prefix_cache_hits,
-            ),
-            "encoder_cache_queries_items": (
-                "Pictures, videos and sounds looked up in the encoder cache.",
-                stats.encoder_cache_queries,
-            ),
-            "encoder_cache_hits_items": (
-                "Pictures, videos and sounds whose embeddings were in the encoder cache.",
-                stats.encoder_cache_hits,
-            ),
-            "preemptions": (
-                "How often a sequence lost its cache blocks to others.",
-                stats.num_preemptions,
-            ),
-            "aborted_sequences": ("Sequences ended before their end.", stats.aborted),
-            "prompt_tokens": ("Tokens of admitted prompts.", stats.prompt_tokens),
-            "generation_tokens": ("Tokens generated.", stats.generated_tokens),
-            "engine_steps": ("Steps of the engine.", stats.steps),
-        }
-        for name, (text, value) in counters.items():
+        for name, (text, value) in _counters(stats).items():
             yield CounterMetricFamily(f"engine_core_{name}", text, value=value)
         yield from self._timings(Timings(stats.timings))
+        if replicas := self._replicas():
+            yield from _by_replica(replicas)
 
     def _timings(self, timings: Timings) -> Iterable[Metric]:
         for name, timed, text in (
@@ -166,11 +215,16 @@ class Metrics:
 
     Args:
         stats: gives the engine's figures, or None while there is no engine.
+        replicas: gives the state of each replica if there are several.
     """
 
-    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats | None],
+        replicas: Callable[[], Sequence[ReplicaStatus]] = tuple,
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector(stats)
+        self._engine = _EngineCollector(stats, replicas)
         self._registry.register(self._engine)
         self.http_requests = Counter(
             "engine_core_http_requests",

@@ -354,10 +354,19 @@ class LoadAnswer(Answer):
     server_load: int = Field(ge=0)
 
 
+class ReplicaHealth(Answer):
+    """How one of several replicas is."""
+
+    replica: int = Field(ge=0)
+    status: Literal["ready", "starting", "draining", "dead"]
+    restarts: int = Field(ge=0)
+
+
 class HealthAnswer(Answer):
     """How the server is."""
 
-    status: Literal["loading", "ready", "draining"]
+    status: Literal["loading", "ready", "restarting", "draining"]
+    replicas: list[ReplicaHealth] | None = None
 
 
 class VersionAnswer(Answer):

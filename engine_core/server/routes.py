@@ -138,7 +138,7 @@ async def live(request: Request) -> Response:
     service = Service.of(request)
     if service.phase == "dead":
         raise _dead(service)
-    return _json({"status": service.phase})
+    return _health(service)
 
 
 async def ready(request: Request) -> Response:
@@ -149,7 +149,16 @@ async def ready(request: Request) -> Response:
         raise _dead(service)
     if phase != "ready":
         raise unavailable(f"the server is {phase}", phase)
-    return _json({"status": phase})
+    return _health(service)
+
+
+def _health(service: Service) -> Response:
+    answer: dict[str, Any] = {"status": service.phase}
+    if each := service.replicas:
+        answer["replicas"] = [
+            {"replica": one.index, "status": one.phase, "restarts": one.restarts} for one in each
+        ]
+    return _json(answer)
 
 
 def _dead(service: Service) -> ApiError:

@@ -198,6 +198,8 @@ def start_engine(
         max_step_time=settings.max_step_time,
         warm_up=True,
         listener=listener,
+        replicas=settings.replicas,
+        max_restarts=settings.max_replica_restarts if settings.replicas > 1 else 0,
     )
 
 
@@ -222,6 +224,7 @@ def log_ready(engine: AsyncEngine) -> None:
         "ready",
         seconds=round(sum(engine.startup.values()), 2),
         max_model_len=engine.max_model_len,
+        **({"replicas": count} if (count := len(engine.replicas)) > 1 else {}),
     )
 
 

@@ -22,7 +22,7 @@ from engine_core.text import token_bytes
 from engine_core.text.token_bytes import SPECIAL
 
 if TYPE_CHECKING:
-    from engine_core.engine.async_engine import AsyncEngine
+    from engine_core.engine.async_engine import AsyncEngine, ReplicaStatus
     from engine_core.registry import Registry
     from engine_core.steps import EngineStats
 
@@ -62,7 +62,7 @@ class Service:
         self._parsers: Registry | None = None
         self._token_bytes: Sequence[bytes] | None = None
         self._draining = False
-        self.metrics = Metrics(self._stats)
+        self.metrics = Metrics(self._stats, lambda: self.replicas)
 
     @classmethod
     def of(cls, request: Request) -> Service:
@@ -71,18 +71,27 @@ class Service:
         return service
 
     @property
-    def phase(self) -> Literal["loading", "ready", "draining", "dead"]:
-        """The server's current phase."""
+    def phase(self) -> Literal["loading", "ready", "restarting", "draining", "dead"]:
+        """The server's current phase; "restarting" if there are replicas, and none is ready."""
         if self._engine is None:
             return "draining" if self._draining else "loading"
         if self._engine.dead is not None:
             return "dead"
-        return "draining" if self._draining else "ready"
+        if self._draining:
+            return "draining"
+        return "ready" if self._engine.takes_requests else "restarting"
 
     @property
     def dead(self) -> EngineDeadError | None:
         """Why the engine stopped, if it did."""
         return None if self._engine is None else self._engine.dead
+
+    @property
+    def replicas(self) -> list[ReplicaStatus]:
+        """The state of each replica if there are several, else nothing."""
+        if self._engine is None or self.settings.replicas == 1:
+            return []
+        return self._engine.replicas
 
     def attach(self, engine: AsyncEngine, parsers: Registry) -> None:
         """The model is loaded; requests are taken from now on."""
@@ -108,6 +117,8 @@ class Service:
             raise unavailable(f"the engine has stopped: {self.dead}", "engine_dead")
         if phase == "draining":
             raise unavailable(DRAINING, "draining")
+        if phase == "restarting":
+            raise unavailable("all replicas are started again; try again soon", "restarting")
         raise unavailable("the model is being loaded; try again soon", "loading")
 
     @property
@@ -129,7 +140,7 @@ class Service:
         Raises:
             ApiError: 429.
         """
-        limit = self.engine.config.max_num_seqs + self.settings.max_queued_requests
+        limit = self.engine.num_rows + self.settings.max_queued_requests
         if self.in_flight.total > limit:
             raise busy(
                 f"{limit} requests are being answered or wait, which is as many as this "

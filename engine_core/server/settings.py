@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine_core.configs.base import FrozenConfig
 from engine_core.configs.engine import Bytes
@@ -86,6 +86,12 @@ class ServerSettings(FrozenConfig):
     """Seconds that requests in flight have to end after SIGTERM."""
     api_server_count: int = Field(default=1, ge=1, le=64)
     """Processes that answer requests. A small model on a fast GPU is worth several."""
+    replicas: int = Field(default=1, ge=1, le=64)
+    """Engines with the whole model each, of which a request goes to the one that has its beginning
+    cached, unless that has too much to do. Each has tensor_parallel_size GPUs of its own, or its
+    share of a CPU's cores."""
+    max_replica_restarts: int = Field(default=5, ge=0)
+    """How often in a row one of several replicas is started again when it dies."""
     tool_parser: str | None = Field(default=None, min_length=1)
     """How tool calls are written in the output; the model family's way if not set."""
     reasoning_parser: str | None = Field(default=None, min_length=1)
@@ -106,6 +112,19 @@ class ServerSettings(FrozenConfig):
     """File that gets a trace of the server's last seconds when it ends, for ui.perfetto.dev."""
     trace_seconds: float = Field(default=10.0, gt=0)
     """Seconds of the trace."""
+
+    @model_validator(mode="after")
+    def _one_of_several(self) -> Self:
+        for name, given in (
+            (f"api_server_count is {self.api_server_count}", self.api_server_count > 1),
+            (f"trace is {self.trace}", self.trace is not None),
+        ):
+            if given and self.replicas > 1:
+                raise ValueError(
+                    f"{name}, which is for one engine, and replicas is {self.replicas}; leave one "
+                    "of them out"
+                )
+        return self
 
     @field_validator("served_model_name")
     @classmethod

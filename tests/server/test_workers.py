@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,63 +13,13 @@ import httpx
 import psutil
 import pytest
 from attacking import wait_until
-from serving import ServerProcess
+from serving import COMPLETION, ServerProcess, Stream
 from slow_llama import OPTIONS as SLOW
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = ("--api-server-count", "2", "--max-num-seqs", "32", "--max-model-len", "1024")
-BODY: dict[str, Any] = {"model": "tiny", "ignore_eos": True, "temperature": 0}
-
-
-class Stream(threading.Thread):
-    """A streamed completion on a connection of its own.
-
-    Attributes:
-        port: the connection's on this side, once the answer has begun.
-        text: what has come.
-        pieces: in how many events.
-        error: the code of an error that ended it.
-        complete: whether all of it has come.
-    """
-
-    def __init__(self, url: str, **body: Any) -> None:
-        super().__init__(daemon=True)
-        self._url = url
-        self._client = httpx.Client(timeout=60)
-        self._body = {**BODY, "stream": True, **body}
-        self._begun = threading.Event()
-        self.left = threading.Event()
-        self.port = self.pieces = 0
-        self.text = self.error = ""
-        self.complete = False
-        self.start()
-        assert self._begun.wait(60), "no answer"
-
-    def run(self) -> None:
-        url = f"{self._url}/v1/completions"
-        with self._client.stream("POST", url, json=self._body) as response:
-            network = response.extensions["network_stream"]
-            self.port = network.get_extra_info("client_addr")[1]
-            self._begun.set()
-            try:
-                for line in response.iter_lines():
-                    if line == "data: [DONE]":
-                        self.complete = not self.error
-                    elif line:
-                        event = json.loads(line.removeprefix("data: "))
-                        self.error = self.error or event.get("error", {}).get("code", "")
-                        self.text += "".join(choice["text"] for choice in event.get("choices", ()))
-                        self.pieces += 1
-                    if self.left.is_set():
-                        return
-            except httpx.TransportError:  # its server's process was killed
-                return
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, and close the connection, which can be looked for until then."""
-        super().join(timeout)
-        self._client.close()
+BODY: dict[str, Any] = COMPLETION
 
 
 @contextmanager
