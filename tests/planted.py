@@ -37,8 +37,8 @@ class Fault:
         file: which of its files.
         old: what stands there, once.
         new: what stands there instead.
-        fails: the checks that fail, with what each says; of both cases unless ``case`` is given.
-        case: the only case in which the fault shows.
+        fails: the checks that fail, with what each says.
+        case: the case in which it is looked for; the first one if None.
         blocked: checks that cannot run then.
         more: other edits of the file, from old to new.
     """
@@ -110,14 +110,18 @@ def run_kit(
 ) -> tuple[dict[tuple[str, str], str], set[tuple[str, str]]]:
     """Messages of the failing checks, and the blocked ones; keys are check and case.
 
-    ``only`` are the checks that are run; None for all of them. With ``first`` the checks end with
-    the first one that fails.
+    Cases without a checkpoint are left out. ``only`` are the checks that are run; None for all of
+    them. With ``first`` the checks end with the first one that fails.
     """
     family = find_family(package)
     failed: dict[tuple[str, str], str] = {}
     blocked: set[tuple[str, str]] = set()
     suite = ConformanceTests()
-    subjects = {case.name: Subject(family, case, checkpoints[case.name]) for case in family.cases}
+    subjects = {
+        case.name: Subject(family, case, checkpoints[case.name])
+        for case in family.cases
+        if case.name in checkpoints
+    }
     sees = any(kinds_of(case) for case in family.cases)
     # In the order in which pytest runs them.
     for name in vars(ConformanceTests):
@@ -128,7 +132,8 @@ def run_kit(
             continue
         each: Mapping[str, Any] = {"": family}
         if "subject" in inspect.signature(method).parameters:
-            each = {case.name: subjects[case.name] for case in cases_of(name, family.cases)}
+            names = [case.name for case in cases_of(name, family.cases)]
+            each = {name: subjects[name] for name in names if name in subjects}
         for case, argument in each.items():
             try:
                 method(argument)
