@@ -87,9 +87,9 @@ def test_a_byte_order_mark_is_no_part_of_a_message(tmp_path: Path) -> None:
     assert "the conversation begins anew" in said
 
 
-def test_a_wrong_command_changes_nothing(smollm2_gguf: Path) -> None:
+def test_a_wrong_command_changes_nothing(tmp_path: Path) -> None:
     answers, said = _chat(
-        smollm2_gguf,
+        write_tiny_model(tmp_path / "model"),
         "/temperature 3",
         "/settings n 3",
         "/settings top_p 5",
@@ -98,6 +98,7 @@ def test_a_wrong_command_changes_nothing(smollm2_gguf: Path) -> None:
         "/settings stop '",
         "/reset now",
         "/settings",
+        arguments=["--temperature", "0", "--max-tokens", "24", "--kv-cache-memory", "64MiB"],
     )
     assert answers == []
     for message in (
@@ -117,13 +118,13 @@ def test_the_system_message_is_heeded_and_outlives_a_reset(smollm2_gguf: Path) -
     pirate = "You are a pirate. Talk like one."
     arguments = [*GREEDY, "--system", pirate]
     question = "Who are you?"
-    given, said = _chat(smollm2_gguf, question, arguments=arguments)
+    anew = ("/reset", "/system", question, f"/system {pirate}", "/reset", question)
+    answers, said = _chat(smollm2_gguf, question, *anew, arguments=arguments)
+    given, without, later = answers
     assert f"system message: {pirate}" in said
-    later, _ = _chat(smollm2_gguf, f"/system {pirate}", "/reset", question)
-    without, said = _chat(smollm2_gguf, "/system", question, arguments=arguments)
-    assert "Captain" in given[0]
+    assert "Captain" in given
     assert later == given
-    assert "Captain" not in without[0]
+    assert "Captain" not in without
     assert "system message: none" in said
 
 
@@ -151,11 +152,11 @@ def test_a_full_context_forgets_the_oldest_turns(smollm2_gguf: Path) -> None:
 
 def test_an_answer_that_is_cut_off_is_said_to_be(smollm2_gguf: Path) -> None:
     tell = "Tell me a long story."
-    _, said = _chat(smollm2_gguf, tell, arguments=[*GREEDY, "--max-tokens", "5"])
-    assert "(cut off: max_tokens is reached)" in said
     arguments = ["--temperature", "0", "--max-model-len", "64"]
-    _, said = _chat(smollm2_gguf, tell, arguments=arguments)
+    lines = (tell, "/reset", "/settings max_tokens 5", tell)
+    _, said = _chat(smollm2_gguf, *lines, arguments=arguments)
     assert "max_tokens none" in said
+    assert "(cut off: max_tokens is reached)" in said
     assert "(cut off: the context is full)" in said
 
 
