@@ -97,6 +97,17 @@ def test_products(type_name: str, launch_device: str) -> None:
     assert error(got, gate * torch.sigmoid(gate) * up) < TOLERANCE[dtype]
 
 
+def test_minima_have_tiles_that_leave_them_registers() -> None:
+    ada = GPU.of_capability((8, 9))
+    for type_name, minima in (("Q4_K", True), ("Q6_K", False)):
+        weight, _ = made(type_name, 128, 512, torch.bfloat16, "cpu")
+        for rows, crowded in ((32, False), (64, minima)):
+            on_hopper, on_ada = (weight.tile(rows, True, each) for each in (HOPPER, ada))
+            assert on_hopper is not None
+            assert on_ada is not None
+            assert (on_hopper.num_warps, on_ada.block_n) == ((8, 32) if crowded else (4, 64))
+
+
 def test_float16_products(launch_device: str) -> None:
     from engine_core.kernels.linear import triton
 

@@ -291,9 +291,12 @@ class GroupWeight(CodedWeight):
             return None
         if narrow:
             tile = replace(tile, block_k=4 * _NARROW_LANES)
-        # Of Q4_K and 64 rows 4 warps spill 392 bytes a thread, 8 spill 8 (capability 9.0).
-        crowded = self.minima is not None and gated and rows > 32
-        return replace(tile, num_warps=8) if crowded else tile
+        if gpu is None or self.minima is None or not gated or rows <= 32:
+            return tile
+        # Bytes that a thread spills, of Q4_K at 64 rows: with capability 9.0 392 by 4 warps, and 8
+        # by 8; with 8.0 some 3700 by either, and 56 by 4 and half of the columns.
+        half = gpu.capability < (9, 0)
+        return replace(tile, block_n=32) if half else replace(tile, num_warps=8)
 
     def reader(self) -> Any:
         """Four codes a word."""
