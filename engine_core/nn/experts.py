@@ -110,12 +110,17 @@ class StackedLinear(Linear):
         super().set_method(method)
 
     def pack_by(
-        self, pack: Callable[[Tensor], PackedMatrix | None], weight: Tensor
+        self, pack: Callable[..., PackedMatrix | None], weight: Tensor, *others: Tensor | None
     ) -> PackedMatrix | None:
         """Each expert's matrix by itself; on a GPU all in one, by whose rows kernels find them."""
         if weight.is_cuda:
-            return pack(weight)
-        matrices = [pack(rows) for rows in weight.view(self.num_local, *self.matrix_shape)]
+            return pack(weight, *others)
+        experts = range(self.num_local)
+        shares = [
+            [None for _ in experts] if each is None else each.chunk(self.num_local)
+            for each in (weight, *others)
+        ]
+        matrices = [pack(*share) for share in zip(*shares, strict=True)]
         packed = StackedMatrix(matrix for matrix in matrices if matrix is not None)
         return packed if len(packed) == len(matrices) else None
 
@@ -183,6 +188,7 @@ class Experts(Module):
         self.gate_up_proj = StackedLinear(num_experts, hidden_size, rows)
         self.down_proj = StackedLinear(num_experts, intermediate_size, (hidden_size,), rowwise=True)
         self.act = build_gated_activation(activation)
+        self.deterministic = current_build_context().deterministic
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """``x [T, H]`` to this rank's part of the weighted sum, ``[T, H]``.
@@ -197,6 +203,7 @@ class Experts(Module):
             self.gate_up_proj.operand,
             self.down_proj.operand,
             self.act.activation,  # type: ignore[arg-type]
+            deterministic=self.deterministic,
         )
 
 
@@ -309,10 +316,6 @@ class SparseMoE(Module):
         """
         super().__init__()
         self.context = current_build_context()
-        if self.context.deterministic:
-            raise OptionError(
-                "deterministic: the kernels of experts were not examined for it; leave it out"
-            )
         self.input_width = hidden_size
         routing = Routing(top_k, scoring, renormalize, groups, top_groups, group_scores, scale)
         self.gate = Router(

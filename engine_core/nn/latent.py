@@ -143,11 +143,10 @@ class HeadsProjection(Linear):
         )
 
     def pack_by(
-        self, pack: Callable[[Tensor], PackedMatrix | None], weight: Tensor
+        self, pack: Callable[..., PackedMatrix | None], weight: Tensor, *others: Tensor | None
     ) -> PackedMatrix | None:
-        """None: the weight is used as it is."""
-        del pack, weight
-        return None
+        """Codes, which :meth:`set_packed` unpacks; None for numbers, which are used as they are."""
+        return pack(weight, *others) if others else None
 
     def set_packed(self, packed: PackedMatrix, *parameters: str) -> None:
         """Keep the numbers that ``packed`` stands for."""

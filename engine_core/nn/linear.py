@@ -367,10 +367,13 @@ class Linear(MatrixModule):
         return torch.Size((self.out_features, self.in_features))
 
     def pack_by(
-        self, pack: Callable[[Tensor], PackedMatrix | None], weight: Tensor
+        self, pack: Callable[..., PackedMatrix | None], weight: Tensor, *others: Tensor | None
     ) -> PackedMatrix | None:
-        """Matrices that ``pack`` makes of ``weight [out_features, in_features]``, or None."""
-        return pack(weight)
+        """Matrices that ``pack`` makes of ``weight [out_features, ...]`` and what goes with it.
+
+        ``others`` have as many rows; ``pack`` gets some rows of each, or None for None.
+        """
+        return pack(weight, *others)
 
     def packed_sizes(self) -> Mapping[str, int]:
         """Bytes of what takes the place of each parameter, as the method says."""

@@ -179,17 +179,48 @@ def test_parts_of_several_forms_become_numbers(
     assert (logits(packed) - logits(plain)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-def test_experts_become_numbers(
-    tmp_path: Path, device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
+def of_experts(folder: Path, kind: str) -> Made:
     skips = lambda name: "lm_head" in name or "moe.gate" in name  # noqa: E731
-    it = Made(tmp_path, "gptq v2", skips, experts=True)
+    return Made(folder, kind, skips, experts=True)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@pytest.mark.parametrize("kind", ["awq", "gptq v2", "compressed", "compressed, 8 bits"])
+def test_experts_stay_integers(tmp_path: Path, kind: str, device: torch.device) -> None:
+    """Each expert's by itself; in the form of a GPU the numbers are the reference's."""
+    it = of_experts(tmp_path, kind)
     plain, packed = it.model(it.plain), it.model(it.packed, device)
-    assert "24 of 32 packed weights" in caplog.text
-    assert "no kernel takes experts of them" in caplog.text
+    assert it.bytes == held_bytes(packed)
+    on_cpu = Int8Matrix if it.form.bits == 8 else Int4Matrix
+    for name, layer in linears(packed).items():
+        if "experts" not in name:
+            continue
+        assert {type(each) for each in layer.packed} == {on_cpu if device == CPU else GroupWeight}
+        assert len(layer.packed) == 4
+        if device == CUDA:
+            assert torch.equal(layer.weight, linears(plain)[name].weight)
     off = logits(packed) - logits(plain)
     assert off.norm() < (1e-4 if device == CUDA else 0.03) * logits(plain).norm()
+
+
+@pytest.mark.parametrize("by_experts", [False, True], ids=["within", "by-experts"])
+def test_ranks_keep_their_part_of_experts(tmp_path: Path, by_experts: bool) -> None:
+    it = of_experts(tmp_path, "gptq v2")
+    for rank in range(2):
+        context = {"tp_size": 2, "tp_rank": rank, "expert_parallel": by_experts}
+        plain = linears(it.model(it.plain, **context))
+        for name, layer in linears(it.model(it.packed, CUDA, **context)).items():
+            assert torch.equal(layer.weight, plain[name].weight)
+
+
+def test_experts_with_inputs_in_another_order_become_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = of_experts(tmp_path, "gptq, act-order")
+    plain, packed = it.model(it.plain), it.model(it.packed, CUDA)
+    assert "24 of 32 packed weights" in caplog.text
+    assert "experts whose inputs have an order" in caplog.text
+    assert (logits(packed) - logits(plain)).norm() < 1e-4 * logits(plain).norm()
 
 
 def test_groups_of_targets(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_core.kernels import Fp8Weight, Routing
+from engine_core.kernels import Fp8Weight, GroupWeight, Routing
 from engine_core.kernels.experts import reference
+from engine_core.kernels.linear.groups import pack_codes
 
 EXPERTS, HIDDEN, INTER = 6, 64, 48
 
@@ -46,6 +47,16 @@ def test_the_choice_is_that_of_the_reference(kernels: Any, launch_device: str, n
         torch.testing.assert_close(weights, expected)
 
 
+def test_of_equal_scores_the_weights_are_those_of_topk(kernels: Any, launch_device: str) -> None:
+    """torch takes any of equal scores, here it is the lowest; the weights are the same."""
+    logits = torch.randint(0, 3, (40, 12), generator=torch.Generator().manual_seed(2)).float()
+    ids, weights = kernels.choose_experts(logits.to(launch_device), Routing(5), None, None)
+    scores = logits.softmax(-1)
+    torch.testing.assert_close(weights.cpu(), scores.topk(5).values)
+    for row, chosen in zip(scores.tolist(), ids.tolist(), strict=True):
+        assert chosen == sorted(range(12), key=lambda expert: (-row[expert], expert))[:5]
+
+
 CHOICES = {
     "all-to-one": lambda tokens: torch.full((tokens, 1), 4),
     "one-with-none": lambda tokens: torch.arange(tokens * 2).view(-1, 2) % (EXPERTS - 1),
@@ -74,6 +85,19 @@ def test_pairs_are_grouped_by_expert(
             found.setdefault(expert, []).extend(pairs)
     expected = {e: (flat == e).nonzero().flatten().tolist() for e in range(EXPERTS)}
     assert found == {expert: pairs for expert, pairs in expected.items() if pairs}
+
+
+def test_a_long_prompts_pairs_are_grouped(kernels: Any, launch_device: str) -> None:
+    """8,192 tokens, of which one expert has none and one half."""
+    tokens = torch.arange(8192)
+    ids = torch.stack([torch.where(tokens % 2 == 0, 2, tokens % 5), 5 + tokens % 2], dim=1)
+    order, experts = kernels.group_pairs(ids.int().to(launch_device), 8, 128)
+    order, experts = order.cpu().view(-1, 128), experts.cpu()
+    for expert in range(8):
+        pairs = order[experts == expert].flatten()
+        assert torch.equal(
+            pairs[pairs < ids.numel()], (ids.flatten() == expert).nonzero().flatten().int()
+        )
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -129,3 +153,84 @@ def test_experts_of_8_bit_floats_are_read_as_they_are(
     torch.testing.assert_close(
         kernels.run_experts(*given), reference.run_experts(*given), atol=1e-5, rtol=1e-4
     )
+
+
+def integers(rows: int, cols: int, bits: int, group: int, device: str, seed: int) -> GroupWeight:
+    """With zeros, if there are groups."""
+    draw = torch.Generator().manual_seed(seed)
+    groups = -(-cols // group) if group else 1
+    codes = torch.randint(2**bits, (rows, cols), dtype=torch.uint8, generator=draw)
+    zeros = torch.randint(2**bits, (rows, groups), dtype=torch.uint8, generator=draw)
+    scales = (torch.rand(rows, groups, generator=draw) + 0.5) / 2**bits / cols**0.5
+    packed = pack_codes(codes, bits).to(device)
+    held = zeros.to(device) if group else None
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return GroupWeight.of(packed, scales.to(device), held, bits, dtype)
+
+
+# Tokens, experts, bits, groups, hidden and intermediate size: each tile, ragged last blocks, and
+# groups below and above one block.
+INTEGERS = [
+    (3, 4, 4, 32, 160, 96),
+    (40, 4, 4, 64, 192, 64),
+    (3, 4, 4, 128, 256, 128),
+    (150, 2, 4, 0, 144, 80),
+    (40, 4, 8, 0, 96, 64),
+    (3, 2, 8, 256, 512, 256),
+]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "bits", "group", "hidden", "inter"), INTEGERS)
+def test_experts_of_integers_are_read_as_they_are(
+    kernels: Any,
+    launch_device: str,
+    tokens: int,
+    experts: int,
+    bits: int,
+    group: int,
+    hidden: int,
+    inter: int,
+) -> None:
+    gate_up = integers(experts * 2 * inter, hidden, bits, group, launch_device, 5)
+    down = integers(experts * hidden, inter, bits, group, launch_device, 7)
+    ids = (torch.arange(tokens * 2).view(-1, 2) % (experts + 1) - 1).int().to(launch_device)
+    weights = random(tokens, 2, device=launch_device, seed=1).softmax(-1)
+    x = random(tokens, hidden, device=launch_device).to(gate_up.dtype)
+    got = kernels.run_experts(x, ids, weights, gate_up, down, "silu")
+    # Of the numbers in float32, by the definition.
+    numbers = [each.numbers(torch.float32) for each in (gate_up, down)]
+    expected = reference.run_experts(x.float(), ids, weights, *numbers, "silu")
+    off = (got.float() - expected).norm() / expected.norm()
+    assert off < (1e-2 if x.dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("form", ["numbers", "fp8", "integers"])
+def test_a_token_alone_and_in_company_is_the_same(
+    kernels: Any, launch_device: str, form: str
+) -> None:
+    """Bit for bit in deterministic mode.
+
+    Each product of a pair is one chain over K, cut as one tile says; a token's results are added in
+    the order of its choice. Neither the block that a pair comes to, nor its row there, is in it.
+    """
+    hidden, inter, experts, tokens = 256, 128, 2, 100
+    dtype = torch.bfloat16 if launch_device == "cuda" else torch.float32
+    made: list[Any] = []
+    for rows, cols, seed in ((2 * inter, hidden, 2), (hidden, inter, 3)):
+        if form == "integers":
+            made.append(integers(experts * rows, cols, 4, 64, launch_device, seed))
+            continue
+        weight = random(experts * rows, cols, device=launch_device, seed=seed).to(dtype) / 12
+        made.append(
+            Fp8Weight.quantized(weight) if form == "fp8" else weight.view(experts, rows, -1)
+        )
+    x = random(tokens, hidden, device=launch_device).to(dtype)
+    ids = random(tokens, 3, device=launch_device, seed=4).argsort(dim=1)[:, :2].int() - 1
+    weights = random(tokens, 2, device=launch_device, seed=1).softmax(-1)
+    whole = kernels.run_experts(x, ids, weights, *made, "silu", True)
+    for some in (slice(77, 78), slice(60, 65)):
+        part = kernels.run_experts(x[some], ids[some], weights[some], *made, "silu", True)
+        assert torch.equal(part, whole[some])
+    expected = reference.run_experts(x, ids, weights, *made, "silu")
+    atol = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(whole, expected, atol=atol, rtol=atol)

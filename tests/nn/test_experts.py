@@ -355,6 +355,9 @@ def test_a_method_that_packs_no_single_matrix_is_refused() -> None:
         ours().experts.down_proj.set_method(Own())
 
 
-def test_deterministic_mode_is_refused() -> None:
-    with pytest.raises(OptionError, match="deterministic"):
-        ours(replace(BuildContext(), deterministic=True))
+def test_deterministic_mode_is_for_kernels_of_a_gpu() -> None:
+    block = ours(replace(BuildContext(), deterministic=True))
+    assert block.experts.deterministic
+    x, ids = random(3, HIDDEN), torch.zeros(3, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="nothing is batch-invariant on cpu"):
+        block.experts(x, ids, torch.ones(3, 1))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine_core.kernels.experts import cpu, reference
 from engine_core.kernels.gpu import gpu_of
-from engine_core.kernels.linear import Activation, Fp8Weight
+from engine_core.kernels.linear import Activation
+from engine_core.kernels.linear.coded import CodedWeight
 
 __all__ = ["Matrix", "Routing", "choose_experts", "run_experts"]
 
@@ -83,9 +84,11 @@ def run_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor | Fp8Weight | Sequence[Matrix],
-    down: Tensor | Fp8Weight | Sequence[Matrix],
+    gate_up: Tensor | CodedWeight | Sequence[Matrix],
+    down: Tensor | CodedWeight | Sequence[Matrix],
     activation: Activation,
+    *,
+    deterministic: bool = False,
 ) -> Tensor:
     """The weighted sum of each token's experts: ``down(act(gate(x)) * up(x))``.
 
@@ -94,19 +97,31 @@ def run_experts(
         ids: ``[T, k]`` int32; an id that is none of 0 to E - 1 adds nothing, as of padding, or of
             an expert that another rank has.
         weights: ``[T, k]`` float32.
-        gate_up: the experts' gates and ups, ``[E, 2 I, H]``; of 8-bit floats ``[E * 2 I, H]``; on a
-            CPU perhaps a packed matrix for each.
+        gate_up: the experts' gates and ups, ``[E, 2 I, H]``; of codes ``[E * 2 I, H]``; on a CPU
+            perhaps a packed matrix for each.
         down: ``[E, H, I]``, in the same forms.
         activation: of the gate.
+        deterministic: whether a token's result must be the same, bit for bit, whatever else is in
+            x. Only on a GPU with kernels.
 
     Returns:
         ``[T, H]``, x's dtype; added up in float32.
+
+    Raises:
+        ValueError: ``deterministic`` where there is no such kernel.
     """
+    if deterministic and gpu_of(x.device) is None and not x.is_meta:
+        raise ValueError(
+            f"run_experts: nothing is batch-invariant on {x.device}; leave deterministic out, or "
+            "run on a GPU with kernels"
+        )
     if not x.is_cuda:
         return cpu.run_experts(x, ids, weights, gate_up, down, activation)
     matrices: Any = (gate_up, down)
     if gpu_of(x.device) is not None:
         from engine_core.kernels.experts import triton
 
-        return triton.run_experts(x, ids, weights, matrices[0], matrices[1], activation)
+        return triton.run_experts(
+            x, ids, weights, matrices[0], matrices[1], activation, deterministic
+        )
     return reference.run_experts(x, ids, weights, matrices[0], matrices[1], activation)

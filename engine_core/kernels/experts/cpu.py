@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine_core.kernels.activation.cpu import act_and_mul
 from engine_core.kernels.compiled import run_whole
-from engine_core.kernels.linear import Activation, Fp8Weight
+from engine_core.kernels.linear import Activation
+from engine_core.kernels.linear.coded import CodedWeight
 
 if TYPE_CHECKING:
     from engine_core.kernels.experts import Matrix
@@ -21,8 +22,8 @@ def run_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor | Fp8Weight | Sequence[Matrix],
-    down: Tensor | Fp8Weight | Sequence[Matrix],
+    gate_up: Tensor | CodedWeight | Sequence[Matrix],
+    down: Tensor | CodedWeight | Sequence[Matrix],
     activation: Activation,
 ) -> Tensor:
     """See :func:`engine_core.kernels.run_experts`."""

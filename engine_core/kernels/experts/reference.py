@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_core.kernels.activation import reference as activations
-from engine_core.kernels.linear import Activation, Fp8Weight
+from engine_core.kernels.linear import Activation
+from engine_core.kernels.linear.coded import CodedWeight, numbers_of
 
 if TYPE_CHECKING:
     from engine_core.kernels.experts import Routing
@@ -51,13 +52,13 @@ def run_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor | Fp8Weight,
-    down: Tensor | Fp8Weight,
+    gate_up: Tensor | CodedWeight,
+    down: Tensor | CodedWeight,
     activation: Activation,
 ) -> Tensor:
     """See :func:`engine_core.kernels.run_experts`."""
     hidden = x.shape[1]
-    gates, downs = (w.dense() if isinstance(w, Fp8Weight) else w for w in (gate_up, down))
+    gates, downs = (numbers_of(w, x.dtype) for w in (gate_up, down))
     num_experts = downs.numel() // (hidden * downs.shape[-1])
     gates = gates.reshape(num_experts, -1, hidden)
     downs = downs.view(num_experts, hidden, -1)

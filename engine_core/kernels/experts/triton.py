@@ -7,7 +7,7 @@ block by some rows of its expert's weight, so that few pairs read each chosen ex
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -15,13 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.activation.triton import activated
-from engine_core.kernels.linear import Activation, Fp8Weight
+from engine_core.kernels.linear import Activation, Fp8Weight, GroupWeight
+from engine_core.kernels.linear.coded import CodedWeight
+from engine_core.kernels.linear.readers.triton import GroupReader
 
 if TYPE_CHECKING:
     from engine_core.kernels.experts import Routing
 
 # Pairs that a program looks through at a time.
 _CHUNK = 512
+# The tile of deterministic mode, whatever the pairs: how K is cut decides how sums are rounded.
+_ONE_TILE = (64, 64, 128, 4, 3)
 
 
 @triton.jit
@@ -210,12 +214,39 @@ def _tile(ptr, rows, cols, k_mask, K, EVEN_K: tl.constexpr):
     return tl.load(ptrs) if EVEN_K else tl.load(ptrs, mask=k_mask[None, :], other=0.0)
 
 
+@triton.jit
+def _add_products(acc, x, w, PRECISION: tl.constexpr):
+    return tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _add_groups(acc, x, tile, reader, PRECISION: tl.constexpr):
+    """The products of 128 columns, of which x and the tile have four runs; then come scales."""
+    if reader.RUN == 0:
+        for part in tl.static_range(4):
+            acc = _add_products(acc, x[part], tile[part], PRECISION)
+    else:
+        for run in tl.static_range(4 // reader.RUN):
+            products = tl.zeros_like(acc)
+            for at in tl.static_range(reader.RUN):
+                each: tl.constexpr = run * reader.RUN + at
+                products = _add_products(products, x[each], tile[each], PRECISION)
+            acc += products * tl.trans(tile[4 + run])
+    return acc
+
+
+@triton.jit
+def _load_run(ptrs, row_mask, cols, K):
+    return tl.load(ptrs + cols[None, :], mask=row_mask[:, None] & (cols < K)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _experts_kernel(
     out_ptr,
     x_ptr,
     weight_ptr,
     scales_ptr,
+    reader,
     weights_ptr,
     pairs_ptr,
     experts_ptr,
@@ -239,7 +270,8 @@ def _experts_kernel(
 
     A pair's row of x is the pair divided by DIVISOR. If GATED an expert's weight has 2 N rows, gate
     then up. SCALED is 0 for numbers, 1 for codes with a scale a row, 2 for those of 128 columns,
-    ``[K / 128, num_rows]``. With PAIRED columns j and j + 64 of 128 are neighbours.
+    ``[K / 128, num_rows]``, 3 for integers, which ``reader`` has. With PAIRED columns j and j + 64
+    of 128 are neighbours.
     """
     block = tl.program_id(1)
     expert = tl.load(experts_ptr + block)
@@ -249,28 +281,50 @@ def _experts_kernel(
         x_rows = (pairs // DIVISOR).to(tl.int64) * K
         cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         w_rows = expert * (2 * N if GATED else N) + tl.minimum(cols, N - 1)
-        places = tl.arange(0, BLOCK_K)
-        # The columns of x, in the order of the weight's.
-        sources = places
-        if PAIRED:
-            sources = places // 128 * 128 + places % 2 * 64 + places % 128 // 2
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            k_mask = start + places < K
-            mask = row_mask[:, None] & (start + sources < K)[None, :]
-            x = tl.load(x_ptr + x_rows[:, None] + start + sources[None, :], mask=mask, other=0.0)
-            w = _tile(weight_ptr, w_rows, start + places, k_mask, K, EVEN_K).to(x.dtype)
-            part = tl.dot(x, tl.trans(w), input_precision=PRECISION)
-            if SCALED == 2:
-                part *= tl.load(scales_ptr + start // 128 * num_rows + w_rows)[None, :]
-            acc += part
+        places = tl.arange(0, BLOCK_K)
+        if SCALED == 3:
+            x_ptrs, lanes = x_ptr + x_rows[:, None], tl.arange(0, 32)
+            cursor = reader.begin(reader, w_rows, places, K)
+            up_cursor = reader.begin(reader, w_rows + N if GATED else w_rows, places, K)
+            for start in tl.range(0, K, 128, num_stages=STAGES):
+                k_mask = start + places < K
+                x = (
+                    _load_run(x_ptrs, row_mask, start + lanes, K),
+                    _load_run(x_ptrs, row_mask, start + 32 + lanes, K),
+                    _load_run(x_ptrs, row_mask, start + 64 + lanes, K),
+                    _load_run(x_ptrs, row_mask, start + 96 + lanes, K),
+                )
+                tile, cursor = reader.load(reader, cursor, k_mask, EVEN_K)
+                acc = _add_groups(acc, x, tile, reader, PRECISION)
+                if GATED:
+                    tile, up_cursor = reader.load(reader, up_cursor, k_mask, EVEN_K)
+                    up = _add_groups(up, x, tile, reader, PRECISION)
+            acc = reader.scale(reader, cursor, acc)
             if GATED:
-                w = _tile(weight_ptr, w_rows + N, start + places, k_mask, K, EVEN_K).to(x.dtype)
-                part = tl.dot(x, tl.trans(w), input_precision=PRECISION)
+                up = reader.scale(reader, up_cursor, up)
+        else:
+            # The columns of x, in the order of the weight's.
+            sources = places
+            if PAIRED:
+                sources = places // 128 * 128 + places % 2 * 64 + places % 128 // 2
+            for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                k_mask = start + places < K
+                x = _load_run(x_ptr + x_rows[:, None], row_mask, start + sources, K)
+                w = _tile(weight_ptr, w_rows, start + places, k_mask, K, EVEN_K)
                 if SCALED == 2:
-                    part *= tl.load(scales_ptr + start // 128 * num_rows + w_rows + N)[None, :]
-                up += part
+                    scales = tl.load(scales_ptr + start // 128 * num_rows + w_rows)[None, :]
+                    acc += _add_products(tl.zeros_like(acc), x, w, PRECISION) * scales
+                else:
+                    acc = _add_products(acc, x, w, PRECISION)
+                if GATED:
+                    w = _tile(weight_ptr, w_rows + N, start + places, k_mask, K, EVEN_K)
+                    if SCALED == 2:
+                        scales = tl.load(scales_ptr + start // 128 * num_rows + w_rows + N)[None, :]
+                        up += _add_products(tl.zeros_like(up), x, w, PRECISION) * scales
+                    else:
+                        up = _add_products(up, x, w, PRECISION)
         if SCALED == 1:
             acc *= tl.load(scales_ptr + w_rows)[None, :]
             if GATED:
@@ -317,9 +371,10 @@ def run_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor | Fp8Weight,
-    down: Tensor | Fp8Weight,
+    gate_up: Tensor | CodedWeight,
+    down: Tensor | CodedWeight,
     activation: Activation,
+    deterministic: bool = False,
 ) -> Tensor:
     """See :func:`engine_core.kernels.run_experts`."""
     tokens, hidden = x.shape
@@ -330,7 +385,7 @@ def run_experts(
     if not pairs:
         return out
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    tile = _tiles(pairs, num_experts)
+    tile = _ONE_TILE if deterministic else _tiles(pairs, num_experts)
     groups = group_pairs(ids, num_experts, tile[0])
     between = torch.empty((pairs, inter), dtype=x.dtype, device=x.device)
     results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
@@ -343,14 +398,14 @@ def run_experts(
     return out
 
 
-def _rows(weight: Tensor | Fp8Weight) -> int:
-    return weight.shape[0] if isinstance(weight, Fp8Weight) else weight.numel() // weight.shape[-1]
+def _rows(weight: Tensor | CodedWeight) -> int:
+    return weight.numel() // weight.shape[-1] if isinstance(weight, Tensor) else weight.shape[0]
 
 
 def _multiply(
     out: Tensor,
     x: Tensor,
-    weight: Tensor | Fp8Weight,
+    weight: Tensor | CodedWeight,
     weights: Tensor,
     groups: tuple[Tensor, Tensor],
     tile: tuple[int, int, int, int, int],
@@ -359,18 +414,22 @@ def _multiply(
 ) -> None:
     (pairs, n), k = out.shape, x.shape[1]
     block_m, block_n, block_k, warps, stages = tile
-    numbers, scales, scaled = weight, None, 0
-    if isinstance(weight, Fp8Weight):
-        numbers, scales, scaled = weight.codes, weight.scales, weight.scales.dim()
+    given: tuple[Any, Any, Any] = (weight, None, None)
+    scaled = 0
+    if isinstance(weight, CodedWeight):
         # Whole blocks of 128 columns, whose order and scales are their own.
         block_k = 128
+        if isinstance(weight, GroupWeight):
+            given, scaled = (None, None, GroupReader.of(weight)), 3
+        else:
+            assert isinstance(weight, Fp8Weight), f"experts have no kernel for {type(weight)}"
+            given, scaled = (weight.codes, weight.scales, None), weight.scales.dim()
     elif block_k > k:
         block_k = max(16, triton.next_power_of_2(k))
     _experts_kernel[(triton.cdiv(n, block_n), len(groups[1]))](
         out,
         x,
-        numbers,
-        scales,
+        *given,
         weights,
         *groups,
         pairs,
@@ -381,7 +440,7 @@ def _multiply(
         GATED=activation is not None,
         ACTIVATION=activation or "none",
         SCALED=scaled,
-        PAIRED=scaled > 0 and k % 128 == 0,
+        PAIRED=scaled in (1, 2) and k % 128 == 0,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,

@@ -34,15 +34,7 @@ class Int8Scheme(QuantizationScheme):
         """8 bits, for a shape that fits."""
         if not Int8Matrix.fits(layer.matrix_shape):
             return None
-        return Int8LinearMethod() if self._on_cpu else self._grouped(layer, 8, 0)
-
-    def _grouped(self, layer: Linear, bits: int, group_size: int) -> LinearMethod:
-        if layer.matrix_shape != layer.weight.shape:
-            raise OptionError(
-                f"quantization {self.name!r} has no kernel for experts on a GPU; take 'fp8', or "
-                "leave it out"
-            )
-        return GroupAtLoadMethod(bits, group_size)
+        return Int8LinearMethod() if self._on_cpu else GroupAtLoadMethod(8, 0)
 
     def vocabulary_method(self, name: str, layer: VocabularySplit) -> VocabularyMethod | None:
         """8 bits on a CPU, for a shape that fits."""
@@ -67,4 +59,4 @@ class Int4Scheme(Int8Scheme):
         if self._on_cpu:
             return Int4LinearMethod()
         wide = shape[1] >= 2048 and shape[1] % 128 == 0
-        return self._grouped(layer, 4, 128 if wide else 32)
+        return GroupAtLoadMethod(4, 128 if wide else 32)

@@ -176,17 +176,21 @@ class GroupLinearMethod(GroupMethod):
             order = held["weight_g_idx"][0].argsort(stable=True).int()
             codes = unpack_codes(packed, layout.bits).index_select(1, order)
             packed = pack_codes(codes, layout.bits)
-        matrix: PackedMatrix
-        if not self._on_cpu:
-            matrix = GroupWeight.of(
-                *(packed, scales, zeros, layout.bits, layer.dtype),
-                quantizes_rows=layout.quantizes_rows,
-            )
-        elif layout.bits == 8:
-            matrix = Int8Matrix.of(packed.view(torch.int8), scales.squeeze(1), layer.dtype)
-        else:
-            matrix = self._int4(packed, scales, zeros, layer.dtype)
+        matrix = layer.pack_by(partial(self._matrix, layer.dtype), packed, scales, zeros)
+        assert matrix is not None, "there is one for each"
         layer.set_packed(matrix if order is None else OrderedMatrix(matrix, order), *names)
+
+    def _matrix(
+        self, dtype: torch.dtype, packed: Tensor, scales: Tensor, zeros: Tensor | None
+    ) -> PackedMatrix:
+        layout = self._layout
+        if not self._on_cpu:
+            return GroupWeight.of(
+                *(packed, scales, zeros, layout.bits, dtype), quantizes_rows=layout.quantizes_rows
+            )
+        if layout.bits == 8:
+            return Int8Matrix.of(packed.view(torch.int8), scales.squeeze(1), dtype)
+        return self._int4(packed, scales, zeros, dtype)
 
     def _int4(
         self, pairs: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype

@@ -303,9 +303,9 @@ class PackedScheme(QuantizationScheme):
                 left[name] = "another layer shares it"
             elif not integers[0].even:
                 left[name] = "its g_idx has groups of several sizes"
-            elif layer.matrix_shape != layer.weight.shape:
-                left[name] = "no kernel takes experts of them"
-            elif not layout.runs(self._on_cpu, layer.weight.shape):
+            elif layer.matrix_shape != layer.weight.shape and layout.ordered:
+                left[name] = "no kernel takes experts whose inputs have an order (g_idx)"
+            elif not layout.runs(self._on_cpu, layer.matrix_shape):
                 left[name] = "no kernel takes groups, zeros or a size like its own"
             else:
                 self._layouts[id(layer)] = layout
