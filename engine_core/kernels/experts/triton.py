@@ -229,8 +229,12 @@ def _add_groups(acc, x, tile, reader, PRECISION: tl.constexpr):
         for run in tl.static_range(4 // reader.RUN):
             products = tl.zeros_like(acc)
             for at in tl.static_range(reader.RUN):
-                each: tl.constexpr = run * reader.RUN + at
-                products = _add_products(products, x[each], tile[each], PRECISION)
+                products = _add_products(
+                    products,
+                    x[run * reader.RUN + at],
+                    tile[run * reader.RUN + at],
+                    PRECISION,
+                )
             acc += products * tl.trans(tile[4 + run])
     return acc
 
