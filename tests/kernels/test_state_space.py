@@ -140,8 +140,24 @@ def test_chunks_and_decoding_are_the_whole_sequence(
         torch.testing.assert_close(out, expected[s], atol=2e-5, rtol=1e-5)
 
 
+def test_both_cpu_paths_give_the_whole_sequence(cpu_path: str, expected: dict[int, Tensor]) -> None:
+    outs = in_chunks(States(32), cpu.run_state_space, make_weights(), 60, padding=1, times=2)
+    for s, out in outs.items():
+        torch.testing.assert_close(out, expected[s], atol=2e-5, rtol=1e-5)
+
+
+def test_threads_share_the_heads(
+    share_among: Callable[[int], None], expected: dict[int, Tensor]
+) -> None:
+    for count in (1, 3):
+        share_among(count)
+        outs = in_chunks(States(32), cpu.run_state_space, make_weights(), 60, count=3)
+        for s, out in outs.items():
+            torch.testing.assert_close(out, expected[s], atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("run", [reference.run_state_space, cpu.run_state_space])
-def test_a_step_that_runs_twice_gives_the_same(run: Run, expected: dict[int, Tensor]) -> None:
+def test_a_step_that_runs_twice_gives_the_same(run: Run) -> None:
     states, again = States(16), States(16)
     weights = make_weights()
     once = in_chunks(states, run, weights, 40)

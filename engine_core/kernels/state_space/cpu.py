@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine_core.kernels import compiled
 from engine_core.kernels.state_space.reference import place_of, target_of
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _decode(
     fresh = starts <= 0
     tables = rows.block_tables[:count]
     places = torch.stack([starts - 1, starts], dim=1).clamp(min=0) // rows.block_size
-    blocks = tables.gather(1, places.long())
+    blocks = tables.gather(1, places.long()).long()
     source, block = blocks[:, 0], blocks[:, 1]
     place = (cache.lengths[source, 0] != starts).int()
     target = torch.where((source == block) & ~fresh, 1 - place, 0)
@@ -83,19 +84,27 @@ def _decode(
     inputs = cache.inputs[source, place].masked_fill_(fresh.view(-1, 1, 1), 0)
     window = torch.cat([inputs, xbc.unsqueeze(1)], dim=1)
     mixed = _convolved(window, weights)[:, 0]
-    x = mixed[:, : heads * width].view(count, heads, width)
-    b, c = mixed[:, heads * width :].view(count, 2, -1, size).unbind(1)
-
-    state = cache.states[source, place].masked_fill_(fresh.view(-1, 1, 1, 1), 0)
-    state.mul_(falls.exp().view(count, heads, 1, 1))
-    by_group = state.view(count * b.shape[1], -1, size)
-    added = (x * steps.unsqueeze(-1)).view(len(by_group), -1, 1)
-    by_group.baddbmm_(added, b.reshape(len(by_group), 1, size))
-    y = by_group.bmm(c.reshape(len(by_group), size, 1)).view(x.shape)
+    decays = falls.exp()
+    if compiled.takes(cache.states):
+        of_block, of_state = cache.states.stride()[:2]
+        old = torch.where(fresh, -1, source * of_block + place * of_state)
+        places = torch.stack([old, block * of_block + target * of_state])
+        kernels = compiled.kernels("state_space")
+        y: Tensor = kernels.step_states(mixed, steps, decays, weights.d, cache.states, places)
+    else:
+        state = cache.states[source, place].masked_fill_(fresh.view(-1, 1, 1, 1), 0)
+        state.mul_(decays.view(count, heads, 1, 1))
+        x = mixed[:, : heads * width].view(count, heads, width)
+        b, c = mixed[:, heads * width :].view(count, 2, -1, size).unbind(1)
+        by_group = state.view(count * b.shape[1], -1, size)
+        added = (x * steps.unsqueeze(-1)).view(len(by_group), -1, 1)
+        by_group.baddbmm_(added, b.reshape(len(by_group), 1, size))
+        y = by_group.bmm(c.reshape(len(by_group), size, 1)).view(x.shape)
+        y.addcmul_(x, weights.d.view(-1, 1))
+        cache.states[block, target] = state
     cache.inputs[block, target] = window[:, 1:]
-    cache.states[block, target] = state
     cache.lengths[block, target] = starts + 1
-    return y.addcmul_(x, weights.d.view(-1, 1)).to(xbc.dtype)
+    return y.to(xbc.dtype)
 
 
 def _prefill(

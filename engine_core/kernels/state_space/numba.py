@@ -1,0 +1,85 @@
+"""One token's step of states, compiled for a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from engine_core.kernels.compiled import Kernel, threads
+from engine_core.kernels.compiled.numbers import all_parts, array, float32, this_part, unpack
+
+# Numbers of states per thread, at least.
+_LEAST = 2**15
+
+
+def step_states(
+    mixed: Tensor, steps: Tensor, decays: Tensor, d: Tensor, states: Tensor, places: Tensor
+) -> Tensor:
+    """Each row's next state, written to its place, and the results ``[R, heads, P]`` float32.
+
+    Args:
+        mixed: ``[R, channels]`` float32, x, B and C.
+        steps: ``[R, heads]`` float32.
+        decays: ``[R, heads]`` float32.
+        d: ``[heads]`` float32.
+        states: ``[num_blocks, 2, heads, P, N]`` float32.
+        places: ``[2, R]`` int64, where a row's state is read and written, in numbers from the first
+            one of ``states``; a negative one is read as zeros.
+    """
+    count, channels = mixed.shape
+    heads, width, size = states.shape[2:]
+    mixed, steps, decays = mixed.contiguous(), steps.contiguous(), decays.contiguous()
+    out = mixed.new_empty(count, heads, width)
+    _KERNEL.run(
+        (),
+        threads(out.numel() * size, _LEAST),
+        *(each.data_ptr() for each in (out, mixed, steps, decays, d, states, places)),
+        *(count, channels, heads, width, size, states.shape[0] * states.stride(0)),
+    )
+    return out
+
+
+def _make() -> Callable[..., None]:
+    def body(arguments: Any) -> None:
+        args = unpack(arguments)
+        count, channels, heads, width, size = args[7], args[8], args[9], args[10], args[11]
+        states = array(args[5], np.float32, args[12])
+        places = array(args[6], np.int64, 2 * count)
+        ds = array(args[4], np.float32, heads)
+        per_group = heads // ((channels - heads * width) // (2 * size))
+        part, parts = this_part(), all_parts()
+        for item in range(count * heads * part // parts, count * heads * (part + 1) // parts):
+            row, head = item // heads, item % heads
+            step = array(args[2], np.float32, count * heads)[item]
+            decay = array(args[3], np.float32, count * heads)[item]
+            out = array(args[0], np.float32, count * heads * width)[item * width :]
+            token = array(args[1], np.float32, count * channels)[row * channels :]
+            x = token[head * width :]
+            b = token[heads * width + head // per_group * size :]
+            c = token[(channels + heads * width) // 2 + head // per_group * size :]
+            source, target = places[row], places[count + row]
+            for p in range(width):
+                added = step * x[p]
+                offset = (head * width + p) * size
+                new = states[target + offset :]
+                y = float32(0)
+                if source < 0:
+                    for n in range(size):
+                        state = added * b[n]
+                        new[n] = state
+                        y += state * c[n]
+                else:
+                    old = states[source + offset :]
+                    for n in range(size):
+                        state = old[n] * decay + added * b[n]
+                        new[n] = state
+                        y += state * c[n]
+                out[p] = y + ds[head] * x[p]
+
+    return body
+
+
+_KERNEL = Kernel(_make, "13q")
