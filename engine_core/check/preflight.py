@@ -70,7 +70,7 @@ from engine_core.nn.quantization import QuantizationScheme
 from engine_core.nn.quantization.facts import facts_of
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
-from engine_core.runtime.executor import check_devices, check_experts
+from engine_core.runtime.executor import check_devices, check_experts, check_stages
 from engine_core.runtime.loader import build_on_meta, match_weights
 from engine_core.runtime.memory import CachePlan, MediaPlan, check_memory, plan_cache, plan_media
 from engine_core.runtime.packing import packed_sizes, weight_bytes
@@ -84,6 +84,7 @@ from engine_core.runtime.source import (
     option_scheme,
     read_config,
 )
+from engine_core.runtime.stages import of_each_stage, whole_budget
 from engine_core.runtime.task import with_task, without_head
 from engine_core.step_context import BuildContext
 from engine_core.testing.reference import Prompt
@@ -362,6 +363,7 @@ class _Check:
                 self.whole = build_on_meta(self.model_class, model_config, alone)
             self.network = build_on_meta(self.model_class, model_config, context, self.scheme)
             check_experts(self.config, self.network)
+            check_stages(self.config, self.network)
         if self.network is not None:
             parameters = dict.fromkeys(self.network.parameters())
             self.num_parameters = sum(param.numel() for param in parameters)
@@ -418,9 +420,12 @@ class _Check:
                 self._add(code, "error", message, names)
 
     def _plan(self, network: nn.Module, specs: tuple[CacheSpec, ...], max_model_len: int) -> None:
-        config, device, whole = self.config, self.device, self.whole
-        ranks = config.tensor_parallel_size
-        weights = weight_bytes(network)
+        config, device, alone = self.config, self.device, self.whole
+        ranks, stages = config.num_ranks, config.pipeline_parallel_size
+        each = [(weight_bytes(network), specs)]
+        if stages > 1:
+            each = of_each_stage(network, stages, lambda m: (weight_bytes(m), cache_specs(m)))
+        weights = max(own for own, _ in each)
         media = self._plan_media()
         taken = weights + media.total
         source: Literal["memory", "gpu", "machine"] = "machine"
@@ -455,18 +460,23 @@ class _Check:
                 )
         budget = max(budget, 0) if specs else 0
         block_size = platform.resolve_block_size(config, device or torch.device("cuda"))
+        whole = budget
+        if stages > 1:
+            spare = [weights - own if config.kv_cache_memory is None else 0 for own, _ in each]
+            budgets = [(own, budget + more) for (_, own), more in zip(each, spare, strict=True)]
+            specs, whole = whole_budget(budgets, block_size)
         of_tokens = [spec.bytes_per_block(block_size) for spec in specs if not spec.keeps_state]
         of_states = [spec.bytes_per_block(block_size) for spec in specs if spec.keeps_state]
         plan: CachePlan | None = None
         try:
             plan = plan_cache(
-                specs, config, block_size=block_size, budget=budget, max_model_len=max_model_len
+                specs, config, block_size=block_size, budget=whole, max_model_len=max_model_len
             )
         except CacheMemoryError as error:
             if weights <= total:
                 self._add("memory-cache-too-small", "error", str(error))
         else:
-            self._check_batch(plan, source, total, media)
+            self._check_batch(plan, source, total * stages, media)
         planned = 0 if plan is None else plan.max_model_len
         if 0 < planned < max_model_len:
             self._add(
@@ -503,7 +513,7 @@ class _Check:
             max_model_len=planned,
             full_sequences=0 if plan is None else plan.full_sequences,
             groups=tuple(CacheGroupInfo.of(spec, count) for spec, count in counts.items()),
-            replicated=() if whole is None else _replicated(network, whole, ranks),
+            replicated=() if alone is None else _replicated(network, alone, ranks // stages),
         )
 
     def _plan_media(self) -> MediaPlan:

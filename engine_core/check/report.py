@@ -170,7 +170,10 @@ class ReplicatedInfo(_Model):
 
 
 class MemoryInfo(_Model):
-    """Memory per rank: the weights, the KV cache and how many sequences fit."""
+    """Memory per rank: the weights, the KV cache and how many sequences fit.
+
+    Of several stages they are the weights of the one with the most.
+    """
 
     source: Literal["memory", "gpu", "machine"] = Field(
         description="Where the budget is from: the option memory, a named GPU or this machine."

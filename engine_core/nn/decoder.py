@@ -73,12 +73,15 @@ class Decoder(nn.Module):
         self._span = range(len(layers))
         self._link: Link | None = None
 
-    def cut(self, span: range, link: Link) -> None:
-        """Keep the layers in ``span`` alone; ``link`` brings and takes what is between stages."""
+    def cut(self, span: range, link: Link | None) -> None:
+        """Keep the layers in ``span`` alone; ``link`` brings and takes what is between stages.
+
+        It is None where all layers are kept.
+        """
         self._span, self._link = span, link
         layers = [layer if i in span else nn.Identity() for i, layer in enumerate(self.layers)]
         self.layers = nn.ModuleList(layers)
-        if not link.last:
+        if link is not None and not link.last:
             unlink_layer(layers[span.stop - 1])
 
     def forward(

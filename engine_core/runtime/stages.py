@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from engine_core.configs import CacheSpec
 from engine_core.errors import OptionError
 from engine_core.nn.attention import cached_layers
+from engine_core.nn.blocks import link_layers
 from engine_core.nn.decoder import Decoder, RotaryCausalLM
 from engine_core.runtime.loader import WeightSource, check_weights
 from engine_core.runtime.memory import CachePlan, pages, planes_of
 from engine_core.steps import StepPlan, StepResult
+
+_T = TypeVar("_T")
 
 # Messages that may be on their way. Gloo does not say of one whether it has gone.
 _MOST_SENT = 8
@@ -115,6 +118,8 @@ def find_decoder(model: nn.Module, stages: int) -> Decoder:
         why = "it gives vectors"
     elif len(cached_layers(decoder.layers)) != len(cached_layers(model)):
         why = "it has a cache outside its layers"
+    elif any(layer.cache_spec().keeps_state for layer in cached_layers(model)):
+        why = "it keeps states in its cache"
     elif len(decoder.layers) < stages:
         why = f"it has {len(decoder.layers)} layers"
     if why is not None:
@@ -168,6 +173,21 @@ def cut(
     names = {name for param in model.parameters() for name in account.sources(param)}
     names |= {second for first, second in account.uncompared if first in names}
     return _Part(source, names), cached
+
+
+def of_each_stage(model: nn.Module, stages: int, measure: Callable[[nn.Module], _T]) -> list[_T]:
+    """``measure`` of each stage of a model on meta, which is whole again afterwards."""
+    decoder: Any = find_decoder(model, stages)
+    whole: Any = model
+    kept = decoder.layers, decoder.embed_tokens, decoder.norm, whole.lm_head
+    values = []
+    for stage in range(stages):
+        cut(model, None, "", StageLink(stage, stages))
+        values.append(measure(model))
+        decoder.layers, decoder.embed_tokens, decoder.norm, whole.lm_head = kept
+        decoder.cut(range(len(decoder.layers)), None)
+        link_layers(decoder.layers)
+    return values
 
 
 class _Part:

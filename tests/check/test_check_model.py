@@ -266,6 +266,32 @@ def test_what_ranks_keep_beyond_their_share_is_listed() -> None:
     assert report.memory.weights_bytes == even.weights_bytes // 4 + qkv + 2 * norms + last
 
 
+def test_stages_share_the_layers_and_the_cache() -> None:
+    """By hand as above: two layers and the embedding on the first stage, one and the head after."""
+    config = EngineConfig(
+        pipeline_parallel_size=2,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        kv_cache_memory=16 * 2**20,
+    )
+    folder = str(GOLDEN / "llama-gqa")
+    alone = check_model(folder, config.replace(pipeline_parallel_size=1), gpu="H200").memory
+    report = check_model(folder, config, gpu="H200").memory
+    assert alone is not None
+    assert report is not None
+    vocabulary, norm = 320 * 64 * 4, 64 * 4
+    layer = (alone.weights_bytes - 2 * vocabulary - norm) // 3
+    assert (report.num_ranks, report.weights_bytes) == (2, 2 * layer + vocabulary)
+    assert report.kv_bytes_per_token == alone.kv_bytes_per_token
+    # A block of 64 tokens; the first stage has two of three layers, and one block is for padding.
+    per_layer = 64 * alone.kv_bytes_per_token // 3
+    for memory, layers in ((alone, 3), (report, 2)):
+        blocks = 16 * 2**20 // (layers * per_layer)
+        assert memory.max_tokens == (blocks - 1) * 64
+    [problem] = check_model(str(GOLDEN / "bloom-pow2"), config, gpu="H200").errors
+    assert problem.message.startswith("BloomForCausalLM cannot be cut into 2 stages: ")
+
+
 def test_numbers_of_ranks_that_divide_the_model_are_named() -> None:
     config = EngineConfig(tensor_parallel_size=3, skip_tokenizer_init=True)
     [problem] = check_model(str(GOLDEN / "llama-gqa"), config, gpu="H200").errors
