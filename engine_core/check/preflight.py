@@ -363,7 +363,8 @@ class _Check:
                 self.whole = build_on_meta(self.model_class, model_config, alone)
             self.network = build_on_meta(self.model_class, model_config, context, self.scheme)
             check_experts(self.config, self.network)
-            check_stages(self.config, self.network)
+            pools = model_config.pooling is not None
+            check_stages(self.config, self.network, pools=pools)
         if self.network is not None:
             parameters = dict.fromkeys(self.network.parameters())
             self.num_parameters = sum(param.numel() for param in parameters)

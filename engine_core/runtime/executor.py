@@ -80,7 +80,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
     )
     model = build_on_meta(source.model_class, source.model_config, context, source.scheme)
     check_experts(config, model)
-    check_stages(config, model)
+    check_stages(config, model, pools=source.model_config.pooling is not None)
     return ProcessExecutor(source, config)
 
 
@@ -119,14 +119,16 @@ def check_experts(config: EngineConfig, model: nn.Module) -> None:
         )
 
 
-def check_stages(config: EngineConfig, model: nn.Module) -> None:
+def check_stages(config: EngineConfig, model: nn.Module, *, pools: bool) -> None:
     """Refuse to cut a model whose layers the core does not know, or that has too few.
+
+    ``pools``: it gives vectors or scores in place of tokens.
 
     Raises:
         OptionError: it cannot be cut into ``config.pipeline_parallel_size`` stages.
     """
     if config.pipeline_parallel_size > 1:
-        find_decoder(model, config.pipeline_parallel_size)
+        find_decoder(model, config.pipeline_parallel_size, pools=pools)
 
 
 def _sizes(config: EngineConfig) -> str:

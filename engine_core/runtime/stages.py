@@ -102,8 +102,10 @@ class _Elsewhere(nn.Module):
         return torch.empty(*ids.shape, size, dtype=dtype, device=ids.device)
 
 
-def find_decoder(model: nn.Module, stages: int) -> Decoder:
+def find_decoder(model: nn.Module, stages: int, *, pools: bool = False) -> Decoder:
     """The decoder of a model that can be cut into so many stages.
+
+    ``pools``: it is to give vectors or scores in place of tokens.
 
     Raises:
         OptionError: it cannot; names its class and why.
@@ -114,7 +116,7 @@ def find_decoder(model: nn.Module, stages: int) -> Decoder:
         why = "it is no engine_core.nn.RotaryCausalLM, whose layers the core knows"
     elif type(model).forward is not RotaryCausalLM.forward or hasattr(model, "embed_media"):
         why = "it has a forward pass of its own"
-    elif not hasattr(model, "lm_head"):
+    elif pools or not hasattr(model, "lm_head"):
         why = "it gives vectors"
     elif len(cached_layers(decoder.layers)) != len(cached_layers(model)):
         why = "it has a cache outside its layers"

@@ -131,6 +131,12 @@ def test_what_cannot_be_cut_is_refused_by_name(name: str, stages: int, why: str)
     assert not multiprocessing.active_children()
 
 
+def test_a_model_that_embeds_is_not_cut() -> None:
+    with pytest.raises(OptionError, match=r"LlamaForCausalLM cannot be cut .* it gives vectors"):
+        LLM(str(GOLDEN / "llama-gqa"), config(task="embed"))
+    assert not multiprocessing.active_children()
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-tied-llama3", "qwen3moe-stacked"])
 def test_each_stage_loads_its_own_tensors(name: str) -> None:
     source = open_checkpoint(GOLDEN / name)
