@@ -146,7 +146,7 @@ class _Member:
         phase: Literal["ready", "starting", "draining", "dead"] = "ready"
         if self.leaving:
             phase = "draining"
-        elif self.replica is None:
+        elif self.replica is None or self.replica.is_closing:
             phase = "dead" if self.restart is None else "starting"
         error = None if self.error is None else str(self.error)
         stats = _total([self.past, self.stats])
@@ -945,7 +945,7 @@ class AsyncEngine(HasFrontend):
             member.restart = None
             member.restarts += 1
             self._seat(member, *place)
-            logger.info("replica %d is ready again", member.index)
+            logger.warning("replica %d is ready again", member.index)
             return
 
     def _named(self, member: _Member, error: EngineError) -> EngineDeadError:
@@ -975,6 +975,11 @@ class AsyncEngine(HasFrontend):
             raise EngineDeadError(str(self.dead)) from self.dead.__cause__
         if self._closing:
             raise EngineDeadError("the engine is being shut down and takes no more requests")
+        if len(self._members) > 1:
+            # A process may take seconds to end, and says why only then.
+            for member in self._members:
+                if member.replica is not None and member.replica.is_closing:
+                    self._router.leave(member.index)
         if not self.takes_requests:
             raise EngineDeadError(
                 f"no replica is ready ({self._members[0].error}); send the request again later"

@@ -48,6 +48,11 @@ class Replica(ABC):
             EngineDeadError: the core is gone.
         """
 
+    @property
+    @abstractmethod
+    def is_closing(self) -> bool:
+        """Whether what is sent is lost, though it may not be known yet why."""
+
     @abstractmethod
     def serve(
         self, receive: Callable[[Any], None], bury: Callable[[EngineDeadError], None]
@@ -180,10 +185,15 @@ class ProcessReplica(asyncio.Protocol, Replica):
         else:
             self._receive(message)
 
-    def send(self, message: Any) -> None:
+    @property
+    def is_closing(self) -> bool:
         """See :class:`Replica`."""
         assert self._transport is not None, "it was opened"
-        if not self._transport.is_closing():
+        return self._transport.is_closing()
+
+    def send(self, message: Any) -> None:
+        """See :class:`Replica`."""
+        if self._transport is not None and not self.is_closing:
             self._transport.write(process.encode(message))
 
     async def expect(self, kind: type[_T]) -> _T:
@@ -296,9 +306,11 @@ async def environments(config: EngineConfig, replicas: int) -> list[dict[str, st
         return [{"OMP_NUM_THREADS": threads, own_process.HOST_SHARE: str(replicas)}] * replicas
     size = config.num_ranks
     if replicas * size > len(gpus):
+        most = len(gpus) // size
+        advice = f"ask for at most {most} replicas" if most > 1 else "leave replicas out"
         raise OptionError(
             f"replicas is {replicas}, of {size} ranks each: they take {replicas * size} "
-            f"GPUs, but torch sees {len(gpus)}; ask for at most {len(gpus) // size} replicas"
+            f"GPUs, but torch sees {len(gpus)}; {advice}"
         )
     return [
         {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * size : (index + 1) * size])}

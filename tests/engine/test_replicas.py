@@ -42,6 +42,13 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 @pytest.mark.slow
 def test_tokens_limits_death_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "_FIRST_DELAY", 0.05)
+    see_it_end = replica.ProcessReplica._see_it_end
+
+    async def see_it_end_late(self: replica.ProcessReplica) -> None:
+        await asyncio.sleep(0.5)
+        await see_it_end(self)
+
+    monkeypatch.setattr(replica.ProcessReplica, "_see_it_end", see_it_end_late)
 
     async def begin(engine: AsyncEngine, *, params: SamplingParams = LONG) -> RequestStream:
         return await engine.add_request(PROMPTS[3].input_ids, params)
@@ -76,6 +83,9 @@ def test_tokens_limits_death_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
         victim = engine.replicas[0].pid
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
+        # What comes before its end is understood goes to the other one.
+        await until(lambda: engine.replicas[0].phase == "dead")
+        assert await tokens_of(await begin(engine, params=GREEDY)) == PROMPTS[3].new_tokens[:16]
         ends = await asyncio.gather(*map(tokens_of, streams), return_exceptions=True)
         failed = [end for end in ends if isinstance(end, EngineDeadError)]
         whole = [end for end in ends if isinstance(end, list)]
@@ -165,7 +175,12 @@ def test_each_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ("gpus", "replicas", "settings", "message"),
     [
         (2, 3, {}, "replicas is 3 .* they take 3 GPUs, but torch sees 2; .* at most 2 replicas"),
-        (3, 2, {"tensor_parallel_size": 2}, "they take 4 GPUs, but torch sees 3; .* at most 1"),
+        (
+            3,
+            2,
+            {"tensor_parallel_size": 2},
+            "they take 4 .* torch sees 3; leave replicas out",
+        ),
         (0, 2, {"device": "cuda"}, "torch sees 0"),
         (4, 2, {"device": "cuda:1"}, "device is 'cuda:1'; leave it out"),
     ],
