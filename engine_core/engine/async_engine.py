@@ -437,8 +437,8 @@ class AsyncEngine(HasFrontend):
                 is idle.
             listener: a listening Unix socket to which other processes :meth:`connect`; it is given
                 to the engine process, and closed in this one. None for no other processes.
-            replicas: engine processes with the whole model each. Each has ``tensor_parallel_size``
-                GPUs of its own, or its share of a CPU's cores.
+            replicas: engine processes with the whole model each. Each has GPUs of its own for
+                all its ranks, or its share of a CPU's cores.
             max_restarts: how often in a row a process that dies is started again; 5 with several
                 replicas if None, else never.
 

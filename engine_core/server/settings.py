@@ -88,8 +88,8 @@ class ServerSettings(FrozenConfig):
     """Processes that answer requests. A small model on a fast GPU is worth several."""
     replicas: int = Field(default=1, ge=1, le=64)
     """Engines with the whole model each, of which a request goes to the one that has its beginning
-    cached, unless that has too much to do. Each has tensor_parallel_size GPUs of its own, or its
-    share of a CPU's cores."""
+    cached, unless that has too much to do. Each has GPUs of its own for all its
+    ranks, or its share of a CPU's cores."""
     max_replica_restarts: int = Field(default=5, ge=0)
     """How often in a row one of several replicas is started again when it dies."""
     tool_parser: str | None = Field(default=None, min_length=1)

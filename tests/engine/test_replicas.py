@@ -174,7 +174,7 @@ def test_each_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("gpus", "replicas", "settings", "message"),
     [
-        (2, 3, {}, "replicas is 3 .* they take 3 GPUs, but torch sees 2; .* at most 2 replicas"),
+        (2, 3, {}, "replicas is 3.* they take 3 GPUs, but torch sees 2; .* at most 2 replicas"),
         (
             3,
             2,
