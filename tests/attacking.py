@@ -17,7 +17,7 @@ from serving import ServerProcess
 
 
 class Clock:
-    """What time passes for the one who answers.
+    """Time that passes for the one who answers.
 
     By the wall's clock a machine that is busy with other things seems slow, and by that of the
     processors whatever is done beside. The lesser of both says how long an answer was kept waiting

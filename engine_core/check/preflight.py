@@ -233,10 +233,7 @@ class _Check:
     def _understand(self, registry: Registry, checkpoint: Checkpoint) -> None:
         device = self.device or torch.device("cpu")
         with self._collecting():
-            capability = None if self.gpu is None else self.gpu.capability
-            self.scheme = find_scheme(
-                checkpoint, self.config, self.scheme, registry, device, capability
-            )
+            self.scheme = find_scheme(checkpoint, self.config, self.scheme, registry, device)
         with self._collecting():
             self.model_config = read_config(registry, checkpoint, self.config.model_impl)
         if self.model_config is None:

@@ -122,8 +122,8 @@ class EngineConfig(FrozenConfig):
     """Of a mixture of experts each of these keeps whole experts, not a part of every expert."""
     quantization: str | None = Field(default=None, min_length=1)
     """Store weights with fewer bits: int8 or int4, made at load; on a GPU also fp8, made at load;
-    gguf, which keeps a GGUF file's blocks. That is the default for one, and unpacked turns them
-    into numbers. Packages may add names."""
+    gguf, which keeps a GGUF file's blocks. That is the default for one on a CPU, and unpacked
+    turns them into numbers. Packages may add names."""
     guided_compile_timeout: Annotated[float, Field(gt=0), _Number] = 10.0
     """Seconds that the trial of a guided text's grammar may take, in a process of its own."""
     seed: Annotated[int, Field(ge=0, lt=2**63), _Number] = 0

@@ -23,7 +23,6 @@ from engine_core.errors import (
     PluginError,
     UnknownArchitectureError,
 )
-from engine_core.kernels import GPU, gpu_of
 from engine_core.kernels.block_linear import is_fast
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.nn.quantization.facts import facts_of
@@ -239,13 +238,12 @@ def open_files(
         )
         plain = convert and (scheme is None or scheme.converts_gguf)
         # Only these may keep blocks; the file has to be looked at before it is unpacked.
-        choice = plain and config.quantization is None
+        choice = plain and device.type == "cpu" and config.quantization is None
         checkpoint = opened(convert=plain and not choice)
         if choice and checkpoint.gguf and not keeps_blocks(checkpoint, config, device):
             if checkpoint.gguf.block_types:
                 logger.warning("%s is unpacked: to keep its blocks, which take less memory, needs "
-                               "'engine-core-llm[cpu]' and a CPU with AVX2, or a GPU of compute "
-                               "capability 8.0 and 16 bits", path)  # fmt: skip
+                               "'engine-core-llm[cpu]' and a CPU with AVX2", path)  # fmt: skip
             checkpoint = opened(convert=True)
     except UnknownArchitectureError as error:
         advice = registry.gguf_advice(read_architecture(path))
@@ -256,28 +254,15 @@ def open_files(
     return checkpoint
 
 
-def keeps_blocks(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    device: torch.device,
-    capability: tuple[int, int] | None = None,
-) -> bool:
+def keeps_blocks(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> bool:
     """Whether blocks of a GGUF file are multiplied as they are without being asked for.
 
-    They are on a CPU with AVX2, where Numba is installed, and on a GPU that has a kernel for them,
-    which takes activations of 16 bits and no deterministic mode. ``capability`` is that of
-    :func:`check_deterministic`.
+    They are on a CPU with AVX2, where Numba is installed. The kernels of a GPU have not been run on
+    one: there blocks are kept for whoever asks.
     """
-    if config.quantization is not None or checkpoint.gguf is None:
+    if config.quantization is not None or checkpoint.gguf is None or device.type != "cpu":
         return False
-    fast = False
-    if device.type == "cpu":
-        fast = is_fast()
-    elif device.type == "cuda" and config.dtype != "float32" and not config.deterministic:
-        # A GPU that is planned for need not be here.
-        gpu = gpu_of(device) if capability is None else GPU.of_capability(capability)
-        fast = gpu is not None and gpu.capability >= (8, 0)
-    return fast and bool(checkpoint.gguf.block_types)
+    return is_fast() and bool(checkpoint.gguf.block_types)
 
 
 def check_deterministic(
@@ -347,7 +332,6 @@ def find_scheme(
     option: QuantizationScheme | None,
     registry: Registry,
     device: torch.device,
-    capability: tuple[int, int] | None = None,
 ) -> QuantizationScheme | None:
     """The scheme of a checkpoint that a tool quantised, else the one that the option asks for.
 
@@ -359,10 +343,8 @@ def find_scheme(
             ``device``.
         PluginError: the scheme's package is broken, or two schemes recognise the checkpoint.
     """
-    if keeps_blocks(checkpoint, config, device, capability):
-        blocks = registry.quantization_scheme("gguf")
-        blocks.check_device(device)
-        return blocks
+    if keeps_blocks(checkpoint, config, device):
+        return registry.quantization_scheme("gguf")
     hf_config = checkpoint.hf_config
     key = next((key for key in QUANTIZATION_KEYS if hf_config.get(key) is not None), None)
     if key is None:

@@ -425,14 +425,14 @@ def test_blocks_are_planned_as_they_are(smollm2_gguf: Path, cache_home: Path) ->
     assert report.weights.unpacked == {}
 
     # A GPU's rows have whole blocks of 128 columns.
-    report = check_model(smollm2_gguf, gpu="H100")
+    report = check_model(smollm2_gguf, EngineConfig(quantization="gguf"), gpu="H100")
     assert report.memory is not None
     rows = (2 * hidden + 2 * 192 + 2 * 1536) * layers
     padding = rows * (640 - 576) // 2 + vocabulary * (640 - 576)
     assert report.memory.weights_bytes == blocks + padding + 2 * norms
     assert report.weights is not None
     assert report.weights.kept == {"Q8_0": 1, "Q4_1": 7 * layers}
-    report = check_model(smollm2_gguf, gpu="T4")
+    report = check_model(smollm2_gguf, gpu="H100")
     assert report.weights is not None
     assert report.weights.kept == {}
 

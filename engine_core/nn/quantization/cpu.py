@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from engine_core.errors import OptionError
 from engine_core.nn.embedding import VocabularyMethod, VocabularySplit
 from engine_core.nn.linear import Linear, LinearMethod
 from engine_core.nn.quantization.groups import GroupAtLoadMethod
