@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -154,14 +155,14 @@ class ServerProcess:
                 return float(found[2])
         return 0.0
 
-    def wait_for(self, name: str, value: float, seconds: float = 60, **labels: str) -> None:
+    def wait_for(self, name: str, value: float, seconds: float = 180, **labels: str) -> None:
         """Wait until a figure of ``/metrics`` has a value."""
         deadline = time.monotonic() + seconds
         while (now := self.metric(name, **labels)) != value:
             assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
             time.sleep(0.02)
 
-    def wait_for_log(self, text: str, seconds: float = 60) -> None:
+    def wait_for_log(self, text: str, seconds: float = 180) -> None:
         """Wait until it has written a text, which may come later than the answer it is about."""
         deadline = time.monotonic() + seconds
         while text not in self.log:
@@ -242,3 +243,18 @@ class Stream(threading.Thread):
         """Wait for its end, and close the connection, which can be looked for until then."""
         super().join(timeout)
         self._client.close()
+
+
+def leave_unharmed(streams: Sequence[Stream]) -> None:
+    """Leave streams of one prompt, once each has gone on for a while and all say the same."""
+    deadline = time.monotonic() + 60
+    for stream, count in [(stream, stream.pieces) for stream in streams]:
+        while stream.pieces < count + 20:
+            assert time.monotonic() < deadline, f"no more after {stream.text!r} {stream.error}"
+            time.sleep(0.02)
+    for stream in streams:
+        stream.left.set()
+        stream.join(60)
+        assert not stream.error
+    shortest = min((stream.text for stream in streams), key=len)
+    assert all(stream.text.startswith(shortest) for stream in streams)

@@ -221,7 +221,7 @@ def test_several_processes_share_a_trace(tmp_path: Path) -> None:
     body = {"model": "model", "prompt": "fox", "max_tokens": 6, "ignore_eos": True, "stream": True}
 
     with ServerProcess(model, *options) as server:
-        server.wait_for_log(" ready ", 60)
+        server.wait_for_log(" ready ")
 
         def ask(count: int) -> None:
             for _ in range(count):
