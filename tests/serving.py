@@ -173,7 +173,7 @@ class ServerProcess:
         """Send a signal."""
         self.process.send_signal(number)
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 180) -> int:
         """The exit code."""
         code = self.process.wait(seconds)
         self._reader.join(10)
