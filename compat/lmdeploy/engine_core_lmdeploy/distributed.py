@@ -52,7 +52,8 @@ def all_reduce(
     ):
         if given != right:
             refuse("all_reduce", name, given, f"only {right} is")
-    distributed.all_reduce(tensor, _Built.context)
+    # The engine's sum may be another tensor; lmdeploy's is in place.
+    tensor.copy_(distributed.all_reduce(tensor, _Built.context))
 
 
 @dataclass(frozen=True)
