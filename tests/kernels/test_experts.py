@@ -156,13 +156,15 @@ def test_experts_of_8_bit_floats_are_read_as_they_are(
 
 
 def integers(rows: int, cols: int, bits: int, group: int, device: str, seed: int) -> GroupWeight:
-    """With zeros, if there are groups."""
+    """With zeros if there are groups, which are numbers in groups of 32."""
     draw = torch.Generator().manual_seed(seed)
     groups = -(-cols // group) if group else 1
     codes = torch.randint(2**bits, (rows, cols), dtype=torch.uint8, generator=draw)
     zeros = torch.randint(2**bits, (rows, groups), dtype=torch.uint8, generator=draw)
     scales = (torch.rand(rows, groups, generator=draw) + 0.5) / 2**bits / cols**0.5
     packed = pack_codes(codes, bits).to(device)
+    if group == 32:
+        zeros = torch.rand(rows, groups, generator=draw) / cols**0.5
     held = zeros.to(device) if group else None
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     return GroupWeight.of(packed, scales.to(device), held, bits, dtype)

@@ -236,6 +236,8 @@ def _add_groups(acc, x, tile, reader, PRECISION: tl.constexpr):
                     PRECISION,
                 )
             acc += products * tl.trans(tile[4 + run])
+            if reader.MINIMA:
+                acc += tl.sum(x[run].to(tl.float32), axis=1)[:, None] * tl.trans(tile[8 + run])
     return acc
 
 
@@ -424,6 +426,7 @@ def _multiply(
         # Whole blocks of 128 columns, whose order and scales are their own.
         block_k = 128
         if isinstance(weight, GroupWeight):
+            assert weight.group_size != 16, "tiles of experts have runs of 32 columns"
             given, scaled = (None, None, GroupReader.of(weight)), 3
         else:
             assert isinstance(weight, Fp8Weight), f"experts have no kernel for {type(weight)}"
