@@ -183,8 +183,8 @@ def _check_can_trace(prompts: Sequence[Prompt], config: EngineConfig) -> None:
         raise typer.BadParameter(f"--trace-layers takes one prompt, got {len(prompts)}")
     if config.num_ranks > 1:
         raise typer.BadParameter(
-            "--trace-layers sees the layers of this process only; leave "
-            "--tensor-parallel-size and --pipeline-parallel-size out"
+            "--trace-layers sees the layers of this process only; "
+            "leave --tensor-parallel-size out, and --pipeline-parallel-size too"
         )
 
 

@@ -309,7 +309,7 @@ async def environments(config: EngineConfig, replicas: int) -> list[dict[str, st
         most = len(gpus) // size
         advice = f"ask for at most {most} replicas" if most > 1 else "leave replicas out"
         raise OptionError(
-            f"replicas is {replicas}, of {size} ranks each: they take {replicas * size} "
+            f"replicas is {replicas} and the ranks of each {size}: they take {replicas * size} "
             f"GPUs, but torch sees {len(gpus)}; {advice}"
         )
     return [
