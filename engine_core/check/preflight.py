@@ -92,6 +92,10 @@ from engine_core.text import Tokenizer
 
 # Errors that do not prevent loading the model and running it on token ids.
 _ABOUT_TEXT: frozenset[Code] = frozenset({"chat-template-invalid", "tokenizer-unusable"})
+# Last names of tensors that only quantised weights have.
+_CODE_LEAVES = frozenset(
+    {"qweight", "qzeros", "scales", "weight_packed", "weight_scale", "weight_scale_inv"}
+)
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
 
@@ -406,6 +410,18 @@ class _Check:
             )
 
     def _add_mismatch(self, error: WeightsMismatchError) -> None:
+        stray = [name for name in error.unexpected if name.rpartition(".")[2] in _CODE_LEAVES]
+        if self.scheme is None and stray:
+            if any(problem.code == "quantization-unsupported" for problem in self.problems):
+                # They are not named one by one, as weights that do not fit.
+                return
+            self._add(
+                "quantization-unsupported",
+                "warning",
+                f"{stray[0]} belongs to quantised weights, and config.json has no "
+                "quantization_config that says how they are quantised",
+                tuple(stray),
+            )
         kinds: tuple[tuple[Code, str, tuple[str, ...]], ...] = (
             ("weights-wrong", "do not fit", error.wrong),
             ("weights-missing", "of the model are missing", error.missing),

@@ -232,6 +232,11 @@ def _open_one_file(
         folder, hf_config, read_generation_config(folder), {} if load_format == "dummy" else files
     )
     checkpoint.one_file = opened
+    if opened.scheme is not None and not hf_config.get("quantization_config"):
+        raise CorruptCheckpointError(
+            f"{path} was exported as {opened.scheme}, and its config.json has no "
+            "quantization_config, which says how to read it; export the model again"
+        )
     return checkpoint
 
 

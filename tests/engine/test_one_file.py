@@ -356,12 +356,14 @@ def changes(header: dict[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:
         "no config": (header | {"__metadata__": {key: text for key, text in metadata.items()
                                                  if key != "file:config.json"}}, "config.json"),
         "config": (header | {"__metadata__": metadata | {"file:config.json": "{"}}, "not JSON"),
+        "no settings": (header | {"__metadata__": metadata | {"engine_core.scheme": "int4"}},
+                        "quantization_config"),
         "gap": ({"__metadata__": metadata, **other}, "belong"),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", ["version", "path", "absolute", "base64", "no config", "config", "gap"]
+    "name", ["version", "path", "absolute", "base64", "no config", "config", "no settings", "gap"]
 )
 def test_a_header_that_lies_is_refused(name: str, tmp_path: Path) -> None:
     file = exported(tmp_path)

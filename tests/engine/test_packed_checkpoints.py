@@ -367,6 +367,12 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
     "static activations": ("int8 and activations", inputs(dynamic=False), "dynamic is False, not"),
     "4-bit activations": ("int8 and activations", inputs(num_bits=4), "num_bits is 4, not 8"),
     "no codes": ("gptq", plain_tensors, "no tensor of the checkpoint is a qweight"),
+    "a group without weights": (
+        "compressed",
+        lambda it: it.settings(lambda s: s["config_groups"].update(group_1={"weights": None})),
+        "config_groups.group_",
+    ),
+    "8 bits of four": ("compressed", weights(num_bits=8), "inputs in 8 bits"),
     "an unknown method": ("gptq", setting(quant_method="aqlm"), "says 'aqlm'"),
 }
 
@@ -378,9 +384,25 @@ def test_broken_ones_are_named(tmp_path: Path, broken: str) -> None:
     breaks(it)
     report = check_model(it.packed, EngineConfig(**BASE))
     assert any(words in problem.message for problem in report.errors), report
+    # Where the codes cannot be read, nothing is said of them as weights.
+    assert len(report.errors) == 1
     with pytest.raises(EngineError) as refused:
         LLM(str(it.packed), EngineConfig(**BASE))
     assert words in str(refused.value)
+
+
+def test_codes_without_a_config_are_named(tmp_path: Path) -> None:
+    it = Made(tmp_path, "awq")
+    path = it.packed / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    report = check_model(it.packed, EngineConfig(**BASE))
+    assert {each.code for each in report.errors} == {"weights-missing", "weights-unexpected"}
+    [problem] = [each for each in report.warnings if each.code == "quantization-unsupported"]
+    assert "belongs to quantised weights, and config.json has no quantization_config" in (
+        problem.message
+    )
 
 
 @pytest.mark.parametrize(

@@ -442,11 +442,11 @@ class CompressedTensorsScheme(Fp8CheckpointScheme):
     def condition(cls, settings: Mapping[str, Any]) -> bool:
         """By the method's name; integers have a scheme of their own."""
         groups = settings.get("config_groups")
-        kinds = {
-            weights.get("type")
+        weights = [
+            group.get("weights") if isinstance(group, dict) else None
             for group in (groups.values() if isinstance(groups, dict) else ())
-            if isinstance(group, dict) and isinstance(weights := group.get("weights"), dict)
-        }
+        ]
+        kinds = {each.get("type") if isinstance(each, dict) else None for each in weights}
         return settings.get("quant_method") == "compressed-tensors" and kinds != {"int"}
 
 

@@ -628,7 +628,7 @@ class CompressedIntegersScheme(PackedScheme):
                 raise unsupported(f"{tensors.name}.weight is int8, and num_bits says {bits}")
         size = weights.get("group_size") if strategy == "group" else k
         scales = tensors.ask("weight_scale", "scales", _FLOATS)
-        groups, why = -(-k // size), f": group_size is {size}, of {k} inputs"
+        groups, why = -(-k // size), f": group_size is {size}, of {k} inputs in {bits} bits"
         whole = ((1,), (n,), (1, 1)) if groups == 1 else ()
         tensors.expect("weight_scale", scales, (n, groups), *whole, why=why)
         ours = (self.settings or {}).get("quant_method") == "engine-core" and not symmetric
