@@ -1,7 +1,8 @@
 """Measurements of quantisation schemes: where they lose much, and where they take longer.
 
 Figures of accuracy are those of ``benchmarks/accuracy.py`` in ``benchmarks/notes/quantisation.md``;
-those of speed are of ``benchmarks/README.md`` and ``benchmarks/notes/linears.md``.
+those of speed are of ``benchmarks/README.md`` and ``benchmarks/notes/linears.md``. The models are
+those of ``make models``.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ FACTS = (
         ("int4",),
         "cpu",
         "models as small as this one lose much by 4 bits: the mean KL from float32 was 0.080 with "
-        "a model of 15M parameters, whose likeliest token stayed at 89.5% of the positions; 'int8' "
-        "had 0.001 and 99.0%",
+        "one of 15M weights, whose likeliest token stayed at 89.5% of the positions; 'int8' had "
+        "0.001 and 99.0%",
         loses=True,
         widest=_SMALL,
     ),
@@ -58,8 +59,8 @@ FACTS = (
         ("int4",),
         "cuda",
         "models as small as this one lose much by 4 bits: the mean KL from float32 was 0.067 with "
-        "a model of 15M parameters and 0.31 with one of 135M, whose likeliest token stayed at 72% "
-        "of the positions; 'int8' had 0.004 and 97.6%",
+        "one of 15M weights and 0.31 with one of 135M, whose likeliest token stayed at 72% of the "
+        "positions; 'int8' had 0.004 and 97.6%",
         loses=True,
         widest=_SMALL,
     ),
@@ -67,30 +68,30 @@ FACTS = (
         ("awq", "gptq"),
         "cuda",
         "models as small as this one lose much by 4 bits: rounded to nearest, the mean KL from "
-        "float32 was 0.067 to 0.11 with 15M parameters and 0.35 to 0.52 with 135M",
+        "float32 was 0.067 to 0.11 with one of 15M weights and 0.35 to 0.52 with one of 135M",
         loses=True,
         widest=_SMALL,
     ),
     Fact(
         ("fp8",),
         "cuda",
-        "models as small as this one lose more by e4m3 than by 'int8': with 135M parameters the "
-        "mean KL from float32 was 0.019, for more than 64 tokens in a step 0.034, and 0.004",
+        "models as small as this one lose more by e4m3 than by 'int8': with one of 135M weights "
+        "the mean KL from float32 was 0.019, for more than 64 tokens in a step 0.034, and 0.004",
         loses=True,
         widest=_SMALL,
     ),
     Fact(
         ("int8",),
         "cpu",
-        "prompts and batches take longer than with bfloat16 weights, 1.2 times with 135M "
-        "parameters; a single sequence takes 0.7 times",
+        "prompts and batches take longer than with bfloat16 weights, 1.2 times with a model of "
+        "135M weights; a single sequence takes 0.7 times",
         severe=False,
     ),
     Fact(
         ("int4",),
         "cpu",
-        "prompts take longer than with bfloat16 weights, 1.5 times with 135M parameters, and "
-        "batches 1.2 times; a single sequence takes 0.6 times",
+        "prompts take longer than with bfloat16 weights, 1.5 times with a model of 135M weights, "
+        "and batches 1.2 times; a single sequence takes 0.6 times",
         severe=False,
     ),
     Fact(
