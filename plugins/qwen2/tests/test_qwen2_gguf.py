@@ -189,7 +189,7 @@ def test_a_tensor_of_another_architecture_is_refused(tmp_path: Path) -> None:
         adapter(path, "qwen2-gqa").tensor_name("blk.0.attn_q_norm.weight")
 
 
-@pytest.mark.parametrize("name", FIXTURES.keys() - DENSE.keys())
+@pytest.mark.parametrize("name", [name for name in FIXTURES if name not in DENSE])
 def test_experts_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "x.gguf", name)
     stated, translated = golden_config(name), adapter(path, name)
