@@ -6,10 +6,10 @@ import multiprocessing
 import pickle
 import random
 from collections import deque
-from multiprocessing.connection import Connection
 
 import pytest
 from golden_fixtures import GOLDEN, golden_prompts
+from spawned import echo
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.runtime import executor
@@ -55,20 +55,13 @@ def test_nothing_is_written_over_that_one_reader_has_not_read() -> None:
     assert ring.write(packed(b"c" * 101)) is None
 
 
-def echo(ring: MessageRing, connection: Connection) -> None:
-    while True:
-        message = ring.read(connection.recv_bytes(), 0)
-        connection.send(message)
-        if message is None:
-            return
-
-
 def test_a_spawned_process_reads_the_same_memory() -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     ring = MessageRing(1, size=4096)
     process = context.Process(target=echo, args=(ring, theirs))
     process.start()
+    theirs.close()  # so that a process that dies ends the wait for it
     for message in [*({"step": i, "rows": [i] * 100} for i in range(40)), None]:
         notice = ring.write(packed(message))
         assert notice is not None
