@@ -67,8 +67,10 @@ class Healthy:
         tokens: list[int] = []
         longest = 0.0
         self._clock.lap()
+        self._begun = False
         with self.session.stream("POST", self._url, json=body) as response:
             assert response.status_code == 200, response.read()
+            self._begun = True
             for line in response.iter_lines():
                 longest = max(longest, self._clock.lap())
                 if line.startswith("data: {"):
@@ -82,7 +84,8 @@ class Healthy:
 
         Args:
             refused: a new connection of it may be told that all places are taken, and it tries
-                again. Between two answers its own waits as others do, and may make room.
+                again. Between two answers its own waits as others do, and may make room: what it
+                sends then finds no reader. An answer that has begun is not broken off.
         """
         stop = threading.Event()
         answers: list[tuple[list[int], float]] = []
@@ -93,8 +96,11 @@ class Healthy:
                 while not stop.is_set() or not answers:
                     try:
                         answers.append(self._answer())
-                    except AssertionError as error:
-                        if not refused or "too_many_connections" not in str(error):
+                    except (AssertionError, httpx.TransportError) as error:
+                        told = isinstance(error, httpx.TransportError) or (
+                            "too_many_connections" in str(error)
+                        )
+                        if not refused or self._begun or not told:
                             raise
                         time.sleep(0.05)
             except BaseException as error:
