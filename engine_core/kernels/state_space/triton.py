@@ -54,7 +54,7 @@ def _step_of(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
     return tl.minimum(tl.maximum(dt, DT_MIN), DT_MAX)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row"])
 def _conv_kernel(
     out_ptr,
     x_ptr,
@@ -184,7 +184,7 @@ def _decode_kernel(
             tl.store(lengths_ptr + block * lengths_stride + target, length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row"])
 def _scan_kernel(
     out_ptr,
     mixed_ptr,
