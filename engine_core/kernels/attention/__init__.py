@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine_core.kernels.attention import cpu
-from engine_core.kernels.attention.call import Call
+from engine_core.kernels.attention.call import Call, check_rows
 from engine_core.kernels.codes import cache_parts
 
 __all__ = ["paged_attention"]
@@ -110,20 +110,7 @@ def paged_attention(
             "paged_attention: the last dimension of q and the caches must have stride 1, got "
             f"{q.stride()}, {k_cache.stride()}, {v_cache.stride()}"
         )
-    num_rows = kv_lens.shape[0]
-    if block_tables.shape[0] != num_rows or query_start.shape[0] != num_rows + 1:
-        raise ValueError(
-            f"paged_attention: kv_lens has {num_rows} rows, block_tables "
-            f"{tuple(block_tables.shape)} and query_start {tuple(query_start.shape)}; expected "
-            f"[{num_rows}, max_blocks] and [{num_rows + 1}]"
-        )
-    if block_tables.dtype != torch.int32 or kv_lens.dtype != torch.int32:
-        raise ValueError(
-            f"paged_attention: block_tables are {block_tables.dtype} and kv_lens {kv_lens.dtype}; "
-            "both must be int32"
-        )
-    if not 0 <= num_decode_rows <= num_rows:
-        raise ValueError(f"paged_attention: {num_decode_rows} decode rows of {num_rows} rows")
+    check_rows("paged_attention", block_tables, query_start, kv_lens, num_decode_rows)
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1, got {window}")
     if alibi_slopes is not None and (
@@ -133,9 +120,9 @@ def paged_attention(
             f"paged_attention: alibi_slopes must be [{num_heads}] float32, got "
             f"{tuple(alibi_slopes.shape)} {alibi_slopes.dtype}"
         )
-    if prefix_lens is not None and prefix_lens.shape != (num_rows,):
+    if prefix_lens is not None and prefix_lens.shape != kv_lens.shape:
         raise ValueError(
-            f"paged_attention: prefix_lens must be [{num_rows}], got {tuple(prefix_lens.shape)}"
+            f"paged_attention: prefix_lens must be [{len(kv_lens)}], got {tuple(prefix_lens.shape)}"
         )
     if out is None:
         out = q.new_empty((num_tokens, num_heads, v_head_dim))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine_core.kernels.attention.call import check_rows
 from engine_core.kernels.latent_attention import cpu
 
 __all__ = ["LatentCall", "latent_attention"]
@@ -135,20 +136,7 @@ def latent_attention(
             f"and cache stride 1, got {q.dtype}, {cache.dtype}, {up.dtype}, {q.stride()} and "
             f"{cache.stride()}"
         )
-    num_rows = kv_lens.shape[0]
-    if block_tables.shape[0] != num_rows or query_start.shape[0] != num_rows + 1:
-        raise ValueError(
-            f"latent_attention: kv_lens has {num_rows} rows, block_tables "
-            f"{tuple(block_tables.shape)} and query_start {tuple(query_start.shape)}; expected "
-            f"[{num_rows}, max_blocks] and [{num_rows + 1}]"
-        )
-    if block_tables.dtype != torch.int32 or kv_lens.dtype != torch.int32:
-        raise ValueError(
-            f"latent_attention: block_tables are {block_tables.dtype} and kv_lens {kv_lens.dtype}; "
-            "both must be int32"
-        )
-    if not 0 <= num_decode_rows <= num_rows:
-        raise ValueError(f"latent_attention: {num_decode_rows} decode rows of {num_rows} rows")
+    check_rows("latent_attention", block_tables, query_start, kv_lens, num_decode_rows)
     call = LatentCall(
         q, cache, up, block_tables, query_start, kv_lens, max_query_len, max_kv_len,
         num_decode_rows, scale, {} if memo is None else memo,
