@@ -1,26 +1,46 @@
-"""Time of a layer of experts on a GPU, of Qwen3-30B-A3B's shape, beside floors by bytes.
+"""Time experts of Qwen3-30B-A3B's shape on a GPU, a layer or the whole model, beside floors.
 
-    python benchmarks/experts.py
+    python benchmarks/experts.py [layer] [model] [transformers] [--rows 1 32 256]
 
-Weights and routing are random. Each number of rows is captured as a CUDA graph of several layers
-whose weights do not fit the L2 cache together. The floor is the bytes of the experts that the rows
-chose, at the bandwidth that a copy reaches on the same GPU.
+Weights and routing are random.
+
+- ``layer``: each number of rows is captured as a CUDA graph of several layers whose weights do not
+  fit the L2 cache together. The floor is the bytes of the experts that the rows chose, at the
+  bandwidth that a copy reaches on the same GPU.
+- ``model``: the shared workload's decode steps at contexts of some 1,000 tokens and its prefill of
+  8 x 1024. The floor is the bytes that a step reads, at 4.28 TB/s: of the experts that so many
+  random tokens touch in a layer, which is counted, of the rest of the weights, and of the cache.
+- ``transformers``: its class with the same shape, its fastest experts (grouped products), eagerly:
+  decode steps of the same rows and contexts, and the same prefill.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import build, runner
+from benchmarks.workloads import SHAPES
+from engine_core import LLM, SamplingParams
+from engine_core.bench.workloads import measure, random_ids
 from engine_core.kernels import Fp8Weight, Routing, choose_experts, run_experts
+from engine_core.nn.experts import Router
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2048, 768, 128, 8
 LAYERS = 4
+MODEL = "qwen3_30b_a3b"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
 
 
@@ -76,18 +96,15 @@ def touched(logits: Sequence[Tensor]) -> int:
     return sum(len(own.topk(TOP_K).indices.unique()) for own in logits)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
-    options = parser.parse_args()
-    torch.manual_seed(0)
+def time_layers(all_rows: Sequence[int]) -> None:
+    """Print a table of single layers, with bfloat16 and with e4m3 weights."""
     speed = bandwidth()
     print(f"{torch.cuda.get_device_name()}: a copy moves {speed / 1e9:.2f} TB/s")
     for fp8 in (False, True):
         layers = [layer(fp8, "cuda") for _ in range(LAYERS)]
         size = sum(part.nbytes for part in layers[0]) / EXPERTS
         print(f"{'e4m3' if fp8 else 'bfloat16'}: us a layer, floor by bytes, times the floor")
-        for rows in options.rows:
+        for rows in all_rows:
             x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
             logits = [torch.randn(rows, EXPERTS, device="cuda") for _ in range(LAYERS)]
             floor = touched(logits) * size / speed / LAYERS
@@ -95,9 +112,122 @@ def main() -> None:
             experts = touched(logits) / LAYERS
             print(
                 f"{rows:5} rows, {experts:5.1f} experts: {took * 1e3:8.1f} {floor * 1e3:8.1f} "
-                f"{took / floor:6.2f}"
+                f"{took / floor:6.2f}",
+                flush=True,
             )
         del layers
+
+
+def routed(llm: LLM, count: int) -> list[Tensor]:
+    """Which experts each of ``count`` random tokens takes, ``[count, TOP_K]`` for each layer."""
+    seen: list[Tensor] = []
+
+    def look(_part: object, _given: object, result: Any) -> None:
+        seen.append(result[0].cpu())
+
+    def hooked(model: Any) -> list[Any]:
+        routers = [part for part in model.modules() if isinstance(part, Router)]
+        return [router.register_forward_hook(look) for router in routers]
+
+    (handles,) = llm.apply_model(hooked)
+    prompt = random_ids(count, SHAPES[MODEL]["vocab_size"], random.Random(1))
+    llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    llm.apply_model(lambda _: [handle.remove() for handle in handles])
+    return [ids for ids in seen if len(ids) >= count]
+
+
+def floor_ms(rows: int, experts: float) -> float:
+    """The bytes of a step with contexts of 1,060 tokens, over 4.28 TB/s."""
+    shape = SHAPES[MODEL]
+    layers, hidden, width = shape["num_hidden_layers"], shape["hidden_size"], shape["head_dim"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    attention = hidden * width * (2 * heads + 2 * kv_heads)
+    cache = rows * 1060 * 2 * kv_heads * width
+    a_layer = attention + hidden * EXPERTS + experts * 3 * hidden * INTER + cache
+    return 2 * (layers * a_layer + hidden * shape["vocab_size"]) / 4.28e9
+
+
+def time_model(all_rows: Sequence[int]) -> None:
+    """Print decode steps beside their floors, and the prefill."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        with build(MODEL, Path(folder), deterministic=False) as llm:
+            llm.warmup()
+            print(f"{MODEL}: started in {time.perf_counter() - start:.1f} s", flush=True)
+            batches = sorted({*all_rows, 8})
+            figures = measure(runner(llm), SHAPES[MODEL]["vocab_size"], batches=batches, mix=0)
+            print(figures, flush=True)
+            choices = routed(llm, 4096)
+    for rows in batches:
+        counts = [len(part.unique()) for ids in choices for part in ids.split(rows)]
+        experts = sum(counts) / max(1, len(counts))
+        took, floor = figures[f"tpot_ms_b{rows}"], floor_ms(rows, experts)
+        print(
+            f"{rows:5} rows, {experts:5.1f} experts a layer: {took:7.3f} ms, floor {floor:7.3f}, "
+            f"{took / floor:5.2f} times",
+            flush=True,
+        )
+    print(f"prefill of 8 x 1024: {figures['prefill_tok_s_b8']:.0f} tokens/s", flush=True)
+
+
+@torch.inference_mode()
+def time_transformers(all_rows: Sequence[int]) -> None:
+    """Print the same of transformers' class."""
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+    shape = {key: value for key, value in SHAPES[MODEL].items() if key != "architectures"}
+    config = AutoConfig.for_model(**shape)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.bfloat16,
+            attn_implementation="sdpa",
+            experts_implementation="grouped_mm",
+        ).eval()
+
+    def seconds(work: Callable[[], object], repeats: int) -> float:
+        times = []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            work()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    def prefill(rows: int, cache: Any = None) -> object:
+        ids = torch.randint(1000, 140000, (rows, 1024), device="cuda")
+        return model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1)
+
+    prefill(8)
+    print(
+        f"transformers, prefill of 8 x 1024: {8192 / seconds(lambda: prefill(8), 3):.0f} tokens/s"
+    )
+    for rows in all_rows:
+        cache: Any = DynamicCache(config=config)
+        filled = min(rows, 32)
+        prefill(filled, cache)
+        cache.batch_repeat_interleave(rows // filled)
+        ids = torch.randint(1000, 140000, (rows, 1), device="cuda")
+        took = seconds(lambda: model(ids, past_key_values=cache), 12)  # noqa: B023
+        print(f"transformers, {rows:5} rows: {took * 1e3:7.2f} ms a step", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", default=["layer"], help="layer, model, transformers")
+    parser.add_argument("--rows", type=int, nargs="*")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    for part in options.parts:
+        if part == "layer":
+            time_layers(options.rows or ROWS)
+        elif part == "model":
+            time_model(options.rows or (1, 32, 256))
+        elif part == "transformers":
+            time_transformers(options.rows or (1, 32, 256))
+        else:
+            parser.error(f"{part!r} is none of layer, model and transformers")
 
 
 if __name__ == "__main__":
