@@ -1,96 +1,203 @@
-"""Time decode attention as it is cut by rule, and in every other way of a space, on a grid.
+"""Time decode attention as a table, a rule and every other way of a space cut it, on drawn points.
 
-    python benchmarks/decode_search.py [--out FILE] [--seconds S] [--shapes 32/8/64,...]
+    python benchmarks/decode_search.py [--out FILE] [--points N] [--seed S] [--seconds S]
+        [--compile-seconds S] [--each S] [--models 32/8/128,14/2/64/int8,...] [--dry-run]
+    python benchmarks/decode_search.py --replay FILE
 
-A point is rows of so many tokens each and a model's heads. The space: tiles (tokens, warps, tiles
-in flight) and splits of a row. Compilers work in processes of their own while points are timed.
-``--out`` takes all times, as JSON. Prints the points at which the rule is furthest from the best
-of the space, and those at which it takes longest beyond its bytes at 4.28 TB/s.
+A point is a model's heads, cache and window, and rows of so many tokens, equal or drawn. Points are
+drawn by a seed and come in that order, so that those which are timed before the time is over are
+a sample of all. The space: tiles (tokens, warps, tiles in flight) and splits of a row. ``table`` is
+what the engine takes (``attention/decode.py``), ``rule`` what ``attention/rule.py`` would take.
+
+All kernels are compiled first, in processes of their own. ``--out`` takes a line of JSON for each
+point, with all times; points that it has already are not timed again. ``--replay`` asks what the
+table and the rule as they are now take by such times, between two splits by what is between them.
+Prints the points at which each is furthest from the best of the space, and those at which it takes
+longest beyond its bytes at 4.28 TB/s. ``--dry-run`` runs a few small points in Triton's
+interpreter, on any machine: it times nothing, and shows that the program and all ways agree.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine_core import kernels
-from engine_core.kernels.attention import decode
+from engine_core.kernels.attention import decode, rule
+from engine_core.kernels.attention.call import Call
+from engine_core.kernels.codes import CODE_TOPS, SCALE_BYTES, cache_parts
 
-# Query heads, KV heads, dimensions; those of known models first.
-SHAPES = [
-    (32, 8, 64), (32, 8, 128), (14, 2, 64), (28, 4, 128), (32, 32, 128), (16, 8, 256),
-    (64, 4, 128), (32, 32, 80), (32, 32, 96), (16, 2, 192),
+DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+# Heads, KV heads, dimensions, cache and window of known models, or like those.
+MODELS = [
+    "32/8/64", "14/2/64", "16/16/64", "14/2/64/int8", "32/32/80", "32/2/96", "32/32/96",
+    "32/8/128", "28/4/128", "64/4/128", "40/8/128", "32/8/128/int8", "32/8/128/e4m3",
+    "32/8/128/w4096", "16/2/192", "8/1/256", "16/8/256", "16/8/256/e4m3/w4096",
 ]  # fmt: skip
-# Rows, and tokens of each.
-GRID = [
-    (1, 100), (1, 1030), (1, 4000), (1, 15000), (1, 128000), (4, 1030), (4, 15000), (4, 60000),
-    (8, 300), (8, 1030), (8, 4000), (8, 15000), (32, 100), (32, 1030), (32, 4000), (32, 15000),
-    (128, 300), (128, 1030), (128, 4000), (256, 100), (256, 1030), (256, 3000),
-]  # fmt: skip
-# Tokens, warps and tiles in flight, for heads up to so wide.
-TILES = {
-    64: [(32, 1, 2), (32, 1, 3), (64, 2, 2), (64, 2, 3), (64, 2, 4), (128, 4, 2), (128, 4, 3)],
-    128: [(32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3), (64, 4, 2), (64, 4, 3), (32, 1, 3)],
-    256: [(32, 4, 2), (32, 4, 3), (32, 2, 2), (16, 2, 3), (32, 2, 3), (64, 4, 2)],
-}
+ROWS = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 200, 256)
+TOKENS = (1, 30, 100, 300, 700, 1030, 2000, 4000, 15000, 30000, 60000, 128000)
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # Tokens of a split at least.
 SHORTEST = 64
 BLOCK = 64
-# Bytes of a layer's keys and values at most, of all keys, and of the L2 cache with room to spare.
-MOST_BYTES, POOL_BYTES, FLUSHED = 2.2e9, 2.2e9, 128 << 20
+# What a captured step is told of its longest row.
+LONGEST = 131072
+MULTIPROCESSORS = 132
+# Bytes of a layer's keys and values at most, of all layers of a point, and what fills the L2 cache.
+MOST_BYTES, ALL_BYTES, FLUSHED = 1.6e9, 1.6e9, 128 << 20
 MICROSECONDS_PER_BYTE = 1 / 4.28e6
+ALLOWED_MICROSECONDS = 8.0
 # Between two ways to add up the same products in bfloat16.
 _DIFFERENCE = 2e-2
-Shape = tuple[int, int, int]
+CHOICES = ("rule", "table")
 
 
-def width_of(shape: Shape) -> int:
-    """A head's dimensions up to a power of 2."""
-    return 1 << (shape[2] - 1).bit_length()
+class Model(NamedTuple):
+    """Heads of a model, and its cache and window."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    cache: str = "bf16"
+    window: int | None = None
+
+    @classmethod
+    def named(cls, name: str) -> Model:
+        """The model of ``heads/kv_heads/dim[/cache][/wWINDOW]``."""
+        parts = name.split("/")
+        cache = [part for part in parts[3:] if part in DTYPES]
+        window = [int(part[1:]) for part in parts[3:] if part[0] == "w"]
+        if len(parts) != 3 + len(cache) + len(window):
+            raise ValueError(f"{name!r} is not heads/kv_heads/dim[/{'|'.join(DTYPES)}][/wWINDOW]")
+        return cls(*map(int, parts[:3]), *(cache or ["bf16"]), *window)  # type: ignore[arg-type]
+
+    @property
+    def name(self) -> str:
+        """Name that :meth:`named` reads."""
+        cache = "" if self.cache == "bf16" else f"/{self.cache}"
+        window = "" if self.window is None else f"/w{self.window}"
+        return f"{self.heads}/{self.kv_heads}/{self.dim}{cache}{window}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the cache."""
+        return DTYPES[self.cache]
+
+    @property
+    def shape(self) -> rule.Heads:
+        """Heads as the rule asks for them."""
+        group = self.heads // self.kv_heads
+        return rule.Heads(group, self.kv_heads, (self.dim, self.dim), self.dtype.itemsize)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's keys and values, scales included."""
+        scales = SCALE_BYTES if self.dtype in CODE_TOPS else 0
+        return 2 * self.kv_heads * (self.dim * self.dtype.itemsize + scales)
 
 
-def by_rule(shape: Shape, rows: int) -> decode.Launch:
-    """The choice of the engine."""
-    heads, kv_heads, _ = shape
-    wide = width_of(shape)
-    return decode.launch(rows, heads // kv_heads, kv_heads, wide, wide, False, 132)
+class Point(NamedTuple):
+    """Rows of ``tokens`` each, or of 0.2 to 1.8 times as many."""
+
+    model: Model
+    rows: int
+    tokens: int
+    unequal: bool
+
+    @property
+    def name(self) -> str:
+        """Name that tells it from all others."""
+        return f"{self.model.name} {self.rows}x{self.tokens}{'~' if self.unequal else ''}"
+
+    @classmethod
+    def named(cls, name: str) -> Point:
+        """The point of a :attr:`name`."""
+        model, _, size = name.partition(" ")
+        rows, _, tokens = size.rstrip("~").partition("x")
+        return cls(Model.named(model), int(rows), int(tokens), size.endswith("~"))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of its rows, the longest first, as the engine orders them."""
+        if not self.unequal:
+            return [self.tokens] * self.rows
+        drawn = random.Random(self.name)
+        lengths = (int(self.tokens * drawn.uniform(0.2, 1.8)) for _ in range(self.rows))
+        return sorted((max(1, min(n, LONGEST)) for n in lengths), reverse=True)
+
+    @property
+    def bytes(self) -> int:
+        """Of the keys and values that are seen."""
+        window = self.model.window or LONGEST
+        return sum(min(n, window) for n in self.lengths) * self.model.token_bytes
+
+    @property
+    def seen(self) -> int:
+        """Tokens of a row that are seen, on average."""
+        return max(1, self.bytes // self.model.token_bytes // self.rows)
 
 
-def space(shape: Shape, rows: int, tokens: int) -> Iterator[decode.Launch]:
+def drawn_points(models: list[Model], count: int, seed: int) -> list[Point]:
+    """``count`` points of all whose cache is not too large, in an order drawn by ``seed``."""
+    points = [
+        Point(model, rows, tokens, unequal)
+        for model in models
+        for rows in ROWS
+        for tokens in TOKENS
+        for unequal in (False, True)
+        if rows * tokens * model.token_bytes <= MOST_BYTES / 1.3
+        and not (unequal and (rows == 1 or tokens < 30))
+    ]
+    random.Random(seed).shuffle(points)
+    return points[:count]
+
+
+def by_table(point: Point) -> decode.Launch:
+    """The choice of the engine's table."""
+    wide = max(point.model.shape.widths)
+    return decode.launch(
+        point.rows, point.model.shape.group_size, point.model.kv_heads, wide, wide, False,
+        MULTIPROCESSORS,
+    )  # fmt: skip
+
+
+def by_rule(point: Point) -> decode.Launch:
+    """The choice of the rule."""
+    return rule.launch(point.model.shape, point.rows, point.model.window)
+
+
+def space(point: Point) -> Iterator[decode.Launch]:
     """All ways to cut the point that are worth a try."""
-    heads, kv_heads, _ = shape
-    wide, group = width_of(shape), heads // kv_heads
+    heads, rows = point.model.shape, point.rows
     for splits in SPLITS:
-        programs = rows * kv_heads * splits
-        too_short = tokens < splits * SHORTEST
-        if splits > 1 and (too_short or programs > 132 * 16):
+        programs = rows * heads.tiles * splits
+        if splits > 1 and (point.seen < splits * SHORTEST or programs > MULTIPROCESSORS * 16):
             break
         more = min(splits * 4, 64)
-        if programs * 4 <= 132 and tokens >= more * SHORTEST and more > splits:
+        if programs * 4 <= MULTIPROCESSORS and point.seen >= more * SHORTEST and more > splits:
             continue
-        for block_n, num_warps, num_stages in TILES[max(64, wide)]:
-            merged = (4, 1)
-            if splits > 4:
-                least = max(1, 32 * num_warps * 64 // (16 * wide))
-                merged = (16, min(1 << (group - 1).bit_length(), least))
-            yield decode.Launch(
-                16, block_n, num_warps, num_stages, rows * splits, SHORTEST, *merged
-            )
+        wanted = [rows * splits] if splits > 1 else [decode.stretch(rows, max(heads.widths))]
+        for tile in rule.tiles(heads):
+            if not rule.resident(heads, tile):
+                continue
+            merged = rule.merging(splits, heads, tile)
+            for each in wanted:
+                yield decode.Launch(heads.block_g, *tile, each, SHORTEST, *merged)
 
 
 def compiled_for(cut: decode.Launch) -> decode.Launch:
@@ -98,42 +205,80 @@ def compiled_for(cut: decode.Launch) -> decode.Launch:
     return cut._replace(wanted=1, min_split=SHORTEST)
 
 
+def ways(point: Point) -> list[decode.Launch]:
+    """The rule's, the table's, then all others in an order of their own."""
+    others = list(space(point))
+    random.Random(point.name).shuffle(others)
+    return list(dict.fromkeys([by_rule(point), by_table(point), *others]))
+
+
+def filled(dtype: torch.dtype, size: int, device: str) -> Tensor:
+    """Numbers of a cache, or codes none of which is NaN."""
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, (size,), dtype=dtype, device=device)
+    return torch.randn(size, dtype=torch.bfloat16, device=device).to(dtype)
+
+
 class Layers:
     """Attention of one token of each row in several layers, each with keys of its own."""
 
-    def __init__(self, shape: Shape, rows: int, tokens: int, pools: tuple[Tensor, Tensor]) -> None:
-        heads, kv_heads, dim = shape
-        blocks = rows * -(-tokens // BLOCK)
-        size = blocks * BLOCK * kv_heads * dim
-        self.bytes = rows * tokens * kv_heads * dim * 4
-        count = max(1, min(6, len(pools[0]) // size, int(1.5e9 // self.bytes)))
-        options = {"dtype": torch.int32, "device": "cuda"}
-        self.caches = [
-            [pool[i * size : (i + 1) * size].view(blocks, BLOCK, kv_heads, dim) for pool in pools]
-            for i in range(count)
+    def __init__(self, point: Point, pools: tuple[Tensor, Tensor], device: str) -> None:
+        model, lengths = point.model, point.lengths
+        width = model.dim + (SCALE_BYTES if model.dtype in CODE_TOPS else 0)
+        needed = [-(-n // BLOCK) for n in lengths]
+        blocks = sum(needed)
+        size = blocks * BLOCK * model.kv_heads * width
+        count = max(1, min(6, len(pools[0]) // size, int(ALL_BYTES / max(1, point.bytes))))
+        caches = [
+            [
+                pool[i * size : (i + 1) * size].view(blocks, BLOCK, model.kv_heads, width)
+                for i in range(count)
+            ]
+            for pool in pools
         ]
-        self.q = torch.randn(rows, heads, dim, dtype=torch.bfloat16, device="cuda")
+        self.parts = []
+        for pair in zip(*caches, strict=True):
+            parts = [cache_parts(cache) for cache in pair]
+            for _, scales in parts:
+                if scales is not None:
+                    # Powers of 2, whose bytes are no NaN if another point has codes there.
+                    scales.fill_(1.0 if model.cache == "e4m3" else 2.0**-6)
+            self.parts.append(parts)
+        tables = torch.zeros(point.rows, max(needed), dtype=torch.int32)
+        for row, part in enumerate(torch.randperm(blocks).int().split(needed)):
+            tables[row, : len(part)] = part
+        self.q = torch.randn(
+            point.rows, model.heads, model.dim, dtype=torch.bfloat16, device=device
+        )
         self.out = torch.empty_like(self.q)
-        self.arguments: dict[str, Any] = {
-            "block_tables": torch.randperm(blocks, device="cuda").int().view(rows, -1),
-            "query_start": torch.arange(rows + 1, **options),  # type: ignore[call-overload]
-            "kv_lens": torch.full((rows,), tokens, **options),  # type: ignore[call-overload]
-            "max_query_len": 1,
-            # What a captured step is given.
-            "max_kv_len": 131072,
-            "num_decode_rows": rows,
-            "scale": dim**-0.5,
-        }
+        self.tables = tables.to(device)
+        self.query_start = torch.arange(point.rows + 1, dtype=torch.int32, device=device)
+        self.kv_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.model = model
 
     def run(self, cut: decode.Launch, memo: dict[Any, Any], count: int | None = None) -> None:
         """Launch ``count`` layers, or all."""
+        from engine_core.kernels.attention import triton as attention
+
         choose = decode.launch
         decode.launch = lambda *_: cut
         try:
-            for k, v in self.caches[:count]:
-                kernels.paged_attention(self.q, k, v, out=self.out, memo=memo, **self.arguments)
+            for (k, k_scales), (v, v_scales) in self.parts[:count]:
+                call = Call(
+                    self.q, k, v, self.out, self.tables, self.query_start, self.kv_lens, 1, LONGEST,
+                    len(self.kv_lens), self.model.dim**-0.5, window=self.model.window, memo=memo,
+                    k_scales=k_scales, v_scales=v_scales,
+                )  # fmt: skip
+                attention.paged_attention(call)
         finally:
             decode.launch = choose
+
+
+class Timer(Protocol):
+    """Clock of runs."""
+
+    def microseconds(self, run: Callable[[], object]) -> float:
+        """Of one run."""
 
 
 class Clock:
@@ -163,7 +308,7 @@ class Clock:
         begin = time.perf_counter()
         graph.replay()
         torch.cuda.synchronize()
-        repeats = max(2, min(most, int(0.006 / (time.perf_counter() - begin))))
+        repeats = max(3, min(most, int(0.006 / (time.perf_counter() - begin))))
         events = []
         for _ in range(repeats):
             pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -177,6 +322,15 @@ class Clock:
         return 1e3 * statistics.median(taken)
 
 
+class HostClock:
+    """Times of a dry run, which say nothing about a GPU."""
+
+    def microseconds(self, run: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        run()
+        return 1e6 * (time.perf_counter() - begin)
+
+
 class Compiled(NamedTuple):
     """A kernel: seconds to make it, registers of a thread, bytes of a program's shared memory."""
 
@@ -186,14 +340,16 @@ class Compiled(NamedTuple):
     error: str
 
 
-def compile_one(shape: Shape, cut: decode.Launch) -> Compiled:
-    """Compile a kernel, in a process of compilers."""
+def compile_one(model: Model, cut: decode.Launch, rows: int) -> Compiled:
+    """Compile a kernel, in a process of compilers, and the plan of so many rows."""
     from engine_core.kernels.attention import triton as attention
 
     begin = time.perf_counter()
     try:
-        pools = tuple(torch.zeros(2, 4 * BLOCK * shape[1] * shape[2], dtype=torch.bfloat16).cuda())
-        Layers(shape, 2, 100, pools).run(cut._replace(wanted=4), {}, 1)  # type: ignore[arg-type]
+        point = Point(model, rows, 100, False)
+        size = rows * BLOCK * model.token_bytes
+        pools = (filled(model.dtype, size, "cuda"), filled(model.dtype, size, "cuda"))
+        Layers(point, pools, "cuda").run(cut._replace(wanted=2 * rows), {}, 1)
         torch.cuda.synchronize()
         kernel = list(attention._decode_kernel.device_caches[0][0].values())[-1]
         return Compiled(time.perf_counter() - begin, kernel.n_regs, kernel.metadata.shared, "")
@@ -201,149 +357,289 @@ def compile_one(shape: Shape, cut: decode.Launch) -> Compiled:
         return Compiled(time.perf_counter() - begin, 0, 0, f"{type(error).__name__}: {error}"[:200])
 
 
+Kernel = tuple[Model, decode.Launch]
+
+
+def compile_all(points: list[Point], seconds: float) -> dict[Kernel, Compiled]:
+    """Compile what the points need, in their order, in as many processes as there are cores.
+
+    CUDA must not be there yet in this process, since others are forked from it. What is not done
+    after ``seconds`` is left out, and compiled when it is timed.
+    """
+    begin = time.perf_counter()
+    wanted: dict[Kernel, int] = {}
+    plans = set()
+    for point in points:
+        for cut in ways(point):
+            kernel = point.model, compiled_for(cut)
+            plan = max(64, decode.power_of_2(point.rows)), cut.block_n, point.model.window is None
+            # The plan's kernel is for a power of 2 of rows: some kernel is compiled with it.
+            wanted.setdefault(kernel, point.rows if plan not in plans else 2)
+            if wanted[kernel] == point.rows:
+                plans.add(plan)
+    made: dict[Kernel, Compiled] = {}
+    pool = ProcessPoolExecutor(
+        max(1, (len(os.sched_getaffinity(0)) - 1)), mp_context=multiprocessing.get_context("fork")
+    )
+    jobs: dict[Kernel, Future[Compiled]] = {
+        kernel: pool.submit(compile_one, *kernel, rows) for kernel, rows in wanted.items()
+    }
+    for kernel, job in jobs.items():
+        try:
+            made[kernel] = job.result(timeout=max(0.01, begin + seconds - time.perf_counter()))
+        except TimeoutError:
+            job.cancel()
+        except (BrokenExecutor, CancelledError) as error:
+            print(f"FAILED a process of compilers: {error!r}"[:200])
+            break
+    pool.shutdown(wait=True, cancel_futures=True)
+    failed = [each for each in made.items() if each[1].error]
+    for (model, cut), result in failed[:20]:
+        print(f"FAILED {model.name} {cut}: {result.error}")
+    print(
+        f"{len(made) - len(failed)} of {len(wanted)} kernels of {len(points)} points in "
+        f"{time.perf_counter() - begin:.0f} s, {sum(each.seconds for each in made.values()):.0f} s "
+        "of processes",
+        flush=True,
+    )
+    return made
+
+
 def time_point(
-    shape: Shape, rows: int, tokens: int, pools: tuple[Tensor, Tensor], clock: Clock,
-    broken: set[decode.Launch],
+    point: Point, pools: tuple[Tensor, Tensor], clock: Timer, most: float,
+    broken: set[Kernel], device: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Every way's microseconds a layer, and how far its results are from those by rule."""
-    layers = Layers(shape, rows, tokens, pools)
-    rule = by_rule(shape, rows)
-    taken: dict[decode.Launch, tuple[float, float]] = {}
-    expected = None
-    rule_memo: dict[Any, Any] = {}
-    for cut in dict.fromkeys([rule, *space(shape, rows, tokens)]):
-        if compiled_for(cut) in broken:
-            continue
-        memo = rule_memo if cut == rule else {}
+    """Every way's microseconds a layer, and how far their results are apart.
+
+    ``most`` seconds are taken; which ways are left out is chance.
+    """
+    begin = time.perf_counter()
+    layers = Layers(point, pools, device)
+    all_ways = [cut for cut in ways(point) if (point.model, compiled_for(cut)) not in broken]
+    taken: dict[decode.Launch, float] = {}
+    expected, difference = None, 0.0
+    memos: dict[decode.Launch, dict[Any, Any]] = {}
+    for done, cut in enumerate(all_ways):
+        if done > 1 and time.perf_counter() - begin > most:
+            break
+        memo = memos.setdefault(cut, {})
         layers.run(cut, memo, 1)
+        got = layers.out.float()
         if expected is None:
-            expected = layers.out.float()
-        difference = (layers.out.float() - expected).abs().max().item()
-        whole = clock.microseconds(lambda m=memo, c=cut: layers.run(c, m))  # type: ignore[misc]
-        taken[cut] = whole / len(layers.caches), difference
-    again = clock.microseconds(lambda: layers.run(rule, rule_memo)) / len(layers.caches)
-    best = min(taken, key=lambda cut: taken[cut][0])
+            expected = got
+        # Not max(): it may lose a NaN.
+        apart = (got - expected).abs().max().item()
+        difference = apart if not apart <= difference else difference
+        taken[cut] = clock.microseconds(lambda: layers.run(cut, memo)) / len(layers.parts)  # noqa: B023
+    twice = []
+    if all_ways:
+        cut = all_ways[0]
+        again = clock.microseconds(lambda: layers.run(cut, memos[cut])) / len(layers.parts)
+        twice = [round(taken[cut], 3), round(again, 3)]
+        taken[cut] = min(taken[cut], again)
     return {
-        "shape": shape,
-        "rows": rows,
-        "tokens": tokens,
-        "floor": layers.bytes * MICROSECONDS_PER_BYTE,
-        "rule": rule,
-        "rule_us": min(taken[rule][0], again),
-        "rule_twice": [taken[rule][0], again],
-        "best": best,
-        "best_us": taken[best][0],
-        "difference": max(difference for _, difference in taken.values()),
-        "times": [[*cut, round(us, 2)] for cut, (us, _) in taken.items()],
+        "point": point.name,
+        "floor": round(point.bytes * MICROSECONDS_PER_BYTE, 3),
+        "difference": difference,
+        "twice": twice,
+        "ways": len(all_ways),
+        "times": [[*cut, round(us, 3)] for cut, us in taken.items()],
+        "seconds": round(time.perf_counter() - begin, 3),
     }
 
 
-def line_of(point: dict[str, Any]) -> str:
-    """A point in one line: microseconds by rule, of the best and of the bytes."""
-    shape = "/".join(map(str, point["shape"]))
-    ways = (",".join(map(str, point[way][1:])) for way in ("rule", "best"))
-    return (
-        f"{shape:10} {point['rows']:3}x{point['tokens']:<6} rule {point['rule_us']:7.1f} best "
-        f"{point['best_us']:7.1f} bytes {point['floor']:7.1f}  {'  '.join(ways)}"
-    )
+class Judged(NamedTuple):
+    """A point's times: of both choices, of the best, and of its bytes; microseconds."""
+
+    point: Point
+    floor: float
+    choices: dict[str, tuple[decode.Launch, float]]
+    best: decode.Launch
+    best_us: float
 
 
-def summary(points: list[dict[str, Any]], most: int) -> None:
-    """The worst points, and how many are within the bounds."""
-    if not points:
-        return
-
-    def ratio(point: dict[str, Any]) -> float:
-        return float(point["rule_us"] / point["best_us"])
-
-    def beyond(point: dict[str, Any]) -> float:
-        return float(point["rule_us"] - point["floor"])
-
-    near = sum(point["rule_us"] <= 1.05 * point["best_us"] for point in points)
-    print(f"{near} of {len(points)} points within 5% of the best; the furthest:")
-    for point in sorted(points, key=ratio, reverse=True)[:most]:
-        print(f"  {ratio(point):5.2f} {line_of(point)}")
-    for bound in (5, 8):
-        held = sum(beyond(point) <= bound for point in points)
-        at_best = sum(point["best_us"] <= point["floor"] + bound for point in points)
-        print(f"within their bytes and {bound} us: {held}, at best {at_best}")
-    for point in sorted(points, key=beyond, reverse=True)[: most // 2]:
-        print(f"  {beyond(point):5.1f} {line_of(point)}")
+def effective(point: Point, cut: decode.Launch) -> int:
+    """Splits of a row of the mean length."""
+    if cut.wanted <= point.rows:
+        return 1
+    return rule.splits_of(point.rows, point.seen, cut.wanted, cut.min_split)
 
 
-def search(seconds: float, shapes: list[Shape], out: Path | None, most: int = 18) -> int:
-    """Time all points; returns how many are more than 5% off. ``seconds`` bounds all of it."""
+def time_of(point: Point, cut: decode.Launch, times: dict[decode.Launch, float]) -> float | None:
+    """Time of a choice, by what is between numbers of splits that were timed; None: unknown."""
+    if cut in times:
+        return times[cut]
+    near = {effective(point, each): us for each, us in times.items() if each[1:4] == cut[1:4]}
+    splits = effective(point, cut)
+    if splits in near:
+        return near[splits]
+    below, above = [n for n in near if n < splits], [n for n in near if n > splits]
+    if not below or not above:
+        return None
+    low, high = max(below), min(above)
+    part = math.log(splits / low) / math.log(high / low)
+    return near[low] * (1 - part) + near[high] * part
+
+
+def judged(line: dict[str, Any]) -> Judged | None:
+    """A point of a file by the table and the rule as they are now; None if neither's is known."""
+    point = Point.named(line["point"])
+    times = {decode.Launch(*each[:-1]): float(each[-1]) for each in line["times"]}
+    if not times:
+        return None
+    best = min(times, key=lambda cut: times[cut])
+    choices = {}
+    for name, choose in zip(CHOICES, (by_rule, by_table), strict=True):
+        us = time_of(point, choose(point), times)
+        if us is not None:
+            choices[name] = choose(point), us
+    return Judged(point, float(line["floor"]), choices, best, times[best]) if choices else None
+
+
+def summary(lines: Iterable[dict[str, Any]], most: int = 18) -> int:
+    """Print the worst points, and how many are within the bounds; how many of the rule are not."""
+    points = [each for each in map(judged, lines) if each is not None]
+    beyond_rule = 0
+    for name in CHOICES:
+        known = [(each, *each.choices[name]) for each in points if name in each.choices]
+        if not known:
+            continue
+        ratios = [(us / each.best_us, each, cut, us) for each, cut, us in known]
+        far = sum(ratio > 1.05 for ratio, *_ in ratios)
+        beyond_rule = far if name == "rule" else beyond_rule
+        mean = math.exp(statistics.mean(math.log(ratio) for ratio, *_ in ratios))
+        print(
+            f"{name}: {len(known) - far} of {len(known)} points within 5% of the best of the "
+            f"space, {mean:.3f} times it on average; the furthest:"
+        )
+        for ratio, each, cut, us in sorted(ratios, key=lambda r: -r[0])[:most]:
+            print(
+                f"  {ratio:5.2f} {each.point.name:30} {us:7.1f} best {each.best_us:7.1f} bytes "
+                f"{each.floor:7.1f}  {tuple(cut[1:])} best {tuple(each.best[1:])}"
+            )
+        within = sum(us <= each.floor + ALLOWED_MICROSECONDS for each, _, us in known)
+        at_best = sum(each.best_us <= each.floor + ALLOWED_MICROSECONDS for each in points)
+        print(
+            f"{name}: {within} of {len(known)} within their bytes and {ALLOWED_MICROSECONDS:.0f} "
+            f"us, {at_best} of {len(points)} at best; the furthest:"
+        )
+        for each, _, us in sorted(known, key=lambda k: k[0].floor - k[2])[: most // 2]:
+            print(
+                f"  {us - each.floor:6.1f} {each.point.name:30} {us:7.1f} best {each.best_us:7.1f} "
+                f"bytes {each.floor:7.1f}"
+            )
+    return beyond_rule
+
+
+def read(path: Path | None) -> list[dict[str, Any]]:
+    """The points of a file, or none."""
+    if path is None or not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return [line for line in lines if "point" in line]
+
+
+def search(
+    *, models: list[Model] | None = None, count: int = 200, seed: int = 25, seconds: float = 340,
+    compile_seconds: float = 130, each: float = 1.5, out: Path | None = None,
+) -> int:  # fmt: skip
+    """Time the points on a GPU; returns how many are more than 5% off by the rule, or wrong.
+
+    ``seconds`` bounds all of it: no point is begun after.
+    """
     import triton  # noqa: F401  (before the compilers are forked)
 
     from engine_core.kernels.attention import triton as _  # noqa: F401
 
     begin = time.perf_counter()
-    points: list[dict[str, Any]] = []
-    made: list[list[Any]] = []
-    grids = {
-        shape: [
-            (rows, tokens)
-            for rows, tokens in GRID
-            if rows * tokens * shape[1] * shape[2] * 4 <= MOST_BYTES
-        ]
-        for shape in shapes
-    }
-    # CUDA is not there yet in this process, so that others can be forked from it.
-    with ProcessPoolExecutor(
-        max(1, (len(os.sched_getaffinity(0)) - 1)),
-        mp_context=multiprocessing.get_context("fork"),
-    ) as pool:
-        jobs: dict[Shape, dict[decode.Launch, Future[Compiled]]] = {}
-        for shape, grid in grids.items():
-            cuts = [by_rule(shape, rows) for rows, _ in grid]
-            cuts += [cut for point in grid for cut in space(shape, *point)]
-            wanted = dict.fromkeys(map(compiled_for, cuts))
-            jobs[shape] = {cut: pool.submit(compile_one, shape, cut) for cut in wanted}
-        pools = tuple(
-            torch.randn(int(POOL_BYTES) // 2, dtype=torch.bfloat16, device="cuda") for _ in range(2)
-        )
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            clock = Clock()
-            for shape, grid in grids.items():
-                results = {cut: job.result() for cut, job in jobs[shape].items()}
-                made += [[shape, *cut, *result] for cut, result in results.items()]
-                broken = {cut for cut, result in results.items() if result.error}
-                for cut in broken:
-                    print(f"FAILED {shape} {cut}: {results[cut].error}")
-                compiled = time.perf_counter() - begin
-                compile_seconds = sum(result.seconds for result in results.values())
-                for point in grid:
-                    if time.perf_counter() - begin > seconds:
-                        break
-                    points.append(time_point(shape, *point, pools, clock, broken))  # type: ignore[arg-type]
-                print(
-                    f"{shape}: {len(results)} kernels {compile_seconds:.0f} s, at {compiled:.0f} "
-                    f"to {time.perf_counter() - begin:.0f} s",
-                    flush=True,
-                )
-                if out:
-                    out.write_text(json.dumps({"kernels": made, "points": points}))
-        for shape in grids:
-            for job in jobs[shape].values():
-                job.cancel()
-    summary(points, most)
-    wrong = [each for each in points if not each["difference"] < _DIFFERENCE]
-    for each in wrong[:5]:
-        print(f"WRONG by {each['difference']:.1e}: {line_of(each)}")
-    return sum(bool(point["rule_us"] > 1.05 * point["best_us"]) for point in points) + len(wrong)
+    lines = read(out)
+    known = {line["point"] for line in lines}
+    models = models or [Model.named(name) for name in MODELS]
+    points = [p for p in drawn_points(models, count, seed) if p.name not in known]
+    made = compile_all(points, compile_seconds) if points else {}
+    broken = {kernel for kernel, result in made.items() if result.error}
+    if out:
+        with out.open("a") as file:
+            for (model, cut), result in made.items():
+                print(json.dumps({"kernel": [model.name, *cut, *result]}), file=file)
+    pools: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+    with torch.cuda.stream(torch.cuda.Stream()):
+        clock = Clock()
+        for number, point in enumerate(points):
+            if time.perf_counter() - begin > seconds:
+                print(f"out of time: {number} of {len(points)} points")
+                break
+            dtype = point.model.dtype
+            if dtype not in pools:
+                size = int(MOST_BYTES) // dtype.itemsize
+                pools[dtype] = filled(dtype, size, "cuda"), filled(dtype, size, "cuda")
+            try:
+                line = time_point(point, pools[dtype], clock, each, broken, "cuda")
+            except torch.OutOfMemoryError as error:
+                print(f"FAILED {point.name}: {error}"[:200])
+                continue
+            lines.append(line)
+            if out:
+                with out.open("a") as file:
+                    print(json.dumps(line), file=file)
+            if number % 20 == 0:
+                print(f"{number} points, {time.perf_counter() - begin:.0f} s", flush=True)
+    return summary(lines) + wrong(lines)
+
+
+def wrong(lines: list[dict[str, Any]]) -> int:
+    """Name points whose ways do not agree; returns how many there are."""
+    found = [line for line in lines if not line["difference"] < _DIFFERENCE]
+    for line in found[:5]:
+        print(f"WRONG by {line['difference']:.1e}: {line['point']}")
+    return len(found)
+
+
+def dry_run(names: list[str]) -> int:
+    """Run small points of some models in Triton's interpreter; returns how many are wrong."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "kernels"))
+    from interpreter import quicken  # type: ignore[import-not-found]
+
+    quicken()  # and exact: the interpreter alone takes integers for the bits of bfloat16
+    lines = []
+    for name in names:
+        point = Point(Model.named(name), 2, 150, True)
+        size = 6 * BLOCK * point.model.token_bytes
+        pools = filled(point.model.dtype, size, "cpu"), filled(point.model.dtype, size, "cpu")
+        line = time_point(point, pools, HostClock(), 60, set(), "cpu")
+        lines.append(json.loads(json.dumps(line)))
+        print(f"{point.name}: {len(line['times'])} ways, apart by {line['difference']:.1e}")
+    unjudged = sum(judged(line) is None for line in lines)
+    return wrong(lines) + unjudged
 
 
 def main() -> int:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON with all times")
-    parser.add_argument("--seconds", type=float, default=600, help="begin no point after these")
-    parser.add_argument("--shapes", help="heads/KV heads/dimensions,...")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="lines of JSON with all times; added to")
+    parser.add_argument("--replay", type=Path, help="times that --out took; nothing is timed")
+    parser.add_argument("--points", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=25)
+    parser.add_argument("--seconds", type=float, default=340, help="begin no point after these")
+    parser.add_argument("--compile-seconds", type=float, default=130)
+    parser.add_argument("--each", type=float, default=1.5, help="seconds of a point at most")
+    parser.add_argument("--models", help="heads/KV heads/dimensions[/cache][/wWINDOW],...")
+    parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
-    shapes = SHAPES
-    if args.shapes:
-        shapes = [tuple(map(int, part.split("/"))) for part in args.shapes.split(",")]  # type: ignore[misc]
-    return 1 if search(args.seconds, shapes, args.out) else 0
+    names = args.models.split(",") if args.models else None
+    if args.replay:
+        return 1 if summary(read(args.replay)) else 0
+    if args.dry_run:
+        return 1 if dry_run(names or ["14/2/64", "32/2/96/w60"]) else 0
+    failed = search(
+        models=[Model.named(name) for name in names] if names else None,
+        count=args.points, seed=args.seed, seconds=args.seconds,
+        compile_seconds=args.compile_seconds, each=args.each, out=args.out,
+    )  # fmt: skip
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

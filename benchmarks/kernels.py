@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
 
-from decode_search import SHAPES, search  # noqa: E402
+from decode_search import search  # noqa: E402
 from kernel_cases import TOLERANCE, make_paged, native_matrix  # noqa: E402
 
 from engine_core import kernels  # noqa: E402
@@ -246,7 +246,7 @@ def main() -> int:
     parser.add_argument("--search", action="store_true", help="only decode_search.py")
     args = parser.parse_args()
     if args.search:
-        return 1 if search(600, SHAPES, None) else 0
+        return 1 if search() else 0
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
     properties = torch.cuda.get_device_properties(0)

@@ -317,7 +317,7 @@ def test_kernel_merges_splits_in_rounds(
 ) -> None:
     from engine_core.kernels.attention import decode
 
-    monkeypatch.setattr(decode, "_MERGED_SPLITS", (2, 2))
+    monkeypatch.setattr(decode, "MERGED_SPLITS", (2, 2))
     launch_as_chosen = decode.launch
     monkeypatch.setattr(
         decode, "launch", lambda *given: launch_as_chosen(*given)._replace(min_split=32)

@@ -7,10 +7,10 @@ from typing import NamedTuple
 # Splits of a row at most: enough for 8 programs on each of 132 multiprocessors from 16 unsplit.
 MAX_SPLITS = 64
 # Splits merged at a time: as many as a row has, within these bounds.
-_MERGED_SPLITS = (4, 16)
+MERGED_SPLITS = (4, 16)
 # Where splits are rare, these with one head at a time: the kernel needs 128 registers a thread then
 # and not 164, so that 8 programs of 2 warps fit on a multiprocessor and not 6.
-_RARELY_MERGED_SPLITS = 4
+RARELY_MERGED_SPLITS = 4
 # Where there are programs enough, only rows about so many times as long as the mean are split, with
 # heads of up to 64 dimensions and with larger ones. ms of a step with 1.2 and 1.5, 256 rows of 200
 # to 1860 tokens: 24 layers of 2 KV heads of 64, 2.19 and 2.27; 32 of 8 of 128, 16.2 and 16.0.
@@ -100,9 +100,14 @@ def _tile(dims: int, float32: bool, num_programs: int) -> _Tile:
     return _Tile(32, 1, 2, 8 if num_programs < 384 else 10)
 
 
-def _power_of_2(count: int) -> int:
+def power_of_2(count: int) -> int:
     """The least power of 2 that is no less than ``count``."""
     return 1 << (count - 1).bit_length()
+
+
+def stretch(num_rows: int, block_d: int) -> int:
+    """The splits wanted of rows that are many: only rows much longer than the mean are cut."""
+    return max(1, int(num_rows / (_NARROW_STRETCH if block_d <= 64 else _STRETCH)))
 
 
 def launch(
@@ -120,19 +125,19 @@ def launch(
         float32: whether the cache is float32 and not of 16 bits.
         multiprocessors: of the device.
     """
-    block_g = min(64, max(16, _power_of_2(group_size)))
+    block_g = min(64, max(16, power_of_2(group_size)))
     head_tiles = kv_heads * -(-group_size // block_g)
     tile = _tile(block_d, float32, num_rows * head_tiles)
     wanted = max(1, int(tile.programs * multiprocessors) // head_tiles)
     if wanted <= num_rows:
         # Only rows much longer than the mean are split.
-        wanted = max(1, int(num_rows / (_NARROW_STRETCH if block_d <= 64 else _STRETCH)))
-        merged_splits, merged_heads = _RARELY_MERGED_SPLITS, 1
+        wanted = stretch(num_rows, block_d)
+        merged_splits, merged_heads = RARELY_MERGED_SPLITS, 1
     else:
-        least, most = _MERGED_SPLITS
-        merged_splits = max(least, min(_power_of_2(wanted // num_rows + 1), most))
+        least, most = MERGED_SPLITS
+        merged_splits = max(least, min(power_of_2(wanted // num_rows + 1), most))
         merged_heads = 32 * tile.num_warps * tile.merged // (merged_splits * block_dv)
-        merged_heads = max(1, min(_power_of_2(min(group_size, block_g)), merged_heads))
+        merged_heads = max(1, min(power_of_2(min(group_size, block_g)), merged_heads))
     return Launch(
         block_g, tile.block_n, tile.num_warps, tile.num_stages, wanted, tile.min_split,
         merged_splits, merged_heads,
