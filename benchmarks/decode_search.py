@@ -547,7 +547,7 @@ def search(
 
     ``seconds`` bounds all of it: no point is begun after.
     """
-    import triton  # noqa: F401  (before the compilers are forked)
+    import triton  # before the compilers are forked
 
     from engine_core.kernels.attention import triton as _  # noqa: F401
 
@@ -563,8 +563,10 @@ def search(
             for (model, cut), result in made.items():
                 print(json.dumps({"kernel": [model.name, *cut, *result]}), file=file)
     pools: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+    failures = 0
     with torch.cuda.stream(torch.cuda.Stream()):
         clock = Clock()
+        print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
         for number, point in enumerate(points):
             if time.perf_counter() - begin > seconds:
                 print(f"out of time: {number} of {len(points)} points")
@@ -575,8 +577,12 @@ def search(
                 pools[dtype] = filled(dtype, size, "cuda"), filled(dtype, size, "cuda")
             try:
                 line = time_point(point, pools[dtype], clock, each, broken, "cuda")
-            except torch.OutOfMemoryError as error:
-                print(f"FAILED {point.name}: {error}"[:200])
+            except Exception as error:
+                # One broken point must not hide the others: this machine may be lent for minutes.
+                print(f"FAILED {point.name}: {type(error).__name__}: {error}"[:300], flush=True)
+                failures += 1
+                if failures == 5:
+                    break
                 continue
             lines.append(line)
             if out:
@@ -584,7 +590,7 @@ def search(
                     print(json.dumps(line), file=file)
             if number % 20 == 0:
                 print(f"{number} points, {time.perf_counter() - begin:.0f} s", flush=True)
-    return summary(lines) + wrong(lines)
+    return summary(lines) + wrong(lines) + failures
 
 
 def wrong(lines: list[dict[str, Any]]) -> int:
