@@ -64,6 +64,8 @@ MICROSECONDS_PER_BYTE = 1 / 4.28e6
 ALLOWED_MICROSECONDS = 8.0
 # Between two ways to add up the same products in bfloat16.
 _DIFFERENCE = 2e-2
+# Logarithm of numbers of splits that take about the same.
+_NEAR = 0.2
 CHOICES = ("rule", "table")
 
 
@@ -186,7 +188,8 @@ def space(point: Point) -> Iterator[decode.Launch]:
     heads, rows = point.model.shape, point.rows
     for splits in SPLITS:
         programs = rows * heads.tiles * splits
-        if splits > 1 and (point.seen < splits * SHORTEST or programs > MULTIPROCESSORS * 16):
+        too_short = point.seen <= (splits - 1) * SHORTEST
+        if splits > 1 and (too_short or programs > MULTIPROCESSORS * 16):
             break
         more = min(splits * 4, 64)
         if programs * 4 <= MULTIPROCESSORS and point.seen >= more * SHORTEST and more > splits:
@@ -473,10 +476,12 @@ def time_of(point: Point, cut: decode.Launch, times: dict[decode.Launch, float])
     splits = effective(point, cut)
     if splits in near:
         return near[splits]
-    below, above = [n for n in near if n < splits], [n for n in near if n > splits]
-    if not below or not above:
-        return None
-    low, high = max(below), min(above)
+    low = max((n for n in near if n < splits), default=0)
+    high = min((n for n in near if n > splits), default=0)
+    if not low or not high:
+        # Beyond those that were timed, but near enough.
+        only = low or high
+        return near[only] if only and abs(math.log(splits / only)) < _NEAR else None
     part = math.log(splits / low) / math.log(high / low)
     return near[low] * (1 - part) + near[high] * part
 

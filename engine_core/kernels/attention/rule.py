@@ -2,7 +2,7 @@
 
 A model of a launch's time, whose constants a GPU is measured for, is asked for all tiles and splits
 of a small space. The lengths of rows are not known when a launch is cut, since a graph is replayed
-with any: the choice is the one that is least off the best over lengths from 128 tokens up.
+with any: the choice is the one that is least off the best over lengths from 32 tokens up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from engine_core.kernels.attention.decode import (
 )
 
 # Lengths of rows for which a launch is cut, and what each counts for.
-LENGTHS = ((256, 1.0), (1024, 2.0), (4096, 1.0), (16384, 1.0), (65536, 1.0))
+LENGTHS = (
+    (32, 0.5), (128, 1.0), (512, 1.0), (1024, 2.0), (4096, 1.0), (16384, 1.0), (65536, 1.0)
+)  # fmt: skip
 # Programs to be reached on each multiprocessor by splitting rows, and tokens of a split at least.
 PROGRAMS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 SHORTEST = (64, 128, 256, 384)
