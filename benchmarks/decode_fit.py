@@ -76,7 +76,7 @@ def model_error(points: list[Timed], gpu: Machine) -> float:
 
 
 def excesses(points: list[Timed], gpu: Machine) -> list[float]:
-    """What the rule takes of each point, by the best of its space; unknown times are left out."""
+    """Times of the rule by the best of each point's space; unknown ones are left out."""
     found = []
     for each in points:
         model = each.point.model

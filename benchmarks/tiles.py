@@ -6,7 +6,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 
 - ``4096x14336=128,128,4,wx,8,4,256``: the tile of linears with a weight ``[N, K]`` as it is stored
   (a gate and up's has both), the fields of ``kernels.linear.tiles.Tile`` in their order.
-- ``attention=64,2,3,2``: the fields of ``kernels.attention.triton._DecodeTile`` in their order.
+- ``attention=64,2,3,2``: the fields of ``kernels.attention.decode._Tile`` in their order.
 - ``stretch=1.1``: how many times the mean a row is as long that is split where splits are rare.
 - ``deferred=64``: the norms of more tokens divide, whatever the linears around them.
 
@@ -51,7 +51,7 @@ def settings(text: str) -> Iterator[None]:
     Raises:
         SystemExit: one is not of the forms above.
     """
-    attention = importlib.import_module("engine_core.kernels.attention.triton")
+    attention = importlib.import_module("engine_core.kernels.attention.decode")
     linear = importlib.import_module("engine_core.kernels.linear.tiles")
     epilogue = importlib.import_module("engine_core.nn.epilogue")
     declined: Callable[..., str | None] = epilogue.Deferral.declined
@@ -80,8 +80,8 @@ def settings(text: str) -> Iterator[None]:
                     )
                 )
             elif key == "attention":
-                tile = attention._DecodeTile(*fields(values))
-                stack.enter_context(patch.object(attention, "_decode_tile", lambda *_, t=tile: t))
+                tile = attention._Tile(*fields(values))
+                stack.enter_context(patch.object(attention, "_tile", lambda *_, t=tile: t))
             elif n.isdigit() and k.isdigit():
                 tiles[int(n), int(k)] = linear.Tile(*fields(values))
             else:
