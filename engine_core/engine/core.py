@@ -157,9 +157,7 @@ class EngineCore:
             if self._beside:
                 self._preparing[new.sequence_id] = prepared
             else:
-                while not prepared.done():
-                    wait([prepared], _PREPARING_SECONDS)
-                    self.executor.poll()
+                self.wait_prepared(prepared)
                 prepared.result()
         if new.sequence_id not in self._preparing:
             self.scheduler.add(sequence)
@@ -168,6 +166,12 @@ class EngineCore:
         self._queued[new.sequence_id] = now = time.monotonic()
         if self.trace is not None:
             self.trace.added(sequence, now)
+
+    def wait_prepared(self, prepared: Future[None]) -> None:
+        """Wait for what the executor prepares: ranks in other processes are heard only if asked."""
+        while not prepared.done():
+            wait([prepared], _PREPARING_SECONDS)
+            self.executor.poll()
 
     def abort(self, sequence_id: str) -> None:
         """End a sequence; nothing more comes of it. Unknown ids are ignored."""

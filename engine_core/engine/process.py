@@ -503,7 +503,7 @@ def _serve(
                 guides = core.executor.prepare(None)
             _capture_expected(core, source.device)
             if guides is not None:
-                guides.exception()  # a guided request would say it
+                core.wait_prepared(guides)  # if it failed, a guided request will say it
             # Else what a family's rows need is known with their first request.
             if source.state_known and source.model_config.pooling is None:
                 core.time_steps(_TRIAL_SECONDS[kind])
