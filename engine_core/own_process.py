@@ -1,7 +1,7 @@
-"""The garbage collector and the memory of a process that runs an engine and nothing else.
+"""The garbage collector, memory and end of a process that runs an engine and nothing else.
 
 The mains of such a process (the engine process, a rank, a command) call :func:`claim`. In any other
-the functions here do nothing: its objects and its memory are its user's.
+those for the collector and memory do nothing: its objects and its memory are its user's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import ctypes
 import gc
 import os
 import resource
+import signal
+import sys
 
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Parameters of mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # A product is compiled for each number of rows, into 0.3 MiB of oneDNN's cache and as much of that
@@ -52,6 +55,18 @@ def claim() -> None:
 def is_claimed() -> bool:
     """Whether this process is the engine's alone."""
     return _claimed
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the parent dies, also in the middle of a step that never ends.
+
+    The system takes the end of the parent's thread that started this process for the parent's.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before that
+        os._exit(1)
 
 
 def freeze(*, collect: bool = False) -> None:

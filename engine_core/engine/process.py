@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import logging
 import logging.handlers
@@ -42,7 +41,6 @@ logger = logging.getLogger(__name__)
 _HEADER = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
 _BUFFER_BYTES = 4 << 20  # asked for; the system gives what it allows
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
 # What each frontend's numbers of sequences are below.
 _NUMBERS = 1 << 40
 # How long a core that has work and can do none of it waits for something to change.
@@ -422,7 +420,7 @@ def main(
     with contextlib.suppress(RuntimeError):  # there is no stderr
         # What the other side sends before it kills a process that hangs.
         faulthandler.register(signal.SIGUSR1)
-    die_with(parent)
+    own_process.die_with(parent)
     links = _Links(end, listener)
     logging.basicConfig(level=log_level, handlers=[links.log_handler()], force=True)
     try:
@@ -623,15 +621,6 @@ def _add(core: EngineCore, sequences: Sequence[NewSequence], refused: list[Token
                     number=sequence.number,
                 )
             )
-
-
-def die_with(parent: int) -> None:
-    """Be killed when the parent dies, also in the middle of a step that never ends."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
-        os._exit(1)
 
 
 def _portable(error: EngineError) -> EngineError | None:

@@ -163,11 +163,14 @@ class ProcessExecutor:
         self._answers: list[deque[Any]] = [deque() for _ in range(size)]
         # By a grammar's number, its future once for each rank that has not compiled it yet.
         self._preparing: dict[int, list[Future[None]]] = {}
+        # A rank that waits for one that hangs never reads that this process is gone. Any other
+        # thread may end long before the process.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_worker_main,
-                args=(theirs, self._ring, source.name, config, rank, meeting),
+                args=(theirs, self._ring, source.name, config, rank, meeting, parent),
                 name=f"engine-core-rank-{rank}",
                 daemon=True,
             )
@@ -346,9 +349,12 @@ def _worker_main(
     config: EngineConfig,
     rank: int,
     meeting: str,
+    parent: int | None,
 ) -> None:
-    """The life of one rank's process."""
+    """The life of one rank's process; it does not outlive ``parent``, if that is known."""
     own_process.claim()
+    if parent is not None:
+        own_process.die_with(parent)
     # Ctrl-C goes to every process of the terminal; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -32,7 +32,6 @@ from prometheus_client.multiprocess import mark_process_dead
 from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine.async_engine import AsyncEngine
-from engine_core.engine.process import die_with
 from engine_core.engine.shared_count import SharedCount
 from engine_core.errors import ConfigError, EngineDeadError
 from engine_core.registry import build_registry
@@ -313,7 +312,7 @@ def work(place: _Place, control: socket.socket, listener: socket.socket) -> None
     # Both go to every process of a terminal; the supervisor decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    die_with(place.parent)
+    own_process.die_with(place.parent)
     settings = place.settings
     configure_logging(settings.log_format)
     with place.counts.open("r+b") as file:

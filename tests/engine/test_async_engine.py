@@ -1120,6 +1120,8 @@ def test_two_ranks_run_below_the_engine_process(run: Run) -> None:
         assert whole.tokens == [PROMPTS[2].new_tokens]
         stream = await engine.add_request(PROMPTS[3].input_ids, LONG)
         await anext(stream)
+        # One hangs, and the other waits for it: neither reads that the process above is gone.
+        os.kill(ranks[-1], signal.SIGSTOP)
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await read(stream)
