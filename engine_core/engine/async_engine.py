@@ -935,7 +935,7 @@ class AsyncEngine(HasFrontend):
             await asyncio.sleep(delay)
             try:
                 place = await self._begin(member.index)
-            except EngineError as error:
+            except Exception as error:  # OSError too: no more processes, memory or open files
                 member.error = self._named(member, error)
                 if member.failures < self._max_restarts:
                     continue
@@ -948,12 +948,16 @@ class AsyncEngine(HasFrontend):
             logger.warning("replica %d is ready again", member.index)
             return
 
-    def _named(self, member: _Member, error: EngineError) -> EngineDeadError:
+    def _named(self, member: _Member, error: Exception) -> EngineDeadError:
         """The error as the end of one of several replicas."""
         if len(self._members) == 1 and isinstance(error, EngineDeadError):
             return error
-        named = EngineDeadError(f"replica {member.index}: {error}")
-        named.__cause__ = error.__cause__
+        if isinstance(error, EngineError):
+            why, cause = str(error), error.__cause__
+        else:
+            why, cause = f"it cannot be started: {type(error).__name__}: {error}", error
+        named = EngineDeadError(f"replica {member.index}: {why}")
+        named.__cause__ = cause
         return named
 
     def _give_up(self, member: _Member) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
@@ -37,6 +38,20 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         await asyncio.sleep(0.01)
+
+
+def refuse_once(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Let the system refuse the next process; the event is set when it has."""
+    refused, open_ = asyncio.Event(), replica.ProcessReplica.open
+
+    async def open_late(*values: Any) -> replica.ProcessReplica:
+        if not refused.is_set():
+            refused.set()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await open_(*values)
+
+    monkeypatch.setattr(replica.ProcessReplica, "open", open_late)
+    return refused
 
 
 @pytest.mark.slow
@@ -82,6 +97,7 @@ def test_tokens_limits_death_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
         # One dies: its requests end with the cause, the others have their tokens.
         victim = engine.replicas[0].pid
         assert victim is not None
+        refused = refuse_once(monkeypatch)
         os.kill(victim, signal.SIGKILL)
         # What comes before its end is understood goes to the other one.
         await until(lambda: engine.replicas[0].phase == "dead")
@@ -97,7 +113,8 @@ def test_tokens_limits_death_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
         assert engine.dead is None
         await until(lambda: engine.replicas[0].phase == "ready")
         assert engine.replicas[0].restarts == 1
-        assert "SIGKILL" in str(engine.replicas[0].error)
+        assert refused.is_set()
+        assert "replica 0: it cannot be started: OSError" in str(engine.replicas[0].error)
         # Counts go on, and both work again.
         counts = engine.replicas[0].stats
         assert (counts.running, counts.generated_tokens > 0) == (0, True)
