@@ -189,7 +189,8 @@ class ProcessReplica(asyncio.Protocol, Replica):
     def is_closing(self) -> bool:
         """See :class:`Replica`."""
         assert self._transport is not None, "it was opened"
-        return self._transport.is_closing()
+        # One that failed or hangs may take seconds to end.
+        return self._failure is not None or self._transport.is_closing()
 
     def send(self, message: Any) -> None:
         """See :class:`Replica`."""

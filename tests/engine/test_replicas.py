@@ -57,6 +57,7 @@ def refuse_once(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 @pytest.mark.slow
 def test_tokens_limits_death_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "_FIRST_DELAY", 0.05)
+    monkeypatch.setattr(replica, "_LAST_WORDS_SECONDS", 1.0)
     see_it_end = replica.ProcessReplica._see_it_end
 
     async def see_it_end_late(self: replica.ProcessReplica) -> None:
@@ -139,6 +140,17 @@ def test_tokens_limits_death_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [status.phase for status in engine.replicas] == ["ready"] * 2
         with pytest.raises(ConfigError, match=r"from 1 to 2, .* got 3"):
             await engine.scale(3)
+
+        # One that hangs is sent nothing more while it writes its stacks.
+        hung = engine._members[1].replica
+        assert hung is not None
+        os.kill(engine._members[1].pid, signal.SIGSTOP)
+        hung.give_up("it hangs")
+        assert [status.phase for status in engine.replicas] == ["ready", "dead"]
+        for tokens in [await tokens_of(await begin(engine, params=GREEDY)) for _ in range(2)]:
+            assert tokens == PROMPTS[3].new_tokens[:16]
+        await until(lambda: engine.replicas[1].phase == "ready")
+        assert engine.replicas[1].error == "replica 1: it hangs"
 
         # The last one that lives takes the engine with it.
         monkeypatch.setattr(engine, "_max_restarts", 0)
