@@ -302,7 +302,9 @@ async def environments(config: EngineConfig, replicas: int) -> list[dict[str, st
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = list(map(str, range(count))) if given is None else given.split(",")[:count]
     if not gpus and config.device != "cuda":
-        cores = int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0] or _count_cores())
+        given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        # OpenMP warns of what is no number, and takes all cores.
+        cores = int(given) if given.isdecimal() and int(given) else _count_cores()
         threads = str(max(1, cores // replicas))
         return [{"OMP_NUM_THREADS": threads, own_process.HOST_SHARE: str(replicas)}] * replicas
     size = config.num_ranks

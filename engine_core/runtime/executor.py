@@ -157,7 +157,8 @@ class ProcessExecutor:
         self._answering = size - config.tensor_parallel_size
         self._ring = MessageRing(size)
         self._folder = tempfile.TemporaryDirectory(prefix="engine-core-")
-        meeting = (Path(self._folder.name) / "rendezvous").as_uri()
+        # Torch takes what follows as it is: with %20 for a space it would wait for another folder.
+        meeting = f"file://{Path(self._folder.name).absolute()}/rendezvous"
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._answers: list[deque[Any]] = [deque() for _ in range(size)]

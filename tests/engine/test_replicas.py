@@ -201,6 +201,18 @@ def test_each_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "threads"), [("6", 3), (" 6,2", 3), ("1", 1), ("0", 4), ("-2", 4), ("many", 4)]
+)
+def test_threads_are_divided_as_openmp_would_take_them(
+    monkeypatch: pytest.MonkeyPatch, given: str, threads: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(replica, "_count_cores", lambda: 8)
+    each = _environments(monkeypatch, 0, 2, device="cpu")
+    assert [one["OMP_NUM_THREADS"] for one in each] == [str(threads)] * 2
+
+
+@pytest.mark.parametrize(
     ("gpus", "replicas", "settings", "message"),
     [
         (2, 3, {}, "replicas is 3.* they take 3 GPUs, but torch sees 2; .* at most 2 replicas"),
