@@ -177,6 +177,8 @@ class ProcessReplica(asyncio.Protocol, Replica):
     def _take(self, message: Any) -> None:
         if isinstance(message, Failure):
             self._failure = message
+            # Threads of a model's, or a broken device, may keep it from ending.
+            asyncio.get_running_loop().call_later(_STOP_SECONDS, self._kill)
         elif isinstance(message, logging.LogRecord):
             log = logging.getLogger(message.name)
             if log.isEnabledFor(message.levelno):

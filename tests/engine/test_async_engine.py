@@ -33,7 +33,7 @@ from engine_core import (
     RequestOutput,
     SamplingParams,
 )
-from engine_core.engine import RequestStream, process
+from engine_core.engine import RequestStream, process, replica
 from engine_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -979,6 +979,7 @@ def test_a_killed_process_ends_every_stream_with_the_signal(run: Run) -> None:
 
 
 BREAKING = """
+import threading
 import time
 from engine_core_llama.config import LlamaConfigBuilder
 from engine_core_llama.model import LlamaForCausalLM
@@ -989,6 +990,8 @@ class StrikeError(RuntimeError):
 class MyModel(LlamaForCausalLM):
     def forward(self, input_ids, *args, **kwargs):
         if (input_ids == 319).any():
+            # Python waits for it before a process ends.
+            threading.Thread(target=time.sleep, args=(600,)).start()
             raise StrikeError("the tensor cores are on strike")
         time.sleep(0.02)  # so that another request is still running when it comes to that
         return super().forward(input_ids, *args, **kwargs)
@@ -1003,8 +1006,11 @@ CONFIG_BUILDERS = [MyBuilder]
 """
 
 
-def test_a_failing_step_ends_every_stream_with_the_traceback(run: Run, tmp_path: Path) -> None:
-    """The module map travels, too."""
+def test_a_failing_step_ends_every_stream_with_the_traceback(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module map travels, too. The process would not end by itself."""
+    monkeypatch.setattr(replica, "_STOP_SECONDS", 0.5)
     file = tmp_path / "my_family.py"
     file.write_text(BREAKING)
     config = IDS_ONLY.replace(
