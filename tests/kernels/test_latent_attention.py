@@ -120,6 +120,7 @@ def test_reference_and_cpu_match_plain_torch(block_size: int) -> None:
 def test_decode_rows_alone_match_plain_torch() -> None:
     latents = make([(1, 90), (1, 1), (1, 33)])
     assert error(latents.run(), latents.expected()) < 2e-6
+    assert latents.run().is_contiguous()
 
 
 @pytest.mark.usefixtures("cpu_path")

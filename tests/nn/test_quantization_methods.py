@@ -74,6 +74,8 @@ def test_products_are_those_of_the_numbers(kind, shape, dtype) -> None:
         x = random(rows, shape[1], seed=rows, dtype=dtype)
         assert_product(matrix, x, None)
         assert_product(matrix, x[None], random(shape[0], seed=1, dtype=dtype))
+        # What a product with the operands exchanged leaves.
+        assert_product(matrix, x.T.contiguous().T, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

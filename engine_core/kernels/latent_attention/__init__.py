@@ -59,11 +59,12 @@ class LatentCall:
         return torch.cat((latent, q[..., nope:]), dim=-1)
 
     def released(self, latents: Tensor) -> Tensor:
-        """Weighted sums of latent vectors ``[n, H, rank]`` as values, ``[n, H, v]``."""
+        """Weighted sums of latent vectors ``[n, H, rank]`` as values, ``[n, H, v]``, contiguous."""
         values = self.up[:, self.nope_dim :]
         if len(latents) <= _FEW:
-            return torch.bmm(values, latents.permute(1, 2, 0)).permute(2, 0, 1)
-        return torch.bmm(latents.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+            return torch.bmm(values, latents.permute(1, 2, 0)).permute(2, 0, 1).contiguous()
+        sums = torch.bmm(latents.transpose(0, 1), values.transpose(1, 2))
+        return sums.transpose(0, 1).contiguous()
 
     def expands(self, num_queries: int, kv_len: int) -> bool:
         """Whether a row costs fewer multiplications with every head's keys and values.
@@ -113,7 +114,7 @@ def latent_attention(
         memo: one dict for all calls of a step with the same places; empty before the first.
 
     Returns:
-        ``[T, H, v]``. Tokens at ``query_start[R]`` and beyond are not set.
+        ``[T, H, v]``, contiguous. Tokens at ``query_start[R]`` and beyond are not set.
 
     Raises:
         ValueError: a shape, dtype or stride is not as above.

@@ -151,7 +151,8 @@ class Int4Matrix:
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ matrix.T + bias``."""
-        flat = x.reshape(-1, self.shape[1])
+        # torch's kernel takes nothing else than contiguous rows.
+        flat = x.reshape(-1, self.shape[1]).contiguous()
         if x.numel() > _MOST_KERNEL_ROWS * self.shape[1] and self._can_unpack:
             out = self._multiply_dense(flat)
         elif x.dtype == torch.bfloat16:

@@ -69,7 +69,8 @@ class Int8Matrix:
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ matrix.T + bias``."""
         if x.numel() <= _MOST_KERNEL_ROWS * x.shape[-1]:
-            flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+            # torch's kernel takes nothing else than contiguous rows.
+            flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
             out = torch._weight_int8pack_mm(flat, self.codes, self.scales).to(x.dtype)
             out = out.view(*x.shape[:-1], -1)
         else:

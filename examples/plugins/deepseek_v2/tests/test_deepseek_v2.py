@@ -42,7 +42,7 @@ SIZES = {
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
+    "v_head_dim": 24,
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -163,13 +163,14 @@ def test_tokens_after_a_preemption_are_the_same(checkpoint: Checkpoint, swap_spa
 
 
 def test_int8_weights_choose_nearly_the_same(checkpoint: Checkpoint) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=VOCAB)
+    # The second token comes from a step in which every row decodes.
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=VOCAB)
     prompts = checkpoint.prompts
     with LLM(str(checkpoint.folder), skip_tokenizer_init=True, quantization="int8") as llm:
         outputs = llm.generate([prompt.token_ids for prompt in prompts], params)
     for output, prompt in zip(outputs, prompts, strict=True):
         wanted = prompt.logits[len(prompt.token_ids) - 1].log_softmax(-1)
-        [found] = output.outputs[0].logprobs
+        found, _ = output.outputs[0].logprobs
         difference = sum(abs(found[i].logprob - float(wanted[i])) for i in range(VOCAB)) / VOCAB
         assert 0 < difference < 0.15 * float(wanted.std())
 
