@@ -156,9 +156,10 @@ class WeightsMismatchError(CheckpointError):
     """The checkpoint's tensors are not those that the model asks for.
 
     Attributes:
-        missing: names of parameters that no tensor filled.
+        missing: names of parameters that no tensor filled; of one that was partly filled with the
+            parts that it lacks.
         unexpected: names of tensors that no parameter took.
-        wrong: messages, one for each tensor of a wrong shape.
+        wrong: messages, one for each tensor of a wrong shape, or for what another one fills.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ meta device: that checks every name and shape of a checkpoint without reading it
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,7 +47,8 @@ class LoadAccount:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {id(param): name for name, param in model.named_parameters()}
+        self._params = dict(model.named_parameters())
+        self._names = {id(param): name for name, param in self._params.items()}
         # Numbers to come. Added up for each tensor, the parts of 128 experts would take minutes.
         self._missing = {name: param.numel() for name, param in model.named_parameters()}
         self._filled: dict[str, dict[Any, int]] = {name: {} for name in self._missing}
@@ -57,6 +59,7 @@ class LoadAccount:
         self._by_storage: dict[StorageWeakRef, str] = {}
         self._current: str | None = None
         self._wrong: list[str] = []
+        self._twice: dict[str, str] = {}
         self._forms: dict[str, tuple[torch.Size, tuple[int, ...]]] = {}
         self.uncompared: list[tuple[str, str]] = []
         self.altered: set[str] = set()
@@ -99,6 +102,8 @@ class LoadAccount:
             self._filled[name][shard_id] = numel
         source = self._source(tensor)
         if name is not None and source is not None:
+            if not _COMPARING.get():
+                self._compare(name, source, shard_id)
             self._sources[name].setdefault(shard_id, set()).add(source)
             own = self._by_storage.get(StorageWeakRef(tensor.untyped_storage())) == source
             if not own or self._forms[source] != (tensor.shape, tensor.stride()):
@@ -106,6 +111,16 @@ class LoadAccount:
         self._take(source)
         if refused is not None:
             self._wrong.append(f"{source}: {refused}")
+
+    def _compare(self, name: str, source: str, shard_id: Any) -> None:
+        """Note whether another tensor than ``source`` filled this part, or some of it."""
+        shards = self._sources[name]
+        others = shards.get(shard_id, set())
+        if self._missing[name] < 0 and hasattr(self._params[name], "stacks"):
+            # Experts may come one by one and all at once.
+            others = set().union(*(shards[key] for key in shards if _overlap(key, shard_id)))
+        if others - {source}:
+            self._twice[source] = min(others - {source})
 
     def is_filled(self, param: nn.Parameter) -> bool:
         """Whether all parts of a parameter of the model were filled."""
@@ -136,15 +151,19 @@ class LoadAccount:
             WeightsMismatchError: a parameter was not or only partly filled, a tensor was not
                 taken, or one had a wrong shape.
         """
-        missing = tuple(name for name, numel in self._missing.items() if numel > 0)
+        missing = tuple(
+            f"{name}{self._lost(name)}" for name, numel in self._missing.items() if numel > 0
+        )
         unexpected = tuple(name for name in self._offered if name not in self._taken)
         wrong = tuple(self._wrong)
-        if not (missing or unexpected or wrong):
+        twice = tuple(f"{name}: fills what {first} does" for name, first in self._twice.items())
+        if not (missing or unexpected or wrong or twice):
             return
         parts = [
             f"{title}: {_listing(names)}"
             for title, names in (
                 ("of the wrong shape", wrong),
+                ("there twice", twice),
                 ("missing", missing),
                 ("unexpected", unexpected),
             )
@@ -154,8 +173,24 @@ class LoadAccount:
             f"the weights in {where} are not those of this model; {'; '.join(parts)}",
             missing=missing,
             unexpected=unexpected,
-            wrong=wrong,
+            wrong=(*wrong, *twice),
         )
+
+    def _lost(self, name: str) -> str:
+        """The parts that a partly filled parameter lacks, in words."""
+        filled, param = self._filled[name], self._params[name]
+        sizes: Mapping[Any, int] = getattr(param, "shard_sizes", {})
+        parts = [key for key in getattr(param, "parts", sizes) if sizes.get(key)]
+        lost = [part for part in parts if not any(_overlap(key, part) for key in filled)]
+        if not filled or not lost:
+            return ""
+        return f" (without part {_listing(tuple(map(str, lost)), 4)})"
+
+
+def _overlap(shard_id: Any, other: Any) -> bool:
+    """Whether two shard ids have a part in common; of experts they are pairs, see StackedLinear."""
+    ids = [each if isinstance(each, tuple) else (None, each) for each in (shard_id, other)]
+    return all(a is None or b is None or a == b for a, b in zip(*ids, strict=True))
 
 
 def _listing(names: tuple[str, ...], most: int = 8) -> str:
@@ -324,11 +359,14 @@ def stacked_loader(
             layer, shard_id = stacked[layer]
             target = ".".join([*path, layer, leaf]).lstrip(".")
         param = params.get(target)
-        if param is None and len(path) > 1 and path[-1].isdigit():
+        if param is None and len(path) > 1 and _NUMBER.fullmatch(path[-1]):
             # An expert's tensor, where the model has one for all experts.
             *path, expert = path
             target = ".".join([*path, layer, leaf]).lstrip(".")
-            param, shard_id = params.get(target), (int(expert), shard_id)
+            shard_id = (int(expert), shard_id)
+            param = params.get(target)
+            # The model may have no such expert.
+            param = param if shard_id in getattr(param, "shard_sizes", {}) else None
         elif param is None and hasattr(params.get(f"{target}.weight"), "stacks"):
             param = params[f"{target}.weight"]
         if param is None:
@@ -377,6 +415,7 @@ def _equal(target: Tensor, tensor: Tensor) -> bool:
 
 
 _ROWS = 1024
+_NUMBER = re.compile("0|[1-9][0-9]*")
 
 
 def empty_parameter(

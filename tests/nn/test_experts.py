@@ -227,16 +227,38 @@ def test_mixtrals_names_and_a_fused_tensor_of_each_expert_load() -> None:
 def test_what_is_missing_or_misshapen_is_named(qwen2: Qwen2MoeSparseMoeBlock) -> None:
     tensors = separate(qwen2.state_dict())
     del tensors["experts.5.up_proj.weight"]
-    with pytest.raises(WeightsMismatchError, match=r"missing: experts\.gate_up_proj\.weight"):
-        filled(ours(), tensors)
-    tensors = separate(qwen2.state_dict())
-    tensors["experts.8.up_proj.weight"] = tensors["experts.7.up_proj.weight"]
-    with pytest.raises(ValueError, match=r"\(8, 1\) is not one of"):
+    lost = r"missing: experts\.gate_up_proj\.weight \(without part \(5, 1\)\)"
+    with pytest.raises(WeightsMismatchError, match=lost):
         filled(ours(), tensors)
     state = dict(qwen2.state_dict())
     state["experts.down_proj"] = state["experts.down_proj"][:-1]
     with pytest.raises(WeightsMismatchError, match="the model wants 8 experts"):
         filled(ours(), state)
+
+
+@pytest.mark.parametrize("number", ["8", "03", "\u0663"])
+def test_an_expert_that_the_model_does_not_have_is_unexpected(
+    qwen2: Qwen2MoeSparseMoeBlock, number: str
+) -> None:
+    tensors = separate(qwen2.state_dict())
+    tensors[f"experts.{number}.up_proj.weight"] = tensors["experts.7.up_proj.weight"].clone()
+    with pytest.raises(WeightsMismatchError) as caught:
+        filled(ours(), tensors)
+    assert caught.value.unexpected == (f"experts.{number}.up_proj.weight",)
+    assert caught.value.missing == caught.value.wrong == ()
+
+
+@pytest.mark.parametrize("again", ["experts.up_proj.weight", "experts.gate_up_proj"])
+@pytest.mark.parametrize("before", [True, False])
+def test_experts_that_are_there_twice_are_refused(
+    qwen2: Qwen2MoeSparseMoeBlock, again: str, before: bool
+) -> None:
+    """One by one, and all at once, which may have other numbers."""
+    tensors = separate(qwen2.state_dict())
+    rows = INTER * (1 + ("gate" in again))
+    twice = {again: torch.zeros(EXPERTS, rows, HIDDEN)}
+    with pytest.raises(WeightsMismatchError, match=r"there twice: .*: fills what .* does"):
+        filled(ours(), {**twice, **tensors} if before else {**tensors, **twice}, False)
 
 
 @pytest.mark.parametrize("by_experts", [False, True], ids=["within", "by-experts"])
