@@ -109,14 +109,17 @@ class DeepseekV3ConfigBuilder(DeepseekV2ConfigBuilder):
         "n_group": 8,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
-        "norm_topk_prob": True,
         "num_experts_per_tok": 8,
-        "rope_interleave": True,
         "routed_scaling_factor": 2.5,
         "topk_group": 4,
         "topk_method": "noaux_tc",
     }
-    nullable: ClassVar[Mapping[str, tuple[Any, Any]]] = {"q_lora_rank": (1, 1536)}
+    # Null is no to transformers.
+    nullable: ClassVar[Mapping[str, tuple[Any, Any]]] = {
+        "q_lora_rank": (1, 1536),
+        "norm_topk_prob": (True, True),
+        "rope_interleave": (True, True),
+    }
     aliases: ClassVar[Mapping[str, str]] = {
         "num_local_experts": "n_routed_experts",
         "num_mtp_layers": "num_nextn_predict_layers",

@@ -45,6 +45,19 @@ CASES = [
             "routed_scaling_factor": 1.6,
         },
     ),
+    # Groups that the method does not know.
+    ConformanceCase(
+        name="deepseek-v2-greedy",
+        architecture="DeepseekV2ForCausalLM",
+        config={
+            **_V2,
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "topk_method": "greedy",
+            "n_group": 4,
+            "topk_group": 1,
+        },
+    ),
     ConformanceCase(
         name="deepseek-v3",
         architecture="DeepseekV3ForCausalLM",

@@ -102,6 +102,6 @@ def attention_scale(config: HFConfig) -> float:
     scale: float = config.head_dim**-0.5
     rope = config.rope_scaling
     weight, factor = rope.get("mscale_all_dim"), rope.get("factor", 1.0)
-    if weight and factor > 1:
+    if rope["rope_type"] == "yarn" and weight and factor > 1:
         scale *= (0.1 * weight * math.log(factor) + 1.0) ** 2
     return scale

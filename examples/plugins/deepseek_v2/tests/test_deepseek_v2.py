@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import yarn_apply_mscale
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check.preflight import check_model
@@ -18,6 +19,7 @@ from engine_core.configs import HFConfig
 from engine_core.engine.timings import Timings
 from engine_core.errors import ConfigError, OptionError
 from engine_core.registry import build_registry
+from engine_core_deepseek_v2.model import attention_scale
 
 VOCAB, LONGEST, NEW_TOKENS = 101, 64, 8
 PARAMS = SamplingParams(
@@ -234,6 +236,29 @@ def test_what_the_model_cannot_do_is_refused_by_name(
     values = {**CONFIGS[name].to_dict(), "architectures": [architecture], **change}
     with pytest.raises(ConfigError, match=message):
         build_registry(plugin_errors="strict").model_config(HFConfig(values))
+
+
+@pytest.mark.parametrize("kind", ["default", "yarn"])
+def test_only_yarn_scales_the_scores(kind: str) -> None:
+    rope = {**YARN, "rope_type": kind}
+    values = {**CONFIGS["v2"].to_dict(), "architectures": ["DeepseekV2ForCausalLM"]}
+    config = build_registry(plugin_errors="strict").model_config(
+        HFConfig({**values, "rope_parameters": rope})
+    )
+    theirs = yarn_apply_mscale(rope, CONFIGS["v2"].qk_head_dim ** -0.5)
+    assert attention_scale(config.hf_config) == pytest.approx(theirs)
+
+
+def test_null_is_no_where_transformers_reads_it_so() -> None:
+    values = {**CONFIGS["v3"].to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}
+    keys = ("norm_topk_prob", "rope_interleave")
+    registry = build_registry(plugin_errors="strict")
+    config = registry.model_config(HFConfig({**values, **dict.fromkeys(keys)}))
+    for key in keys:
+        theirs = getattr(DeepseekV3Config(**{**values, key: None}), key)
+        assert bool(getattr(config.hf_config, key)) == bool(theirs)
+        with pytest.raises(ConfigError, match=f"{key} must be true or false, got 'no'"):
+            registry.model_config(HFConfig({**values, key: "no"}))
 
 
 def test_published_configs_mean_what_transformers_reads() -> None:

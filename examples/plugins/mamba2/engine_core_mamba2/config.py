@@ -77,7 +77,6 @@ class BambaConfigBuilder(RotaryConfigBuilder):
         "hidden_act": "silu",
         "hidden_size": 4096,
         "intermediate_size": 14336,
-        "mamba_conv_bias": True,
         "mamba_d_conv": 4,
         "mamba_d_state": 256,
         "mamba_expand": 2,
@@ -96,6 +95,8 @@ class BambaConfigBuilder(RotaryConfigBuilder):
         "tie_word_embeddings": False,
         "vocab_size": 128000,
     }
+    # Null is no to transformers.
+    nullable: ClassVar[Mapping[str, tuple[Any, Any]]] = {"mamba_conv_bias": (True, True)}
 
     @classmethod
     def complete(cls, values: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ CASES = [
             "mamba_n_heads": 4,
             "mamba_d_state": 16,
             "mamba_chunk_size": 16,
+            "time_step_limit": [0.01, 0.2],
             "max_position_embeddings": 128,
             "bos_token_id": 1,
             "eos_token_id": 2,

@@ -18,7 +18,7 @@ from golden_fixtures import (
     golden_prompts,
     greedy_params,
 )
-from transformers import Mamba2Config
+from transformers import BambaConfig, Mamba2Config
 
 from engine_core import LLM, EngineConfig
 from engine_core.check.preflight import check_model
@@ -218,6 +218,13 @@ def test_bambas_config_is_checked_too(change: dict[str, Any], message: str) -> N
     assert (config.head_dim, config.hf_config.mamba_d_head) == (128, 64)
     with pytest.raises(ConfigError, match=message):
         registry.model_config(HFConfig(values, **change))
+
+
+def test_a_convolution_of_bamba_has_no_bias_if_that_is_null() -> None:
+    values = {"architectures": ["BambaForCausalLM"], "mamba_conv_bias": None}
+    config = build_registry(plugin_errors="strict").model_config(HFConfig(values))
+    assert not BambaConfig(mamba_conv_bias=None).mamba_conv_bias
+    assert not config.hf_config.mamba_conv_bias
 
 
 def test_a_saved_config_means_what_transformers_reads(tmp_path: Path) -> None:
