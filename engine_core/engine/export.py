@@ -53,6 +53,8 @@ _GROUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "int4": ("pack-quantized", _INT4, None),
     "fp8": ("float-quantized", _FP8, _FP8_ROWS),
 }
+# The tensors of a linear of integers that are codes; its bias and its scales are not.
+_INTEGERS = ("weight", "weight_zero_point")
 # Rows that are quantised at once, and linears that are looked at before.
 _ROWS = 1024
 _SAMPLES = 4
@@ -368,14 +370,14 @@ def _imported(
 
     def spec(name: str, header: Any) -> Spec:
         stem, _, leaf = name.rpartition(".")
-        if stem in linears and leaf != "weight_scale":
+        if stem in linears and leaf in _INTEGERS:
             shape = linears[stem].shape if leaf == "weight" else header.shape
             return name, "int8" if stem in kept else dtype, shape
         return name, dtype if is_fp8 and header.dtype == _E4M3 else header.dtype, header.shape
 
     def made(name: str, tensor: Tensor) -> Tensor:
         stem, _, leaf = name.rpartition(".")
-        if stem not in linears or leaf == "weight_scale":
+        if stem not in linears or leaf not in _INTEGERS:
             return tensor.clone()
         if stem not in kept:
             return tensor.to(getattr(torch, dtype))

@@ -22,12 +22,13 @@ from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check import check_model
 from engine_core.checkpoint import open_checkpoint
 from engine_core.engine.export import export_model, import_model
-from engine_core.errors import CheckpointError, CorruptCheckpointError, OptionError
+from engine_core.errors import CheckpointError, ConfigError, CorruptCheckpointError, OptionError
 from engine_core.kernels import GroupWeight
 from engine_core.nn.linear import Linear
 from engine_core.nn.packing import MatrixModule
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
+from engine_core.runtime.source import open_model
 from engine_core.step_context import BuildContext
 
 IDS = {"skip_tokenizer_init": True, "max_model_len": 160}
@@ -251,21 +252,52 @@ def test_numbers_of_codes_are_imported(quantization: str, tmp_path: Path) -> Non
             torch.testing.assert_close(numbers[f"{stem}.weight"], torch.from_numpy(expected))
 
 
+@pytest.mark.parametrize("name", [NAME, "qwen2-gqa"])
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
-def test_transformers_loads_the_codes(quantization: str, tmp_path: Path) -> None:
+def test_transformers_loads_the_codes(name: str, quantization: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
-    file = exported(tmp_path, NAME, quantization)
+    file = exported(tmp_path, name, quantization)
     import_model(file, tmp_path / "codes")
     import_model(file, tmp_path / "numbers", dequantize=True)
-    prompt = torch.tensor([golden_prompts(NAME)[0].input_ids])
+    prompt = torch.tensor([golden_prompts(name)[0].input_ids])
     with torch.inference_mode():
         codes, numbers = (
             AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(prompt)
             for name in ("codes", "numbers")
         )
     torch.testing.assert_close(codes.logits, numbers.logits, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("qwen2-gqa", "int4"), ("qwen2-gqa", "int8")])
+def test_a_folder_of_codes_is_a_model_here_too(
+    name: str, quantization: str, tmp_path: Path
+) -> None:
+    """Its linears, which have biases, are the numbers of the file."""
+    file = exported(tmp_path, name, quantization)
+    import_model(file, tmp_path / "codes")
+    import_model(file, tmp_path / "numbers", dequantize=True)
+    expected = load_file(tmp_path / "numbers" / "model.safetensors")
+    for at in (file, tmp_path / "codes"):
+        source = open_model(str(at), EngineConfig(device="cpu"), build_registry({}))
+        assert source.scheme is not None
+        got = dict(source.scheme.numbers(source.checkpoint).weights())
+        assert got.keys() == expected.keys()
+        for tensor, numbers in expected.items():
+            torch.testing.assert_close(got[tensor].float(), numbers.float(), rtol=0.01, atol=1e-4)
+    with LLM(str(tmp_path / "codes"), **IDS) as llm:
+        assert llm.generate([golden_prompts(name)[0].input_ids], greedy_params(name))
+
+
+def test_codes_of_four_bits_that_are_none(tmp_path: Path) -> None:
+    folder = tmp_path / "codes"
+    import_model(exported(tmp_path, NAME, "int4"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.gate_proj.weight"][3, 5] = 11
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"gate_proj\.weight has 11, which is no code of 4 bits"):
+        LLM(str(folder), **IDS)
 
 
 def test_codes_of_four_bits_are_those_of_their_packer(tmp_path: Path) -> None:

@@ -607,7 +607,10 @@ class CompressedIntegersScheme(PackedScheme):
         return mine and bool(integer_groups(settings))
 
     def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
-        """Packed ``weight_packed [N, K * bits / 32]`` or ``weight [N, K]`` int8, and scales."""
+        """Packed ``weight_packed [N, K * bits / 32]`` or ``weight [N, K]`` int8, and scales.
+
+        Codes of 4 bits may take a byte each, too.
+        """
         for name in _stems(headers, "weight_packed"):
             yield self._linear(_Tensors(headers, name), packed=True)
         for name in _stems(headers, "weight"):
@@ -624,8 +627,6 @@ class CompressedIntegersScheme(PackedScheme):
             k = columns * 32 // bits
         else:
             n, k = tensors.ask("weight", "codes", ("int8",)).shape
-            if bits != 8:
-                raise unsupported(f"{tensors.name}.weight is int8, and num_bits says {bits}")
         size = weights.get("group_size") if strategy == "group" else k
         scales = tensors.ask("weight_scale", "scales", _FLOATS)
         groups, why = -(-k // size), f": group_size is {size}, of {k} inputs in {bits} bits"
@@ -673,18 +674,31 @@ class CompressedIntegersScheme(PackedScheme):
         """Codes and zeros are kept with an offset, or as int8."""
         (n, k), bits = linear.shape, linear.layout.bits
         signed = held["codes"].dtype == torch.int8
-        codes = held["codes"].contiguous().view(torch.uint8)
         offset = bits == 8 and not signed
-        codes = codes ^ 128 if offset else codes[:, : k * bits // 8]
+        if signed and bits == 4:
+            codes = pack_codes(_from_middle(f"{linear.name}.weight", held["codes"]), bits)
+        else:
+            codes = held["codes"].contiguous().view(torch.uint8)
+            codes = codes ^ 128 if offset else codes[:, : k * bits // 8]
         scales = held["scales"].reshape(-1, linear.groups).expand(n, linear.groups)
         zeros = held.get("zeros")
         if zeros is None or zeros.dtype == torch.bfloat16:
             return codes, scales, zeros
         if signed:
+            if bits == 4:
+                zeros = _from_middle(f"{linear.name}.weight_zero_point", zeros)
             zeros = zeros.view(torch.uint8)
             return codes, scales, zeros.reshape(-1, linear.groups).expand(n, linear.groups)
         zeros = _expand(zeros.T, bits)[:, :n].T
         return codes, scales, zeros ^ 128 if offset else zeros
+
+
+def _from_middle(name: str, signed: Tensor) -> Tensor:
+    """int8 from -8 to 7 as codes of 4 bits, 0 to 15."""
+    low, high = (int(each) for each in signed.aminmax())
+    if low < -8 or high > 7:
+        raise unsupported(f"{name} has {low if low < -8 else high}, which is no code of 4 bits")
+    return (signed + 8).view(torch.uint8)
 
 
 def integer_groups(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
