@@ -9,14 +9,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["CODE_TOPS", "SCALE_BYTES", "cache_parts", "dequantized", "quantized"]
+__all__ = [
+    "CODE_TOPS",
+    "E4M3_TOP",
+    "INT8_TOP",
+    "LEAST_SCALE",
+    "SCALE_BYTES",
+    "cache_parts",
+    "dequantized",
+    "quantized",
+]
 
 # The greatest code of each type.
-CODE_TOPS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+INT8_TOP, E4M3_TOP = 127.0, 448.0
+CODE_TOPS = {torch.int8: INT8_TOP, torch.float8_e4m3fn: E4M3_TOP}
 # Of a scale in float32, which a head of a token has beside its codes.
 SCALE_BYTES = 4
 # Added to a scale, so that zeros have one by which they can be divided.
-_LEAST_SCALE = 1e-18
+LEAST_SCALE = 1e-18
 
 
 def cache_parts(cache: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -60,7 +70,7 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of ``x [..., D]``, and their scales ``[...]`` float32, NaN where x is not finite."""
     x = x.float()
     top = CODE_TOPS[dtype]
-    scales = x.abs().amax(dim=-1) * (1 / top) + _LEAST_SCALE
+    scales = x.abs().amax(dim=-1) * (1 / top) + LEAST_SCALE
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     x = x * scales.reciprocal().unsqueeze(-1)
     return (x.round() if dtype == torch.int8 else x).to(dtype), scales

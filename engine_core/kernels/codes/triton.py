@@ -5,6 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine_core.kernels.codes import E4M3_TOP, INT8_TOP, LEAST_SCALE
+
+_INT8_TOP = tl.constexpr(INT8_TOP)
+_E4M3_TOP = tl.constexpr(E4M3_TOP)
+_LEAST = tl.constexpr(LEAST_SCALE)
+
 
 @triton.jit
 def larger(a, b):
@@ -21,7 +27,7 @@ def largest(x):
 @triton.jit
 def scale_of(maximum, CODE: tl.constexpr):
     """Scales of heads with such maxima, NaN for those that are not finite."""
-    scale = maximum * (1.0 / (127.0 if tl.int8 == CODE else 448.0)) + 1e-18
+    scale = maximum * (1.0 / (_INT8_TOP if tl.int8 == CODE else _E4M3_TOP)) + _LEAST
     return tl.where(maximum < float("inf"), scale, float("nan"))
 
 

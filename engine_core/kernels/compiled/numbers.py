@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from engine_core.kernels.codes import LEAST_SCALE
 from engine_core.kernels.compiled.openmp import openmp
 
 _Function = TypeVar("_Function")
@@ -224,7 +225,7 @@ def scale_of(x: Any, top: Any) -> Any:
         value = widen(x[i])
         greatest = max(greatest, abs(value))
         nothing += value * float32(0)
-    return greatest * (float32(1) / top) + float32(1e-18) + nothing
+    return greatest * (float32(1) / top) + float32(LEAST_SCALE) + nothing
 
 
 @inline

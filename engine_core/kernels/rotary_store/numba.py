@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_core.kernels.codes import cache_parts
+from engine_core.kernels.codes import E4M3_TOP, INT8_TOP, cache_parts
 from engine_core.kernels.compiled import Kernel, threads
 from engine_core.kernels.compiled.numbers import (
     STORED,
@@ -178,7 +178,7 @@ def _scale_at(args: Any, stride: int, block: int, head: int, offset: int) -> int
 
 @inline
 def _encode(x: Any, codes: Any, scale_address: int, as_int8: bool) -> None:
-    scale = scale_of(x, float32(127) if as_int8 else float32(448))
+    scale = scale_of(x, float32(INT8_TOP) if as_int8 else float32(E4M3_TOP))
     array(scale_address, np.float32, 1)[0] = scale
     inverse = float32(1) / scale
     for i in range(len(x)):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine_core.kernels.codes import INT8_TOP
 from engine_core.nn.linear import UnquantizedLinearMethod
 from engine_core.nn.packing import MatrixModule
 
@@ -42,10 +43,10 @@ class Int8Matrix:
         step = max(_CHUNK // weight.shape[1], 1)
         for start in range(0, weight.shape[0], step):
             rows = weight[start : start + step].float()
-            scales = (rows.abs().amax(dim=1) / 127).to(torch.bfloat16)
+            scales = (rows.abs().amax(dim=1) / INT8_TOP).to(torch.bfloat16)
             self.scales[start : start + step] = scales
             divisor = torch.where(scales == 0, 1, scales).float().unsqueeze(1)
-            self.codes[start : start + step] = (rows / divisor).round_().clamp_(-127, 127)
+            self.codes[start : start + step] = (rows / divisor).round_().clamp_(-INT8_TOP, INT8_TOP)
         self.nbytes = self.codes.nbytes + self.scales.nbytes
 
     @classmethod

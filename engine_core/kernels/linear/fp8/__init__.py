@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine_core.kernels.codes import E4M3_TOP
 from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.linear import tiles
 from engine_core.kernels.linear.coded import CodedWeight
 
 FP8 = torch.float8_e4m3fn
 # The largest number of e4m3.
-FP8_MAX = 448.0
+FP8_MAX = E4M3_TOP
 # Columns that share a scale, of a weight whose rows have several.
 BLOCK = 128
 _ROWS = 1024

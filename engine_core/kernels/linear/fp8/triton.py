@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.codes import E4M3_TOP
 from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
+
+_TOP = tl.constexpr(E4M3_TOP)
 
 
 @triton.jit
@@ -32,10 +35,10 @@ def _quantize_kernel(
         sources = cols // 128 * 128 + cols % 2 * 64 + cols % 128 // 2
     wait(PDL)
     x = tl.load(x_ptr + row * x_stride + sources, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(x), axis=0) / 448.0 if scale_ptr is None else tl.load(scale_ptr)
+    scale = tl.max(tl.abs(x), axis=0) / _TOP if scale_ptr is None else tl.load(scale_ptr)
     tl.store(scales_ptr + row, scale)
     x = x / tl.where(scale == 0.0, 1.0, scale)
-    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    x = tl.minimum(tl.maximum(x, -_TOP), _TOP)
     tl.store(codes_ptr + row * K + cols, x.to(tl.float8e4nv), mask=mask)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine_core.kernels.codes import INT8_TOP
 from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.linear import tiles
 from engine_core.kernels.linear.coded import CodedWeight
@@ -185,7 +186,7 @@ class GroupWeight(CodedWeight):
                 codes, scales[part], points = quantize_groups(rows, bits, group_size)
                 codes, zeros[part] = (each ^ 128 if bits == 8 else each for each in (codes, points))
             else:
-                scales[part] = rows.abs().amax(1, keepdim=True) / 127
+                scales[part] = rows.abs().amax(1, keepdim=True) / INT8_TOP
                 divisor = torch.where(scales[part] == 0, 1, scales[part])
                 codes = (rows / divisor).round_().to(torch.int8).view(torch.uint8)
             packed[part] = pack_codes(codes, bits)
