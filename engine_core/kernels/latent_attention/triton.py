@@ -154,7 +154,9 @@ def _attend_tiles(
 
 @triton.jit
 def _nothing_yet(M: tl.constexpr, SHAPE: tl.constexpr):
-    acc = tl.zeros([M, SHAPE.block_dv], dtype=tl.float32)
+    # Triton 3.6 takes no field of a tuple as a size.
+    BLOCK_DV: tl.constexpr = SHAPE.block_dv
+    acc = tl.zeros([M, BLOCK_DV], dtype=tl.float32)
     return acc, tl.zeros([M], dtype=tl.float32), tl.full([M], float("-inf"), dtype=tl.float32)
 
 
