@@ -9,7 +9,7 @@ Weights and routing are random.
   bandwidth that a copy reaches on the same GPU.
 - ``model``: the shared workload's decode steps at contexts of some 1,000 tokens and its prefill of
   8 x 1024. The floor is the bytes that a step reads, at 4.28 TB/s: of the experts that so many
-  random tokens touch in a layer, which is counted, of the rest of the weights, and of the cache.
+  rows touch in a layer, which is counted, of the rest of the weights, and of the cache.
 - ``transformers``: its class with the same shape, its fastest experts (grouped products), eagerly:
   decode steps of the same rows and contexts, and the same prefill.
 """
@@ -118,22 +118,29 @@ def time_layers(all_rows: Sequence[int]) -> None:
         del layers
 
 
-def routed(llm: LLM, count: int) -> list[Tensor]:
-    """Which experts each of ``count`` random tokens takes, ``[count, TOP_K]`` for each layer."""
-    seen: list[Tensor] = []
+def scatter(model: Any) -> None:
+    """Let the token alone choose its experts, and any experts: by embeddings that stand out."""
+    model.model.embed_tokens.weight.normal_()
+
+
+def touched_in_steps(llm: LLM, rows: int) -> float:
+    """Experts that decode steps of so many rows touch in a layer, on average."""
+    counts: list[int] = []
 
     def look(_part: object, _given: object, result: Any) -> None:
-        seen.append(result[0].cpu())
+        if len(result[0]) == rows:
+            counts.append(len(result[0].unique()))
 
     def hooked(model: Any) -> list[Any]:
         routers = [part for part in model.modules() if isinstance(part, Router)]
         return [router.register_forward_hook(look) for router in routers]
 
     (handles,) = llm.apply_model(hooked)
-    prompt = random_ids(count, SHAPES[MODEL]["vocab_size"], random.Random(1))
-    llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    draw, vocab = random.Random(1), SHAPES[MODEL]["vocab_size"]
+    prompts = [random_ids(3, vocab, draw) for _ in range(rows)]
+    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     llm.apply_model(lambda _: [handle.remove() for handle in handles])
-    return [ids for ids in seen if len(ids) >= count]
+    return sum(counts) / len(counts)
 
 
 def floor_ms(rows: int, experts: float) -> float:
@@ -152,15 +159,14 @@ def time_model(all_rows: Sequence[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         with build(MODEL, Path(folder), deterministic=False) as llm:
+            llm.apply_model(scatter)
             llm.warmup()
             print(f"{MODEL}: started in {time.perf_counter() - start:.1f} s", flush=True)
             batches = sorted({*all_rows, 8})
             figures = measure(runner(llm), SHAPES[MODEL]["vocab_size"], batches=batches, mix=0)
             print(figures, flush=True)
-            choices = routed(llm, 4096)
-    for rows in batches:
-        counts = [len(part.unique()) for ids in choices for part in ids.split(rows)]
-        experts = sum(counts) / max(1, len(counts))
+            found = [touched_in_steps(llm, rows) for rows in batches]
+    for rows, experts in zip(batches, found, strict=True):
         took, floor = figures[f"tpot_ms_b{rows}"], floor_ms(rows, experts)
         print(
             f"{rows:5} rows, {experts:5.1f} experts a layer: {took:7.3f} ms, floor {floor:7.3f}, "

@@ -58,6 +58,8 @@ def golden_prompts(name: str) -> list[GoldenPrompt]:
 
 
 def golden_llm(name: str, **settings: Any) -> LLM:
+    if settings.get("tensor_parallel_size", 1) > max(1, torch.cuda.device_count()):
+        settings = {"device": "cpu", **settings}
     # Long enough for the longest prompt; for dynamic NTK that is beyond the config's own length.
     return LLM(str(GOLDEN / name), skip_tokenizer_init=True, max_model_len=160, **settings)
 

@@ -416,7 +416,7 @@ from engine_core import LLM, EngineConfig, SamplingParams
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 config = EngineConfig(
-    load_format="dummy", skip_tokenizer_init=True, max_model_len=64, max_num_seqs=2
+    load_format="dummy", skip_tokenizer_init=True, max_model_len=64, max_num_seqs=2, device="cpu"
 )
 with LLM(sys.argv[1], config) as llm:
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

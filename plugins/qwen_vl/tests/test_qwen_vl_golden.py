@@ -204,7 +204,12 @@ def picture(file: Path) -> Image.Image:
 
 
 def embed(images: list[dict[str, Tensor]]) -> Callable[[Any], Tensor]:
-    return lambda model: torch.stack(model.embed_media("image", images))
+    def embedded(model: Any) -> Tensor:
+        device = model.visual.mean.device
+        sent = [{name: x.to(device) for name, x in image.items()} for image in images]
+        return torch.stack(model.embed_media("image", sent)).cpu()
+
+    return embedded
 
 
 def test_marks_alone_stand_for_a_whole_picture() -> None:
