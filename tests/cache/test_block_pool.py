@@ -16,9 +16,11 @@ def test_hands_out_every_block_but_the_null_block() -> None:
     assert pool.num_used == 4
 
 
-def test_uses_the_least_recently_freed_block_first() -> None:
+def test_uses_the_least_recently_freed_block_with_a_key_first() -> None:
     pool = BlockPool(5)
-    first, second, third, fourth = pool.allocate(4)
+    first, second, third, fourth = blocks = pool.allocate(4)
+    for block in blocks:
+        pool.register(block, f"key of {block}")
     pool.release([third])
     pool.release([first, fourth])
     assert pool.allocate(3) == [third, first, fourth]
@@ -26,13 +28,26 @@ def test_uses_the_least_recently_freed_block_first() -> None:
     assert pool.allocate(1) == [second]
 
 
-def test_blocks_that_a_window_has_passed_are_used_before_others() -> None:
+def test_blocks_without_a_key_are_used_first_and_the_last_freed_before_others() -> None:
     pool = BlockPool(6)
     first, second, third, fourth = pool.allocate(4)
     pool.register(second, "key")
+    pool.release([second, first])
+    # In the order of the sequence again: its blocks are freed from the last on.
+    pool.release([fourth, third])
+    [unused] = set(range(1, 6)) - {first, second, third, fourth}
+    assert pool.allocate(5) == [third, fourth, first, unused, second]
+    pool.check()
+
+
+def test_blocks_that_a_window_has_passed_are_used_before_others() -> None:
+    pool = BlockPool(6)
+    first, second, third, fourth = pool.allocate(4)
+    for block in (first, second, third):
+        pool.register(block, f"key of {block}")
     pool.release([first])
     pool.release([third, second], passed=True)
-    assert pool.find("key") == second
+    assert pool.find(f"key of {second}") == second
     [unused] = set(range(1, 6)) - {first, second, third, fourth}
     assert pool.allocate(2) == [unused, third]
     pool.acquire(second)
@@ -144,7 +159,7 @@ class PoolAgainstLists(RuleBasedStateMachine):
         self.pool.release([block])
         self.held.remove(block)
         if block not in self.held:
-            self.free.append(block)
+            self.free.insert(len(self.free) if block in self.keys else 0, block)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), key=st.integers(0, 4))

@@ -308,7 +308,7 @@ def test_a_prefix_is_not_shared_if(why: str) -> None:
 def test_the_prompt_used_longest_ago_leaves_the_prefix_cache_first(
     taken: int, asked: str, cached: int
 ) -> None:
-    sched = scheduler(num_blocks=9)
+    sched = scheduler(num_blocks=8)
     prompts = {"one": range(10, 19), "two": range(20, 29), "three": range(30, 39)}
 
     def run(tokens: abc.Sequence[int]) -> int:
@@ -321,7 +321,8 @@ def test_the_prompt_used_longest_ago_leaves_the_prefix_cache_first(
     # Used again, the first prompt is the one used last; the third takes the blocks without a key.
     assert [run(prompts["one"]), run(prompts["three"])] == [8, 0]
     if taken:
-        run(range(50, 50 + 4 * taken))
+        # One block has no key, and goes before those that have one.
+        run(range(50, 50 + 4 * (taken + 1)))
     assert run(prompts[asked]) == cached
 
 
