@@ -26,7 +26,7 @@ from engine_core.nn.distributed import IndivisibleError, all_reduce, divide, spl
 from engine_core.nn.epilogue import Activated, AddNorm, Call, Divide, Epilogue, RotateStore
 from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
 from engine_core.nn.norm import LayerNorm, RMSNorm
-from engine_core.nn.packing import MatrixModule, OneDNNMatrix, PackedMatrix, onednn_packs
+from engine_core.nn.packing import MatrixModule, OneDNNMatrix, PackedMatrix, pack_matrix
 from engine_core.step_context import current_build_context
 
 
@@ -121,7 +121,7 @@ class UnquantizedLinearMethod(LinearMethod):
 
     def pack(self, weight: Tensor) -> PackedMatrix | None:
         """A packed weight in place of the loaded ``weight``, or None to leave it as it is."""
-        return OneDNNMatrix(weight) if onednn_packs(weight) else None
+        return pack_matrix(weight)
 
     def process_after_load(self, layer: Linear) -> None:
         """Put what :meth:`pack` makes in the weight's place."""

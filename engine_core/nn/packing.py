@@ -8,6 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from engine_core.kernels.half_linear import (
+    half_dtype,
+    half_linear,
+    pack_halves,
+    panel_width,
+    unpack_halves,
+)
 from engine_core.nn.module import Module
 
 # Looking the overload up takes a microsecond a call.
@@ -78,6 +85,55 @@ class OneDNNMatrix:
     def dense(self) -> Tensor:
         """The numbers again."""
         return self._weight.to_dense()
+
+
+class HalfMatrix:
+    """A float32 matrix whose numbers are bfloat16 or float16, kept as such.
+
+    One row takes half the time that it takes with :class:`OneDNNMatrix`, because half as many bytes
+    are read; many rows take the same.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        """``weight`` is not kept; it has 16 bits."""
+        self.shape = weight.shape
+        self._panels = pack_halves(weight)
+        self.nbytes = self._panels.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ matrix.T + bias``."""
+        flat = x.reshape(-1, self.shape[1])
+        out = flat.new_empty(len(flat), self.shape[0])
+        half_linear(flat, self._panels, bias, out)
+        return out.view(*x.shape[:-1], self.shape[0])
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Rows of the matrix: ids ``[...]`` int64 to ``[..., in_features]`` float32."""
+        rows = unpack_halves(self._panels, ids.reshape(-1)).float()
+        return rows.view(*ids.shape, self.shape[1])
+
+    def dense(self) -> Tensor:
+        """The numbers again."""
+        return self.take(torch.arange(self.shape[0]))
+
+
+def pack_matrix(weight: Tensor) -> PackedMatrix | None:
+    """The form in which this CPU multiplies fastest by a plain weight; None for the weight itself.
+
+    Where the CPU multiplies bfloat16 a model of such numbers is not computed in float32, unless a
+    user wants that.
+    """
+    if packs_halves(weight):
+        dtype = half_dtype(weight)
+        if dtype is not None:
+            return HalfMatrix(weight.detach().to(dtype))
+    return OneDNNMatrix(weight) if onednn_packs(weight) else None
+
+
+def packs_halves(weight: Tensor) -> bool:
+    """Whether a matrix becomes a :class:`HalfMatrix` if its numbers are of 16 bits."""
+    fits = weight.device.type == "cpu" and weight.dtype is torch.float32 and weight.dim() == 2
+    return fits and torch.bfloat16 not in _onednn_dtypes() and panel_width() > 0
 
 
 @cache

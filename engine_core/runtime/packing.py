@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from engine_core.nn.embedding import Embedding, VocabularySplit
 from engine_core.nn.linear import Linear
 from engine_core.nn.loading import LoadAccount
-from engine_core.nn.packing import OneDNNMatrix, PackedMatrix, onednn_packs
+from engine_core.nn.packing import HalfMatrix, PackedMatrix, pack_matrix
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -103,7 +103,7 @@ class Packer:
 def _pack_vocabulary(modules: list[VocabularySplit], alone: bool) -> None:
     """Pack one matrix for all the modules that share it; ``alone`` if nobody else does."""
     weight = modules[0].weight
-    packed: PackedMatrix
+    packed: PackedMatrix | None
     method = modules[0].method
     if method is not None and alone and all(module.method is not None for module in modules):
         packed = method.pack(weight)
@@ -111,9 +111,11 @@ def _pack_vocabulary(modules: list[VocabularySplit], alone: bool) -> None:
             module.set_packed(packed, "weight")
         return
     heads = [module for module in modules if not isinstance(module, Embedding)]
-    if heads and onednn_packs(weight):
-        packed = OneDNNMatrix(weight)
-        # An embedding looks its rows up in the weight as it is.
-        given_up = ("weight",) if alone and len(heads) == len(modules) else ()
-        for head in heads:
-            head.set_packed(packed, *given_up)
+    packed = pack_matrix(weight) if heads else None
+    if packed is None:
+        return
+    # An embedding can look its rows up in a matrix of 16 bits, else in the weight as it is.
+    takers = modules if isinstance(packed, HalfMatrix) else heads
+    given_up = ("weight",) if alone and len(takers) == len(modules) else ()
+    for module in takers:
+        module.set_packed(packed, *given_up)

@@ -68,7 +68,14 @@ def share_among(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Non
     pytest.importorskip("numba", reason="numba is not installed")
     if not openmp().found:
         pytest.skip("torch's OpenMP library has no GOMP_parallel here")
-    for operation in ("activation", "attention", "norm", "rotary_store", "state_space"):
+    for operation in (
+        "activation",
+        "attention",
+        "half_linear",
+        "norm",
+        "rotary_store",
+        "state_space",
+    ):
         module = import_module(f"engine_core.kernels.{operation}.numba")
         monkeypatch.setattr(module, "_LEAST", 1)
     before = torch.get_num_threads()

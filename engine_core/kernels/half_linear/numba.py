@@ -1,0 +1,299 @@
+"""Products of float32 with bfloat16 or float16, compiled for a CPU.
+
+A tile multiplies some rows of activations by one or more panels, and keeps its sums in registers.
+Its loop is written in LLVM's language, so that it is vectors whatever LLVM finds. Each sum adds its
+products one after the other, in every tile, so that a row's result does not depend on the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_core.kernels.compiled import Kernel, threads
+from engine_core.kernels.compiled.numbers import all_parts, array, inline, this_part, unpack
+
+_types: Any = importlib.import_module("numba.types")
+_cgutils: Any = importlib.import_module("numba.core.cgutils")
+_ir: Any = importlib.import_module("llvmlite.ir")
+
+_Function = Callable[..., Any]
+_intrinsic: Callable[[_Function], _Function] = importlib.import_module("numba.extending").intrinsic(
+    prefer_literal=True
+)
+
+_LANES = 8
+_PANEL = 2 * _LANES
+# Panels that a tile of so many rows multiplies at once. AVX2 has 16 registers: each row and panel
+# takes two, the panel's numbers two and the activation one; and fewer than eight sums would wait
+# for each other.
+_PANELS = {1: 4, 2: 2, 4: 1, 6: 1}
+_MOST = 6
+# From so many rows on panels are expanded first.
+_MANY = 48
+# How a panel's numbers are stored.
+_FLOAT16, _BFLOAT16, _EXPANDED = range(3)
+# Columns that a pass of the loop takes.
+_UNROLLED = 4
+# Bytes of activations that stay in a core's cache while all panels pass.
+_CHUNK = 2**22
+# Products for each thread at least.
+_LEAST = 2**16
+
+_I16, _I32, _I64, _F16, _F32 = (
+    *(_ir.IntType(bits) for bits in (16, 32, 64)),
+    _ir.HalfType(),
+    _ir.FloatType(),
+)
+_VECTOR = _ir.VectorType(_F32, _LANES)
+
+
+@cache
+def panel_width() -> int:
+    """Rows of a panel, or 0 if the CPU for which Numba compiles lacks the instructions."""
+    target: Any = importlib.import_module("numba.core.registry").cpu_target
+    features = set(target.target_context.codegen()._tm_features.split(","))
+    return _PANEL if {"+avx2", "+fma", "+f16c"} <= features else 0
+
+
+class _Emitter:
+    """Writes a tile's loop. Addresses are int64 and offsets bytes."""
+
+    def __init__(self, builder: Any, code: int) -> None:
+        """``code`` has the tile's constants: Numba keeps code by numbers."""
+        code, self.kind = divmod(code, 4)
+        self.rows, self.panels = divmod(code, 8)
+        self.bytes = (4 if self.kind == _EXPANDED else 2) * _PANEL
+        self.b = builder
+
+    def _at(self, address: Any, offset: int) -> Any:
+        return self.b.add(address, _ir.Constant(_I64, offset)) if offset else address
+
+    def _load(self, address: Any, kind: Any) -> Any:
+        loaded = self.b.load(self.b.inttoptr(address, kind.as_pointer()))
+        loaded.align = 2
+        return loaded
+
+    def _splat(self, value: Any) -> Any:
+        undefined = _ir.Constant(_VECTOR, _ir.Undefined)
+        one = self.b.insert_element(undefined, value, _ir.Constant(_I32, 0))
+        mask = _ir.Constant(_ir.VectorType(_I32, _LANES), [_ir.Constant(_I32, 0)] * _LANES)
+        return self.b.shuffle_vector(one, undefined, mask)
+
+    def _numbers(self, address: Any) -> tuple[Any, Any]:
+        """One column of a panel: the first half of its rows and the second, as float32."""
+        b = self.b
+        if self.kind == _EXPANDED:
+            first, second = (self._load(self._at(address, 4 * _LANES * i), _VECTOR) for i in (0, 1))
+            return first, second
+        if self.kind == _FLOAT16:
+            halves = _ir.VectorType(_F16, _LANES)
+            first, second = (self._load(self._at(address, 2 * _LANES * i), halves) for i in (0, 1))
+            return b.fpext(first, _VECTOR), b.fpext(second, _VECTOR)
+        words = _ir.VectorType(_I32, _LANES)
+        both = self._load(address, words)
+
+        def constant(value: int) -> Any:
+            return _ir.Constant(words, [_ir.Constant(_I32, value)] * _LANES)
+
+        low, high = b.shl(both, constant(16)), b.and_(both, constant(0xFFFF0000))
+        return b.bitcast(low, _VECTOR), b.bitcast(high, _VECTOR)
+
+    def tile(self, panels: Any, panel_bytes: Any, out: Any, count: Any, *rows: Any) -> None:
+        """Write sums ``[rows, panels, 16]`` to ``out``; ``rows`` are addresses of activations."""
+        b = self.b
+        zero = _ir.Constant(_VECTOR, [_ir.Constant(_F32, 0.0)] * _LANES)
+        sums = {
+            (row, panel, half): _cgutils.alloca_once_value(b, zero)
+            for row in range(self.rows)
+            for panel in range(self.panels)
+            for half in (0, 1)
+        }
+        for place in sums.values():
+            b.store(zero, place)
+        firsts = [
+            b.add(panels, b.mul(panel_bytes, _ir.Constant(_I64, panel)))
+            for panel in range(self.panels)
+        ]
+        fma = _cgutils.get_or_insert_function(
+            b.module, _ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{_LANES}f32"
+        )
+
+        def step(column: Any, columns: int) -> None:
+            x_at = b.mul(column, _ir.Constant(_I64, 4))
+            w_at = b.mul(column, _ir.Constant(_I64, self.bytes))
+            xs = [b.add(row, x_at) for row in rows[: self.rows]]
+            ws = [b.add(first, w_at) for first in firsts]
+            for i in range(columns):
+                for panel, w in enumerate(ws):
+                    numbers = self._numbers(self._at(w, self.bytes * i))
+                    for row, x in enumerate(xs):
+                        value = self._splat(self._load(self._at(x, 4 * i), _F32))
+                        for half, number in enumerate(numbers):
+                            place = sums[row, panel, half]
+                            b.store(b.call(fma, [value, number, b.load(place)]), place)
+
+        whole = b.and_(count, _ir.Constant(_I64, -_UNROLLED))
+        for begin, end, columns in ((_ir.Constant(_I64, 0), whole, _UNROLLED), (whole, count, 1)):
+            width = _ir.Constant(_I64, columns)
+            with _cgutils.for_range_slice(b, begin, end, width, intp=_I64, inc=True) as (column, _):
+                step(column, columns)
+        for (row, panel, half), place in sums.items():
+            offset = 4 * (_PANEL * (row * self.panels + panel) + _LANES * half)
+            pointer = b.inttoptr(self._at(out, offset), _VECTOR.as_pointer())
+            b.store(b.load(place), pointer).align = 4
+
+    def expand(self, panel: Any, to: Any, count: Any) -> None:
+        """Write a panel's numbers as float32."""
+        b = self.b
+        with _cgutils.for_range(b, count) as loop:
+            source = b.add(panel, b.mul(loop.index, _ir.Constant(_I64, self.bytes)))
+            target = b.add(to, b.mul(loop.index, _ir.Constant(_I64, 4 * _PANEL)))
+            for half, numbers in enumerate(self._numbers(source)):
+                pointer = b.inttoptr(self._at(target, 4 * _LANES * half), _VECTOR.as_pointer())
+                b.store(numbers, pointer).align = 4
+
+
+@_intrinsic
+def _expand(context: Any, code: Any, panel: Any, to: Any, count: Any) -> Any:
+    constant = code.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _Emitter(builder, constant).expand(*args[1:])
+        return context.get_dummy_value()
+
+    return _types.void(code, *[_types.int64] * 3), generate
+
+
+@_intrinsic
+def _tile(
+    context: Any, code: Any, panels: Any, panel_bytes: Any, out: Any, count: Any,
+    x0: Any, x1: Any, x2: Any, x3: Any, x4: Any, x5: Any,
+) -> Any:  # fmt: skip
+    constant = code.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _Emitter(builder, constant).tile(*args[1:])
+        return context.get_dummy_value()
+
+    return _types.void(code, *[_types.int64] * 10), generate
+
+
+def _make(rows: int, kind: int) -> Callable[..., None]:
+    """Tiles of so many rows, which multiply the panels as they are."""
+    together = _PANELS[rows]
+    many = (rows * 8 + together) * 4 + kind
+    one = (rows * 8 + 1) * 4 + kind
+
+    def body(arguments: Any) -> None:
+        args = unpack(arguments)
+        panels_at, x, to, bias_at, scratch = args[0], args[1], args[2], args[3], args[4]
+        m, n, k, stride = args[5], args[6], args[7], args[8]
+        part, parts = this_part(), all_parts()
+        panels, panel_bytes = (n + _PANEL - 1) // _PANEL, k * 2 * _PANEL
+        sums_at = scratch + part * (4 * rows * together * _PANEL)
+        panel, end = panels * part // parts, panels * (part + 1) // parts
+        while panel < end:
+            taken = together if panel + together <= end else 1
+            at, first = panels_at + panel * panel_bytes, panel * _PANEL
+            width = min(taken * _PANEL, n - first)
+            for row in range(0, m, rows):
+                x0, x1, x2, x3, x4, x5 = _rows(x, row, m - 1, k)
+                if taken == together:
+                    _tile(many, at, panel_bytes, sums_at, k, x0, x1, x2, x3, x4, x5)
+                else:
+                    _tile(one, at, panel_bytes, sums_at, k, x0, x1, x2, x3, x4, x5)
+                _write(sums_at, taken, min(rows, m - row), to, stride, n, row, first, width,
+                       bias_at)  # fmt: skip
+            panel += taken
+
+    return body
+
+
+def _make_many(kind: int) -> Callable[..., None]:
+    """Tiles of :data:`_MOST` rows, which multiply panels that are expanded before."""
+    rows = _MOST
+    code = (rows * 8 + 1) * 4 + _EXPANDED
+
+    def body(arguments: Any) -> None:
+        args = unpack(arguments)
+        panels_at, x, to, bias_at, scratch = args[0], args[1], args[2], args[3], args[4]
+        m, n, k, stride, chunk = args[5], args[6], args[7], args[8], args[9]
+        part, parts = this_part(), all_parts()
+        panels, panel_bytes = (n + _PANEL - 1) // _PANEL, k * 2 * _PANEL
+        sums_at = scratch + part * (4 * _PANEL * (rows + k))
+        panel_at = sums_at + 4 * _PANEL * rows
+        for start in range(0, m, chunk):
+            stop = min(m, start + chunk)
+            for panel in range(panels * part // parts, panels * (part + 1) // parts):
+                _expand(kind, panels_at + panel * panel_bytes, panel_at, k)
+                first = panel * _PANEL
+                width = min(_PANEL, n - first)
+                for row in range(start, stop, rows):
+                    x0, x1, x2, x3, x4, x5 = _rows(x, row, stop - 1, k)
+                    _tile(code, panel_at, 0, sums_at, k, x0, x1, x2, x3, x4, x5)
+                    _write(sums_at, 1, min(rows, stop - row), to, stride, n, row, first, width,
+                           bias_at)  # fmt: skip
+
+    return body
+
+
+@inline
+def _rows(x: int, row: int, last: int, k: int) -> tuple[int, ...]:
+    """Addresses of a tile's rows; those that are missing are the last one again."""
+    size = k * 4
+    return (
+        x + row * size, x + min(row + 1, last) * size, x + min(row + 2, last) * size,
+        x + min(row + 3, last) * size, x + min(row + 4, last) * size, x + min(row + 5, last) * size,
+    )  # fmt: skip
+
+
+@inline
+def _write(
+    sums_at: int, panels: int, rows: int, to: int, stride: int, n: int, row: int, first: int,
+    width: int, bias_at: int,
+) -> None:  # fmt: skip
+    """Put a tile's sums, and the bias, in their place."""
+    bias = array(bias_at, np.float32, n)
+    for r in range(rows):
+        sums = array(sums_at + 4 * _PANEL * panels * r, np.float32, width)
+        out = array(to + 4 * ((row + r) * stride + first), np.float32, width)
+        if bias_at != 0:
+            for i in range(width):
+                out[i] = sums[i] + bias[first + i]
+        else:
+            for i in range(width):
+                out[i] = sums[i]
+
+
+_FEW_ROWS = Kernel(_make, "9q", exact=True)
+_MANY_ROWS = Kernel(_make_many, "10q", exact=True)
+
+
+def half_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """See the wrapper; x is contiguous."""
+    (m, k), n = x.shape, out.shape[1]
+    kind = _BFLOAT16 if panels.dtype is torch.bfloat16 else _FLOAT16
+    parts = threads(m * n * k, _LEAST)
+    given = (
+        panels.data_ptr(),
+        x.data_ptr(),
+        out.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+    )
+    if m >= _MANY:
+        scratch = torch.empty(parts * (_MOST + k) * _PANEL)
+        chunk = max(_CHUNK // (4 * k) // _MOST, 1) * _MOST
+        _MANY_ROWS.run((kind,), parts, *given, scratch.data_ptr(), m, n, k, out.stride(0), chunk)
+        return
+    rows = m
+    if m > 2:
+        rows = _MOST if -m % _MOST <= -m % 4 else 4
+    scratch = torch.empty(parts * rows * _PANELS[rows] * _PANEL)
+    _FEW_ROWS.run((rows, kind), parts, *given, scratch.data_ptr(), m, n, k, out.stride(0))
