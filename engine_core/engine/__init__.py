@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine_core import own_process
 from engine_core.engine.async_engine import AsyncEngine, RequestStream
 from engine_core.engine.frontend import Message, Prompt
 from engine_core.lazy import lazy_names
@@ -19,5 +20,8 @@ if TYPE_CHECKING:
 _HOMES = {"engine_core.engine.engine": "Engine", "engine_core.engine.llm": "LLM"}
 
 __all__ = ["LLM", "AsyncEngine", "Engine", "Message", "Prompt", "RequestStream"]
+
+# Before torch is imported, which is for an LLM in a user's process too.
+own_process.poll_briefly()
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

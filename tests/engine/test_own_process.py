@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing.util
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +76,43 @@ for length in range(1, 161):
     llm.generate([5] * length, SamplingParams(max_tokens=1))
 print((libc.mallinfo2().uordblks - before) / 2**20)
 """
+
+
+# What torch's OpenMP library says of itself when it is loaded.
+_POLLS = """
+import sys
+if sys.argv[1] == "first":
+    import torch
+from engine_core import LLM
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP")
+@pytest.mark.parametrize(
+    ("torch", "environment", "polls"),
+    [
+        ("later", {}, "200"),
+        # What the library itself takes for these.
+        ("later", {"OMP_WAIT_POLICY": "passive"}, "0"),
+        ("first", {}, "300000"),
+    ],
+    ids=["default", "policy", "too-late"],
+)
+def test_idle_threads_of_openmp_poll_briefly(
+    torch: str, environment: dict[str, str], polls: str
+) -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))}
+    done = subprocess.run(
+        [sys.executable, "-c", _POLLS, torch],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**kept, "OMP_DISPLAY_ENV": "verbose", **environment},
+    )
+    found = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    if found is None:
+        pytest.skip("torch's OpenMP library is not GNU's")
+    assert found[1] == polls
 
 
 def in_process(whose: str) -> tuple[list[int], bool]:
