@@ -4,6 +4,7 @@ Tests marked ``gpu`` are not collected on a machine without one; the head of the
 There Triton is to interpret its kernels, and it decides at its import, which any test may cause.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -90,3 +91,34 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
     """Say how many tests were left out."""
     left_out = len(config.stash[_LEFT_OUT])
     return f"left out: {left_out} tests that need a CUDA GPU" if left_out else None
+
+
+_known_modules = 0
+
+
+def _keep_imports() -> None:
+    """Let no collection of garbage look again at what was imported: that is most of what there is.
+
+    Python and the engines that end collect often, and 300,000 objects of torch and transformers
+    take 0.2 s each time.
+    """
+    global _known_modules
+    if len(sys.modules) > _known_modules + 100:
+        _known_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the test modules import."""
+    _keep_imports()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Keep what a test was the first to import. Its own objects are gone."""
+    _keep_imports()
+
+
+def pytest_unconfigure() -> None:
+    """Let Python take apart at its end what was kept, or libraries would report leaks."""
+    gc.unfreeze()
