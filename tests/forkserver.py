@@ -311,6 +311,9 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     new = [word for word in os.environ.get("PYTHONPATH", "").split(os.pathsep) if word]
     sys.path[:] = [*new, *(folder for folder in sys.path if folder not in gone)]
     importlib.invalidate_caches()
+    # What the server imported stays frozen. An engine's process thaws what it loaded, and collects:
+    # it would look at all of the imports, and write to their pages.
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     spawn_from_here()
@@ -377,6 +380,11 @@ def _main() -> Task:
     for name in (*PRELOADED, *sys.argv[2:]):
         with suppress(ImportError):  # a test that needs it says so
             importlib.import_module(name)
+    if numba := sys.modules.get("numba"):
+        # What a compiled function's first load would do in every fork.
+        target = numba.core.registry.cpu_target
+        target.typing_context.refresh()
+        target.target_context.refresh()
     # Else every fork copies all of it for its first collection, and looks through it at its end.
     gc.collect()
     gc.freeze()
