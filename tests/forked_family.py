@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import sys
 
+from engine_core import own_process
+
 
 def child(name: str, parent: int) -> None:
     """Say who it is, and whether it was forked by who holds torch and belongs to its parent."""
@@ -21,4 +23,5 @@ def start(name: str) -> None:
 
 
 if __name__ == "__main__":
+    own_process.claim()  # as an engine's does, which sets variables for those that it spawns
     start("child")

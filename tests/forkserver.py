@@ -55,7 +55,8 @@ TRANSFORMERS = ("transformers.modeling_utils", "engine_core_transformers.model")
 # What begins so is read when a library is imported, or when Python starts.
 _FIXED = ("CUDA_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "OMP_", "PYTHON", "TORCH_", "TYPER_")
 _FIXED += ("PROMETHEUS_", "TRITON_INTERPRET")
-_SET_ANEW = ("PYTHONPATH", "PYTHONUNBUFFERED")
+# The third is for threads that wait for others, and a process of ours sets it for those it spawns.
+_SET_ANEW = ("PYTHONPATH", "PYTHONUNBUFFERED", "GOMP_SPINCOUNT")
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # before a test changes it for a while
 _PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _HERE = str(Path(__file__).parent)
