@@ -4,13 +4,16 @@ Tests marked ``gpu`` are not collected on a machine without one; the head of the
 There Triton is to interpret its kernels, and it decides at its import, which any test may cause.
 """
 
+import atexit
 import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +97,8 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
 
 
 _known_modules = 0
+# Libraries report leaks of what Python does not take apart at its end.
+atexit.register(gc.unfreeze)
 
 
 def _keep_imports() -> None:
@@ -109,16 +114,17 @@ def _keep_imports() -> None:
         gc.freeze()
 
 
-def pytest_collection_finish() -> None:
-    """Keep what the test modules import."""
-    _keep_imports()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Collect no garbage while the test modules are imported: nearly all of it stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        _keep_imports()
 
 
 def pytest_runtest_logfinish() -> None:
     """Keep what a test was the first to import. Its own objects are gone."""
     _keep_imports()
-
-
-def pytest_unconfigure() -> None:
-    """Let Python take apart at its end what was kept, or libraries would report leaks."""
-    gc.unfreeze()
