@@ -57,6 +57,10 @@ _FIXED = ("CUDA_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "OMP_", "PYTHON", "TORCH_"
 _FIXED += ("PROMETHEUS_", "TRITON_INTERPRET")
 # The third is for threads that wait for others, and a process of ours sets it for those it spawns.
 _SET_ANEW = ("PYTHONPATH", "PYTHONUNBUFFERED", "GOMP_SPINCOUNT")
+# What a fork with a variable imports anew, because it is read at the import and costs little.
+_IMPORTED_ANEW = {
+    "PROMETHEUS_MULTIPROC_DIR": ("prometheus_client", "engine_core.server", "engine_core.cli")
+}
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # before a test changes it for a while
 _PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _HERE = str(Path(__file__).parent)
@@ -68,7 +72,7 @@ def _fixed(environment: dict[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(_FIXED) and name not in _SET_ANEW
+        if name.startswith(_FIXED) and name not in (*_SET_ANEW, *_IMPORTED_ANEW)
     }
 
 
@@ -312,6 +316,10 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     new = [word for word in os.environ.get("PYTHONPATH", "").split(os.pathsep) if word]
     sys.path[:] = [*new, *(folder for folder in sys.path if folder not in gone)]
     importlib.invalidate_caches()
+    for variable, packages in _IMPORTED_ANEW.items():
+        if variable in os.environ:
+            for name in [name for name in sys.modules if _belongs(name, packages)]:
+                del sys.modules[name]
     # What the server imported stays frozen. An engine's process thaws what it loaded, and collects:
     # it would look at all of the imports, and write to their pages.
     gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
@@ -335,6 +343,10 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         main.__file__ = first
         code = compile(Path(first).read_bytes(), first, "exec")
     exec(code, main.__dict__)
+
+
+def _belongs(module: str, packages: Sequence[str]) -> bool:
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
 def _run(task: Task) -> None:

@@ -138,6 +138,19 @@ def test_what_is_read_at_an_import_makes_it_a_process_of_its_own() -> None:
         assert done.stdout.strip() == expected
 
 
+def test_what_a_client_of_metrics_reads_at_its_import_is_read_in_the_fork(tmp_path: Path) -> None:
+    program = "import sys; from prometheus_client import values; "
+    program += "print('torch' in sys.modules, values.ValueClass.__name__)"
+    for folder, kind in ({}, "MutexValue"), ({"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}, "Mmaped"):
+        done = forkserver.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **folder},
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.startswith(f"True {kind}"), done.stdout + done.stderr
+
+
 def test_spawned_in_this_process_is_a_child_of_this_process() -> None:
     server = forkserver.server()
     assert server is not None
