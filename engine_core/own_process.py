@@ -29,6 +29,8 @@ _POLLS = "200"
 # In the environment of processes that share the host's memory with others of their kind, how many
 # these are: each takes that part of what is free for its KV cache.
 HOST_SHARE = "ENGINE_CORE_HOST_SHARE"
+# How many ranks of one model this machine has, where they are not all here.
+HOST_RANKS = "ENGINE_CORE_HOST_RANKS"
 # New objects between two collections of garbage while a process starts. Nearly all of them stay:
 # with Python's own 700, to import torch takes 1.4 s of a processor instead of 1.1.
 _STARTING = 100_000

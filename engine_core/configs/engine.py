@@ -120,6 +120,13 @@ class EngineConfig(FrozenConfig):
     """Stages that the layers are shared out to, each of ``tensor_parallel_size`` processes."""
     enable_expert_parallel: bool = False
     """Of a mixture of experts each of these keeps whole experts, not a part of every expert."""
+    distributed_executor: Literal["auto", "processes", "ray"] = "auto"
+    """Where the processes of one model run: processes are all on this machine, ray places them on
+    the machines of a Ray cluster, and auto takes Ray if this machine has too few GPUs and a cluster
+    can be reached."""
+    ray_address: str | None = Field(default=None, min_length=1)
+    """host:port of the Ray cluster's head; if not set, the cluster that RAY_ADDRESS names or that
+    runs on this machine."""
     quantization: str | None = Field(default=None, min_length=1)
     """Store weights with fewer bits: int8 or int4, made at load; on a GPU also fp8, made at load;
     gguf, which keeps a GGUF file's blocks. That is the default for one on a CPU, and unpacked
@@ -200,6 +207,21 @@ class EngineConfig(FrozenConfig):
             raise ValueError(
                 "enable_expert_parallel shares experts out to several processes, and "
                 "tensor_parallel_size is 1; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_for_ray(self) -> Self:
+        if self.distributed_executor == "ray" and self.num_ranks == 1:
+            raise ValueError(
+                "distributed_executor 'ray' places the processes that share a model, and with "
+                "tensor_parallel_size 1 and pipeline_parallel_size 1 there is one; set one of "
+                "them, or leave it out"
+            )
+        if self.distributed_executor == "processes" and self.ray_address is not None:
+            raise ValueError(
+                f"ray_address names {self.ray_address!r}, and distributed_executor 'processes' "
+                "uses no Ray; leave one of them out"
             )
         return self
 

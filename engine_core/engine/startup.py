@@ -137,14 +137,16 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
         report = executor.load()
         phases.update(report.phases)
         with phases.timed("cache"):
-            plan = _plan_cache(report, source, config, opened.max_model_len)
+            plan = _plan_cache(report, executor, source, config, opened.max_model_len)
             scheduler_config = SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
                 # Between repeats stages would wait for one another.
                 max_repeat=1 if stages > 1 else _MAX_REPEAT[source.device.type],
-                num_swap_blocks=count_swap_blocks(config.swap_space, plan, config.num_ranks),
+                num_swap_blocks=count_swap_blocks(
+                    config.swap_space, plan, executor.ranks_per_machine
+                ),
                 # Of a family's models some may see, and others of the same class not.
                 encoder_cache_tokens=config.encoder_cache_tokens if source.media else 0,
             )
@@ -230,7 +232,11 @@ def find_max_model_len(model_config: ModelConfig, config: EngineConfig, model: s
 
 
 def _plan_cache(
-    report: WorkerReport, source: ModelSource, config: EngineConfig, max_model_len: int
+    report: WorkerReport,
+    executor: Executor,
+    source: ModelSource,
+    config: EngineConfig,
+    max_model_len: int,
 ) -> CachePlan:
     plan = plan_cache(
         report.specs,
@@ -246,7 +252,8 @@ def _plan_cache(
         vocab_size=source.model_config.vocab_size,
         hidden_bytes=source.model_config.hidden_size * source.dtype.itemsize,
         # Each stage keeps a part of every block.
-        total=platform.rank_memory(source.device, config.num_ranks) * config.pipeline_parallel_size,
+        total=platform.rank_memory(source.device, executor.ranks_per_machine)
+        * config.pipeline_parallel_size,
         media=source.plan_media(config),
     )
     if plan.max_model_len < max_model_len:

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from operator import attrgetter
@@ -20,6 +21,8 @@ from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.errors import EngineDeadError, OptionError
 from engine_core.nn import Experts
+from engine_core.plugin_code import package_of
+from engine_core.ray_cluster import connect
 from engine_core.runtime.loader import build_on_meta
 from engine_core.runtime.rank import Seat, live
 from engine_core.runtime.ranks import Failure, RanksExecutor, sizes
@@ -47,7 +50,9 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
     """
     if config.num_ranks == 1:
         return Worker(source, config, BuildContext())
-    check_devices(config, source.device)
+    by_ray = _takes_ray(config, source.device)
+    if not by_ray:
+        check_devices(config, source.device)
     # Otherwise each rank would refuse by itself, after all of them were started.
     context = BuildContext(
         tp_size=config.tensor_parallel_size,
@@ -60,11 +65,45 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
     model = build_on_meta(source.model_class, source.model_config, context, source.scheme)
     check_experts(config, model)
     check_stages(config, model, pools=source.model_config.pooling is not None)
-    return ProcessExecutor(source, config)
+    if not by_ray:
+        return ProcessExecutor(source, config)
+    from engine_core.runtime.ray_executor import RayExecutor
+
+    parts = [source.model_class, *map(type, model.modules()), type(source.scheme)]
+    return RayExecutor(source, config, {package_of(part) for part in parts})
+
+
+def _takes_ray(config: EngineConfig, device: torch.device) -> bool:
+    """Whether ranks go to the machines of a Ray cluster.
+
+    Raises:
+        OptionError: they are to, and Ray or the cluster is missing, or one GPU is named.
+    """
+    kind = config.distributed_executor
+    if kind == "auto" and device.type == "cuda":
+        import torch
+
+        # Otherwise, or if there is no cluster, the count of GPUs is the thing to speak of.
+        if torch.cuda.device_count() < config.num_ranks and find_spec("ray") is not None:
+            with contextlib.suppress(OptionError):
+                connect(config.ray_address)
+                kind = "ray"
+    if kind == "ray":
+        _check_device_name(config, device)
+        connect(config.ray_address)
+    return kind == "ray"
+
+
+def _check_device_name(config: EngineConfig, device: torch.device) -> None:
+    if device.type == "cuda" and config.device not in ("auto", "cuda"):
+        raise OptionError(
+            f"{sizes(config)} takes one GPU per rank, but device is {config.device!r}; set "
+            "device='cuda', and CUDA_VISIBLE_DEVICES to choose GPUs"
+        )
 
 
 def check_devices(config: EngineConfig, device: torch.device) -> None:
-    """Refuse more ranks than this machine has GPUs.
+    """Refuse more ranks than this machine has GPUs, unless Ray is to place them.
 
     Raises:
         OptionError: there are too few, or ``config.device`` names one of them.
@@ -74,15 +113,12 @@ def check_devices(config: EngineConfig, device: torch.device) -> None:
         return
     import torch
 
-    if config.device not in ("auto", "cuda"):
-        raise OptionError(
-            f"{sizes(config)} takes one GPU per rank, but device is {config.device!r}; set "
-            "device='cuda', and CUDA_VISIBLE_DEVICES to choose GPUs"
-        )
+    _check_device_name(config, device)
     count = torch.cuda.device_count()
-    if count < size:
+    if config.distributed_executor != "ray" and count < size:
         raise OptionError(
-            f"{sizes(config)} takes {size} GPUs, but torch sees {count}; set it to at most {count}"
+            f"{sizes(config)} takes {size} GPUs, but torch sees {count}; set it to at most "
+            f"{count}, or place the processes on several machines with distributed_executor 'ray'"
         )
 
 

@@ -122,7 +122,10 @@ def used_memory(device: torch.device) -> int:
 
 
 def rank_memory(device: torch.device, num_ranks: int) -> int:
-    """Bytes of :func:`total_memory` for each rank: each has a GPU, or all share the host's."""
+    """Bytes of :func:`total_memory` for each rank of a machine with so many.
+
+    Each has a GPU, or all share the host's.
+    """
     return total_memory(device) // (num_ranks if device.type == "cpu" else 1)
 
 
@@ -158,7 +161,8 @@ def cache_budget(config: EngineConfig, device: torch.device, *, pending: int = 0
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     if device.type == "cpu":
-        sharing = config.num_ranks * int(os.environ.get(own_process.HOST_SHARE, 1))
+        ranks = int(os.environ.get(own_process.HOST_RANKS, config.num_ranks))
+        sharing = ranks * int(os.environ.get(own_process.HOST_SHARE, 1))
         share = int((_available_memory() // sharing - pending) * _CPU_CACHE_SHARE)
         return max(0, min(share, _CPU_CACHE_MOST))
     free, total = torch.cuda.mem_get_info(device)

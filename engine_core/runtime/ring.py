@@ -58,11 +58,33 @@ class MessageRing:
         self._read[reader * _LINE // 8] = end
         return message
 
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where :func:`attach` finds it in other processes of this user, while this one lives."""
+        status = os.fstat(self._fd)
+        return self._readers, self._size, os.getpid(), self._fd, status.st_dev, status.st_ino
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened, (self._readers, self._size, DupFd(self._fd))
 
     def __del__(self) -> None:
         os.close(self._fd)
+
+
+def attach(place: tuple[int, ...]) -> MessageRing:
+    """The ring of another process, by its :attr:`MessageRing.place`.
+
+    Raises:
+        OSError: it cannot be opened, or is gone.
+    """
+    readers, size, pid, number, *identity = place
+    fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    # The number may be another file's by now.
+    if [status.st_dev, status.st_ino] != identity:
+        os.close(fd)
+        raise OSError(f"process {pid} has no such ring any more")
+    return MessageRing(readers, size, fd)
 
 
 def _opened(readers: int, size: int, duplicate: Any) -> MessageRing:

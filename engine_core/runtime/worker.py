@@ -50,7 +50,13 @@ class WorkerReport:
 
 
 class Worker:
-    """One rank of a model; the executor itself if there is no other rank."""
+    """One rank of a model; the executor itself if there is no other rank.
+
+    Attributes:
+        ranks_per_machine: 1, as an executor.
+    """
+
+    ranks_per_machine = 1
 
     def __init__(
         self,
