@@ -214,7 +214,7 @@ class RayExecutor(RanksExecutor):
             except self._ray.exceptions.RayError as error:
                 told = _condensed(error)
                 raise EngineDeadError(f"rank {rank} on {place.named} ended: {told}") from None
-            _check_same(own, theirs, place.named)
+            check_same(own, theirs, place.named)
 
     def _accepted(self, server: socket.socket, token: bytes) -> set[int]:
         """Have every rank connect; those that opened the ring."""
@@ -306,7 +306,7 @@ class RayExecutor(RanksExecutor):
                 self._group = None
 
 
-def _check_same(own: Mapping[str, Any], theirs: Mapping[str, Any], node: str) -> None:
+def check_same(own: Mapping[str, Any], theirs: Mapping[str, Any], node: str) -> None:
     """Refuse a node that lacks what this machine has, or has another version of it.
 
     Raises:

@@ -69,32 +69,28 @@ class StreamTransport:
         return pickle.loads(sent)
 
 
-class _Pickler(ForkingPickler):
-    """Pickles shared memory as a name on this machine, or by value; says whether it met any."""
+def _pickled(message: Any, *, by_value: bool) -> tuple[memoryview, bool]:
+    """The message, with shared memory as a name on this machine or by value; whether it has any."""
+    met = False
 
-    def __init__(self, file: io.BytesIO, *, by_value: bool) -> None:
-        super().__init__(file)
-        self.met_shared = False
-        self._by_value = by_value
-        self.dispatch_table[SharedBytes] = self._reduce
-
-    def _reduce(self, shared: SharedBytes) -> Any:
-        self.met_shared = True
-        if not self._by_value:
+    def reduce(shared: SharedBytes) -> Any:
+        nonlocal met
+        met = True
+        if not by_value:
             return shared.__reduce__()
         with shared.map() as content:
             return _shared_again, (content[:],)
 
+    file = io.BytesIO()
+    pickler = ForkingPickler(file)
+    # A reducer that knew the pickler would keep it, and so the message, until garbage is collected.
+    pickler.dispatch_table[SharedBytes] = reduce
+    pickler.dump(message)
+    return file.getbuffer(), met
+
 
 def _shared_again(content: bytes) -> SharedBytes:
     return SharedBytes.of([(0, content)], len(content))
-
-
-def _pickled(message: Any, *, by_value: bool) -> tuple[memoryview, bool]:
-    file = io.BytesIO()
-    pickler = _Pickler(file, by_value=by_value)
-    pickler.dump(message)
-    return file.getbuffer(), pickler.met_shared
 
 
 def send(message: Any, ways: Sequence[tuple[Transport, Sequence[Connection]]]) -> None:

@@ -1,0 +1,125 @@
+"""Ranks on two nodes of a Ray cluster: the tokens of one rank, and ends with cause and place."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden_fixtures import GOLDEN, golden_prompts
+
+from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.errors import ConfigError, EngineDeadError, OptionError, PluginLoadError
+from engine_core.runtime import ray_executor
+from engine_core.runtime.ray_rank import actor_class
+
+pytest.importorskip("ray", reason="ray is not installed: pip install 'engine-core-llm[ray]'")
+from ray_nodes import Nodes, two_nodes
+
+MODEL = str(GOLDEN / "llama-gqa")
+PROMPTS = golden_prompts("llama-gqa")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with two_nodes() as made:
+        yield made
+
+
+def config(nodes: Nodes, **more: Any) -> EngineConfig:
+    settings = {
+        "distributed_executor": "ray",
+        "ray_address": nodes.address,
+        "tensor_parallel_size": 2,
+        "skip_tokenizer_init": True,
+        "max_model_len": 160,
+        "block_size": 4,
+    }
+    return EngineConfig(**settings | more)
+
+
+def test_ranks_of_two_nodes_give_the_tokens_of_the_original_code_until_one_is_killed(
+    nodes: Nodes,
+) -> None:
+    with LLM(MODEL, config(nodes, max_num_batched_tokens=64)) as llm:
+        outputs = llm.generate([prompt.input_ids for prompt in PROMPTS], GREEDY)
+        assert [o.outputs[0].token_ids for o in outputs] == [p.new_tokens for p in PROMPTS]
+        (first,), (second,) = nodes.ranks(0), nodes.ranks(1)
+        stream = llm.stream(PROMPTS[2].input_ids, LONG)
+        next(stream)
+        second.kill()
+        named = rf"rank 1 on node .* \({nodes.nodes[1].node_id[:8]}\) ended: its worker process"
+        with pytest.raises(EngineDeadError, match=named):
+            list(stream)
+        with pytest.raises(EngineDeadError, match="rank 1 on node"):
+            llm.generate(PROMPTS[2].input_ids, GREEDY)
+    deadline = time.monotonic() + 30
+    while first.is_running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not first.is_running()
+
+
+def test_each_rank_reads_module_maps_and_says_where_one_fails(nodes: Nodes, tmp_path: Path) -> None:
+    file = tmp_path / "my_family.py"
+    file.write_text(
+        f"import os\nif os.getpid() != {os.getpid()}:\n    import only_on_the_first_machine\n"
+        "MODULE_MAP = {}\n"
+    )
+    named = r"rank \d on node [^ ]+ \([0-9a-f]{8}\): .*my_family.*'only_on_the_first_machine'"
+    with pytest.raises(PluginLoadError, match=named):
+        LLM(MODEL, config(nodes, custom_module_map=str(file)))
+
+
+def test_more_ranks_than_the_cluster_has_are_refused(nodes: Nodes) -> None:
+    with pytest.raises(OptionError, match=r"takes 4 CPUs of the Ray cluster, .* 2 nodes have 2;"):
+        LLM(MODEL, config(nodes, tensor_parallel_size=4))
+    with pytest.raises(OptionError, match=r"at 127.0.0.1:1 is asked for, but .* connected to"):
+        LLM(MODEL, config(nodes, ray_address="127.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"distributed_executor": "ray"}, r"with tensor_parallel_size 1 and pipeline_p.* one;"),
+        ({"distributed_executor": "processes", "ray_address": "a:1"}, "uses no Ray"),
+        ({"distributed_executor": "mpi"}, "'auto', 'processes' or 'ray'"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)
+
+
+def test_a_node_that_differs_is_named_with_all_that_differs(tmp_path: Path) -> None:
+    """Compare what a machine had at first with what it has later, as if that were another one."""
+    model, module_map = tmp_path / "model", tmp_path / "family.py"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "notes.txt").write_text("not compared")
+    module_map.write_text("MODULE_MAP = {}")
+    rank, files = actor_class()(), [str(model), str(module_map)]
+    before = rank.inspect(["pydantic", "no-such-package"], files)
+    ray_executor.check_same(before, rank.inspect(["pydantic", "no-such-package"], files), "b")
+    (model / "config.json").write_text('{"x": 1}')
+    (model / "notes.txt").unlink()
+    module_map.write_text("MODULE_MAP = []")
+    after = rank.inspect(["pydantic", "no-such-package"], files)
+    after["versions"] |= {"pydantic": "1.0", "no-such-package": "3"}
+    with pytest.raises(OptionError, match=r"^b differs") as caught:
+        ray_executor.check_same(before, after, "b")
+    message = str(caught.value)
+    assert f"package pydantic: {before['versions']['pydantic']} here, version 1.0 there" in message
+    assert "package no-such-package: none here, version 3 there" in message
+    assert f"{model} is another one there (config.json)" in message
+    assert f"{module_map} is another one there (family.py)" in message
+    module_map.unlink()
+    after = rank.inspect([], files)
+    with pytest.raises(OptionError, match=r"family\.py is missing there"):
+        ray_executor.check_same(before | {"versions": {}}, after, "b")
+    with pytest.raises(OptionError, match=r"b has no engine-core; install engine-core-llm"):
+        ray_executor.check_same(before, after | {"installed": False}, "b")

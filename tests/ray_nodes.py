@@ -1,0 +1,49 @@
+"""A Ray cluster of two nodes on this machine, each with one processor, for tests of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+_NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+
+
+@dataclass
+class Nodes:
+    """The cluster, and its nodes in the order in which they joined; this process is the first's."""
+
+    cluster: Any
+    nodes: list[Any]
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def ranks(self, node: int) -> list[psutil.Process]:
+        """The processes of a node that live as ranks now."""
+        raylet = psutil.Process(self.nodes[node].all_processes["raylet"][0].process.pid)
+        found = []
+        for process in raylet.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.cmdline()[:1] == ["ray::Rank.run"]:
+                    found.append(process)
+        return found
+
+
+@contextlib.contextmanager
+def two_nodes() -> Iterator[Nodes]:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={**_NODE, "include_dashboard": False})
+    try:
+        nodes = Nodes(cluster, [cluster.head_node])
+        nodes.nodes.append(cluster.add_node(**_NODE))
+        yield nodes
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
