@@ -90,6 +90,7 @@ soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, the
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/fallback_table.py
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m hypothesis
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/fuzz
+	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/soak/test_ray_soak.py
 
 planted: $(VENV)/.test ## Plant errors in the families: the conformance kit must find each and say where.
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/testing/test_planted_errors.py $(ARGS)

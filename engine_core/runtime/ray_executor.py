@@ -35,7 +35,8 @@ _STOP_SECONDS = 5.0
 # Messages of several machines are not in order: how long others may still come that explain one.
 _GATHER_SECONDS = 1.0
 # Ray hears of a lost machine later than we do.
-_VERDICT_SECONDS = 10.0
+_VERDICT_SECONDS = 20.0
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,21 +276,26 @@ class RayExecutor(RanksExecutor):
 
     def _told(self, silent: list[int]) -> str:
         """The end of these ranks, which said nothing themselves, in words."""
-        place = self._places[silent[0]]
-        why = self._verdict(self._runs[silent[0]], _VERDICT_SECONDS)
-        alive = {node["NodeID"]: node["Alive"] for node in self._ray.nodes()}
-        together = [rank for rank in silent if self._places[rank].node == place.node]
-        named = " and ".join(f"rank {rank}" for rank in together)
-        told = f"{named} on {place.named} {why or 'lost its connection, and Ray does not say why'}"
-        if len(together) == place.ranks and not alive.get(place.node, False):
-            told += "; Ray says that this node is dead"
-        return told
+        rank, end, why = silent[0], time.monotonic() + _VERDICT_SECONDS, None
+        place = self._places[rank]
+        while why is None and time.monotonic() < end:
+            alive = {node["NodeID"]: node["Alive"] for node in self._ray.nodes()}
+            if not alive.get(place.node, False):
+                why = "ended: Ray says that the node is dead"
+            else:
+                why = self._verdict(self._runs[rank], _POLL_SECONDS)
+        together = [each for each in silent if self._places[each].node == place.node]
+        named = " and ".join(f"rank {each}" for each in together)
+        return f"{named} on {place.named} {why or 'lost its connection; Ray does not say why'}"
 
     def _verdict(self, run: Any, timeout: float) -> str | None:
         """Ray's words on how an actor ended; None if it has none in so many seconds."""
         try:
             self._ray.get(run, timeout=timeout)
         except self._ray.exceptions.GetTimeoutError:
+            return None
+        except self._ray.exceptions.ActorUnavailableError:
+            time.sleep(timeout)  # that is the answer from now on; its node may be dying
             return None
         except self._ray.exceptions.RayError as error:
             return f"ended: {_condensed(error)}"
