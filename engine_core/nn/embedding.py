@@ -42,6 +42,7 @@ class VocabularySplit(MatrixModule):
     """A matrix ``[vocab, hidden]`` of which each rank keeps an equal run of rows, padded.
 
     Attributes:
+        hidden_size: numbers of a row, however they are packed.
         dtype: of the weight as it was built, and of the activations.
         method: how the matrix is packed once it is loaded; None to leave it as it is.
     """
@@ -58,7 +59,7 @@ class VocabularySplit(MatrixModule):
         super().__init__()
         self.context = current_build_context()
         self.dtype = dtype or self.context.dtype or torch.get_default_dtype()
-        self.vocab_size = vocab_size
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.rows = -(-vocab_size // self.context.tp_size)
         self.first = self.context.tp_rank * self.rows
         self.weight = empty_parameter(self.rows, hidden_size, dtype=dtype, device=device)

@@ -16,12 +16,14 @@ from engine_core.errors import OptionError
 from engine_core.nn.attention import cached_layers
 from engine_core.nn.blocks import link_layers
 from engine_core.nn.decoder import Decoder, RotaryCausalLM
+from engine_core.nn.embedding import Embedding
 from engine_core.runtime.loader import WeightSource, check_weights
 from engine_core.runtime.memory import CachePlan, pages, planes_of
 from engine_core.steps import StepPlan, StepResult
 
 _T = TypeVar("_T")
 
+_META = torch.device("meta")
 # Messages that may be on their way. Gloo does not say of one whether it has gone.
 _MOST_SENT = 8
 
@@ -89,17 +91,32 @@ class StageLink:
 
 
 class _Elsewhere(nn.Module):
-    """A part of the model that another stage has; as an embedding it gives room for its result."""
+    """A part of the model that another stage has."""
 
-    def __init__(self, like: Tensor | None = None) -> None:
+
+class _EmbeddingElsewhere(_Elsewhere):
+    """The first stage's embedding, in whose place others have room for its result."""
+
+    def __init__(self, embedding: Embedding) -> None:
         super().__init__()
-        self._hidden = None if like is None else (like.shape[-1], like.dtype)
+        # The weight's own size and type say nothing: it may be packed.
+        self._size, self._dtype = embedding.hidden_size, embedding.dtype
 
     def forward(self, ids: Tensor) -> Tensor:
         """``[1, T]`` to ``[1, T, H]``, of any values."""
-        assert self._hidden is not None, "only an embedding is called on other stages"
-        size, dtype = self._hidden
-        return torch.empty(*ids.shape, size, dtype=dtype, device=ids.device)
+        return torch.empty(*ids.shape, self._size, dtype=self._dtype, device=ids.device)
+
+
+class _TiedElsewhere(Embedding):
+    """The same beside a head with the embedding's matrix, which the checkpoint has by this name."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__(embedding.vocab_size, embedding.hidden_size, embedding.dtype, _META)
+        self.weight, self.method = embedding.weight, embedding.method
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``[1, T]`` to ``[1, T, H]``, of any values."""
+        return torch.empty(*ids.shape, self.hidden_size, dtype=self.dtype, device=ids.device)
 
 
 def find_decoder(model: nn.Module, stages: int, *, pools: bool = False) -> Decoder:
@@ -162,10 +179,9 @@ def cut(
     decoder.cut(span, link)
     head: Any = model.lm_head
     if not link.first:
-        embedding = decoder.embed_tokens.weight
-        decoder.embed_tokens = _Elsewhere(embedding)
-        if link.last and head.weight is embedding:
-            decoder.embed_tokens.weight = embedding  # by whose name the checkpoint has it
+        embedding = decoder.embed_tokens
+        tied = link.last and head.weight is embedding.weight
+        decoder.embed_tokens = (_TiedElsewhere if tied else _EmbeddingElsewhere)(embedding)
     if not link.last:
         decoder.norm = _Elsewhere()
         model.lm_head = _Elsewhere()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,18 @@ def test_two_ranks_on_each_of_two_stages_give_them_too() -> None:
     with LLM(str(GOLDEN / "llama-gqa"), one) as llm:
         alone = llm.generate(prompts[1].input_ids, SamplingParams(seed=3, max_tokens=9))
     assert sampled[0].outputs[0].token_ids == alone[0].outputs[0].token_ids
+
+
+@pytest.mark.slow
+def test_two_stages_share_out_a_vocabulary_that_is_packed(smollm2_gguf: Path) -> None:
+    """Of a file whose head is its embedding, in blocks."""
+    prompts, tokens = [[504, 3575, 282], list(range(40, 90))], []
+    for stages in (1, 2):
+        blocks = config(pipeline_parallel_size=stages, quantization="gguf")
+        with LLM(str(smollm2_gguf), blocks) as llm:
+            outputs = llm.generate(prompts, GREEDY)
+        tokens.append([output.outputs[0].token_ids for output in outputs])
+    assert tokens[0] == tokens[1]
 
 
 def test_two_stages_preempt_swap_report_and_reuse_rows_as_one_does() -> None:
