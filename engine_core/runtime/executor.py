@@ -50,7 +50,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
     """
     if config.num_ranks == 1:
         return Worker(source, config, BuildContext())
-    by_ray = _takes_ray(config, source.device)
+    by_ray = takes_ray(config, source.device)
     if not by_ray:
         check_devices(config, source.device)
     # Otherwise each rank would refuse by itself, after all of them were started.
@@ -73,7 +73,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
     return RayExecutor(source, config, {package_of(part) for part in parts})
 
 
-def _takes_ray(config: EngineConfig, device: torch.device) -> bool:
+def takes_ray(config: EngineConfig, device: torch.device) -> bool:
     """Whether ranks go to the machines of a Ray cluster.
 
     Raises:

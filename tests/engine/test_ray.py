@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from golden_fixtures import GOLDEN, golden_prompts
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.errors import ConfigError, EngineDeadError, OptionError, PluginLoadError
-from engine_core.runtime import ray_executor
+from engine_core.runtime import executor, ray_executor
 from engine_core.runtime.ray_rank import actor_class
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'engine-core-llm[ray]'")
@@ -73,6 +74,23 @@ def test_each_rank_reads_module_maps_and_says_where_one_fails(nodes: Nodes, tmp_
     named = r"rank \d on node [^ ]+ \([0-9a-f]{8}\): .*my_family.*'only_on_the_first_machine'"
     with pytest.raises(PluginLoadError, match=named):
         LLM(MODEL, config(nodes, custom_module_map=str(file)))
+
+
+def test_auto_takes_the_cluster_only_for_gpus_that_this_machine_lacks(nodes: Nodes) -> None:
+    count, auto = torch.cuda.device_count(), {"distributed_executor": "auto"}
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    lacking = config(nodes, tensor_parallel_size=count + 2, **auto)
+    assert executor.takes_ray(lacking, cuda)
+    assert not executor.takes_ray(lacking, cpu)
+    assert not executor.takes_ray(
+        lacking.replace(distributed_executor="processes", ray_address=None), cuda
+    )
+    elsewhere = lacking.replace(ray_address="127.0.0.1:1")
+    assert not executor.takes_ray(elsewhere, cuda)
+    with pytest.raises(OptionError, match=r"or place .* machines with distributed_executor 'ray'"):
+        executor.check_devices(elsewhere, cuda)
+    with pytest.raises(OptionError, match="one GPU per rank, but device is 'cuda:0'"):
+        executor.takes_ray(config(nodes, device="cuda:0"), cuda)
 
 
 def test_more_ranks_than_the_cluster_has_are_refused(nodes: Nodes) -> None:
