@@ -67,7 +67,7 @@ def connect(address: str | None = None) -> Any:
         raise OptionError(
             f"no Ray cluster can be reached {named} ({told}); start one with 'ray start --head', "
             "have other machines join it with 'ray start --address=HOST:6379', and give "
-            "HOST:6379 as the address"
+            "HOST:6379 as the address; if it asks for a token, set RAY_AUTH_MODE=token"
         ) from None
     return ray
 

@@ -35,14 +35,15 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def two_nodes() -> Iterator[Nodes]:
+def two_nodes(**second: Any) -> Iterator[Nodes]:
+    """A cluster until the end of the ``with`` block; ``second`` are settings of its second node."""
     import ray
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={**_NODE, "include_dashboard": False})
     try:
         nodes = Nodes(cluster, [cluster.head_node])
-        nodes.nodes.append(cluster.add_node(**_NODE))
+        nodes.nodes.append(cluster.add_node(**_NODE, **second))
         yield nodes
     finally:
         ray.shutdown()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 from golden_fixtures import GOLDEN, golden_prompts
+from ray_nodes import Nodes, two_nodes
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.errors import ConfigError, EngineDeadError, OptionError, PluginLoadError
 from engine_core.runtime import executor, ray_executor
 from engine_core.runtime.ray_rank import actor_class
 
-pytest.importorskip("ray", reason="ray is not installed: pip install 'engine-core-llm[ray]'")
-from ray_nodes import Nodes, two_nodes
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'engine-core-llm[ray]'")
 
 MODEL = str(GOLDEN / "llama-gqa")
 PROMPTS = golden_prompts("llama-gqa")
@@ -139,5 +142,26 @@ def test_a_node_that_differs_is_named_with_all_that_differs(tmp_path: Path) -> N
     after = rank.inspect([], files)
     with pytest.raises(OptionError, match=r"family\.py is missing there"):
         ray_executor.check_same(before | {"versions": {}}, after, "b")
-    with pytest.raises(OptionError, match=r"b has no engine-core; install engine-core-llm"):
-        ray_executor.check_same(before, after | {"installed": False}, "b")
+
+
+def test_a_machine_without_engine_core_says_so_itself() -> None:
+    """Its process gets the actor's code with the call, and finds none of ours."""
+    script = (
+        "import importlib.util, pathlib, sys\n"
+        "sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in repr(each)]\n"
+        "sys.path[:] = [p for p in sys.path if not (pathlib.Path(p) / 'engine_core').exists()]\n"
+        "from ray import cloudpickle\n"
+        "rank = cloudpickle.load(sys.stdin.buffer)()\n"
+        "print(rank.inspect(['ray', 'no-such-package'], []))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input=ray.cloudpickle.dumps(actor_class()),
+        capture_output=True,
+        cwd="/",
+        check=True,
+    )
+    found = ast.literal_eval(done.stdout.decode())
+    assert found["versions"] == {"ray": ray.__version__, "no-such-package": None}
+    with pytest.raises(OptionError, match="c has no engine-core; install engine-core-llm"):
+        ray_executor.check_same(found | {"installed": True}, found, "c")

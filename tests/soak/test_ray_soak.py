@@ -5,25 +5,28 @@ Run by ``make soak``: it takes minutes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from golden_fixtures import GOLDEN, golden_prompts
 from random_examples import FULL
+from ray_nodes import Nodes, two_nodes
 from slow_llama import SETTINGS as SLOW
 
-from engine_core import LLM, EngineConfig, SamplingParams
-from engine_core.errors import EngineDeadError
+from engine_core import LLM, AsyncEngine, EngineConfig, SamplingParams
+from engine_core.errors import EngineDeadError, OptionError
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'engine-core-llm[ray]'")
-from ray_nodes import Nodes, two_nodes
 
 pytestmark = [
     pytest.mark.slow,
@@ -83,6 +86,47 @@ def test_a_picture_travels_to_the_other_node(nodes: Nodes) -> None:
         with LLM(str(model), changed) as llm:
             tokens.append(llm.generate(prompt, GREEDY)[0].outputs[0].token_ids)
     assert tokens[0] == tokens[1]
+
+
+def test_a_node_with_another_version_of_a_package_is_named(tmp_path: Path) -> None:
+    info = tmp_path / "engine_core_llama-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-core-llama\nVersion: 9.9\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with two_nodes(env_vars={"PYTHONPATH": paths}) as nodes:
+        named = (
+            rf"\({nodes.nodes[1].node_id[:8]}\) differs .* engine-core-llama: .* version 9\.9 there"
+        )
+        with pytest.raises(OptionError, match=named):
+            LLM(MODEL, config(nodes))
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["killed", "hangs"])
+def test_ranks_end_with_an_engine_process_that_is_killed_or_waits_for_one(
+    nodes: Nodes, hangs: bool
+) -> None:
+    """A rank that is stopped answers nothing; the step's time ends the engine."""
+
+    async def scene() -> None:
+        settings = config(nodes, **SLOW)
+        engine = await AsyncEngine.start(MODEL, settings, step_timeout=5 if hangs else None)
+        ranks = [*nodes.ranks(0), *nodes.ranks(1)]
+        assert len(ranks) == 2
+        stream = await engine.add_request(PROMPTS[2].input_ids, LONG)
+        await anext(stream)
+        if hangs:
+            ranks[1].suspend()
+        else:
+            os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            [output async for output in stream]
+        await engine.close()
+        deadline = time.monotonic() + 60
+        while any(rank.is_running() for rank in ranks) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        assert not any(rank.is_running() for rank in ranks)
+
+    asyncio.run(scene())
 
 
 def ends_with(llm: LLM, victim: Callable[[], None], after: int) -> str:
