@@ -91,7 +91,7 @@ class RayExecutor(RanksExecutor):
         try:
             self._places = self._placed()
             self.ranks_per_machine = max(place.ranks for place in self._places)
-            self._start(source, _absolute(config, source.name), packages)
+            self._start(source, _absolute(config), packages)
         except BaseException:
             self._kill()
             raise
@@ -142,7 +142,6 @@ class RayExecutor(RanksExecutor):
     def _start(self, source: ModelSource, config: EngineConfig, packages: Iterable[str]) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # A stranger's node has to say what it lacks before it has any code of ours.
         plain = actor_class()
         actor = self._ray.remote(plain).options
         taken = {"num_cpus": 1} if self._resource == "CPU" else {"num_cpus": 0, "num_gpus": 1}
@@ -278,12 +277,13 @@ class RayExecutor(RanksExecutor):
         """The end of these ranks, which said nothing themselves, in words."""
         rank, end, why = silent[0], time.monotonic() + _VERDICT_SECONDS, None
         place = self._places[rank]
-        while why is None and time.monotonic() < end:
-            alive = {node["NodeID"]: node["Alive"] for node in self._ray.nodes()}
-            if not alive.get(place.node, False):
-                why = "ended: Ray says that the node is dead"
-            else:
-                why = self._verdict(self._runs[rank], _POLL_SECONDS)
+        with contextlib.suppress(Exception):  # Ray's head is gone, too
+            while why is None and time.monotonic() < end:
+                alive = {node["NodeID"]: node["Alive"] for node in self._ray.nodes()}
+                if not alive.get(place.node, False):
+                    why = "ended: Ray says that the node is dead"
+                else:
+                    why = self._verdict(self._runs[rank], _POLL_SECONDS)
         together = [each for each in silent if self._places[each].node == place.node]
         named = " and ".join(f"rank {each}" for each in together)
         return f"{named} on {place.named} {why or 'lost its connection; Ray does not say why'}"
@@ -359,12 +359,17 @@ def _heard(peer: socket.socket, token: bytes) -> tuple[int, bool, float] | None:
 
 
 def _path(name: str) -> str:
-    return str(Path(name).expanduser().resolve())
+    # Links are kept: they may lead elsewhere on another machine.
+    return str(Path(name).expanduser().absolute())
 
 
-def _absolute(config: EngineConfig, model: str) -> EngineConfig:
-    """The config with paths that do not depend on the folder of a process."""
-    changed: dict[str, Any] = {"custom_module_map": tuple(map(_path, config.custom_module_map))}
+def _absolute(config: EngineConfig) -> EngineConfig:
+    """The config for ranks, with paths that do not depend on the folder of a process."""
+    changed: dict[str, Any] = {
+        "custom_module_map": tuple(map(_path, config.custom_module_map)),
+        # Only this machine reads it, and others may not have it.
+        "allowed_local_media_path": None,
+    }
     if config.tokenizer is not None and Path(config.tokenizer).exists():
         changed["tokenizer"] = _path(config.tokenizer)
     return config.replace(**changed)

@@ -100,15 +100,14 @@ def actor_class() -> type:
                 path = pathlib.Path(name)
                 found[name] = None
                 if path.is_dir():
-                    sizes = {each.name: each.stat().st_size for each in path.iterdir()}
                     found[name] = {
-                        each: size
-                        for each, size in sizes.items()
-                        if each.endswith((".json", ".safetensors", ".bin", ".gguf"))
+                        each.name: each.stat().st_size
+                        for each in path.iterdir()
+                        if each.suffix in (".json", ".safetensors", ".bin", ".gguf")
+                        and each.is_file()  # and no link that leads nowhere
                     }
                 elif path.exists():
-                    content = path.stat().st_size
-                    found[name] = {path.name: content}
+                    found[name] = {path.name: path.stat().st_size}
                     if path.suffix == ".py":
                         digest = hashlib.sha256(path.read_bytes()).hexdigest()
                         found[name] = {path.name: digest}

@@ -122,6 +122,7 @@ def test_a_node_that_differs_is_named_with_all_that_differs(tmp_path: Path) -> N
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "notes.txt").write_text("not compared")
+    (model / "lost.json").symlink_to(tmp_path / "nowhere")
     module_map.write_text("MODULE_MAP = {}")
     rank, files = actor_class()(), [str(model), str(module_map)]
     before = rank.inspect(["pydantic", "no-such-package"], files)
