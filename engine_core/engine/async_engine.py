@@ -108,6 +108,7 @@ class _Member:
         heard: whether a message has come since it was looked at last.
         silent_looks: how often in a row there was work and no message.
         watcher: looks again.
+        room: tokens of its blocks, blocks of its cache, and rows.
         begun: when it was started last, in seconds of ``time.monotonic``.
         failures: deaths in a row.
         restarts: how often it was started again.
@@ -128,6 +129,7 @@ class _Member:
     heard: bool = True
     silent_looks: int = 0
     watcher: asyncio.TimerHandle | None = None
+    room: tuple[int, int, int] = (1, 0, 1)
     begun: float = 0.0
     failures: int = 0
     restarts: int = 0
@@ -351,6 +353,7 @@ class AsyncEngine(HasFrontend):
         max_restarts: int,
         name: str = "",
         on_the_way: SharedCount | None = None,
+        max_replicas: int | None = None,
     ) -> None:
         """See :meth:`start`."""
         _, found, ready = replicas[0]
@@ -394,7 +397,7 @@ class AsyncEngine(HasFrontend):
         # Counts of replicas that were ended.
         self._retired = _NOTHING
         self._scaling = asyncio.Lock()
-        self._most_replicas = len(replicas)
+        self._most_replicas = max_replicas or len(replicas)
         self._members = [_Member(index) for index in range(len(replicas))]
         # The one whose results are being taken in.
         self._heard = self._members[0]
@@ -414,6 +417,9 @@ class AsyncEngine(HasFrontend):
         listener: socket.socket | None = None,
         replicas: int = 1,
         max_restarts: int | None = None,
+        max_replicas: int | None = None,
+        replica_executor: Literal["processes", "ray"] = "processes",
+        replica_cpus: int = 1,
     ) -> Self:
         """Start the engine process, or those of several replicas, and wait until all are ready.
 
@@ -441,10 +447,15 @@ class AsyncEngine(HasFrontend):
                 all its ranks, or its share of a CPU's cores.
             max_restarts: how often in a row a process that dies is started again; 5 with several
                 replicas if None, else never.
+            max_replicas: how many :meth:`scale` may ask for; ``replicas`` if None.
+            replica_executor: "ray" has the replicas run on the machines of the Ray cluster that
+                ``config.ray_address`` names, else on this machine.
+            replica_cpus: of the cluster's CPUs, those that each replica takes; on a CPU they are
+                its threads.
 
         Raises:
             ConfigError: an argument is of another type, or out of range.
-            OptionError: there are too few GPUs for so many replicas.
+            OptionError: there are too few GPUs for so many replicas, or no Ray cluster is there.
             EngineError: the model cannot run; the subclass says why.
             EngineDeadError: a process ended before it was ready.
         """
@@ -453,6 +464,8 @@ class AsyncEngine(HasFrontend):
             ("max_queued_requests", max_queued_requests, "sequences", 0),
             ("max_restarts", max_restarts, "times", 0),
             ("replicas", replicas, "engine processes", 1),
+            ("max_replicas", max_replicas, "engine processes, as many as replicas", replicas),
+            ("replica_cpus", replica_cpus, "CPUs", 1),
         ):
             if number is not None and not (_is_number(number) and number >= least):
                 raise ConfigError(
@@ -464,12 +477,37 @@ class AsyncEngine(HasFrontend):
                 raise ConfigError(
                     f"{name} must be a positive number of seconds or None; got {given!r}"
                 )
-        if listener is not None and replicas > 1:
+        most = max_replicas or replicas
+        if listener is not None and (most > 1 or replica_executor == "ray"):
             raise ConfigError(
-                "listener lets other processes share one engine, and replicas is "
-                f"{replicas}; leave one of them out"
+                "listener lets other processes share one engine of this machine, and there are "
+                f"{most} replicas by {replica_executor}; leave one of them out"
             )
-        places = await environments(config, replicas)
+        launch = (
+            await cls._launch_by_processes(model, config, max_step_time, warm_up, listener, most)
+            if replica_executor == "processes"
+            else await cls._launch_by_ray(model, config, max_step_time, warm_up, replica_cpus, most)
+        )
+        return await cls.start_with(
+            launch,
+            config,
+            max_queued_requests=max_queued_requests,
+            step_timeout=step_timeout,
+            replicas=replicas,
+            max_restarts=(0 if most == 1 else 5) if max_restarts is None else max_restarts,
+            max_replicas=most,
+        )
+
+    @staticmethod
+    async def _launch_by_processes(
+        model: str,
+        config: EngineConfig,
+        max_step_time: float | None,
+        warm_up: bool,
+        listener: socket.socket | None,
+        most: int,
+    ) -> Launch:
+        places = await environments(config, most)
 
         async def launch(index: int) -> Replica:
             return await ProcessReplica.open(
@@ -479,17 +517,24 @@ class AsyncEngine(HasFrontend):
                 warm_up,
                 listener,
                 places[index],
-                f"replica {index}: " if replicas > 1 else "",
+                f"replica {index}: " if most > 1 else "",
             )
 
-        return await cls.start_with(
-            launch,
-            config,
-            max_queued_requests=max_queued_requests,
-            step_timeout=step_timeout,
-            replicas=replicas,
-            max_restarts=(0 if replicas == 1 else 5) if max_restarts is None else max_restarts,
-        )
+        return launch
+
+    @staticmethod
+    async def _launch_by_ray(
+        model: str,
+        config: EngineConfig,
+        max_step_time: float | None,
+        warm_up: bool,
+        cpus: int,
+        most: int,
+    ) -> Launch:
+        from engine_core.engine.ray_replica import RayReplicas
+
+        site = await RayReplicas.open(model, config, max_step_time, warm_up, cpus=cpus, most=most)
+        return site.launch
 
     @classmethod
     async def start_with(
@@ -503,6 +548,7 @@ class AsyncEngine(HasFrontend):
         max_restarts: int = 0,
         name: str = "",
         on_the_way: SharedCount | None = None,
+        max_replicas: int | None = None,
     ) -> Self:
         """Run the model on replicas that ``launch`` starts, wherever they are.
 
@@ -538,6 +584,7 @@ class AsyncEngine(HasFrontend):
             max_restarts,
             name,
             on_the_way,
+            max_replicas,
         )
 
     @classmethod
@@ -808,9 +855,9 @@ class AsyncEngine(HasFrontend):
         Raises:
             ConfigError: there are several replicas.
         """
-        if len(self._members) > 1:
+        if self._most_replicas > 1:
             raise ConfigError(
-                f"a trace shows the steps of one engine, and there are {len(self._members)} "
+                f"a trace shows the steps of one engine, and there are {self._most_replicas} "
                 "replicas; trace one alone"
             )
         self.trace = FrontendTrace(name)
@@ -853,10 +900,11 @@ class AsyncEngine(HasFrontend):
         await asyncio.gather(*map(self._end_member, self._members))
 
     async def scale(self, replicas: int, *, drain_timeout: float | None = None) -> None:
-        """Go on with so many replicas, at most as many as the engine was started with.
+        """Go on with so many replicas, at most ``max_replicas`` of :meth:`start`.
 
         Those that are too many take no more requests. They end once theirs have; what has not
-        ended after ``drain_timeout`` seconds is aborted (never if None).
+        ended after ``drain_timeout`` seconds is aborted (never if None). If this is cancelled
+        before, they take requests again.
 
         Raises:
             ConfigError: the number is out of range.
@@ -887,6 +935,20 @@ class AsyncEngine(HasFrontend):
             except TimeoutError:
                 for state in self._states_at(member):
                     self._abort(state)
+            except asyncio.CancelledError:
+                member.leaving = False
+                if member.replica is not None:
+                    self._router.join(member.index, *member.room)
+                raise
+        ending = asyncio.ensure_future(self._remove(member))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await ending
+            raise
+
+    async def _remove(self, member: _Member) -> None:
+        """End a replica for good, and keep its counts."""
         await self._end_member(member)
         self._members.remove(member)
         self._retired = _total([self._retired, member.past])
@@ -915,7 +977,8 @@ class AsyncEngine(HasFrontend):
         member.replica, member.pid = replica, found.pid
         member.begun, member.heard, member.silent_looks = time.monotonic(), True, 0
         rows = ready.scheduler_config.max_num_seqs
-        self._router.join(member.index, ready.block_size, ready.num_blocks, rows)
+        member.room = ready.block_size, ready.num_blocks, rows
+        self._router.join(member.index, *member.room)
         replica.serve(partial(self._receive, member), partial(self._bury, member))
         self._look_again(member)
 
@@ -950,7 +1013,7 @@ class AsyncEngine(HasFrontend):
 
     def _named(self, member: _Member, error: Exception) -> EngineDeadError:
         """The error as the end of one of several replicas."""
-        if len(self._members) == 1 and isinstance(error, EngineDeadError):
+        if self._most_replicas == 1 and isinstance(error, EngineDeadError):
             return error
         if isinstance(error, EngineError):
             why, cause = str(error), error.__cause__
@@ -1044,7 +1107,7 @@ class AsyncEngine(HasFrontend):
         """Choose a replica for a request."""
         prompts = {id(new.prompt): new.prompt for new in sequences}.values()
         keys: list[BlockKey] = []
-        if len(self._members) > 1 and len(prompts) == 1:
+        if self._most_replicas > 1 and len(prompts) == 1:
             (prompt,) = prompts
             extend_block_keys(
                 keys,

@@ -126,7 +126,11 @@ class Failure:
 
 def encode(message: Any) -> bytes:
     """A message with its length before it."""
-    content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def framed(content: bytes) -> bytes:
+    """A pickled message with its length before it."""
     return _HEADER.pack(len(content)) + content
 
 
@@ -632,4 +636,4 @@ def _portable(error: EngineError) -> EngineError | None:
     return copy if isinstance(copy, EngineError) else None
 
 
-__all__ = ["Decoder", "Failure", "Found", "Ready", "encode", "enlarge", "main"]
+__all__ = ["Decoder", "Failure", "Found", "Ready", "encode", "enlarge", "framed", "main"]

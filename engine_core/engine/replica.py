@@ -75,20 +75,85 @@ class Replica(ABC):
         """End the core and wait for that; ``kill`` does not let it end by itself."""
 
 
-class ProcessReplica(asyncio.Protocol, Replica):
-    """A core in a process of its own, and the socket to it."""
+class MessageReplica(Replica):
+    """A core that sends its messages as a stream of bytes.
 
-    def __init__(self, child: BaseProcess | None, end: socket.socket, label: str) -> None:
-        self._child = child
+    Args:
+        label: begins each line that it logs.
+    """
+
+    def __init__(self, label: str) -> None:
         self._label = label
-        # For what the process said last, in case sending is first to find that it is gone.
-        self._end = end
         self._decoder = Decoder()
-        self._transport: asyncio.Transport | None = None
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._receive: Any = self._inbox.put_nowait
         self._bury: Any = None
         self._failure: Failure | None = None
+
+    def _feed(self, data: bytes) -> bool:
+        """Take in bytes; False if they can make no sense, as the failure then says."""
+        try:
+            for message in self._decoder.feed(data):
+                self._take(message)
+        except Exception as error:
+            # Results that cannot be taken in leave no way to go on.
+            trace = "".join(traceback.format_exception(error))
+            self._failure = Failure(f"{type(error).__name__}: {error}", trace)
+            return False
+        return True
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Failure):
+            self._failure = message
+        elif isinstance(message, logging.LogRecord):
+            log = logging.getLogger(message.name)
+            if log.isEnabledFor(message.levelno):
+                message.msg, message.args = self._label + message.getMessage(), None
+                log.handle(message)
+        else:
+            self._receive(message)
+
+    async def expect(self, kind: type[_T]) -> _T:
+        """See :class:`Replica`."""
+        message = await self._inbox.get()
+        if isinstance(message, EngineDeadError):
+            self._inbox.put_nowait(message)
+            if self._failure is not None and self._failure.error is not None:
+                raise self._failure.error from message.__cause__
+            raise message
+        assert isinstance(message, kind), f"{message!r} where a {kind.__name__} was expected"
+        return message
+
+    def serve(
+        self, receive: Callable[[Any], None], bury: Callable[[EngineDeadError], None]
+    ) -> None:
+        """See :class:`Replica`."""
+        self._receive = receive
+        self._bury = bury
+        while not self._inbox.empty():
+            message = self._inbox.get_nowait()
+            if isinstance(message, EngineDeadError):
+                bury(message)
+            else:
+                receive(message)
+
+    def _end_with(self, error: EngineDeadError) -> None:
+        """Tell why the core is gone."""
+        if self._bury is not None:
+            self._bury(error)
+        else:
+            self._inbox.put_nowait(error)
+
+
+class ProcessReplica(asyncio.Protocol, MessageReplica):
+    """A core in a process of its own, and the socket to it."""
+
+    def __init__(self, child: BaseProcess | None, end: socket.socket, label: str) -> None:
+        super().__init__(label)
+        self._child = child
+        # For what the process said last, in case sending is first to find that it is gone.
+        self._end = end
+        self._transport: asyncio.Transport | None = None
         self._lost = asyncio.Event()
         self._ended: asyncio.Task[None] | None = None
         if child is not None:
@@ -138,7 +203,7 @@ class ProcessReplica(asyncio.Protocol, Replica):
         try:
             end.connect(str(path))
         except OSError as error:
-            raise _death(None, None, None) from error
+            raise death(None, None, None) from error
         return await cls._over(end, None)
 
     @classmethod
@@ -156,13 +221,7 @@ class ProcessReplica(asyncio.Protocol, Replica):
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
-        try:
-            for message in self._decoder.feed(data):
-                self._take(message)
-        except Exception as error:
-            # Results that cannot be taken in leave no way to go on.
-            trace = "".join(traceback.format_exception(error))
-            self._failure = Failure(f"{type(error).__name__}: {error}", trace)
+        if not self._feed(data):
             assert self._transport is not None, "it was opened"
             self._transport.abort()
 
@@ -175,17 +234,10 @@ class ProcessReplica(asyncio.Protocol, Replica):
         self._ended = asyncio.ensure_future(self._see_it_end())
 
     def _take(self, message: Any) -> None:
+        super()._take(message)
         if isinstance(message, Failure):
-            self._failure = message
             # Threads of a model's, or a broken device, may keep it from ending.
             asyncio.get_running_loop().call_later(_STOP_SECONDS, self._kill)
-        elif isinstance(message, logging.LogRecord):
-            log = logging.getLogger(message.name)
-            if log.isEnabledFor(message.levelno):
-                message.msg, message.args = self._label + message.getMessage(), None
-                log.handle(message)
-        else:
-            self._receive(message)
 
     @property
     def is_closing(self) -> bool:
@@ -198,30 +250,6 @@ class ProcessReplica(asyncio.Protocol, Replica):
         """See :class:`Replica`."""
         if self._transport is not None and not self.is_closing:
             self._transport.write(process.encode(message))
-
-    async def expect(self, kind: type[_T]) -> _T:
-        """See :class:`Replica`."""
-        message = await self._inbox.get()
-        if isinstance(message, EngineDeadError):
-            self._inbox.put_nowait(message)
-            if self._failure is not None and self._failure.error is not None:
-                raise self._failure.error from message.__cause__
-            raise message
-        assert isinstance(message, kind), f"{message!r} where a {kind.__name__} was expected"
-        return message
-
-    def serve(
-        self, receive: Callable[[Any], None], bury: Callable[[EngineDeadError], None]
-    ) -> None:
-        """See :class:`Replica`."""
-        self._receive = receive
-        self._bury = bury
-        while not self._inbox.empty():
-            message = self._inbox.get_nowait()
-            if isinstance(message, EngineDeadError):
-                bury(message)
-            else:
-                receive(message)
 
     def give_up(self, why: str) -> None:
         """Kill a process that hangs once it has written its stacks to stderr."""
@@ -248,20 +276,18 @@ class ProcessReplica(asyncio.Protocol, Replica):
         """Wait for the process, whose socket is closed, and say how it ended."""
         child = self._child
         if child is None:
-            error = _death(None, None, self._failure)
+            error = death(None, None, self._failure)
         else:
             await asyncio.to_thread(child.join, _STOP_SECONDS)
             if child.exitcode is None:
                 child.kill()
                 await asyncio.to_thread(child.join)
             atexit.unregister(child.kill)
-            error = _death(child.pid, child.exitcode, self._failure)
+            name = f"the engine process (pid {child.pid})"
+            error = death(name, child.exitcode, self._failure)
             child.close()
         self._lost.set()
-        if self._bury is not None:
-            self._bury(error)
-        else:
-            self._inbox.put_nowait(error)
+        self._end_with(error)
 
 
 @contextlib.contextmanager
@@ -335,21 +361,33 @@ def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _death(pid: int | None, code: int | None, failure: Failure | None) -> EngineDeadError:
-    """Why the engine process is gone; ``pid`` is None in a process that did not start it."""
+def death(process: str | None, code: int | None, failure: Failure | None) -> EngineDeadError:
+    """The end of the engine process, by its own words or by how it ended.
+
+    Args:
+        process: what it is called; None if another process started it.
+        code: its exit code, below 0 for a signal; None if it is not known.
+        failure: what it said.
+    """
     if failure is not None:
         error = EngineDeadError(failure.message)
         error.__cause__ = RemoteTracebackError(failure.trace)
         return error
-    if pid is None:
-        return EngineDeadError("the engine process has ended")
-    if code is not None and code < 0:
+    if process is None or code is None:
+        return EngineDeadError(f"{process or 'the engine process'} has ended")
+    if code < 0:
         how = f"by signal {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
             how += "; if nobody sent it, the system ran out of memory"
     else:
         how = f"with exit code {code}"
-    return EngineDeadError(f"the engine process (pid {pid}) ended {how}")
+    return EngineDeadError(f"{process} ended {how}")
 
 
-__all__ = ["ProcessReplica", "Replica", "environments"]
+__all__ = [
+    "MessageReplica",
+    "ProcessReplica",
+    "Replica",
+    "death",
+    "environments",
+]

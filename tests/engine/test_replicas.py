@@ -6,14 +6,13 @@ import asyncio
 import errno
 import os
 import signal
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import psutil
 import pytest
 from golden_fixtures import GOLDEN, golden_prompts
+from replicas import tokens_of, until
 from slow_llama import SETTINGS as SLOW
 
 from engine_core import AsyncEngine, EngineConfig, SamplingParams
@@ -27,17 +26,6 @@ LONG = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
 CONFIG = EngineConfig(
     device="cpu", skip_tokenizer_init=True, max_num_seqs=2, kv_cache_memory=8 * 2**20, **SLOW
 )
-
-
-async def tokens_of(stream: RequestStream) -> list[int]:
-    return [token async for output in stream for token in output.outputs[0].token_ids]
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        await asyncio.sleep(0.01)
 
 
 def refuse_once(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
