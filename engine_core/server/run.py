@@ -18,6 +18,7 @@ import uvicorn
 from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine.async_engine import AsyncEngine
+from engine_core.engine.autoscale import ScaleRule, follow_queue
 from engine_core.engine.shared_count import SharedCount
 from engine_core.engine.trace import FrontendTrace, check_trace_file, write_trace
 from engine_core.errors import ConfigError, EngineDeadError, ErrorCode, RequestError
@@ -199,8 +200,25 @@ def start_engine(
         warm_up=True,
         listener=listener,
         replicas=settings.replicas,
-        max_restarts=settings.max_replica_restarts if settings.replicas > 1 else 0,
+        max_restarts=settings.max_replica_restarts if settings.several_replicas else 0,
+        max_replicas=settings.max_replicas,
+        replica_executor=settings.replica_executor,
+        replica_cpus=settings.replica_cpus or 1,
     )
+
+
+def _follow_queue(engine: AsyncEngine, settings: ServerSettings) -> asyncio.Task[None] | None:
+    """Scale the replicas by the queue from now on, if the settings say so."""
+    if settings.max_replicas is None:
+        return None
+    rule = ScaleRule(
+        least=settings.replicas,
+        most=settings.max_replicas,
+        rows=engine.num_rows // settings.replicas,
+        up_delay=settings.scale_up_delay or 10.0,
+        down_delay=settings.scale_down_delay or 300.0,
+    )
+    return asyncio.ensure_future(follow_queue(engine, rule))
 
 
 def log_address(listener: socket.socket, model: str, settings: ServerSettings) -> None:
@@ -288,20 +306,28 @@ async def serve(
     if early:
         begin.set()
     engine: AsyncEngine | None = None
+    scaling: asyncio.Task[None] | None = None
     try:
         engine = await _load(starting, settings, service, registry, stop)
         if engine is None:
             return
         if settings.trace is not None:
             engine.start_trace(name)
+        scaling = _follow_queue(engine, settings)
         begin.set()
         on_ready(engine)
         dead = asyncio.ensure_future(engine.wait_dead())
         stopped = asyncio.ensure_future(stop.wait())
-        await asyncio.wait({dead, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {dead, stopped, serving, *filter(None, (scaling,))}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if scaling is not None and scaling.done():
+            scaling.result()
         if dead.done():
             raise dead.result()
         dead.cancel()
+        if scaling is not None:
+            scaling.cancel()
+            await asyncio.gather(scaling, return_exceptions=True)
         service.drain()
         on_drain(service.in_flight.total, settings)
         await engine.drain(settings.drain_timeout)
@@ -312,6 +338,8 @@ async def serve(
             await serving
         else:
             serving.cancel()
+        if scaling is not None:
+            scaling.cancel()
         if engine is not None:
             if keep_trace is not None:
                 await keep_trace(engine)

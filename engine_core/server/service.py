@@ -88,8 +88,8 @@ class Service:
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
-        """The state of each replica if there are several, else nothing."""
-        if self._engine is None or self.settings.replicas == 1:
+        """The state of each replica if there may be several, else nothing."""
+        if self._engine is None or not self.settings.several_replicas:
             return []
         return self._engine.replicas
 

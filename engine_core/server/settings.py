@@ -90,6 +90,18 @@ class ServerSettings(FrozenConfig):
     """Engines with the whole model each, of which a request goes to the one that has its beginning
     cached, unless that has too much to do. Each has GPUs of its own for all its
     ranks, or its share of a CPU's cores."""
+    max_replicas: int | None = Field(default=None, ge=1, le=64)
+    """Engines at most: their number then follows the queue, between --replicas and this."""
+    scale_up_delay: float | None = Field(default=None, gt=0)
+    """Seconds that requests must have waited until there is another replica; 10 if not set."""
+    scale_down_delay: float | None = Field(default=None, gt=0)
+    """Seconds that a replica must have been too many until it ends; 300 if not set."""
+    replica_executor: Literal["processes", "ray"] = "processes"
+    """Where replicas run: processes are all on this machine, ray places them on the machines of the
+    Ray cluster that --ray-address names."""
+    replica_cpus: int | None = Field(default=None, ge=1)
+    """CPUs of the Ray cluster that a replica takes, which are its threads on a CPU; 1 if not
+    set."""
     max_replica_restarts: int = Field(default=5, ge=0)
     """How often in a row one of several replicas is started again when it dies."""
     tool_parser: str | None = Field(default=None, min_length=1)
@@ -113,16 +125,43 @@ class ServerSettings(FrozenConfig):
     trace_seconds: float = Field(default=10.0, gt=0)
     """Seconds of the trace."""
 
+    @property
+    def several_replicas(self) -> bool:
+        """Whether there are several replicas, may be, or one that is on another machine."""
+        return max(self.replicas, self.max_replicas or 1) > 1 or self.replica_executor == "ray"
+
+    @model_validator(mode="after")
+    def _bounds_of_replicas(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(
+                f"max_replicas is {self.max_replicas}, and replicas, of which there are never "
+                f"fewer, is {self.replicas}; raise the one or lower the other"
+            )
+        for name in ("scale_up_delay", "scale_down_delay"):
+            if getattr(self, name) is not None and self.max_replicas is None:
+                raise ValueError(
+                    f"{name} is for a number of replicas that follows the queue; give max_replicas "
+                    "too, or leave it out"
+                )
+        if self.replica_cpus is not None and self.replica_executor != "ray":
+            raise ValueError(
+                "replica_cpus is what a replica takes of a Ray cluster, and replica_executor is "
+                f"{self.replica_executor!r}; leave it out, or set replica_executor to 'ray'"
+            )
+        return self
+
     @model_validator(mode="after")
     def _one_of_several(self) -> Self:
         for name, given in (
             (f"api_server_count is {self.api_server_count}", self.api_server_count > 1),
             (f"trace is {self.trace}", self.trace is not None),
         ):
-            if given and self.replicas > 1:
+            if given and self.several_replicas:
+                options = {"max_replicas": self.max_replicas or 1, "replicas": self.replicas}
+                other = next((f"{key} is {n}" for key, n in options.items() if n > 1), None)
                 raise ValueError(
-                    f"{name}, which is for one engine, and replicas is {self.replicas}; leave one "
-                    "of them out"
+                    f"{name}, which is for one engine of this machine, and "
+                    f"{other or 'replica_executor is ray'}; leave one of them out"
                 )
         return self
 
