@@ -91,6 +91,7 @@ soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, the
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m hypothesis
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/fuzz
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/soak/test_ray_soak.py
+	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_FULL=1 $(BIN)/pytest -s tests/soak/test_ray_replicas_soak.py
 
 planted: $(VENV)/.test ## Plant errors in the families: the conformance kit must find each and say where.
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/testing/test_planted_errors.py $(ARGS)

@@ -1,4 +1,4 @@
-"""What tests of several replicas behind an ``AsyncEngine`` share."""
+"""Helpers of tests with several replicas behind an ``AsyncEngine``."""
 
 from __future__ import annotations
 

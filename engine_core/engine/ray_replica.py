@@ -90,13 +90,18 @@ class RayReplicas:
             most: replicas at most.
 
         Raises:
-            OptionError: Ray is not installed, the cluster is not there, or ``config.device`` names
-                one GPU.
+            OptionError: Ray is not installed, the cluster is not there, ``config.device`` names
+                one GPU, or ranks are to be on several machines.
         """
         if config.device not in ("auto", "cpu", "cuda"):
             raise OptionError(
                 f"Ray gives each replica GPUs of its own, but device is {config.device!r}; leave "
                 "it out"
+            )
+        if config.distributed_executor == "ray":
+            raise OptionError(
+                "a replica on Ray has all its ranks on one machine, and distributed_executor 'ray' "
+                "would place them on several; leave it out, or serve one engine without replicas"
             )
         # Ray wants the main thread, if this is it, and nothing is served yet.
         ray = connect(config.ray_address)
@@ -121,6 +126,7 @@ class RayReplicas:
             raise OptionError(
                 f"replicas on Ray need Ray Serve, which cannot be imported ({error}): {INSTALL}"
             ) from None
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         # A cluster's own HTTP proxies stay as they are, and none are started.
         serve.start(http_options={"location": "NoServer"}, logging_config={"log_level": "WARNING"})
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -128,10 +134,7 @@ class RayReplicas:
         resources: dict[str, Any] = {"num_cpus": cpus}
         environment: dict[str, str] = {}
         gpus = any(node.get("GPU", 0) > 0 for node in nodes)
-        if config.distributed_executor == "ray":
-            # Its ranks have places of their own.
-            config = config.replace(ray_address=ray.get_runtime_context().gcs_address)
-        elif config.device == "cuda" or (gpus and config.device == "auto"):
+        if config.device == "cuda" or (gpus and config.device == "auto"):
             resources["num_gpus"] = config.num_ranks
         else:
             at_once = max((int(node.get("CPU", 0)) // cpus for node in nodes), default=1)
@@ -141,6 +144,8 @@ class RayReplicas:
             version=__version__,
             model=_absolute(model),
             config=config.replace(
+                distributed_executor="processes",
+                ray_address=None,
                 custom_module_map=tuple(map(_absolute, config.custom_module_map)),
                 **({} if config.tokenizer is None else {"tokenizer": _absolute(config.tokenizer)}),
             ),

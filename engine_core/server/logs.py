@@ -59,4 +59,6 @@ def configure_logging(log_format: Literal["text", "json"]) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("engine_core.server").setLevel(logging.INFO)
+    # What replicas do is as much the server's business as requests are.
+    for name in ("server", "engine.autoscale", "engine.ray_replica"):
+        logging.getLogger(f"engine_core.{name}").setLevel(logging.INFO)
