@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +15,10 @@ from slow_llama import SETTINGS as SLOW
 
 from engine_core import AsyncEngine, EngineConfig, SamplingParams
 from engine_core.engine import RequestStream, async_engine
-from engine_core.errors import EngineDeadError
+from engine_core.engine.process import Decoder
+from engine_core.engine.ray_replica import _encode
+from engine_core.errors import EngineDeadError, OptionError
+from engine_core.workers import SharedBytes
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'engine-core-llm[ray]'")
 from ray_nodes import Nodes, two_nodes
@@ -37,6 +42,36 @@ def applications() -> list[str]:
     from ray import serve
 
     return [name for name in serve.status().applications if name.startswith("engine-core-")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "cuda:1"}, "gives each replica GPUs of its own, but device is 'cuda:1'"),
+        (
+            {"distributed_executor": "ray", "tensor_parallel_size": 2},
+            "has all its ranks on one machine, .*; leave it out",
+        ),
+    ],
+)
+def test_ranks_on_several_machines_and_one_gpu_for_all_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        asyncio.run(AsyncEngine.start(MODEL, EngineConfig(**settings), replica_executor="ray"))
+
+
+def test_shared_memory_goes_by_value() -> None:
+    """Its sender may be on another machine; here its memory is gone when it is read."""
+    content = random.Random(3).randbytes(10_000)
+    block = SharedBytes.of([(0, content)], len(content))
+    encoded = _encode(("add", [block, block]))
+    del block
+    ((name, (first, second)),) = Decoder().feed(encoded)
+    assert name == "add"
+    assert first is second
+    with first.map() as mapped:
+        assert mapped[:] == content
 
 
 @pytest.mark.slow

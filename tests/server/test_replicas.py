@@ -238,3 +238,22 @@ def ask(server: ServerProcess, key: str, n: int) -> None:
 def test_what_is_for_one_engine_is_refused(other: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerSettings(replicas=2, **other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas is 2, and replicas, .* is 3; raise"),
+        ({"scale_up_delay": 1}, "scale_up_delay is for .* follows the queue; give max_replicas"),
+        ({"scale_down_delay": 1}, "scale_down_delay is for"),
+        ({"replica_cpus": 2}, "replica_cpus .* replica_executor is 'processes'; leave it out"),
+        ({"replica_executor": "mpi"}, "'processes' or 'ray'"),
+        ({"max_replicas": 2, "api_server_count": 2}, "api_server_count is 2, .* max_replicas is 2"),
+        ({"replica_executor": "ray", "trace": Path("t")}, "trace is t, .* replica_executor is ray"),
+    ],
+)
+def test_settings_of_replicas_that_mean_nothing_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerSettings(**settings)
