@@ -61,10 +61,12 @@ class Hosted:
 
     Attributes:
         node: the machine's address in the cluster.
+        node_id: by which Ray knows it.
         pid: of the engine process.
     """
 
     node: str
+    node_id: str
     pid: int
 
 
@@ -89,6 +91,7 @@ class CoreHost:
         self._serve = serve
         self._name = serve.get_replica_context().app_name
         self._node = ray.util.get_node_ip_address()
+        self._node_id = ray.get_runtime_context().get_node_id()
         self._life = ""
         self._child: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -136,7 +139,7 @@ class CoreHost:
         self._writer = writer
         try:
             self._take_early()
-            yield process.encode(Hosted(self._node, child.pid))
+            yield process.encode(Hosted(self._node, self._node_id, child.pid))
             with contextlib.suppress(ConnectionError):
                 while data := await reader.read(_READ_BYTES):
                     yield data

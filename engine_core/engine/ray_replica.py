@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,19 @@ logger = logging.getLogger(__name__)
 
 # Seconds that a replica waits for a place on some machine, and after which it says so.
 _PLACE_SECONDS, _PATIENT_SECONDS = 300.0, 10.0
+# The name of Ray's error for an actor to which a connection has broken, and the seconds in which
+# Ray may yet say that its machine is lost. That may take it half a minute: nobody waits so long.
+_UNREACHABLE, _LOST_SECONDS = "ActorUnavailableError", 1.0
 # How often Ray Serve is asked whether a deployment runs.
 _ASK_SECONDS = 0.1
 # Seconds between two signs of life to a replica.
 _BEAT_SECONDS = 10.0
 # Calls of a replica's methods at once: a stream, and as many commands as may be under way.
 _MOST_CALLS = 10_000
-# Ray Serve pickles deployments with a setting of the whole process.
+# Ray Serve makes its configs with a setting of the whole process, which fails in two threads at
+# once. Its own threads do so too, when a deployment changes; so it is tried again.
 _one_at_a_time = threading.Lock()
+_TRIES = 5
 
 
 class RayReplicas:
@@ -171,15 +177,15 @@ class RayReplicas:
         Raises:
             EngineDeadError: it cannot be started, or there is no place for it.
         """
-        await asyncio.to_thread(self._deploy, name)
+        await _in_thread(self._deploy, name)
         begun = time.monotonic()
         told = False
         while True:
-            status, message = await asyncio.to_thread(self._status, name)
+            status, message = await _in_thread(self._status, name)
             if status == "RUNNING":
                 from ray import serve
 
-                return await asyncio.to_thread(serve.get_app_handle, name)
+                return await _in_thread(serve.get_app_handle, name)
             waited = time.monotonic() - begun
             if status in ("DEPLOY_FAILED", "NOT_STARTED"):
                 raise EngineDeadError(
@@ -200,12 +206,8 @@ class RayReplicas:
     def _deploy(self, name: str) -> None:
         from ray import serve
 
-        with _one_at_a_time:
-            if name not in serve.status().applications:
-                self._make(name, serve)
-
-    def _make(self, name: str, serve: Any) -> None:
-        """Have Ray Serve make a deployment of one actor."""
+        if name in serve.status().applications:
+            return
         deployment = serve.deployment(
             CoreHost,
             name="core",
@@ -245,12 +247,20 @@ class RayReplicas:
             f"{', '.join(nodes)}"
         )
 
+    async def is_lost(self, node_id: str) -> bool:
+        """Whether a machine has left the cluster, as far as that can be asked."""
+        try:
+            nodes = await asyncio.to_thread(self._ray.nodes)
+        except Exception:  # Ray's errors have no base that tells them from others
+            return False
+        return not any(node["Alive"] and node["NodeID"] == node_id for node in nodes)
+
     async def remove(self, name: str) -> None:
         """Give a replica's place back."""
         from ray import serve
 
         with contextlib.suppress(Exception):  # the cluster may be gone
-            await asyncio.to_thread(serve.delete, name, _blocking=False)
+            await _in_thread(partial(serve.delete, _blocking=False), name)
 
 
 class RayReplica(MessageReplica):
@@ -310,7 +320,8 @@ class RayReplica(MessageReplica):
             if beats is not None:
                 beats.cancel()
             self._is_over = True
-        end = self._death(cause)
+        lost = await self._is_machine_lost(cause)
+        end = self._death(cause, lost)
         self._lost.set()
         self._end_with(end)
 
@@ -330,17 +341,35 @@ class RayReplica(MessageReplica):
         else:
             super()._take(message)
 
-    def _death(self, cause: BaseException | None) -> EngineDeadError:
-        where = "" if self._hosted is None else f" on {self._hosted.node}"
+    async def _is_machine_lost(self, cause: BaseException | None) -> bool:
+        """Whether Ray has lost the machine; it knows a moment after connections to it end."""
+        # Also of an actor that is said to be out of reach, which may be a broken connection.
+        if self._hosted is None or cause is None or isinstance(cause, asyncio.CancelledError):
+            return False
+        waits = _LOST_SECONDS if type(cause).__name__ == _UNREACHABLE else 0.0
+        deadline = time.monotonic() + waits
+        while not (lost := await self._site.is_lost(self._hosted.node_id)):
+            if time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(_ASK_SECONDS)
+        return lost
+
+    def _death(self, cause: BaseException | None, lost: bool) -> EngineDeadError:
+        hosted = self._hosted
+        where = "" if hosted is None else f" on {hosted.node} (node {hosted.node_id[:8]})"
         pid = "" if self._hosted is None else f" (pid {self._hosted.pid})"
         if self._failure is not None or cause is None or self._code is not None:
             return death(f"the engine process{pid}{where}", self._code, self._failure)
         if isinstance(cause, asyncio.CancelledError):
             return EngineDeadError(f"the engine process{pid}{where} was ended")
-        if isinstance(cause, TimeoutError):
+        if lost and self._hosted is not None:
+            told = "Ray has lost the machine"
+        elif isinstance(cause, TimeoutError):
             told = f"it was not started again in {_PLACE_SECONDS:g} s"
         else:
             told = _told(cause)
+            if type(cause).__name__ == _UNREACHABLE:
+                told = f"it or its machine cannot be reached; {told}"
         error = EngineDeadError(f"the Ray actor of the engine process{pid}{where} is gone: {told}")
         error.__cause__ = cause
         return error
@@ -394,6 +423,22 @@ class RayReplica(MessageReplica):
             self._task.cancel()
             await self._lost.wait()
         await self._site.remove(self._name)
+
+
+async def _in_thread(call: Callable[[str], Any], name: str) -> Any:
+    """Call a function of Ray Serve for an application."""
+
+    def safely() -> Any:
+        for left in reversed(range(_TRIES)):
+            try:
+                with _one_at_a_time:
+                    return call(name)
+            except ValueError:
+                if not left:
+                    raise
+        raise AssertionError("it is tried")
+
+    return await asyncio.to_thread(safely)
 
 
 def _encode(message: Any) -> bytes:
