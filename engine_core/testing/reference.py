@@ -163,6 +163,11 @@ def _randomise(model: nn.Module, scale: float) -> None:
             param.normal_(0.0, scale * 0.3)
         else:
             param.normal_(1.0, 0.3)
+    # Such as what routers add to the scores of experts.
+    kept = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in kept and name.endswith("bias") and buffer.is_floating_point():
+            buffer.normal_(0.0, scale * 0.3)
 
 
 def _random_prompts(model: nn.Module, config: Mapping[str, Any]) -> list[list[int]]:

@@ -55,7 +55,7 @@ CASES = [
             "n_shared_experts": 1,
             "topk_method": "greedy",
             "n_group": 4,
-            "topk_group": 1,
+            "topk_group": 2,
         },
     ),
     ConformanceCase(
