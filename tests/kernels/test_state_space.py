@@ -243,3 +243,19 @@ def test_the_kernels_round_16_bits_as_the_reference(kernels: Any, launch_device:
     other = States(32, dtype=torch.bfloat16)
     for s, out in in_chunks(other, reference.run_state_space, weights, 72, count=2).items():
         torch.testing.assert_close(outs[s], out, atol=5e-2, rtol=5e-2)
+
+
+def test_a_captured_step_may_have_a_chunk_without_room_for_tokens(
+    kernels: Any, launch_device: str, expected: dict[int, Tensor]
+) -> None:
+    """As one of as many tokens as rows that decode."""
+    weights = StateSpaceWeights(
+        *(each.to(launch_device) if isinstance(each, Tensor) else each for each in make_weights())
+    )
+    states = States(32, launch_device)
+    starts = torch.tensor([0, 1, 1], dtype=torch.int32, device=launch_device)
+    lens = torch.tensor([1, 0], dtype=torch.int32, device=launch_device)
+    rows = StateRows(starts, lens, 0, 1, states.tables[:2], 32)
+    xbc, dt = (part[:1].to(launch_device) for part in inputs_of(LENGTHS[0], 0))
+    out = kernels.run_state_space(xbc, dt, weights, states.cache, rows)
+    torch.testing.assert_close(out.cpu(), expected[0][:1], atol=5e-5, rtol=1e-4)

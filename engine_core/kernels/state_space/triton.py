@@ -288,7 +288,8 @@ def run_state_space(
         (0, decode, 1),
         (decode, num_rows - decode, rows.max_query_len),
     ):
-        if count == 0:
+        # A captured step has room for chunks even where it has none for their tokens.
+        if count == 0 or longest == 0:
             continue
         block_t = min(16, triton.next_power_of_2(longest))
         block_c = 256 if longest == 1 else 128
@@ -339,7 +340,7 @@ def run_state_space(
         _decode_kernel[(decode, heads, triton.cdiv(width, block_p))](
             *operands, *strides, **constants, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4
         )
-    if decode < num_rows:
+    if decode < num_rows and rows.max_query_len:
         # Larger tiles of a state of 128 columns do not fit the registers of compute capability 9.0;
         # float32 is multiplied without matrix instructions.
         wide = xbc.dtype == torch.float32
