@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine_core.check.report import Comparison, Difference, PromptComparison, QuantizationCost
 from engine_core.configs import EngineConfig, ModelConfig
 from engine_core.errors import ConfigError, EngineError
-from engine_core.nn.quantization import QuantizationScheme
+from engine_core.nn.quantization import QuantizationScheme, kv_scales
 from engine_core.registry import build_registry
 from engine_core.runtime.layer_trace import decoder_layers
 from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
@@ -131,6 +131,7 @@ class DeepModel:
         context = BuildContext(dtype=source.dtype, model_class=source.registry.model_class)
         network = build_on_meta(source.model_class, source.model_config, context, scheme)
         if scheme is None:
+            kv_scales.set_aside(network, source.checkpoint.headers, source.scheme)
             return network, source.checkpoint
         return network, match_weights(network, source.checkpoint, source.name, scheme)[0]
 

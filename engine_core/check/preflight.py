@@ -78,6 +78,7 @@ from engine_core.runtime.source import (
     check_deterministic,
     check_kv_cache,
     check_revision,
+    find_kv_cache,
     find_scheme,
     media_limits,
     open_files,
@@ -195,7 +196,7 @@ class _Check:
             with self._collecting():
                 capability = None if self.gpu is None else self.gpu.capability
                 check_deterministic(config, self.device, capability)
-                slower = check_kv_cache(config, self.device, capability)
+                slower = check_kv_cache(config.kv_cache_dtype, self.device, capability)
                 if slower is not None:
                     self._add("kv-cache-slower", "info", slower)
         with self._collecting():
@@ -351,11 +352,18 @@ class _Check:
             return
         with self._collecting():
             assert self.registry is not None, "it found the model's class"
+            device = self.device or torch.device("cpu")
+            capability = None if self.gpu is None else self.gpu.capability
+            kv_cache_dtype, why = find_kv_cache(
+                self.config, self.scheme, model_config, device, capability
+            )
+            if why is not None:
+                self._add("kv-cache-scheme", "warning", why)
             context = BuildContext(
                 tp_size=self.config.tensor_parallel_size,
                 dtype=getattr(torch, dtype),
                 deterministic=self.config.deterministic,
-                kv_cache_dtype=self.config.kv_cache_dtype,
+                kv_cache_dtype=kv_cache_dtype,
                 expert_parallel=self.config.enable_expert_parallel,
                 model_class=self.registry.model_class,
             )

@@ -30,6 +30,7 @@ HINTS = {
     "fallback": "It is right, and slower than a package of its own: docs/write-a-plugin.md.",
     "generation-config-invalid": "Correct the key that is named, or remove it.",
     "generation-config-unread": "Remove the key to say that it is not wanted.",
+    "kv-cache-scheme": "The cache takes twice the bytes that the checkpoint was calibrated for.",
     "kv-cache-slower": "Decode steps read half the cache; measure with 'engine-core bench' what "
     "prompts lose.",
     "length-cut": "Give the cache more memory, or set max_model_len to accept the shorter length.",

@@ -84,8 +84,9 @@ class EngineConfig(FrozenConfig):
     kv_cache_memory: Annotated[Bytes | None, Field(gt=0), _Number] = None
     """Bytes for the KV cache, like 4GiB; a share of what is free if not set."""
     kv_cache_dtype: KVCacheDType = "auto"
-    """Element type of keys and values in the KV cache: auto is that of the activations; fp8 (e4m3)
-    and int8 take about half of 16 bits, with a scale for each token and head."""
+    """Element type of keys and values in the KV cache: auto is that of the activations, or fp8 if a
+    checkpoint's kv_cache_scheme says so; fp8 (e4m3) and int8 take about half of 16 bits, with a
+    scale for each token and head, or fp8 with those that a quantised checkpoint has."""
     swap_space: Annotated[Bytes, Field(ge=0), _Number] = 0
     """Host memory per rank, like 4GiB, that keeps the KV cache of preempted sequences; with 0 it is
     computed again."""

@@ -13,6 +13,7 @@ from engine_core.configs.cache import KVCodes
 from engine_core.configs.dtypes import dtype_name
 from engine_core.errors import PluginLoadError
 from engine_core.kernels import paged_attention, store_kv
+from engine_core.nn.loading import copy_checked, set_weight_loader
 from engine_core.nn.module import Module
 from engine_core.step_context import AttentionMetadata, current_build_context
 
@@ -36,6 +37,11 @@ def alibi_slopes(num_heads: int) -> Tensor:
     if lower < num_heads:
         slopes += powers(2 * lower, 2, 1)[: num_heads - lower]
     return torch.tensor(slopes, dtype=torch.float32, device="cpu")
+
+
+def _load_scale(param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> None:
+    assert shard_id is None, "a scale has no parts"
+    copy_checked(param, tensor.reshape(1))
 
 
 class CachedLayer(Module):
@@ -111,9 +117,12 @@ class Attention(CachedLayer):
 
     Attributes:
         codes: element type of such a cache; None if it keeps numbers as they are.
+        kv_scales: of all keys and of all values, where a checkpoint has them; None to take the
+            greatest number of each token and head.
     """
 
     slopes: Tensor | None
+    kv_scales: tuple[float, float] | None = None
 
     def __init__(
         self,
@@ -157,6 +166,14 @@ class Attention(CachedLayer):
             slopes = every[context.tp_rank * num_heads :][:num_heads].clone()
         self.register_buffer("slopes", slopes, persistent=False)
 
+    def expect_scales(self) -> None:
+        """Add parameters ``k_scale [1]`` and ``v_scale [1]`` on meta, for a checkpoint's."""
+        for name in ("k_scale", "v_scale"):
+            empty = torch.empty(1, dtype=torch.float32, device="meta")
+            param = nn.Parameter(empty, requires_grad=False)
+            set_weight_loader(param, _load_scale)
+            self.register_parameter(name, param)
+
     def cache_spec(self) -> KVCacheSpec:
         """The cache spec of this layer."""
         return KVCacheSpec(
@@ -177,7 +194,8 @@ class Attention(CachedLayer):
         attn_metadata: AttentionMetadata,
     ) -> Tensor:
         """``q [T, heads, D]``, ``k [T, kv, D]``, ``v [T, kv, Dv]`` to ``[T, heads, Dv]``."""
-        store_kv(k, v, k_cache, v_cache, attn_metadata.groups[self.group_id].slot_mapping)
+        slots = attn_metadata.groups[self.group_id].slot_mapping
+        store_kv(k, v, k_cache, v_cache, slots, self.kv_scales)
         return self.attend(q, k_cache, v_cache, attn_metadata)
 
     def attend(

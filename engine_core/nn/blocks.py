@@ -113,7 +113,7 @@ class SelfAttention(Branch):
         """q, k and v's projection, which rotates and stores, and the one back."""
         if self._epilogue is None:
             self._epilogue = RotateStore(
-                self.rotate, self.rotate.interleaved, self.q_norm, self.k_norm
+                self.rotate, self.rotate.interleaved, self.q_norm, self.k_norm, self.attend
             )
         return self.qkv_proj, self._epilogue, self.o_proj
 

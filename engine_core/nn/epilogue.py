@@ -131,12 +131,20 @@ class RotateStore(Epilogue):
         interleaved: how dimensions pair in the rotation.
         q_norm: normalises each head of the queries; None for no norm, as for ``k_norm``.
         k_norm: the same for the keys.
+        attend: the attention that is given the queries; None for one without scales of its own.
     """
 
     rotate: nn.Module
     interleaved: bool
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
+    attend: nn.Module | None = None
+
+    @property
+    def kv_scales(self) -> tuple[float, float] | None:
+        """The scales of all keys and values that a checkpoint has; None for none."""
+        scales: tuple[float, float] | None = getattr(self.attend, "kv_scales", None)
+        return scales
 
     @property
     def norms(self) -> dict[str, Any]:
@@ -159,7 +167,7 @@ class RotateStore(Epilogue):
         q, k, v = layer.split_qkv(layer(x))
         if cos_sin is None or not rotary_store_is_fused(q):
             q, k = self._by_modules(q, k, cos_sin)
-            store_kv(k, v, *cache[:2], slot_mapping)
+            store_kv(k, v, *cache[:2], slot_mapping, self.kv_scales)
             return q
         rotary_store(
             q,
@@ -170,6 +178,7 @@ class RotateStore(Epilogue):
             slot_mapping,
             **self.norms,
             interleaved=self.interleaved,
+            kv_scales=self.kv_scales,
         )
         return q
 

@@ -248,6 +248,7 @@ class UnquantizedLinearMethod(LinearMethod):
                 slot_mapping,
                 **epilogue.norms,
                 interleaved=epilogue.interleaved,
+                kv_scales=epilogue.kv_scales,
                 deterministic=deterministic,
             )
         assert isinstance(epilogue, AddNorm), f"{epilogue} was declined"

@@ -58,7 +58,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
         tp_size=config.tensor_parallel_size,
         dtype=source.dtype,
         deterministic=config.deterministic,
-        kv_cache_dtype=config.kv_cache_dtype,
+        kv_cache_dtype=source.kv_cache_dtype,
         expert_parallel=config.enable_expert_parallel,
         model_class=source.registry.model_class,
     )

@@ -18,7 +18,7 @@ from engine_core.nn.attention import Attention
 from engine_core.nn.blocks import agree
 from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.loading import LoadAccount, load_account, materialize
-from engine_core.nn.quantization import QuantizationScheme
+from engine_core.nn.quantization import QuantizationScheme, kv_scales
 from engine_core.nn.quantization.packed import PackedCheckpoint
 from engine_core.plugin_code import described, failed_at, is_own, package_of, silent
 from engine_core.runtime.first_pass import refuse
@@ -154,10 +154,12 @@ def match_weights(
     """
     if scheme is None:
         return checkpoint, check_weights(model, checkpoint, where)
+    kv_scales.set_aside(model, checkpoint.headers, scheme)
     plain = scheme.plain(checkpoint)
     account = check_weights(model, plain, where)
+    placed = kv_scales.place(model, account, checkpoint.headers, scheme)
     matched = scheme.match(model, checkpoint, account)
-    if plain is not checkpoint:
+    if placed or plain is not checkpoint:
         account = check_weights(model, matched, where)
     return matched, account
 
@@ -168,7 +170,7 @@ def _fill(
     """Have the model load its weights itself, as one of the author's methods."""
     try:
         with silent():
-            given = model.load_weights(weights)  # type: ignore[operator]
+            given = model.load_weights(kv_scales.routed(model, weights))  # type: ignore[operator]
             _update_weights(model)
     except (EngineError, torch.OutOfMemoryError):
         raise
@@ -216,6 +218,7 @@ def load_weights(
             weights = packer.watch(account, weights)
         _fill(model, weights, account, where)
     account.raise_mismatch(where)
+    kv_scales.settle(model)
     if packer is not None:
         packer.finish()
     _give_back(device)

@@ -14,7 +14,7 @@ import torch
 from engine_core.checkpoint import Checkpoint, is_local, open_checkpoint, resolve_model
 from engine_core.checkpoint.gguf import read_architecture
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig
-from engine_core.configs.engine import ModelImpl
+from engine_core.configs.engine import KVCacheDType, ModelImpl
 from engine_core.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -24,7 +24,7 @@ from engine_core.errors import (
     UnknownArchitectureError,
 )
 from engine_core.kernels.block_linear import is_fast
-from engine_core.nn.quantization import QuantizationScheme
+from engine_core.nn.quantization import QuantizationScheme, kv_scales
 from engine_core.nn.quantization.facts import facts_of
 from engine_core.plugin_code import contained, failed_at, package_of
 from engine_core.registry import Registry
@@ -66,6 +66,8 @@ class ModelSource:
         prompt_state: the state that the input processor declares; None if it declares none.
         media: what an item of each kind that the model takes besides text takes at most.
         scheme: how its weights are quantised; None if they are not.
+        kv_cache_dtype: element type of keys and values in the cache, as of the config or, if that
+            leaves it open, of the checkpoint.
     """
 
     name: str
@@ -78,6 +80,7 @@ class ModelSource:
     has_input_processor: bool
     prompt_state: PromptState | None
     scheme: QuantizationScheme | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     media: Mapping[str, MediaLimit | None] = field(default_factory=dict)
 
     def plan_media(self, config: EngineConfig) -> MediaPlan:
@@ -126,9 +129,7 @@ def open_model(
     check_revision(model, config)
     device = platform.resolve_device(config)
     check_deterministic(config, device)
-    slower = check_kv_cache(config, device)
-    if slower is not None:
-        logger.warning("%s", slower)
+    check_kv_cache(config.kv_cache_dtype, device)
     option = option_scheme(config, registry, device)
     checkpoint = open_files(model, config, registry, device, option, convert=convert)
     scheme = find_scheme(checkpoint, config, option, registry, device)
@@ -140,6 +141,11 @@ def open_model(
     model_class = registry.model_class(model_config.architecture)
     model_config = with_task(model_config, model_class, checkpoint, config)
     processor = registry.input_processor(model_config)
+    kv_cache_dtype, why = find_kv_cache(config, scheme, model_config, device)
+    slower = check_kv_cache(kv_cache_dtype, device)
+    for warning in (why, slower):
+        if warning is not None:
+            logger.warning("%s", warning)
     return ModelSource(
         name=model,
         checkpoint=checkpoint,
@@ -151,6 +157,7 @@ def open_model(
         has_input_processor=processor is not None,
         prompt_state=getattr(processor, "prompt_state", None),
         scheme=scheme,
+        kv_cache_dtype=kv_cache_dtype,
         media=media_limits(processor),
     )
 
@@ -294,8 +301,49 @@ def check_deterministic(
         )
 
 
+def find_kv_cache(
+    config: EngineConfig,
+    scheme: QuantizationScheme | None,
+    model_config: ModelConfig,
+    device: torch.device,
+    capability: tuple[int, int] | None = None,
+) -> tuple[KVCacheDType, str | None]:
+    """The element type of keys and values: that of ``config``, or what the checkpoint asks for.
+
+    ``capability`` is that of :func:`check_deterministic`.
+
+    Returns:
+        that type, and why it is not the one that the checkpoint asks for; None if it is.
+
+    Raises:
+        ConfigError: the checkpoint asks for one that is not supported.
+    """
+    asked = None if scheme is None else kv_scales.stated(scheme.settings)
+    if asked is None:
+        return config.kv_cache_dtype, None
+    says = "kv_cache_scheme of the checkpoint asks for a cache of e4m3"
+    if config.kv_cache_dtype != "auto":
+        if config.kv_cache_dtype == "fp8" or asked == "dynamic":
+            return config.kv_cache_dtype, None
+        return config.kv_cache_dtype, f"{says}, whose scales kv_cache_dtype 'int8' does not use"
+    why = None
+    pooling = model_config.pooling
+    if pooling is not None and pooling.whole:
+        return "auto", None
+    if config.deterministic:
+        why = "deterministic takes none"
+    elif config.block_size is not None and config.block_size % 4:
+        why = f"block_size {config.block_size} is no multiple of 4"
+    else:
+        try:
+            check_kv_cache("fp8", device, capability)
+        except OptionError:
+            why = "this GPU does not convert it"
+    return ("fp8", None) if why is None else ("auto", f"{says}, and {why}: it keeps the numbers")
+
+
 def check_kv_cache(
-    config: EngineConfig, device: torch.device, capability: tuple[int, int] | None = None
+    dtype: KVCacheDType, device: torch.device, capability: tuple[int, int] | None = None
 ) -> str | None:
     """Refuse a cache of codes that the GPU cannot make.
 
@@ -307,7 +355,6 @@ def check_kv_cache(
     Raises:
         OptionError: ``kv_cache_dtype`` is "fp8", and ``device`` is a GPU without e4m3.
     """
-    dtype = config.kv_cache_dtype
     if dtype == "auto" or device.type != "cuda":
         return None
     if capability is None:

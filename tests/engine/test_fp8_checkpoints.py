@@ -310,7 +310,11 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
     "4 bits": ("channel", weights(num_bits=4), "num_bits is 4, not 8"),
     "integers": ("channel", weights(type="int"), "format is 'float-quantized', not 'pack-qu"),
     "another structure": ("channel", weights(block_structure=[1, 128]), "block_structure is [1"),
-    "a cache": ("channel", setting(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is"),
+    "a cache": (
+        "channel",
+        setting(kv_cache_scheme={"num_bits": 8}),
+        "kv_cache_scheme.type is None",
+    ),
     "no groups": ("channel", setting(config_groups=None), "config_groups is None"),
     "an unknown method": ("channel", setting(quant_method="hqq"), "says 'hqq'"),
 }

@@ -114,9 +114,9 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         EngineConfig(kv_cache_dtype="int4")
     gpu = torch.device("cuda")
     with pytest.raises(OptionError, match=r"'fp8' needs .* 8\.9 .* take kv_cache_dtype='int8'"):
-        check_kv_cache(EngineConfig(kv_cache_dtype="fp8"), gpu, (8, 0))
-    assert check_kv_cache(EngineConfig(kv_cache_dtype="int8"), gpu, (8, 0)) is None
-    slower = check_kv_cache(EngineConfig(kv_cache_dtype="fp8"), gpu, (9, 0))
+        check_kv_cache("fp8", gpu, (8, 0))
+    assert check_kv_cache("int8", gpu, (8, 0)) is None
+    slower = check_kv_cache("fp8", gpu, (9, 0))
     assert slower is not None
     assert "portable kernel" in slower
-    assert check_kv_cache(EngineConfig(), gpu, (9, 0)) is None
+    assert check_kv_cache("auto", gpu, (9, 0)) is None

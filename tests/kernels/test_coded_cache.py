@@ -329,3 +329,82 @@ def test_preconditions() -> None:
         paged_attention(*given, scale=1.0, **sizes, deterministic=True)
     with pytest.raises(ValueError, match="one dtype"):
         paged_attention(given[0], given[1], given[2].view(torch.uint8), scale=1.0, **sizes)
+
+
+GIVEN = (0.03, 0.5)
+
+
+def by_given_scale(x: Tensor, scale: float, code: torch.dtype) -> Tensor:
+    """The numbers that are kept of ``x`` where the scale is fixed."""
+    codes = (x.float() * (1 / torch.tensor(scale))).clamp(-TOP[code], TOP[code])
+    codes = codes.round() if code == torch.int8 else codes.to(code).float()
+    return codes * scale
+
+
+TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+@pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize("code", CODES)
+def test_scales_that_are_given(code: torch.dtype, launch_device: str) -> None:
+    """By every kernel that stores; what they do not reach is the greatest code."""
+    from engine_core.kernels.kv_store import triton
+    from engine_core.kernels.rotary_store import triton as rotary
+
+    k, v = torch.randn(5, 2, 32) * 4, torch.randn(5, 2, 32) * 90
+    v[2, 1, 7] = torch.inf
+    slots = torch.tensor([3, 0, 7, -1, 4])
+    angles = torch.rand(5, 16)
+    cos, sin = angles.cos(), angles.sin()
+    turned = torch.cat(
+        [k[..., :16] * cos[:, None] - k[..., 16:] * sin[:, None],
+         k[..., 16:] * cos[:, None] + k[..., :16] * sin[:, None]], -1)  # fmt: skip
+    kept = slots >= 0
+    for keys, turns in ((k, False), (turned, True)):
+        caches = [[empty(2, 4, 2, 32, code) for _ in range(2)] for _ in range(2)]
+        launched = [cache.to(launch_device) for cache in caches[1]]
+        moved = [x.to(launch_device) for x in (k.clone(), k, v, cos, sin)]
+        if turns:
+            given = (k.clone(), k, v, cos, sin, *caches[0], slots)
+            rotary_store(*given, kv_scales=GIVEN)
+            rotary.rotary_store(
+                *moved, *launched, slots.to(launch_device), q_weight=None, k_weight=None, eps=0.0,
+                interleaved=False, kv_scales=GIVEN,
+            )  # fmt: skip
+        else:
+            store_kv(k, v, *caches[0], slots, GIVEN)
+            triton.store_kv(*moved[1:3], *launched, slots.to(launch_device), GIVEN)
+        for pair in (caches[0], launched):
+            for cache, x, scale in zip(pair, (keys, v), GIVEN, strict=True):
+                got, expected = numbers(cache.cpu())[slots[kept]], by_given_scale(x, scale, code)
+                expected = expected[kept]
+                if x is v:
+                    assert got[2, 1].isnan().all()
+                    got[2, 1], expected[2, 1] = 0, 0
+                step = scale if code == torch.int8 else expected.abs() / 8 + scale / 256
+                assert ((got - expected).abs() <= 1.01 * step).all()
+                assert ((got - expected).abs() > 1e-5 * scale).float().mean() < 0.02
+                assert (got.abs() == TOP[code] * scale).any() or x is not v
+    with pytest.raises(ValueError, match="kv_scales must be positive"):
+        store_kv(k, v, *caches[0], slots, (0.0, 1.0))
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_linear_that_stores_by_given_scales(code: torch.dtype, launch_device: str) -> None:
+    from engine_core.kernels.linear import triton
+
+    dim, rows = 32, 6
+    x, weight = torch.randn(rows, 48).half(), torch.randn(7 * dim, 48).half()
+    slots = torch.randperm(24)[:rows]
+    caches = [empty(3, 8, 2, dim, code).to(launch_device) for _ in range(2)]
+    stored = triton.Stored.of(
+        len(weight), None, None, *caches, slots.to(launch_device), False, dtype=torch.float16,
+        kv_scales=GIVEN,
+    )  # fmt: skip
+    tile = triton.Tile(block_n=64, block_k=32, most_rows=16)
+    dense = triton.DenseWeight(weight.to(launch_device))
+    triton.linear(x.to(launch_device), dense, stored, tile)
+    qkv = (x.float() @ weight.float().T).half().view(rows, 7, dim)
+    for cache, part, scale in zip(caches, (qkv[:, 3:5], qkv[:, 5:]), GIVEN, strict=True):
+        got, expected = numbers(cache.cpu())[slots], by_given_scale(part, scale, code)
+        assert ((got - expected).abs() > 1e-5 * scale).float().mean() < 0.02

@@ -66,13 +66,19 @@ def cache_parts(cache: Tensor) -> tuple[Tensor, Tensor | None]:
     return codes, scales.view(torch.float32).view(num_blocks, heads, block_size)
 
 
-def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of ``x [..., D]``, and their scales ``[...]`` float32, NaN where x is not finite."""
+def quantized(x: Tensor, dtype: torch.dtype, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Codes of ``x [..., D]``, and their scales ``[...]`` float32, NaN where x is not finite.
+
+    With a ``scale`` that is given all heads have it, and what it does not reach becomes the
+    greatest code.
+    """
     x = x.float()
     top = CODE_TOPS[dtype]
-    scales = x.abs().amax(dim=-1) * (1 / top) + LEAST_SCALE
-    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    most = x.abs().amax(dim=-1)
+    scales = most * (1 / top) + LEAST_SCALE if scale is None else torch.full_like(most, scale)
+    scales = torch.where(most.isfinite(), scales, torch.nan)
     x = x * scales.reciprocal().unsqueeze(-1)
+    x = x if scale is None else x.clamp(-top, top)
     return (x.round() if dtype == torch.int8 else x).to(dtype), scales
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,14 @@ from engine_core.kernels.kv_store import cpu
 __all__ = ["check_store", "store_kv"]
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scales: tuple[float, float] | None = None,
+) -> None:
     """Copy each token's key and value into its slot; the caches are written in place.
 
     Slot ``s`` is offset ``s % block_size`` of block ``s // block_size``. A token whose slot is
@@ -24,24 +33,37 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
             ``[..., D + 4]``, see :func:`~engine_core.kernels.codes.cache_parts`, which are made.
         v_cache: ``[num_blocks, block_size, Hk, Dv]``, likewise.
         slot_mapping: ``[T]`` int64.
+        kv_scales: of all codes of k and of v, positive; None to take each head's greatest number.
+            What they do not reach becomes the greatest code.
 
     Raises:
         ValueError: shapes, dtypes or strides are not as above.
     """
-    check_store("store_kv", k, v, k_cache, v_cache, slot_mapping)
+    check_store("store_kv", k, v, k_cache, v_cache, slot_mapping, kv_scales)
     if k.is_cuda:
         from engine_core.kernels.kv_store import triton
 
-        triton.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        triton.store_kv(k, v, k_cache, v_cache, slot_mapping, kv_scales)
     else:
-        cpu.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        cpu.store_kv(k, v, k_cache, v_cache, slot_mapping, kv_scales)
 
 
 def check_store(
-    op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    op: str,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scales: tuple[float, float] | None = None,
 ) -> None:
     """Raise ValueError in the name of ``op`` if the arguments are not as :func:`store_kv` wants."""
     coded = k_cache.dtype in CODE_TOPS
+    if kv_scales is not None and not (coded and all(0 < each < math.inf for each in kv_scales)):
+        raise ValueError(
+            f"{op}: kv_scales must be positive and for a cache of codes, got {kv_scales} for "
+            f"{k_cache.dtype}"
+        )
     if coded and k_cache.dim() == v_cache.dim() == 4:
         k_cache, v_cache = cache_parts(k_cache)[0], cache_parts(v_cache)[0]
     if k.dim() != 3 or k_cache.dim() != 4 or k.shape[:2] != v.shape[:2]:

@@ -12,7 +12,14 @@ from engine_core.kernels.kv_store import reference
 _NO_ANGLES = torch.empty(1, 0, device="cpu")
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scales: tuple[float, float] | None = None,
+) -> None:
     """Write ``k`` and ``v [T, Hk, D]`` into the caches.
 
     Where no kernel can be compiled and a cache's tokens lie at one stride and none is skipped,
@@ -35,10 +42,11 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
             k_weight=None,
             eps=0.0,
             interleaved=False,
+            kv_scales=kv_scales,
         )
         return
     if k_cache.dtype in CODE_TOPS:
-        reference.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        reference.store_kv(k, v, k_cache, v_cache, slot_mapping, kv_scales)
         return
     block_size = k_cache.shape[1]
     if len(slot_mapping) == 1:

@@ -19,6 +19,7 @@ def _store_heads(
     cache_strides,
     scales_ptr,
     scales_strides,
+    given,
     tokens,
     heads,
     blocks,
@@ -34,10 +35,10 @@ def _store_heads(
     rows = blocks * cache_strides[0] + offsets * cache_strides[1] + heads * cache_strides[2]
     if scales_ptr is not None:
         CODE: tl.constexpr = cache_ptr.dtype.element_ty
-        scale = scale_of(largest(values), CODE)
+        scale = scale_of(largest(values), given, CODE)
         places = blocks * scales_strides[0] + heads * scales_strides[1] + offsets
         tl.store(scales_ptr + places, scale, mask=kept)
-        values = encoded(values, scale, CODE)
+        values = encoded(values, scale, given is not None, CODE)
     tl.store(cache_ptr + rows[:, None] + dims[None, :], values, mask=mask)
 
 
@@ -49,6 +50,8 @@ def _store_kv_kernel(
     v_cache_ptr,
     k_scales_ptr,
     v_scales_ptr,
+    k_given,
+    v_given,
     slots_ptr,
     num_tokens,
     k_strides,
@@ -77,16 +80,23 @@ def _store_kv_kernel(
     slots = tl.where(mask, slots, 0)
     blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     _store_heads(
-        k_ptr, k_strides, k_cache_ptr, k_cache_strides, k_scales_ptr, k_scales_strides, tokens,
-        heads, blocks, offsets, mask, D, BLOCK_D,
+        k_ptr, k_strides, k_cache_ptr, k_cache_strides, k_scales_ptr, k_scales_strides, k_given,
+        tokens, heads, blocks, offsets, mask, D, BLOCK_D,
     )  # fmt: skip
     _store_heads(
-        v_ptr, v_strides, v_cache_ptr, v_cache_strides, v_scales_ptr, v_scales_strides, tokens,
-        heads, blocks, offsets, mask, DV, BLOCK_DV,
+        v_ptr, v_strides, v_cache_ptr, v_cache_strides, v_scales_ptr, v_scales_strides, v_given,
+        tokens, heads, blocks, offsets, mask, DV, BLOCK_DV,
     )  # fmt: skip
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scales: tuple[float, float] | None = None,
+) -> None:
     """Write ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` into the caches; negative slots are skipped."""
     num_tokens, num_heads, head_dim = k.shape
     (k_cache, k_scales), (v_cache, v_scales) = cache_parts(k_cache), cache_parts(v_cache)
@@ -102,6 +112,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         v_cache,
         k_scales,
         v_scales,
+        *(kv_scales or (None, None)),
         slot_mapping,
         num_tokens,
         k.stride(),

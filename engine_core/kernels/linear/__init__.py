@@ -257,6 +257,7 @@ def linear_rotary_store(
     eps: float = 0.0,
     offset: float = 0.0,
     interleaved: bool = False,
+    kv_scales: tuple[float, float] | None = None,
     deterministic: bool = False,
 ) -> Tensor:
     """A linear to queries, keys and values, their norms, rotation, and storing in a cache.
@@ -281,6 +282,7 @@ def linear_rotary_store(
         eps: added to the mean squares of heads.
         offset: added to the weights of those norms.
         interleaved: how dimensions pair in the rotation.
+        kv_scales: as of :func:`~engine_core.kernels.store_kv`.
         deterministic: as of :func:`linear`.
 
     Returns:
@@ -317,7 +319,7 @@ def linear_rotary_store(
 
         stored = triton.Stored.of(
             len(weight), cos, sin, k_cache, v_cache, slot_mapping, interleaved,
-            dtype=values.dtype, **norms,
+            dtype=values.dtype, kv_scales=kv_scales, **norms,
         )  # fmt: skip
         reader = triton.reader_of(weight)
         return triton.linear(x, reader, stored, tile, bias)
@@ -326,12 +328,12 @@ def linear_rotary_store(
     q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if cos is not None and sin is not None:
         given = (q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
-        rotary_store(*given, **norms, interleaved=interleaved)
+        rotary_store(*given, **norms, interleaved=interleaved, kv_scales=kv_scales)
         return q
     if q_weight is not None and k_weight is not None:
         q = rms_norm(q, q_weight, eps, offset=offset)
         k = rms_norm(k, k_weight, eps, offset=offset)
-    store_kv(k, v, k_cache, v_cache, slot_mapping)
+    store_kv(k, v, k_cache, v_cache, slot_mapping, kv_scales)
     return q
 
 

@@ -41,6 +41,7 @@ def rotate_heads(
     dst_head_stride,
     scales_ptr,
     scales_stride,
+    given,
     heads,
     head_mask,
     weight_ptr,
@@ -56,7 +57,8 @@ def rotate_heads(
 ):
     """Some heads of one token, ``dst`` may be ``src``; BLOCK_REST covers what does not rotate.
 
-    With ``scales`` that are not None ``dst`` takes codes of heads, and they the scales.
+    With ``scales`` that are not None ``dst`` takes codes of heads, and they the scales, which are
+    ``given`` or, if that is None, each head's own.
     """
     pairs = tl.arange(0, BLOCK_HALF)
     a_dims = 2 * pairs if INTERLEAVED else pairs
@@ -92,12 +94,12 @@ def rotate_heads(
         maximum = larger(largest(a), largest(b))
         if BLOCK_REST:
             maximum = larger(maximum, largest(rest))
-        scale = scale_of(maximum, CODE)
+        scale = scale_of(maximum, given, CODE)
         tl.store(scales_ptr + heads * scales_stride, scale, mask=head_mask)
-        a = encoded(a, scale, CODE)
-        b = encoded(b, scale, CODE)
+        a = encoded(a, scale, given is not None, CODE)
+        b = encoded(b, scale, given is not None, CODE)
         if BLOCK_REST:
-            rest = encoded(rest, scale, CODE)
+            rest = encoded(rest, scale, given is not None, CODE)
     tl.store(dst + a_dims[None, :], a, mask=mask)
     tl.store(dst + b_dims[None, :], b, mask=mask)
     if BLOCK_REST:
@@ -142,7 +144,7 @@ def _rotate_sections(
         x = x_ptr + token * strides[0] + section * 2 * HALF
         angles = section * section_stride + token * HALF
         rotate_heads(
-            x, x, strides[1], strides[1], None, 0, heads, heads < num_heads, None, 0.0,
+            x, x, strides[1], strides[1], None, 0, None, heads, heads < num_heads, None, 0.0,
             cos_ptr + angles, sin_ptr + angles, 2 * HALF, HALF, BLOCK_HALF, 0, 0, INTERLEAVED,
         )  # fmt: skip
 

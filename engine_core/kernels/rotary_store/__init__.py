@@ -34,6 +34,7 @@ def rotary_store(
     eps: float = 0.0,
     offset: float = 0.0,
     interleaved: bool = False,
+    kv_scales: tuple[float, float] | None = None,
 ) -> None:
     """Normalise q and k per head if weights are given, rotate them, store k and v in the cache.
 
@@ -56,24 +57,26 @@ def rotary_store(
         eps: added to the mean squares.
         offset: added to the weights, as by :func:`~engine_core.kernels.rms_norm`.
         interleaved: how dimensions pair in the rotation.
+        kv_scales: as of :func:`~engine_core.kernels.store_kv`.
 
     Raises:
         ValueError: shapes, dtypes or strides are not as above.
     """
     check_rotation("rotary_store", q, k, cos, sin)
-    check_store("rotary_store", k, v, k_cache, v_cache, slot_mapping)
+    check_store("rotary_store", k, v, k_cache, v_cache, slot_mapping, kv_scales)
     check_norms("rotary_store", q_weight, k_weight, k.shape[2])
     given = (q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
     norms: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
+    norms |= {"interleaved": interleaved, "kv_scales": kv_scales}
     if q.is_cuda and (cos.dim() == 2 or cos.shape[0] == 1) and cos.shape[-1]:
         from engine_core.kernels.rotary_store import triton
 
-        triton.rotary_store(*given, **norms, offset=offset, interleaved=interleaved)
+        triton.rotary_store(*given, **norms, offset=offset)
     elif not offset and compiled.takes(q, *(w for w in (q_weight, k_weight) if w is not None)):
         given = (q, k, v, cos.contiguous(), sin.contiguous(), k_cache, v_cache, slot_mapping)
-        compiled.kernels("rotary_store").rotary_store(*given, **norms, interleaved=interleaved)
+        compiled.kernels("rotary_store").rotary_store(*given, **norms)
     else:
-        reference.rotary_store(*given, **norms, offset=offset, interleaved=interleaved)
+        reference.rotary_store(*given, **norms, offset=offset)
 
 
 def check_norms(op: str, q_weight: Tensor | None, k_weight: Tensor | None, head_dim: int) -> None:

@@ -46,6 +46,7 @@ def rotary_store(
     k_weight: Tensor | None,
     eps: float,
     interleaved: bool,
+    kv_scales: tuple[float, float] | None = None,
 ) -> None:
     """Arguments as in the public wrapper; cos and sin are contiguous."""
     slot_mapping = slot_mapping.contiguous()
@@ -56,7 +57,7 @@ def rotary_store(
     # A head of keys before it is encoded.
     scratch = None if k_scales is None else q.new_empty(parts, head_dim)
     _KERNEL.run(
-        (q.dtype, k_cache.dtype, interleaved, q_weight is not None),
+        (q.dtype, k_cache.dtype, interleaved, q_weight is not None, kv_scales is not None),
         parts,
         q.data_ptr(),
         k.data_ptr(),
@@ -87,11 +88,12 @@ def rotary_store(
         0 if v_scales is None else v_scales.data_ptr(),
         0 if v_scales is None else v_scales.stride(0),
         eps,
+        *(kv_scales or (0.0, 0.0)),
     )
 
 
 def _make(
-    dtype: torch.dtype, kept: torch.dtype, interleaved: bool, normalised: bool
+    dtype: torch.dtype, kept: torch.dtype, interleaved: bool, normalised: bool, given: bool
 ) -> Callable[..., None]:
     stored, size = STORED[dtype], dtype.itemsize
     held_as, kept_size, scaled = STORED[kept], kept.itemsize, kept != dtype
@@ -104,6 +106,7 @@ def _make(
         head_dim, v_head_dim, half, sections = args[13], args[14], args[15], args[16]
         block_size = args[23]
         eps = float32(as_double(args[35]))
+        k_scale, v_scale = float32(as_double(args[36])), float32(as_double(args[37]))
         part, parts = this_part(), all_parts()
         slots = array(args[7], np.int64, tokens)
         angles = sections * tokens * half
@@ -152,7 +155,8 @@ def _make(
                         out[right] = narrow(b * cos[i] + a * sin[i], out[right])
                 if scaled and head >= num_heads:
                     scale = args[31] + _scale_at(args, 32, block, head - num_heads, offset)
-                    _encode(out, array(args[5] + place, held_as, head_dim), scale, as_int8)
+                    codes = array(args[5] + place, held_as, head_dim)
+                    _encode(out, codes, scale, as_int8, given, k_scale)
             if slot >= 0:
                 for head in range(num_kv_heads):
                     address = args[2] + (token * args[21] + head * args[22]) * size
@@ -161,7 +165,7 @@ def _make(
                     values = array(args[6] + place * kept_size, held_as, v_head_dim)
                     if scaled:
                         scale = args[33] + _scale_at(args, 34, block, head, offset)
-                        _encode(x, values, scale, as_int8)
+                        _encode(x, values, scale, as_int8, given, v_scale)
                     else:
                         for i in range(v_head_dim):
                             values[i] = x[i]
@@ -177,13 +181,20 @@ def _scale_at(args: Any, stride: int, block: int, head: int, offset: int) -> int
 
 
 @inline
-def _encode(x: Any, codes: Any, scale_address: int, as_int8: bool) -> None:
-    scale = scale_of(x, float32(INT8_TOP) if as_int8 else float32(E4M3_TOP))
+def _encode(
+    x: Any, codes: Any, scale_address: int, as_int8: bool, is_given: bool, given: Any
+) -> None:
+    top = float32(INT8_TOP) if as_int8 else float32(E4M3_TOP)
+    scale = scale_of(x, top)
+    if is_given:  # but NaN where there are no finite numbers
+        scale = given + scale * float32(0)
     array(scale_address, np.float32, 1)[0] = scale
     inverse = float32(1) / scale
     for i in range(len(x)):
         number = widen(x[i]) * inverse
+        if is_given:
+            number = min(max(number, -top), top)
         codes[i] = int8_of(number) if as_int8 else e4m3_of(number)
 
 
-_KERNEL = Kernel(_make, "35qd")
+_KERNEL = Kernel(_make, "35q3d")

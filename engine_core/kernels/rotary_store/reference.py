@@ -24,6 +24,7 @@ def rotary_store(
     eps: float,
     offset: float = 0.0,
     interleaved: bool,
+    kv_scales: tuple[float, float] | None = None,
 ) -> None:
     """Arguments as in the public wrapper."""
     if q_weight is not None and k_weight is not None:
@@ -32,4 +33,4 @@ def rotary_store(
     else:
         k = k.clone()
     apply_rotary(q, k, cos, sin, interleaved=interleaved)
-    store_kv(k, v, k_cache, v_cache, slot_mapping)
+    store_kv(k, v, k_cache, v_cache, slot_mapping, kv_scales)

@@ -23,6 +23,8 @@ def _rotary_store_kernel(
     v_cache_ptr,
     k_scales_ptr,
     v_scales_ptr,
+    k_given,
+    v_given,
     slots_ptr,
     q_weight_ptr,
     k_weight_ptr,
@@ -62,7 +64,7 @@ def _rotary_store_kernel(
         heads = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         q_ptr += token * q_strides[0]
         rotate_heads(
-            q_ptr, q_ptr, q_strides[1], q_strides[1], None, 0, heads, heads < NUM_HEADS,
+            q_ptr, q_ptr, q_strides[1], q_strides[1], None, 0, None, heads, heads < NUM_HEADS,
             q_weight_ptr, eps, cos_ptr, sin_ptr, D, HALF, BLOCK_HALF, BLOCK_REST, OFFSET,
             INTERLEAVED,
         )  # fmt: skip
@@ -82,13 +84,13 @@ def _rotary_store_kernel(
                 k_scales_ptr += block * k_scales_strides[0] + offset
                 v_scales_ptr += block * v_scales_strides[0] + offset
                 CODE: tl.constexpr = v_cache_ptr.dtype.element_ty
-                scale = scale_of(largest(v), CODE)
+                scale = scale_of(largest(v), v_given, CODE)
                 tl.store(v_scales_ptr + heads * v_scales_strides[1], scale, mask=head_mask)
-                v = encoded(v, scale, CODE)
+                v = encoded(v, scale, v_given is not None, CODE)
             rotate_heads(
                 k_ptr + token * k_strides[0], k_cache_ptr, k_strides[1], k_cache_strides[2],
-                k_scales_ptr, k_scales_strides[1], heads, head_mask, k_weight_ptr, eps, cos_ptr,
-                sin_ptr, D, HALF, BLOCK_HALF, BLOCK_REST, OFFSET, INTERLEAVED,
+                k_scales_ptr, k_scales_strides[1], k_given, heads, head_mask, k_weight_ptr, eps,
+                cos_ptr, sin_ptr, D, HALF, BLOCK_HALF, BLOCK_REST, OFFSET, INTERLEAVED,
             )  # fmt: skip
             v_ptrs = v_cache_ptr + heads[:, None] * v_cache_strides[2]
             tl.store(v_ptrs + dims[None, :], v, mask=mask)
@@ -109,6 +111,7 @@ def rotary_store(
     eps: float,
     offset: float = 0.0,
     interleaved: bool,
+    kv_scales: tuple[float, float] | None = None,
 ) -> None:
     """Arguments as in the public wrapper, with cos and sin of one section."""
     num_tokens, num_heads, head_dim = q.shape
@@ -132,6 +135,7 @@ def rotary_store(
         v_cache,
         k_scales,
         v_scales,
+        *(kv_scales or (None, None)),
         slot_mapping,
         q_weight,
         k_weight,

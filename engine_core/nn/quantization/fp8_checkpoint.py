@@ -304,7 +304,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
         """
         headers = checkpoint.headers
         quantised = _quantised(headers)
-        if not quantised:
+        if not quantised and not self._caches_alone():
             raise unsupported(f"no tensor of the checkpoint is {_E4M3}")
         self._layouts = {}
         for name, layer in model.named_modules():
@@ -315,6 +315,11 @@ class Fp8CheckpointScheme(QuantizationScheme):
                 self._layouts[id(layer)] = self._layout(name, sources, quantised, headers)
         self.give_methods(model)
         return checkpoint
+
+    def _caches_alone(self) -> bool:
+        """Whether the config quantises keys and values, and no linear."""
+        settings = self.settings or {}
+        return settings.get("config_groups") == {} and bool(settings.get("kv_cache_scheme"))
 
     def match_dummy(self) -> None:
         """Refuse, as without tensors nothing says which linears are quantised."""
@@ -378,10 +383,23 @@ def refuse_settings(settings: Mapping[str, Any], keys: Sequence[str]) -> None:
     unknown = sorted(settings.keys() - set(keys))
     if unknown:
         raise unsupported(f"{unknown[0]} is {settings[unknown[0]]!r}, which is not known")
-    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+    for key in ("sparsity_config", "transform_config"):
         value = settings.get(key)
         if value and value != {"format": "dense"}:
             raise unsupported(f"{key} is {value!r}")
+
+
+def check_values(where: str, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise a :class:`ConfigError` if settings are not of the values that are wanted of each."""
+    for key, values in wanted.items():
+        check_value(f"{where}.{key}", given.get(key), values)
+
+
+def check_value(where: str, given: Any, known: tuple[Any, ...]) -> None:
+    """Raise a :class:`ConfigError` if a setting is none of the known values."""
+    if not any(type(given) is type(value) and given == value for value in known):
+        shown = " or ".join(repr(value) for value in known if value is not None)
+        raise unsupported(f"{where} is {given!r}, not {shown}")
 
 
 def check_pattern(where: str, name: str) -> None:

@@ -24,6 +24,8 @@ from engine_core.nn.embedding import VocabularySplit
 from engine_core.nn.linear import Linear, LinearMethod
 from engine_core.nn.quantization.fp8_checkpoint import (
     check_pattern,
+    check_value,
+    check_values,
     names_layer,
     refuse_settings,
     unsupported,
@@ -222,7 +224,7 @@ class PackedScheme(QuantizationScheme):
             refuse_settings(settings, (*self.known, *self.passed))
             for key, values in self.known.items():
                 if values:
-                    _check_value(key, settings.get(key), values)
+                    check_value(key, settings.get(key), values)
 
     def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
         """The linears of integers that a checkpoint has.
@@ -722,7 +724,7 @@ def _check_integers(where: str, given: Mapping[str, Any]) -> None:
         "dynamic": (False, None),
         "actorder": (None, False, True, "group", "weight", "static", "dynamic"),
     }
-    _check_values(where, given, wanted)
+    check_values(where, given, wanted)
     size = given.get("group_size")
     if given["strategy"] == "group" and (type(size) is not int or size < 1):
         raise unsupported(f"{where}.group_size is {size!r}, not a number of inputs")
@@ -732,15 +734,4 @@ def _check_inputs(where: str, given: Any) -> None:
     if not isinstance(given, dict):
         raise unsupported(f"{where} is {given!r}, no object")
     wanted = {"type": ("int",), "num_bits": (8,), "symmetric": (True, None)}
-    _check_values(where, given, {**wanted, "dynamic": (True,), "strategy": ("token",)})
-
-
-def _check_values(where: str, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    for key, values in wanted.items():
-        _check_value(f"{where}.{key}", given.get(key), values)
-
-
-def _check_value(where: str, given: Any, known: tuple[Any, ...]) -> None:
-    if not any(type(given) is type(value) and given == value for value in known):
-        shown = " or ".join(repr(value) for value in known if value is not None)
-        raise unsupported(f"{where} is {given!r}, not {shown}")
+    check_values(where, given, {**wanted, "dynamic": (True,), "strategy": ("token",)})

@@ -102,7 +102,7 @@ class PagedAttention(Attention):
             return out[None]
         slots = metadata.groups[self.group_id].slot_mapping
         given = (q, k, v, turn.cos, turn.sin, *cache, slots)
-        rotary_store(*given, interleaved=turn.interleaved)
+        rotary_store(*given, interleaved=turn.interleaved, kv_scales=self.kv_scales)
         return self.attend(q, *cache, metadata)[None]
 
 

@@ -257,12 +257,18 @@ def _coded(epilogue, place, slots, a, b):
     HEADS: tl.constexpr = a.shape[1] // HALF
     a_heads = tl.reshape(a, [ROWS, HALF])
     b_heads = tl.reshape(b, [ROWS, HALF])
-    scales = scale_of(larger(largest(a_heads), largest(b_heads)), CODE)
     of_row = tl.broadcast_to(slots[:, None], [a.shape[0], HEADS])
     heads = place.tile * HEADS + tl.arange(0, HEADS) - epilogue.NUM_HEADS
     of_head = tl.broadcast_to(heads[None, :], [a.shape[0], HEADS])
     of_row = tl.reshape(of_row, [ROWS])
     of_head = tl.reshape(of_head, [ROWS])
+    maximum = larger(largest(a_heads), largest(b_heads))
+    GIVEN: tl.constexpr = epilogue.k_given is not None
+    if GIVEN:
+        given = tl.where(of_head < NUM_KV_HEADS, epilogue.k_given, epilogue.v_given)
+        scales = scale_of(maximum, given, CODE)
+    else:
+        scales = scale_of(maximum, None, CODE)
     blocks = of_row // epilogue.BLOCK_SIZE
     offsets = of_row % epilogue.BLOCK_SIZE
     for cache in tl.static_range(2):
@@ -271,8 +277,8 @@ def _coded(epilogue, place, slots, a, b):
         kv_heads = of_head - cache * NUM_KV_HEADS
         mask = (of_row >= 0) & (kv_heads >= 0) & (kv_heads < NUM_KV_HEADS)
         tl.store(base + blocks * strides[0] + kv_heads * strides[1] + offsets, scales, mask=mask)
-    a = tl.reshape(encoded(a_heads, scales, CODE), a.shape)
-    b = tl.reshape(encoded(b_heads, scales, CODE), b.shape)
+    a = tl.reshape(encoded(a_heads, scales, GIVEN, CODE), a.shape)
+    b = tl.reshape(encoded(b_heads, scales, GIVEN, CODE), b.shape)
     return a, b
 
 
@@ -344,6 +350,8 @@ class Stored(NamedTuple):
         v_scales: likewise.
         k_scales_strides: of blocks and heads.
         v_scales_strides: likewise.
+        k_given: the scale of all keys; None to take each head's greatest number.
+        v_given: likewise.
         q_weight: ``[D]``, of the norm of each head of queries; None for none, as for ``k_weight``.
             D is then a power of two.
         k_weight: likewise, of keys.
@@ -382,6 +390,8 @@ class Stored(NamedTuple):
     v_scales: Any = None
     k_scales_strides: Any = (0, 0)
     v_scales_strides: Any = (0, 0)
+    k_given: Any = None
+    v_given: Any = None
 
     @classmethod
     def of(
@@ -398,6 +408,7 @@ class Stored(NamedTuple):
         eps: float = 0.0,
         offset: float = 0.0,
         dtype: torch.dtype | None = None,
+        kv_scales: tuple[float, float] | None = None,
     ) -> Stored:
         """The epilogue of N outputs: those of all queries, keys, then values.
 
@@ -426,9 +437,12 @@ class Stored(NamedTuple):
         )
         if k_scales is None or v_scales is None:
             return made
+        k_given, v_given = kv_scales or (None, None)
         return made._replace(
             k_scales=k_scales,
             v_scales=v_scales,
             k_scales_strides=k_scales.stride()[:2],
             v_scales_strides=v_scales.stride()[:2],
+            k_given=k_given,
+            v_given=v_given,
         )
