@@ -248,14 +248,26 @@ def write_one_file(
 
 
 def check_target(path: Path, force: bool) -> None:
-    """Refuse to overwrite ``path``, unless ``force`` says so.
+    """Refuse a name that no command would open, and to overwrite unless ``force`` says so.
 
     Raises:
-        OptionError: it is there already, is a folder, or is not in a folder.
+        OptionError: ``path`` does not end with .safetensors, is there already, is a folder, or
+            cannot be looked for; or it is not in a folder.
     """
-    if path.is_dir():
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:
+        raise OptionError(
+            f"{path} cannot be a file: {error.strerror}; take another name"
+        ) from error
+    if is_folder:
         raise OptionError(f"{path} is a folder; name a file in it")
-    if path.exists() and not force:
+    if path.suffix.lower() != ".safetensors":
+        raise OptionError(
+            f"{path} does not end with .safetensors, by which such a file is known as a model; "
+            f"name it {path.name}.safetensors"
+        )
+    if is_there and not force:
         raise OptionError(f"{path} is there already; take another name, or give --force")
     if not path.absolute().parent.is_dir():
         raise OptionError(f"{path.absolute().parent} is no folder; make it first")

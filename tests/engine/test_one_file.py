@@ -336,6 +336,18 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     assert out.read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "model.bin", "model", "model.safetensors.old"])
+def test_a_name_that_is_no_models_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"does not end with \.safetensors.*name it model"):
+        export_model(str(GOLDEN / NAME), tmp_path / name, force=True)
+    assert not any(tmp_path.glob("model*"))
+
+
+def test_a_name_that_no_file_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"File name too long; take another name"):
+        export_model(str(GOLDEN / NAME), tmp_path / f"{'x' * 300}.safetensors")
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
