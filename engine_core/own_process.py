@@ -31,6 +31,8 @@ _POLLS = "200"
 HOST_SHARE = "ENGINE_CORE_HOST_SHARE"
 # How many ranks of one model this machine has, where they are not all here.
 HOST_RANKS = "ENGINE_CORE_HOST_RANKS"
+# Said of a process that SIGKILL ended.
+NOT_SENT = "; if nobody sent it, the system ran out of memory"
 # New objects between two collections of garbage while a process starts. Nearly all of them stay:
 # with Python's own 700, to import torch takes 1.4 s of a processor instead of 1.1.
 _STARTING = 100_000

@@ -378,7 +378,7 @@ def death(process: str | None, code: int | None, failure: Failure | None) -> Eng
     if code < 0:
         how = f"by signal {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
-            how += "; if nobody sent it, the system ran out of memory"
+            how += own_process.NOT_SENT
     else:
         how = f"with exit code {code}"
     return EngineDeadError(f"{process} ended {how}")

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _STOP_SECONDS = 5.0
+# How long a failing rank's neighbours are looked at for one that was killed.
+_DEATH_SECONDS = 0.5
 
 
 def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
@@ -203,10 +205,27 @@ class ProcessExecutor(RanksExecutor):
     def _fail(self, failures: list[Failure]) -> None:
         if not failures:
             return  # the exit code will say why
+        killed = self._killed(failures)
         self._kill()
+        if killed is not None:
+            raise EngineDeadError(killed)
         # Ranks that wait for one that is gone fail too, after it.
         first = min(failures, key=attrgetter("when"))
         first.reraise(f"rank {first.rank}")
+
+    def _killed(self, failures: list[Failure]) -> str | None:
+        """Say what killed another rank, if that is why these have failed, else None."""
+        if any(failure.error is not None for failure in failures):
+            return None
+        told = {failure.rank for failure in failures}
+        others = [(rank, each) for rank, each in enumerate(self._processes) if rank not in told]
+        # Its connections are closed shortly before it is known to have ended.
+        multiprocessing.connection.wait([each.sentinel for _, each in others], _DEATH_SECONDS)
+        for rank, process in others:
+            # One that aborts may itself have lost a neighbour.
+            if (process.exitcode or 0) < 0 and process.exitcode != -signal.SIGABRT:
+                return f"the process of rank {rank} ended {_how(process.exitcode)}"
+        return None
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -219,7 +238,8 @@ Executor = Worker | RanksExecutor
 
 def _how(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"by signal {signal.Signals(-code).name}"
+        how = f"by signal {signal.Signals(-code).name}"
+        return how + own_process.NOT_SENT if -code == signal.SIGKILL else how
     return f"with exit code {code}"
 
 
