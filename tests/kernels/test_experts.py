@@ -57,6 +57,29 @@ def test_of_equal_scores_the_weights_are_those_of_topk(kernels: Any, launch_devi
         assert chosen == sorted(range(12), key=lambda expert: (-row[expert], expert))[:5]
 
 
+# The interpreter computes with numpy.
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_a_score_that_is_no_number_spoils_its_token_alone(
+    kernels: Any, launch_device: str, name: str
+) -> None:
+    """It may not leave the token without experts: the results are looked through for NaN."""
+    routing, _ = ROUTINGS[name]
+    logits = random(4, 12, device=launch_device)
+    logits[1, 5] = torch.nan
+    logits[3] = torch.nan
+    slots = torch.tensor([0, 1, 2, -1], device=launch_device)
+    ids, weights = kernels.choose_experts(logits, routing, None, slots)
+    expected_ids, expected = reference.choose_experts(logits, routing, None, slots)
+    assert torch.equal(ids[[0, 2, 3]], expected_ids[[0, 2, 3]])
+    torch.testing.assert_close(weights[[0, 2]], expected[[0, 2]])
+    x = random(4, HIDDEN, device=launch_device)
+    gate_up = random(12, 2 * INTER, HIDDEN, device=launch_device)
+    down = random(12, HIDDEN, INTER, device=launch_device)
+    out = kernels.run_experts(x, ids, weights, gate_up, down, "silu")
+    assert out.isnan().any(1).tolist() == [False, True, False, False]
+
+
 CHOICES = {
     "all-to-one": lambda tokens: torch.full((tokens, 1), 4),
     "one-with-none": lambda tokens: torch.arange(tokens * 2).view(-1, 2) % (EXPERTS - 1),

@@ -68,6 +68,8 @@ def _choose_kernel(
     choice = scores
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + experts, mask=there, other=0.0).to(tl.float32)
+    # No number is the greatest of those with a NaN: then the result is to be NaN, not no expert's.
+    broken = tl.sum(tl.where(there & (choice != choice), 1, 0), axis=0) > 0
     choice = tl.where(there, choice, lowest)
     if TOP_GROUPS < GROUPS:
         group = experts // (E // GROUPS)
@@ -100,6 +102,8 @@ def _choose_kernel(
         choice = tl.where(experts == best, lowest, choice)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    ids = tl.where(broken, places, ids)
+    weights = tl.where(broken, float("nan"), weights)
     if slots_ptr is not None:
         ids = tl.where(tl.load(slots_ptr + row) < 0, -1, ids)
     out = row * TOP_K + places
