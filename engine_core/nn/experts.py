@@ -227,8 +227,11 @@ class Router(Linear):
         *,
         bias: bool = False,
         correction_bias: bool = False,
+        wide: bool = False,
     ) -> None:
         """``bias`` is the linear's; ``correction_bias`` is for the choice.
+
+        With ``wide`` the linear computes in float32, whatever the model's dtype.
 
         Raises:
             ValueError: there are not so many experts, or no equal groups of them.
@@ -246,8 +249,9 @@ class Router(Linear):
             raise ValueError(
                 f"a group of {num_experts // groups} experts has no {routing.group_scores} scores"
             )
-        super().__init__(hidden_size, [(None, num_experts, 0, num_experts)], bias=bias)
-        self.routing = routing
+        dtype = torch.float32 if wide else None
+        super().__init__(hidden_size, [(None, num_experts, 0, num_experts)], bias=bias, dtype=dtype)
+        self.routing, self.wide = routing, wide
         self.register_parameter("e_score_correction_bias", None)
         if correction_bias:
             self.e_score_correction_bias = empty_parameter(num_experts, dtype=torch.float32)
@@ -259,7 +263,7 @@ class Router(Linear):
 
         ``slots [T]``: where it is negative, a token is padding and its ids are -1.
         """
-        logits = super().forward(x)
+        logits = super().forward(x.float() if self.wide else x)
         return choose_experts(logits, self.routing, self.e_score_correction_bias, slots)
 
 
@@ -291,6 +295,7 @@ class SparseMoE(Module):
         scale: float = 1.0,
         router_bias: bool = False,
         correction_bias: bool = False,
+        wide_router: bool = False,
         shared_size: int | None = None,
         shared_gate: bool = False,
     ) -> None:
@@ -311,6 +316,9 @@ class SparseMoE(Module):
             router_bias: whether the router's linear has a bias.
             correction_bias: whether a bias ``gate.e_score_correction_bias`` is added to the scores
                 for the choice.
+            wide_router: whether the router's linear computes in float32, whatever the model's
+                dtype, as DeepSeek's models do. In bfloat16 some 4% of their tokens would take
+                another expert.
             shared_size: intermediate size of the expert that all tokens take; None for none.
             shared_gate: whether the sigmoid of a linear multiplies that one's result.
         """
@@ -319,7 +327,12 @@ class SparseMoE(Module):
         self.input_width = hidden_size
         routing = Routing(top_k, scoring, renormalize, groups, top_groups, group_scores, scale)
         self.gate = Router(
-            hidden_size, num_experts, routing, bias=router_bias, correction_bias=correction_bias
+            hidden_size,
+            num_experts,
+            routing,
+            bias=router_bias,
+            correction_bias=correction_bias,
+            wide=wide_router,
         )
         self.experts = Experts(num_experts, hidden_size, intermediate_size, activation)
         self.shared_expert = self.shared_expert_gate = None

@@ -136,6 +136,30 @@ def routers() -> dict[str, tuple[Callable[[], nn.Module], Routing, bool]]:
     }
 
 
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_wide_router_chooses_in_float32(name: str, pack: bool) -> None:
+    """Logits in bfloat16 would be rounded, and nearly equal ones change places."""
+    make, routing, corrects = routers()[name]
+    theirs = randomised(make()).bfloat16()
+    with building(BuildContext(dtype=torch.bfloat16)):
+        narrow = Router(HIDDEN, EXPERTS, routing, correction_bias=corrects)
+        wide = Router(HIDDEN, EXPERTS, routing, correction_bias=corrects, wide=True)
+    state = theirs.state_dict()
+    x = random(3000, HIDDEN, seed=9).bfloat16()
+    _, weights, ids = theirs(x)
+    of_theirs = torch.zeros(len(x), EXPERTS).scatter_(1, ids, weights.float())
+    wrong = []
+    for router in (wide, narrow):
+        chosen, given = filled(router, state, pack)(x)
+        assert given.dtype == torch.float32
+        of_ours = torch.zeros(len(x), EXPERTS).scatter_(1, chosen.long(), given)
+        wrong.append(int(((of_ours > 0) != (of_theirs > 0)).any(1).sum()))
+        if router is wide:
+            torch.testing.assert_close(of_ours, of_theirs, atol=1e-5, rtol=1e-5)
+    assert wrong[0] == 0 < wrong[1]
+
+
 @pytest.mark.parametrize("name", routers())
 def test_routers_choose_as_those_of_transformers(name: str) -> None:
     make, routing, corrects = routers()[name]

@@ -82,6 +82,7 @@ class DeepseekV2ForCausalLM(RotaryCausalLM):
             group_scores=2 if by_bias else 1,
             scale=config.routed_scaling_factor,
             correction_bias=by_bias,
+            wide_router=True,
             shared_size=config.moe_intermediate_size * config.n_shared_experts,
         )
 
