@@ -4,11 +4,12 @@
         [--busy 2] [--modes default,unpacked,int8,int4]
 
 SmolLM2 from its Q4_1 GGUF file, greedy: a prompt of 512 tokens, decoding after it, and a batch of
-16 prompts of mixed lengths. Each engine has the dtype that a user gets by default: ours bfloat16
-or, where the CPU would emulate that, float32; transformers that of ours. `--busy N` runs N
-processes beside them that only take time of a core each. Every engine lives in a process of its own
-and they take turns, round by round, because these machines are noisy: a ratio is the median of the
-rounds' ratios. The peers are installed into the environment FOLDER if it is not there;
+16 prompts of mixed lengths. `--model FOLDER` takes a checkpoint of it in bfloat16 instead. Each
+engine has the dtype that a user gets by default: ours bfloat16 or, where the CPU would emulate
+that, float32; transformers that of ours. `--busy N` runs N processes beside them that only take
+time of a core each. Every engine lives in a process of its own and they take turns, round by round,
+because these machines are noisy: a ratio is the median of the rounds' ratios.
+The peers are installed into the environment FOLDER if it is not there;
 llama-cpp-python is built from source, and left out where that fails. Without --peers-env only
 engine-core is measured.
 """
@@ -121,9 +122,10 @@ class Transformers:
         torch.set_num_threads(threads)
         transformers.utils.logging.disable_progress_bar()
         path = Path(model)
+        folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
         self._torch, self._transformers = torch, transformers
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=getattr(torch, mode)
+            folder, **file, dtype=getattr(torch, mode)
         ).eval()
 
     def generate(self, prompts: list[list[int]], tokens: int) -> None:
@@ -296,6 +298,9 @@ def main() -> None:
         BASELINES["transformers"] = f"transformers {dtype}"
     whole = (LINEAR_WEIGHTS + VOCABULARY_WEIGHTS) * (2 if dtype == "bfloat16" else 4)
     BYTES.update({"engine-core unpacked": whole, f"transformers {dtype}": whole})
+    if Path(options.model).is_dir():
+        BYTES["engine-core default"] = (LINEAR_WEIGHTS + VOCABULARY_WEIGHTS) * 2
+        names.pop("llama.cpp Q4_1", None)
     workers = []
     for name, python in names.items():
         try:

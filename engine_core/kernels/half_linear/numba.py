@@ -46,8 +46,8 @@ _CHUNK = 2**22
 # Products for each thread at least.
 _LEAST = 2**16
 
-_I16, _I32, _I64, _F16, _F32 = (
-    *(_ir.IntType(bits) for bits in (16, 32, 64)),
+_I8, _I32, _I64, _F16, _F32 = (
+    *(_ir.IntType(bits) for bits in (8, 32, 64)),
     _ir.HalfType(),
     _ir.FloatType(),
 )
@@ -79,6 +79,13 @@ class _Emitter:
         loaded = self.b.load(self.b.inttoptr(address, kind.as_pointer()))
         loaded.align = 2
         return loaded
+
+    def _prefetch(self, address: Any) -> None:
+        pointer = self.b.inttoptr(address, _I8.as_pointer())
+        kind = _ir.FunctionType(_ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        function = _cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0")
+        # To read, into all caches, data.
+        self.b.call(function, [pointer, *(_ir.Constant(_I32, value) for value in (0, 3, 1))])
 
     def _splat(self, value: Any) -> Any:
         undefined = _ir.Constant(_VECTOR, _ir.Undefined)
@@ -125,11 +132,18 @@ class _Emitter:
             b.module, _ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{_LANES}f32"
         )
 
+        distance = b.mul(panel_bytes, _ir.Constant(_I64, self.panels))
+
         def step(column: Any, columns: int) -> None:
             x_at = b.mul(column, _ir.Constant(_I64, 4))
             w_at = b.mul(column, _ir.Constant(_I64, self.bytes))
             xs = [b.add(row, x_at) for row in rows[: self.rows]]
             ws = [b.add(first, w_at) for first in firsts]
+            if self.kind != _EXPANDED and columns == _UNROLLED:
+                for w in ws:
+                    ahead = b.add(w, distance)
+                    for line in range(0, self.bytes * columns, 64):
+                        self._prefetch(self._at(ahead, line))
             for i in range(columns):
                 for panel, w in enumerate(ws):
                     numbers = self._numbers(self._at(w, self.bytes * i))
