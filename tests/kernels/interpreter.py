@@ -68,6 +68,8 @@ def _share_shapes(interpreter: Any, core: Any) -> None:
     whole_dtype = interpreter._get_np_dtype
     semantic = type(interpreter.interpreter_semantic)
     whole_broadcast = semantic.broadcast_impl_value
+    whole_checking = semantic.binary_op_type_checking_impl
+    exact = {"int1", "int32", "int64", "fp32", "fp64"}
 
     def make_block(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple(getattr(size, "value", size) for size in shape)
@@ -95,9 +97,17 @@ def _share_shapes(interpreter: Any, core: Any) -> None:
         one, other = (x.type.shape if x.type.is_block() else None for x in (lhs, rhs))
         return (lhs, rhs) if one is other else whole_broadcast(self, lhs, rhs)
 
+    def check_types(self: Any, lhs: Any, rhs: Any, *options: Any, **more: Any) -> Any:
+        are_tensors = type(lhs) is type(rhs) is core.tensor
+        # Of these, two of a kind are computed in it whatever the operator.
+        if are_tensors and lhs.shape is rhs.shape and lhs.dtype.name == rhs.dtype.name in exact:
+            return lhs, rhs
+        return whole_checking(self, lhs, rhs, *options, **more)
+
     core.block_type.__init__, core.tensor.__init__ = make_block, make_tensor
     interpreter._get_np_dtype = dtype_of
     semantic.broadcast_impl_value = broadcast
+    semantic.binary_op_type_checking_impl = check_types
     # Without "debug" it computes whether a sum overflows, and asserts nothing.
     assert not interpreter.interpreter_builder.options.debug
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
