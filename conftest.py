@@ -96,6 +96,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
     return f"left out: {left_out} tests that need a CUDA GPU" if left_out else None
 
 
+_HAS_DEVICES = Path("/dev/nvidiactl").exists()
 _known_modules = 0
 # Libraries report leaks of what Python does not take apart at its end.
 atexit.register(gc.unfreeze)
@@ -105,10 +106,11 @@ def _keep_imports() -> None:
     """Let no collection of garbage look again at what was imported: that is most of what there is.
 
     Python and the engines that end collect often, and 300,000 objects of torch and transformers
-    take 0.2 s each time.
+    take 0.2 s each time. An engine that a module's tests share is kept with them, so on a machine
+    with a GPU, whose memory it would hold, nothing is.
     """
     global _known_modules
-    if len(sys.modules) > _known_modules + 100:
+    if not _HAS_DEVICES and len(sys.modules) > _known_modules + 100:
         _known_modules = len(sys.modules)
         gc.collect()
         gc.freeze()

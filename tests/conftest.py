@@ -2,7 +2,6 @@
 
 import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,13 @@ collect_ignore = ["clients"]
 
 
 @pytest.fixture
-def quick_collections() -> Iterator[None]:
-    """Collections look at what the test has made alone, for a test that needs many of them."""
+def quick_collections() -> None:
+    """Collections look at what the test has made alone, for a test that needs many of them.
+
+    What is there already stays frozen: to thaw it would thaw all that ``conftest.py`` keeps.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
