@@ -1,6 +1,6 @@
 """schemathesis over the OpenAPI document: whatever is sent, the answer is one that it declares.
 
-``ENGINE_CORE_TEST_SCHEMA_EXAMPLES`` says how many bodies an operation gets; 30 if not set, and then
+``ENGINE_CORE_TEST_SCHEMA_EXAMPLES`` says how many bodies an operation gets; 20 if not set, and then
 services that are translated to chats, and those of vectors, which ``test_embeddings.py`` asks, get
 no body for each bound of each field, and no sequences of requests are tried.
 """
@@ -17,7 +17,7 @@ import pytest
 from serving import ServerProcess
 
 HERE = Path(__file__).parent
-FEW = "30"
+FEW = "20"
 EXAMPLES = os.environ.get("ENGINE_CORE_TEST_SCHEMA_EXAMPLES", FEW)
 ALL_PHASES = "examples,coverage,fuzzing,stateful"
 TRANSLATED = ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses"]
