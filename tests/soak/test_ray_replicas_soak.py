@@ -127,7 +127,8 @@ def test_conversations_stay_with_their_blocks(nodes: Nodes, tmp_path: Path) -> N
     model = write_tiny_model(tmp_path / "tiny")
 
     def rate(replicas: int) -> tuple[float, list[list[int]]]:
-        options = (*OPTIONS, "--max-num-seqs", "6", "--replicas", str(replicas))
+        # With steps of a millisecond most of a request's time would be that of messages.
+        options = (*OPTIONS, *SLOW_OPTIONS, "--max-num-seqs", "6", "--replicas", str(replicas))
         with ServerProcess(model, *options, "--ray-address", nodes.address) as server:
             server.wait_ready()
             answers = talk(server)
