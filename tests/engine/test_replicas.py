@@ -17,6 +17,7 @@ from slow_llama import SETTINGS as SLOW
 
 from engine_core import AsyncEngine, EngineConfig, SamplingParams
 from engine_core.engine import RequestStream, async_engine, replica
+from engine_core.engine.autoscale import ScaleRule, follow_queue
 from engine_core.errors import ConfigError, EngineDeadError, OptionError, QueueFullError
 
 MODEL = str(GOLDEN / "llama-gqa")
@@ -148,6 +149,51 @@ def test_tokens_limits_death_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "SIGKILL" in str(await engine.wait_dead())
         with pytest.raises(EngineDeadError, match=r"replica [01]: the engine process"):
             await begin(engine)
+        await engine.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.slow
+def test_replicas_follow_the_queue() -> None:
+    async def scene() -> None:
+        engine = await AsyncEngine.start(MODEL, CONFIG, max_replicas=2)
+        rule = ScaleRule(least=1, most=2, rows=2, up_delay=0.1, down_delay=0.2)
+        following = asyncio.create_task(follow_queue(engine, rule))
+
+        def phases() -> list[str]:
+            return [status.phase for status in engine.replicas]
+
+        async def begin() -> RequestStream:
+            return await engine.add_request(PROMPTS[3].input_ids, LONG)
+
+        # Two run and one waits: there are rows for all.
+        streams = [await begin() for _ in range(3)]
+        await until(lambda: phases() == ["ready", "ready"])
+        streams += [await begin() for _ in range(2)]
+        # Whatever ran at the first one ends, and the other is too many.
+        for stream in [*streams]:
+            ticket = stream._state.ticket
+            assert ticket is not None
+            if ticket.replica == 0:
+                streams.remove(stream)
+                await stream.aclose()
+        assert streams, "the second one has got some"
+        for stream in streams[1:]:
+            await stream.aclose()
+        kept = streams[0]
+        second = engine.replicas[1].pid
+        await until(lambda: phases() == ["ready", "draining"])
+        # It takes requests again before it has ended, and has its own still.
+        more = [await begin() for _ in range(3)]
+        await until(lambda: phases() == ["ready", "ready"])
+        assert engine.replicas[1].pid == second
+        for tokens in await asyncio.gather(*map(tokens_of, [kept, *more])):
+            assert len(tokens) == 150
+            assert tokens[:16] == PROMPTS[3].new_tokens[:16]
+        await until(lambda: phases() == ["ready"])
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
         await engine.close()
 
     asyncio.run(scene())
