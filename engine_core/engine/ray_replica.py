@@ -152,6 +152,8 @@ class RayReplicas:
             config=config.replace(
                 distributed_executor="processes",
                 ray_address=None,
+                # Files are read where requests are taken.
+                allowed_local_media_path=None,
                 custom_module_map=tuple(map(_absolute, config.custom_module_map)),
                 **({} if config.tokenizer is None else {"tokenizer": _absolute(config.tokenizer)}),
             ),

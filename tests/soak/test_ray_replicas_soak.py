@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
 import httpx
+import psutil
 import pytest
 from attacking import wait_until
 from golden_fixtures import GOLDEN, golden_prompts
@@ -81,6 +83,40 @@ def test_a_lost_node_ends_its_requests_and_its_replica_comes_back(nodes: Nodes) 
         await until(lambda: [each.stats.running for each in engine.replicas] == [2, 2])
         for tokens in await asyncio.gather(*map(tokens_of, streams)):
             assert tokens[:16] == PROMPT.new_tokens[:16]
+        await engine.close()
+
+    asyncio.run(scene())
+
+
+def test_a_process_that_hangs_is_killed_and_started_again(nodes: Nodes) -> None:
+    config = EngineConfig(
+        device="cpu",
+        ray_address=nodes.address,
+        skip_tokenizer_init=True,
+        max_num_seqs=2,
+        kv_cache_memory=8 * 2**20,
+        **SLOW,
+    )
+
+    async def scene() -> None:
+        engine = await AsyncEngine.start(
+            str(GOLDEN / "llama-gqa"),
+            config,
+            max_restarts=3,
+            step_timeout=4.0,
+            replica_executor="ray",
+        )
+        stream = await engine.add_request(PROMPT.input_ids, LONG)
+        await until(lambda: engine.replicas[0].stats.running == 1)
+        pid = engine.replicas[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match=rf"\(pid {pid}\) hangs: no step has ended for 4"):
+            await tokens_of(stream)
+        await until(lambda: engine.replicas[0].phase == "ready")
+        assert not psutil.pid_exists(pid)
+        stream = await engine.add_request(PROMPT.input_ids, LONG)
+        assert (await tokens_of(stream))[:16] == PROMPT.new_tokens[:16]
         await engine.close()
 
     asyncio.run(scene())
