@@ -136,7 +136,9 @@ def made_weight(case: Case, device: str) -> Tensor | CodedWeight:
         return GroupWeight(words, scales, None, k, 0, torch.bfloat16, quantizes_rows=True)
     if case.kind == "e4m3":
         # Bytes of finite numbers, of both signs.
-        parts = codes(-1, 1, (n, k), torch.int8) * -128 + codes(0, 127, (n, k), torch.int8)
+        parts = codes(0, 127, (n, k), torch.int8)
+        if filled is not None:
+            parts += codes(-1, 1, (n, k), torch.int8) * -128
         scales = floats(n, dtype=torch.float32) / 16
         return Fp8Weight(parts.view(torch.float8_e4m3fn), scales, torch.bfloat16)
     if filled is None:
