@@ -287,7 +287,7 @@ def _shifted(register: str, left: int) -> list[str]:
 
 @triton.jit
 def _prefetch_groups(reader, rows, low, high, K, part, PARTS: tl.constexpr):
-    """As of numbers, in multiples of 128 columns; of 5 and 6 bits the low four."""
+    """As of numbers, in multiples of 128 columns; of 5 and 6 bits the low four. And all zeros."""
     SIZE: tl.constexpr = reader.words.dtype.element_ty.primitive_bitwidth // 8
     BLOCK: tl.constexpr = 4 * reader.APART
     part = tl.cdiv(part, 128) * 128
@@ -296,6 +296,15 @@ def _prefetch_groups(reader, rows, low, high, K, part, PARTS: tl.constexpr):
     pointers = reader.words + wide + cols[None, :] // 4
     size = tl.maximum(tl.minimum(high - cols, part), 0) // 128 * (32 * SIZE)
     prefetch_l2(pointers, tl.broadcast_to(size[None, :], pointers.shape))
+    if reader.ZEROS_AHEAD:
+        # Each tile waits for its zeros: less long if they are near.
+        group = tl.arange(0, reader.ZEROS_AHEAD)
+        first = tl.min(rows, axis=0) // 16 * 16
+        wanted = (group >= low * reader.GROUPS // K) & (group * K < high * reader.GROUPS)
+        MOST: tl.constexpr = max(16, rows.shape[0])
+        size = tl.minimum(reader.rows - first, MOST)
+        zeros = reader.zeros + tl.minimum(group, reader.GROUPS - 1) * reader.rows + first
+        prefetch_l2(zeros, tl.where(wanted, size, 0))
 
 
 @triton.jit
@@ -306,9 +315,29 @@ def _begin_groups(reader, rows, cols, K):
     first = tl.min(cols, axis=0)
     words = tl.multiple_of(first // 4, WIDTH) + tl.arange(0, WIDTH)
     wide = rows.to(tl.int64)[:, None] * (tl.cdiv(K, BLOCK) * reader.APART)
-    scales = tl.load(reader.scales + rows).to(tl.float32)
+    scales = _float_of(reader.scales, 0, rows, reader.rows, reader.FLOAT)
     added = _added(reader, rows, 0)
     return reader.words + wide + words[None, :], rows, first // BLOCK, scales, added
+
+
+@triton.jit
+def _float_of(values, group, rows, N, FLOAT: tl.constexpr):
+    """The numbers of rows ``[BLOCK_N]`` in ``values [groups, N]``, as float32.
+
+    If FLOAT names their 16 bits, ``values`` are pairs of them, int32: a load of 4 bytes is brought
+    to shared memory ahead of its turn as those of words are, and a narrower one waits for memory.
+    (Zeros would do the same, but products of them would be read from shared memory: Triton 3.6.)
+    """
+    if FLOAT == "":
+        found = tl.load(values + group * N + rows).to(tl.float32)
+    else:
+        pairs = tl.load(values + group * (N // 2) + rows // 2)
+        bits = (pairs >> rows % 2 * 16).to(tl.int16)
+        if FLOAT == "bfloat16":
+            found = bits.to(tl.bfloat16, bitcast=True).to(tl.float32)
+        else:
+            found = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    return found
 
 
 @triton.jit
@@ -396,7 +425,7 @@ def _decode(reader, words, high, a0, a1, a2, a3):
 @triton.jit
 def _of_group(reader, values, KIND: tl.constexpr, rows, group):
     """The scales (KIND 0) or minima (1) of a group, ``[BLOCK_N, 1]`` float32."""
-    found = tl.load(values + group * reader.rows + rows).to(tl.float32)
+    found = _float_of(values, group, rows, reader.rows, reader.FLOAT)
     if reader.headers is not None:
         header = KIND * (reader.GROUPS // reader.SHARING) + group // reader.SHARING
         found *= tl.load(reader.headers + header * reader.rows + rows).to(tl.float32)
@@ -472,9 +501,9 @@ class GroupReader(NamedTuple):
     Attributes:
         words: ``[N, blocks, APART]``, as the weight has them.
         high: of 5 and 6 bits, as the weight has them, or None.
-        scales: ``[N]``, or ``[groups, N]``.
-        zeros: int8, shape of ``scales``, or None.
-        minima: shape of ``scales``, or None.
+        scales: ``[N]``, or ``[groups, N]``; or pairs of neighbours, as int32.
+        zeros: int8, ``[N]`` or ``[groups, N]``, or None.
+        minima: as ``scales``, or None.
         headers: as the weight has them, or None.
         columns: K.
         rows: N.
@@ -484,6 +513,8 @@ class GroupReader(NamedTuple):
         BITS: of a code.
         MIDDLE: the zero where ``zeros`` has none.
         OFFSET: by which the instructions' floats are larger than the codes.
+        ZEROS_AHEAD: a power of two, GROUPS at least, if zeros are prefetched, else 0.
+        FLOAT: the name of 16-bit floats that scales and minima are pairs of; "" for no pairs.
         ELEMENT: what codes become by instructions of an NVIDIA GPU; "" to leave it to Triton.
         ASM: these instructions.
         OPERANDS: their constraints.
@@ -503,6 +534,8 @@ class GroupReader(NamedTuple):
     BITS: Any
     MIDDLE: Any
     OFFSET: Any
+    ZEROS_AHEAD: Any
+    FLOAT: Any
     ELEMENT: Any
     ASM: Any
     OPERANDS: Any
@@ -530,15 +563,22 @@ class GroupReader(NamedTuple):
         zero = float(weight.middle) if weight.zeros is None else None
         asm, operands = instructions(element, bits, zero) if element else ("", "")
         sharing = 1 if weight.headers is None else groups // weight.headers.shape[1]
+        ahead = weight.zeros is not None and size > 0 and n % 16 == 0
+        ahead = ahead and weight.zeros.data_ptr() % 16 == 0
+        scales, minima, pairs = weight.scales, weight.minima, _pairs_of(weight)
+        if pairs:
+            scales = scales.view(torch.int32)
+            minima = None if minima is None else minima.view(torch.int32)
         return cls(
-            *(weight.words, weight.high, weight.scales, weight.zeros),
-            *(weight.minima, weight.headers, k, n),
+            *(weight.words, weight.high, scales, weight.zeros, minima, weight.headers, k, n),
             GROUPS=tl.constexpr(groups),
             SPAN=tl.constexpr(max(1, size // (4 * lanes))),
             SHARING=tl.constexpr(sharing),
             BITS=tl.constexpr(bits),
             MIDDLE=tl.constexpr(float(weight.middle)),
             OFFSET=tl.constexpr(offset_of(element, bits)),
+            ZEROS_AHEAD=tl.constexpr(triton.next_power_of_2(groups) if ahead else 0),
+            FLOAT=tl.constexpr(pairs),
             ELEMENT=tl.constexpr(element),
             ASM=tl.constexpr(asm),
             OPERANDS=tl.constexpr(operands),
@@ -551,6 +591,14 @@ class GroupReader(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """``(N, K)``."""
         return self.rows, self.columns
+
+
+def _pairs_of(weight: GroupWeight) -> str:
+    """The name of the 16-bit floats that scales and minima are, if they can be read as pairs."""
+    kind = str(weight.scales.dtype).removeprefix("torch.")
+    values = [each for each in (weight.scales, weight.minima) if each is not None]
+    fits = weight.group_size > 0 and weight.shape[0] % 2 == 0 and kind in _FLOATS
+    return kind if fits and all(each.dtype == values[0].dtype for each in values) else ""
 
 
 def reader_of(weight: Tensor | CodedWeight) -> Any:
