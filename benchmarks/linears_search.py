@@ -171,7 +171,7 @@ def space(case: Case) -> Iterator[Tile]:
     most = [min(128, case.rows)] if few else [64, 128]
     if case.rows > 128:
         most.append(256)
-    for rows in reversed(most):
+    for rows in most:
         for splits in (4, 2, 8, 1):
             blocks = max(1, -(-case.rows // max(16, rows)))
             programs = -(-outputs // 64) * splits * blocks
@@ -219,7 +219,7 @@ def multiply(x: Tensor, weight: Any, case: Case, tile: Tile) -> Tensor:
 
 
 class Kernel(NamedTuple):
-    """What a kernel is compiled for: rows as a block of them, the numbers of groups, a tile."""
+    """Key of a compiled kernel: rows as a block of them, the columns that matter, a tile."""
 
     kind: str
     rows: int
