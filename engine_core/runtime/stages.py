@@ -112,7 +112,10 @@ class _TiedElsewhere(Embedding):
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__(embedding.vocab_size, embedding.hidden_size, embedding.dtype, _META)
-        self.weight, self.method = embedding.weight, embedding.method
+        self.method = embedding.method
+        # Of codes the scales too.
+        for name, parameter in embedding.named_parameters():
+            self.register_parameter(name, parameter)
 
     def forward(self, ids: Tensor) -> Tensor:
         """``[1, T]`` to ``[1, T, H]``, of any values."""

@@ -14,6 +14,7 @@ from golden_fixtures import GOLDEN, golden_prompts
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.checkpoint import open_checkpoint
+from engine_core.engine.export import export_model
 from engine_core.errors import EngineDeadError, OptionError
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, load_weights
@@ -48,6 +49,21 @@ def test_two_stages_give_the_tokens_of_the_original_code(
     assert [o.outputs[0].token_ids for o in outputs] == [p.new_tokens for p in prompts]
     assert not multiprocessing.active_children()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["llama-tied-llama3", "qwen2-gqa"])
+def test_stages_of_a_vocabulary_of_codes(name: str, tmp_path: Path) -> None:
+    """An embedding of codes gives numbers for the stage after, and a tied head takes its codes."""
+    file = tmp_path / "int8.safetensors"
+    export_model(str(GOLDEN / name), file, EngineConfig(quantization="int8"))
+    prompts = [prompt.input_ids for prompt in golden_prompts(name)]
+    found = []
+    for stages in (1, 2):
+        with LLM(str(file), config(pipeline_parallel_size=stages)) as llm:
+            # One by one: few rows are multiplied in bfloat16.
+            outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
 
 
 def test_two_ranks_on_each_of_two_stages_give_them_too() -> None:

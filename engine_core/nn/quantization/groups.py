@@ -232,7 +232,9 @@ class Int8VocabularyMethod(VocabularyMethod):
 
     def pack(self, weight: Tensor) -> Int8Matrix:
         """Codes and scales."""
-        scales = self._layers[0].get_parameter("weight_scale").data
+        # A layer that another stage has stays on meta.
+        held = [layer.get_parameter("weight_scale").data for layer in self._layers]
+        scales = next(each for each in held if not each.is_meta)
         for layer in self._layers:
             del layer._parameters["weight_scale"]
         codes = weight.data.view(torch.int8)
