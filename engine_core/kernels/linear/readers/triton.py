@@ -563,8 +563,8 @@ class GroupReader(NamedTuple):
         zero = float(weight.middle) if weight.zeros is None else None
         asm, operands = instructions(element, bits, zero) if element else ("", "")
         sharing = 1 if weight.headers is None else groups // weight.headers.shape[1]
-        ahead = weight.zeros is not None and size > 0 and n % 16 == 0
-        ahead = ahead and weight.zeros.data_ptr() % 16 == 0
+        zeros = weight.zeros
+        ahead = zeros is not None and size > 0 and n % 16 == 0 and zeros.data_ptr() % 16 == 0
         scales, minima, pairs = weight.scales, weight.minima, _pairs_of(weight)
         if pairs:
             scales = scales.view(torch.int32)
