@@ -30,7 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +196,9 @@ def pictures(draw: np.random.Generator, side: int | tuple[int, int], count: int)
     return [draw.integers(0, 256, (high, wide, 3), dtype=np.uint8) for _ in range(count)]
 
 
-def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    print(f"\n## {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
+def print_table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Each row as it comes."""
+    print(f"\n## {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     for row in rows:
         cells = (f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in row)
         print(f"| {' | '.join(cells)} |", flush=True)
@@ -345,10 +346,18 @@ def sides(options: argparse.Namespace) -> tuple[int, ...]:
     return (56,) if options.tiny else (448, 1024)
 
 
-@torch.inference_mode()
 def encoder(options: argparse.Namespace) -> None:
+    print_table(
+        f"Pictures a second from host memory; the floor at {options.tflops} TFLOP/s",
+        ("shape", "side", "batch", "ours", "transformers", "ratio", "replay alone", "floor"),
+        encoder_rows(options),
+    )
+
+
+@torch.inference_mode()
+def encoder_rows(options: argparse.Namespace) -> Iterator[list[Any]]:
+    """A row of the table for each shape, side and batch."""
     draw = np.random.default_rng(0)
-    rows = []
     for name in options.shapes:
         config = shape_of(name, options, text_layers=1)
         theirs = theirs_of(config, options)
@@ -370,7 +379,6 @@ def encoder(options: argparse.Namespace) -> None:
                     item = features_of(config, picture)
                     for batch in options.batches:
                         figures = alternated(ours, theirs, runner, item, batch, options)
-                        rows.append([name, side, batch, *figures])
                         if "grid_thw" in item:
                             segments = [int(item["grid_thw"].prod())]
                         else:
@@ -380,12 +388,7 @@ def encoder(options: argparse.Namespace) -> None:
                         works = [tower_work(config, size) for size in segments]
                         flops = sum(work[0] for work in works) / options.tflops / 1e12
                         nbytes = works[0][1] / batch / options.bandwidth / 1e12
-                        rows[-1].append(1 / max(flops, nbytes))
-    print_table(
-        f"Pictures a second from host memory; the floor at {options.tflops} TFLOP/s",
-        ("shape", "side", "batch", "ours", "transformers", "ratio", "replay alone", "floor"),
-        rows,
-    )
+                        yield [name, side, batch, *figures, 1 / max(flops, nbytes)]
 
 
 def alternated(
