@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from engine_core.configs import HFConfig
 from engine_core.errors import EngineError, OptionError, UnknownArchitectureError
 from engine_core.nn import (
     CausalLM,
+    Embedding,
     KVCacheLayer,
     Weights,
     build_colwise_linear,
@@ -301,7 +302,14 @@ class TransformersModel(CausalLM):
         ids %= self._hf.config.vocab_size
         places = torch.tensor([[1, 2, 0], [1, 5, 3], [1, 30, 31]], device=device)
         rotations = Rotations([m for m in self.modules() if has_layer(m)], self._step)
-        first, *others = (self._alone(ids[i], places[i]) for i in range(3))
+        embeds: Sequence[Tensor | None] = [None] * 3
+        for part in self.modules():
+            if isinstance(part, Embedding) and part.weight.dtype != part.dtype:
+                # It has codes until all is loaded. Any numbers will do.
+                draw = torch.Generator().manual_seed(0)
+                drawn = torch.randn(32, part.hidden_size, generator=draw, device="cpu")
+                embeds = list(drawn.to(device, part.dtype)[ids % 32])
+        first, *others = map(self._alone, ids, places, embeds)
         bound = _ALONE.get(first.dtype, 5e-2) * float(first.abs().max())
         if any(float((first - other).abs().max()) > bound for other in others):
             raise self._refusal(
@@ -309,16 +317,19 @@ class TransformersModel(CausalLM):
                 "disturb each other"
             )
         # Ours turns queries and keys where they lie, which a model may use for something else.
-        if rotations.replace() and not torch.equal(first, self._alone(ids[0], places[0])):
-            rotations.restore()
+        if rotations.replace():
+            again = self._alone(ids[0], places[0], embeds[0])
+            if not torch.equal(first, again):
+                rotations.restore()
 
-    def _alone(self, ids: Tensor, places: Tensor) -> Tensor:
+    def _alone(self, ids: Tensor, places: Tensor, embeds: Tensor | None = None) -> Tensor:
         """``[H]``, a first token's hidden state when each token sees itself only."""
         self._step.alone = True
         self._step.begin()
         try:
             with torch.inference_mode():
-                return self._run(ids[None], places[None], None)[0, 0]
+                given = None if embeds is None else embeds[None]
+                return self._run(ids[None], places[None], given)[0, 0]
         finally:
             self._step.alone = False
 

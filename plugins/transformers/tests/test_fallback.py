@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fallback_models import TOLERANCE, VOCAB, difference, expected, make_checkpoint, prompts
+from golden_fixtures import GOLDEN, golden_prompts
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral import modeling_mistral
@@ -18,6 +19,7 @@ from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb
 from engine_core import LLM, SamplingParams
 from engine_core.check import check_model
 from engine_core.configs import EngineConfig
+from engine_core.engine.export import export_model
 from engine_core.errors import UnknownArchitectureError
 from engine_core_transformers.merged import GatedMLP, Part
 
@@ -148,6 +150,24 @@ def test_linears_and_vocabulary_are_quantised(tmp_path: Path) -> None:
         assert llm.apply_model(kept) == [{"Int8Matrix"}]
         [output] = llm.generate([prompts()[2]], SamplingParams(temperature=0, max_tokens=4))
         assert len(output.outputs[0].token_ids) == 4
+
+
+def test_an_exported_file_of_codes_runs_as_with_the_familys_package(tmp_path: Path) -> None:
+    """Its embedding has codes until all weights are there."""
+    file = tmp_path / "int8.safetensors"
+    export_model(str(GOLDEN / "llama-gqa"), file, EngineConfig(quantization="int8"))
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    given = [prompt.input_ids for prompt in golden_prompts("llama-gqa")]
+    found = []
+    for implementation in ("native", "transformers"):
+        config = EngineConfig(
+            model_impl=implementation, skip_tokenizer_init=True, max_model_len=160
+        )
+        with LLM(str(file), config) as llm:
+            # One by one: a few rows together are rounded otherwise.
+            outputs = [llm.generate(each, params)[0].outputs[0].token_ids for each in given]
+        found.append(outputs)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
