@@ -9,6 +9,8 @@ from typing import Any
 
 import psutil
 
+from engine_core import EngineConfig
+
 _NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
@@ -22,6 +24,17 @@ class Nodes:
     @property
     def address(self) -> str:
         return str(self.cluster.address)
+
+    def config(self, **more: Any) -> EngineConfig:
+        """Of two ranks on these nodes, unless ``more`` says otherwise."""
+        settings = {
+            "distributed_executor": "ray",
+            "ray_address": self.address,
+            "tensor_parallel_size": 2,
+            "skip_tokenizer_init": True,
+            "max_model_len": 160,
+        }
+        return EngineConfig(**settings | more)
 
     def ranks(self, node: int) -> list[psutil.Process]:
         """The processes of a node that live as ranks now."""

@@ -36,15 +36,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def config(nodes: Nodes, **more: Any) -> EngineConfig:
-    settings = {
-        "distributed_executor": "ray",
-        "ray_address": nodes.address,
-        "tensor_parallel_size": 2,
-        "skip_tokenizer_init": True,
-        "max_model_len": 160,
-        "block_size": 4,
-    }
-    return EngineConfig(**settings | more)
+    return nodes.config(**{"block_size": 4} | more)
 
 
 def test_ranks_of_two_nodes_give_the_tokens_of_the_original_code_until_one_is_killed(

@@ -45,15 +45,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def config(nodes: Nodes, **more: Any) -> EngineConfig:
-    settings = {
-        "distributed_executor": "ray",
-        "ray_address": nodes.address,
-        "tensor_parallel_size": 2,
-        "skip_tokenizer_init": True,
-        "max_model_len": 160,
-        "kv_cache_memory": 16 * 2**20,
-    }
-    return EngineConfig(**settings | more)
+    return nodes.config(**{"kv_cache_memory": 16 * 2**20} | more)
 
 
 def test_goldens_of_ranks_and_of_stages(nodes: Nodes) -> None:
