@@ -294,9 +294,6 @@ class GroupWeight(CodedWeight):
             tile = replace(tile, block_k=4 * _NARROW_LANES)
         if gpu is None or self.minima is None or not gated or rows <= 32:
             return tile
-        if tile.block_n > 64:
-            # Minima take registers too.
-            tile = replace(tile, block_n=64)
         # Bytes that a thread spills, of Q4_K at 64 rows: with capability 9.0 392 by 4 warps, and 8
         # by 8; with 8.0 some 3700 by either, and 56 by 4 and half of the columns.
         half = gpu.capability < (9, 0)
