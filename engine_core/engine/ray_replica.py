@@ -452,18 +452,9 @@ def _encode(message: Any) -> bytes:
     return process.framed(content.getvalue())
 
 
-def _by_value(shared: SharedBytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    with shared.map() as content:
-        return _shared_again, (content[:],)
-
-
-def _shared_again(content: bytes) -> SharedBytes:
-    return SharedBytes.of([(0, content)], len(content))
-
-
 # Memory that processes of one machine share cannot be opened on another one.
 _REDUCERS = copyreg.dispatch_table.copy()
-_REDUCERS[SharedBytes] = _by_value
+_REDUCERS[SharedBytes] = SharedBytes.reduced_by_value
 
 
 def _absolute(path: str) -> str:

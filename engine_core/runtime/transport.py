@@ -76,10 +76,7 @@ def _pickled(message: Any, *, by_value: bool) -> tuple[memoryview, bool]:
     def reduce(shared: SharedBytes) -> Any:
         nonlocal met
         met = True
-        if not by_value:
-            return shared.__reduce__()
-        with shared.map() as content:
-            return _shared_again, (content[:],)
+        return shared.reduced_by_value() if by_value else shared.__reduce__()
 
     file = io.BytesIO()
     pickler = ForkingPickler(file)
@@ -87,10 +84,6 @@ def _pickled(message: Any, *, by_value: bool) -> tuple[memoryview, bool]:
     pickler.dispatch_table[SharedBytes] = reduce
     pickler.dump(message)
     return file.getbuffer(), met
-
-
-def _shared_again(content: bytes) -> SharedBytes:
-    return SharedBytes.of([(0, content)], len(content))
 
 
 def send(message: Any, ways: Sequence[tuple[Transport, Sequence[Connection]]]) -> None:

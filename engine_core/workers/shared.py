@@ -70,6 +70,11 @@ class SharedBytes:
         access = mmap.PROT_READ | mmap.PROT_WRITE
         return mmap.mmap(self._fd, self.size, flags=mmap.MAP_PRIVATE, prot=access)
 
+    def reduced_by_value(self) -> tuple[Any, ...]:
+        """The bytes themselves, for a pickler of messages to other machines to take instead."""
+        with self.map() as content:
+            return _made_again, (content[:],)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened, (os.getpid(), self._fd, _identity(self._fd), self.size)
 
@@ -82,6 +87,10 @@ class SharedBytes:
 def _identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
+
+
+def _made_again(content: bytes) -> SharedBytes:
+    return SharedBytes.of([(0, content)], len(content))
 
 
 def _opened(pid: int, fd: int, identity: tuple[int, int], size: int) -> SharedBytes:
