@@ -375,13 +375,7 @@ def death(process: str | None, code: int | None, failure: Failure | None) -> Eng
         return error
     if process is None or code is None:
         return EngineDeadError(f"{process or 'the engine process'} has ended")
-    if code < 0:
-        how = f"by signal {signal.Signals(-code).name}"
-        if -code == signal.SIGKILL:
-            how += own_process.NOT_SENT
-    else:
-        how = f"with exit code {code}"
-    return EngineDeadError(f"{process} ended {how}")
+    return EngineDeadError(f"{process} ended {own_process.how_ended(code)}")
 
 
 __all__ = [

@@ -200,7 +200,7 @@ class ProcessExecutor(RanksExecutor):
             if process.sentinel in ready:
                 process.join()
                 self._kill()
-                raise EngineDeadError(f"the process of rank {rank} ended {_how(process.exitcode)}")
+                raise EngineDeadError(_ended(rank, process))
 
     def _fail(self, failures: list[Failure]) -> None:
         if not failures:
@@ -224,7 +224,7 @@ class ProcessExecutor(RanksExecutor):
         for rank, process in others:
             # One that aborts may itself have lost a neighbour.
             if (process.exitcode or 0) < 0 and process.exitcode != -signal.SIGABRT:
-                return f"the process of rank {rank} ended {_how(process.exitcode)}"
+                return _ended(rank, process)
         return None
 
     def _kill(self) -> None:
@@ -236,11 +236,8 @@ Executor = Worker | RanksExecutor
 """Runs plans on every rank of a model; the results are asked for in the order of the plans."""
 
 
-def _how(code: int | None) -> str:
-    if code is not None and code < 0:
-        how = f"by signal {signal.Signals(-code).name}"
-        return how + own_process.NOT_SENT if -code == signal.SIGKILL else how
-    return f"with exit code {code}"
+def _ended(rank: int, process: BaseProcess) -> str:
+    return f"the process of rank {rank} ended {own_process.how_ended(process.exitcode)}"
 
 
 def _rank_main(
