@@ -23,15 +23,18 @@ from engine_core.kernels.attention.tiles.triton import (
     Inputs,
     Queries,
     Shape,
+    add_values,
+    all_values,
     block_at,
     divided,
     load_pairs,
     load_queries,
     load_scales,
-    load_tokens,
+    no_values,
     store_rows,
     tile_logits,
 )
+from engine_core.kernels.codes.triton import log2_of
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -78,8 +81,9 @@ def _attend_tiles(
                 inputs.v_scales, inputs.v_scales_strides, queries, block, start, in_range, SHAPE,
                 BLOCK_N, MASKED,
             )  # fmt: skip
-            logits += tl.log2(scales)[None, :]
-            inverse = 1.0 / scales
+            exponents = log2_of(scales, SHAPE.native)
+            logits += exponents[None, :]
+            inverse = tl.exp2(-exponents)
         new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
         if MASKED:
             # A query that has seen nothing yet: -inf - -inf would be NaN.
@@ -92,13 +96,9 @@ def _attend_tiles(
             denominator = denominator * rescale + tl.sum(weights * inverse[None, :], axis=1)
         else:
             denominator = denominator * rescale + tl.sum(weights, axis=1)
-        v = load_tokens(
-            queries.v, inputs.v_strides, queries.table, block, start, in_range, SHAPE, SHAPE.dv,
-            SHAPE.block_dv, BLOCK_N, MASKED,
-        )  # fmt: skip
-        acc = acc * rescale[:, None]
-        v = v.to(queries.q.dtype)
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=SHAPE.precision)
+        acc = add_values(
+            acc, rescale, weights, inputs, queries, block, start, in_range, SHAPE, BLOCK_N, MASKED
+        )
         maximum = new_maximum
         block = next_block
     return acc, denominator, maximum
@@ -225,7 +225,6 @@ def _decode_kernel(
     """
     NUM_HEADS: tl.constexpr = SHAPE.num_heads
     GROUP_SIZE: tl.constexpr = SHAPE.group_size
-    BLOCK_DV: tl.constexpr = SHAPE.block_dv
     G_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_G - 1) // BLOCK_G
     kv_head = (tl.program_id(0) // G_TILES).to(tl.int64)
     item = tl.program_id(1).to(tl.int64)
@@ -248,7 +247,7 @@ def _decode_kernel(
     heads = kv_head * GROUP_SIZE + in_group
     head_mask = in_group < GROUP_SIZE
     q_ptr = inputs.q + row * inputs.q_strides[0]
-    q, q_scales, slopes = load_queries(
+    q, q_odd, q_scales, slopes = load_queries(
         inputs, q_ptr, heads * inputs.q_strides[1], heads, head_mask, SHAPE
     )
     prefix_len = 0
@@ -256,6 +255,7 @@ def _decode_kernel(
         prefix_len = tl.load(inputs.prefix_lens + row)
     queries = Queries(
         q,
+        q_odd,
         q_scales,
         tl.zeros([BLOCK_G], dtype=tl.int32) + (kv_len - 1),
         slopes,
@@ -266,7 +266,7 @@ def _decode_kernel(
         window,
         prefix_len,
     )
-    acc = tl.zeros([BLOCK_G, BLOCK_DV], dtype=tl.float32)
+    acc = no_values(BLOCK_G, SHAPE)
     denominator = tl.zeros([BLOCK_G], dtype=tl.float32)
     maximum = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
     acc, denominator, maximum = _attend_tiles(
@@ -276,7 +276,7 @@ def _decode_kernel(
     launch_dependents(PDL)
     # No tokens (padding), or with a prefix and a window none that is visible in this split.
     safe = tl.where(denominator > 0.0, denominator, 1.0)
-    y = acc / safe[:, None]
+    y = all_values(acc, SHAPE) / safe[:, None]
     if used > 1:
         partial = item * NUM_HEADS + heads
         store_rows(partial_ptr, partial, y, head_mask, SHAPE)
@@ -315,7 +315,6 @@ def _prefill_kernel(
 ):
     """BLOCK_M (query, head) pairs of one KV head of one row, heads of a query adjacent."""
     GROUP_SIZE: tl.constexpr = SHAPE.group_size
-    BLOCK_DV: tl.constexpr = SHAPE.block_dv
     launch_dependents(PDL)
     wait(PDL)
     kv_head = tl.program_id(0).to(tl.int64)
@@ -359,7 +358,7 @@ def _prefill_kernel(
         inputs, table_ptr, kv_head, first_pair, query_begin, num_queries, start_pos, window,
         prefix_len, SHAPE, BLOCK_M,
     )  # fmt: skip
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+    acc = no_values(BLOCK_M, SHAPE)
     denominator = tl.zeros([BLOCK_M], dtype=tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if SHAPE.has_window:
@@ -373,7 +372,7 @@ def _prefill_kernel(
         acc, denominator, maximum, inputs, queries, full_high, high, SHAPE, BLOCK_N, True
     )
     rows = tokens * SHAPE.num_heads + heads
-    store_rows(out_ptr, rows, divided(acc, denominator), mask, SHAPE)
+    store_rows(out_ptr, rows, divided(all_values(acc, SHAPE), denominator), mask, SHAPE)
 
 
 @functools.cache
@@ -430,11 +429,22 @@ def plan_splits(
 def paged_attention(call: Call) -> None:
     """Write attention into ``call.out``."""
     q, prefix_lens, window = call.q, call.prefix_lens, call.window
+    k_cache, v_cache, code = call.k_cache, call.v_cache, ""
     num_rows, num_decode_rows = call.kv_lens.shape[0], call.num_decode_rows
     num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads, v_head_dim = call.v_cache.shape[1:]
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    block_dv = max(16, triton.next_power_of_2(v_head_dim))
+    block_size, num_kv_heads, v_head_dim = v_cache.shape[1:]
+    if call.k_scales is not None:
+        code = "int8" if k_cache.dtype == torch.int8 else "e4m3"
+        if head_dim % 2 or v_head_dim % 2:
+            raise ValueError(
+                f"paged_attention: heads of {head_dim} and {v_head_dim} numbers are kept as codes "
+                f"({k_cache.dtype}), which a GPU reads in pairs; take kv_cache_dtype='auto'"
+            )
+        k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
+    # Products take 16 numbers at least, and those of codes' pairs are two.
+    least = 32 if code else 16
+    block_d = max(least, triton.next_power_of_2(head_dim))
+    block_dv = max(least, triton.next_power_of_2(v_head_dim))
     dims = max(block_d, block_dv)
     wide = dims > 128
     float32 = q.dtype == torch.float32
@@ -442,9 +452,8 @@ def paged_attention(call: Call) -> None:
     if call.softcap is not None:
         scales = (call.softcap * _LOG2E, 2.0 * call.scale / call.softcap)
     inputs = Inputs(
-        q, call.k_cache, call.v_cache, call.block_tables, call.query_start, call.kv_lens,
-        prefix_lens, call.alibi_slopes, *scales, q.stride()[:2], call.k_cache.stride()[:3],
-        call.v_cache.stride()[:3],
+        q, k_cache, v_cache, call.block_tables, call.query_start, call.kv_lens, prefix_lens,
+        call.alibi_slopes, *scales, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
     )  # fmt: skip
     if call.k_scales is not None and call.v_scales is not None:
         inputs = inputs._replace(
@@ -457,7 +466,7 @@ def paged_attention(call: Call) -> None:
     shape = Shape(
         num_heads, group_size, block_size, head_dim, v_head_dim, block_d, block_dv,
         call.alibi_slopes is not None, window is not None, call.softcap is not None,
-        prefix_lens is not None, "ieee" if float32 else "tf32",
+        prefix_lens is not None, "ieee" if float32 else "tf32", code, q.is_cuda,
     )  # fmt: skip
     pdl = pdl_options(q.device)
     table_stride = call.block_tables.stride(0)

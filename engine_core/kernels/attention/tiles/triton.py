@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from engine_core.kernels.codes.triton import high_codes, low_codes
+
 
 class Inputs(NamedTuple):
     """Inputs of a kernel: tensors and scales, as in the public wrapper, and strides.
 
     Attributes:
         q: ``[T, Hq, D]``.
-        k_cache: ``[num_blocks, block_size, Hk, D]``.
-        v_cache: ``[num_blocks, block_size, Hk, Dv]``.
+        k_cache: ``[num_blocks, block_size, Hk, D]``; of codes pairs of neighbours, ``D / 2`` int16.
+        v_cache: ``[num_blocks, block_size, Hk, Dv]``; likewise.
         block_tables: ``[R, max_blocks]``.
         query_start: ``[R + 1]``.
         kv_lens: ``[R]``.
@@ -56,6 +58,8 @@ class Shape(NamedTuple):
 
     Attributes:
         precision: of products of float32.
+        code: "e4m3" or "int8" if keys and values are codes; "" for numbers.
+        native: whether codes become numbers by instructions of an NVIDIA GPU.
     """
 
     num_heads: int
@@ -70,13 +74,17 @@ class Shape(NamedTuple):
     has_softcap: bool
     has_prefix: bool
     precision: str
+    code: str = ""
+    native: bool = False
 
 
 class Queries(NamedTuple):
     """Queries of a row and a KV head, and the keys and values that they see.
 
     Attributes:
-        q: ``[M, BLOCK_D]``, of the type in which keys and weights are multiplied.
+        q: ``[M, BLOCK_D]``, of the type in which keys and weights are multiplied; if keys are
+            codes, the even dimensions ``[M, BLOCK_D / 2]``.
+        q_odd: the odd dimensions, if keys are codes.
         scales: ``[M]``, what a product is to be multiplied with if keys are codes.
         positions: ``[M]``.
         slopes: ``[M]``, in units of log 2.
@@ -89,6 +97,7 @@ class Queries(NamedTuple):
     """
 
     q: Any
+    q_odd: Any
     scales: Any
     positions: Any
     slopes: Any
@@ -102,24 +111,36 @@ class Queries(NamedTuple):
 
 @triton.jit
 def load_queries(inputs, row_ptr, rows, heads, mask, SHAPE: tl.constexpr):
-    """Queries ``[M, BLOCK_D]`` at ``rows`` behind ``row_ptr``, their scales, and heads' slopes.
+    """Queries at ``rows`` behind ``row_ptr``, even and odd, their scales, and heads' slopes.
 
-    Codes of e4m3 become float16 in one instruction, and bfloat16 in three: there queries are
-    float16 too, by scales, so that none is too large.
+    Codes become float16 in few instructions: beside them queries of bfloat16 are float16 too, by
+    scales, so that none is too large.
     """
-    dims = tl.arange(0, SHAPE.block_d)
-    ptrs = row_ptr + rows[:, None] + dims[None, :]
-    q = tl.load(ptrs, mask=mask[:, None] & (dims < SHAPE.d)[None, :], other=0.0)
+    CODE: tl.constexpr = SHAPE.code
     scales = tl.full([heads.shape[0]], 1.0, dtype=tl.float32)
-    if inputs.k_cache.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
-        numbers = q.to(tl.float32)
-        largest = tl.max(tl.abs(numbers), axis=1)
-        scales = tl.where(largest > 0.0, largest, 1.0)
-        q = (numbers / scales[:, None]).to(tl.float16)
+    if CODE == "":
+        dims = tl.arange(0, SHAPE.block_d)
+        inside = mask[:, None] & (dims < SHAPE.d)[None, :]
+        q = tl.load(row_ptr + rows[:, None] + dims[None, :], mask=inside, other=0.0)
+        q_odd = q
+    else:
+        HALF: tl.constexpr = SHAPE.block_d // 2
+        dims = 2 * tl.arange(0, HALF)
+        ptrs = row_ptr + rows[:, None] + dims[None, :]
+        inside = mask[:, None] & (dims < SHAPE.d)[None, :]
+        q = tl.load(ptrs, mask=inside, other=0.0)
+        q_odd = tl.load(ptrs + 1, mask=inside, other=0.0)
+        if q.dtype == tl.bfloat16:
+            even, odd = q.to(tl.float32), q_odd.to(tl.float32)
+            largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
+            largest = tl.where(largest > 0.0, largest, 1.0)
+            q = (even / largest[:, None]).to(tl.float16)
+            q_odd = (odd / largest[:, None]).to(tl.float16)
+            scales *= largest
     slopes = tl.zeros([heads.shape[0]], dtype=tl.float32)
     if SHAPE.has_alibi:
         slopes = tl.load(inputs.slopes + heads, mask=mask, other=0.0) * 1.4426950408889634
-    return q, scales, slopes
+    return q, q_odd, scales, slopes
 
 
 @triton.jit
@@ -146,11 +167,11 @@ def load_pairs(
     heads = kv_head * SHAPE.group_size + pairs % SHAPE.group_size
     tokens = (query_begin + queries).to(tl.int64)
     rows = tokens * inputs.q_strides[0] + heads * inputs.q_strides[1]
-    q, scales, slopes = load_queries(inputs, inputs.q, rows, heads, mask, SHAPE)
+    q, q_odd, scales, slopes = load_queries(inputs, inputs.q, rows, heads, mask, SHAPE)
     k = inputs.k_cache + kv_head * inputs.k_strides[2]
     v = inputs.v_cache + kv_head * inputs.v_strides[2]
     held = Queries(
-        q, scales, start_pos + queries, slopes, k, v, kv_head, table_ptr, window, prefix_len
+        q, q_odd, scales, start_pos + queries, slopes, k, v, kv_head, table_ptr, window, prefix_len
     )
     return held, tokens, heads, mask
 
@@ -249,6 +270,69 @@ def load_scales(
 
 
 @triton.jit
+def no_values(M: tl.constexpr, SHAPE: tl.constexpr):
+    """Zeros that :func:`add_values` adds to; a tuple."""
+    BLOCK_DV: tl.constexpr = SHAPE.block_dv
+    if SHAPE.code == "":
+        acc = (tl.zeros([M, BLOCK_DV], dtype=tl.float32),)
+    else:
+        half = tl.zeros([M, BLOCK_DV // 2], dtype=tl.float32)
+        acc = (half, half)
+    return acc
+
+
+@triton.jit
+def add_values(
+    acc,
+    rescale,
+    weights,
+    inputs,
+    queries,
+    block,
+    start,
+    in_range,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """``acc`` times ``rescale [M]``, and values weighted by ``weights [M, BLOCK_N]`` added.
+
+    :func:`load_tokens` says what the tile's other arguments are.
+    """
+    CODE: tl.constexpr = SHAPE.code
+    WIDTH: tl.constexpr = 1 if CODE == "" else 2
+    v = load_tokens(
+        queries.v, inputs.v_strides, queries.table, block, start, in_range, SHAPE,
+        SHAPE.dv // WIDTH, SHAPE.block_dv // WIDTH, BLOCK_N, MASKED,
+    )  # fmt: skip
+    weights = weights.to(queries.q.dtype)
+    rescale = rescale[:, None]
+    if CODE == "":
+        acc = (tl.dot(weights, v, acc[0] * rescale, input_precision=SHAPE.precision),)
+    else:
+        low = low_codes(v, CODE, SHAPE.native).to(weights.dtype)
+        high = high_codes(v, CODE, SHAPE.native).to(weights.dtype)
+        acc = (  # type: ignore[assignment]
+            tl.dot(weights, low, acc[0] * rescale, input_precision=SHAPE.precision),
+            tl.dot(weights, high, acc[1] * rescale, input_precision=SHAPE.precision),
+        )
+    return acc
+
+
+@triton.jit
+def all_values(acc, SHAPE: tl.constexpr):
+    """Sums that :func:`add_values` made, ``[M, BLOCK_DV]``."""
+    CODE: tl.constexpr = SHAPE.code
+    if CODE == "":
+        values = acc[0]
+    else:
+        M: tl.constexpr = acc[0].shape[0]
+        BLOCK_DV: tl.constexpr = SHAPE.block_dv
+        values = tl.reshape(tl.join(acc[0], acc[1]), [M, BLOCK_DV])
+    return values
+
+
+@triton.jit
 def tile_logits(
     inputs,
     queries,
@@ -263,14 +347,21 @@ def tile_logits(
 
     :func:`load_tokens` says what ``block`` is. Without MASKED they are all visible.
     """
+    CODE: tl.constexpr = SHAPE.code
     positions = start + tl.arange(0, BLOCK_N)
     # Without a mask: what is stored beyond the row may be anything, since its logits become -inf.
+    WIDTH: tl.constexpr = 1 if CODE == "" else 2
     k = load_tokens(
-        queries.k, inputs.k_strides, queries.table, block, start, in_range, SHAPE, SHAPE.d,
-        SHAPE.block_d, BLOCK_N, False,
+        queries.k, inputs.k_strides, queries.table, block, start, in_range, SHAPE,
+        SHAPE.d // WIDTH, SHAPE.block_d // WIDTH, BLOCK_N, False,
     )  # fmt: skip
-    # Codes are the same numbers in 16 bits.
-    logits = tl.dot(queries.q, tl.trans(k.to(queries.q.dtype)), input_precision=SHAPE.precision)
+    if CODE == "":
+        logits = tl.dot(queries.q, tl.trans(k), input_precision=SHAPE.precision)
+    else:
+        low = low_codes(k, CODE, SHAPE.native).to(queries.q.dtype)
+        high = high_codes(k, CODE, SHAPE.native).to(queries.q.dtype)
+        logits = tl.dot(queries.q, tl.trans(low), input_precision=SHAPE.precision)
+        logits = tl.dot(queries.q_odd, tl.trans(high), logits, input_precision=SHAPE.precision)
     if inputs.k_scales is not None:
         scales = load_scales(
             inputs.k_scales, inputs.k_scales_strides, queries, block, start, in_range, SHAPE,
