@@ -173,8 +173,8 @@ def by_table(point: Point) -> decode.Launch:
     """The choice of the engine's table."""
     wide = max(point.model.shape.widths)
     return decode.launch(
-        point.rows, point.model.shape.group_size, point.model.kv_heads, wide, wide, False,
-        MULTIPROCESSORS,
+        point.rows, point.model.shape.group_size, point.model.kv_heads, wide, wide,
+        point.model.shape.bytes, MULTIPROCESSORS,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ SHORTEST = (64, 128, 256, 384)
 # Registers that hold splits' results while they are merged, of each thread.
 _MERGED = 64
 # Registers of a number of a tile's keys; codes are there twice, as they are and as 16 bits.
-_KEY_REGISTERS, _CODE_REGISTERS = 0.53, 0.93
+_KEY_REGISTERS, _CODE_REGISTERS = 0.53, 0.6
 # Of a multiprocessor of Hopper: 32-bit registers, bytes of shared memory, and those kept back for
 # each program; warps and programs at most.
 _REGISTERS, _SHARED, _RESERVED, _WARPS, _PROGRAMS = 65536, 228 * 1024, 1024, 64, 32
@@ -117,9 +117,9 @@ _TILES: _TilesByWidth = {
 }  # fmt: skip
 # Codes take half the memory and more registers: tiles of as many bytes would spill.
 _CODE_TILES: _TilesByWidth = {
-    64: ((32, 1, 3), (32, 1, 4), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 3)),
-    128: ((32, 2, 3), (32, 2, 4), (64, 2, 3), (64, 4, 3), (64, 4, 4)),
-    256: ((16, 2, 3), (32, 4, 3), (32, 4, 4), (64, 4, 3), (64, 8, 3)),
+    64: ((32, 1, 3), (64, 1, 3), (64, 2, 3), (64, 2, 4), (64, 4, 3)),
+    128: ((32, 1, 3), (32, 1, 4), (32, 2, 3), (64, 2, 3), (64, 2, 4), (64, 4, 3)),
+    256: ((32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 4, 3)),
     512: ((16, 4, 3), (32, 8, 3)),
 }
 _FLOAT32_TILES: _TilesByWidth = {

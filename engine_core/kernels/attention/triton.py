@@ -477,8 +477,8 @@ def paged_attention(call: Call) -> None:
         return
     if num_decode_rows:
         cut = decode.launch(
-            num_decode_rows, group_size, num_kv_heads, dims, block_dv, float32,
-            num_multiprocessors(q.device),
+            num_decode_rows, group_size, num_kv_heads, dims, block_dv,
+            1 if code and not float32 else q.element_size(), num_multiprocessors(q.device),
         )  # fmt: skip
         head_tiles = num_kv_heads * triton.cdiv(group_size, cut.block_g)
         items, planned_now = plan_splits(

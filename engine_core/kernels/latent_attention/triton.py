@@ -301,7 +301,7 @@ def attend(call: LatentCall, q: Tensor) -> Tensor:
     most = 16 if float32 else 64
     if num_decode_rows:
         cut = decode.launch(
-            num_decode_rows, num_heads, 1, shape.block_dv, shape.block_dv, float32,
+            num_decode_rows, num_heads, 1, shape.block_dv, shape.block_dv, q.element_size(),
             num_multiprocessors(q.device),
         )  # fmt: skip
         block_g = min(cut.block_g, most)
