@@ -243,9 +243,9 @@ def choose_group_tile(
 
     A tile has one block of 128 columns, so that scales are applied to its products. K is split
     until multiprocessors have programs enough. With capability 9.0 chosen by times of Llama 3 8B's
-    linears in 4 bits, us a layer by 1, 8, 32, 64 and 128 rows: 79, 83, 103, 141 and 220, of the
-    fastest tiles for each 74, 76, 95, 133 and 219, and of bfloat16 120, 117, 122, 126 and 134. More
-    than 64 rows of a program spill, so that rows come in blocks of 64.
+    linears in 4 bits, us a layer by 1, 32 and 128 rows: 69, 92 and 199, of the fastest tiles for
+    each 68, 88 and 190, and of bfloat16 120, 122 and 134. More than 64 rows of a program spill, so
+    that rows come in blocks of 64.
     """
     known = gpu is not None and gpu.capability >= (8, 0)
     if gpu is None or not known or not 0 < rows <= (most_rows or MOST_GROUP_ROWS) or k % 8:
@@ -254,13 +254,12 @@ def choose_group_tile(
     if table_of(gpu) is not HOPPER:
         tile = Tile(64, 128, 1, "wx", 8 if gated and rows > 64 else 4, 2 if rows > 64 else 3, 256)
         enough = 1.5 if rows <= 64 else 0
-    elif rows <= 32:
-        tile = Tile(128, 128, 1, "wx", 4, 4, 256)
-        enough = 1.5 if rows <= 16 else 1.4
+    elif rows <= 16:
+        tile, enough = Tile(64, 128, 1, "wx", 4, 4 if gated else 6, 1024), 2.2
     elif rows <= 64:
-        tile, enough = Tile(64, 128, 1, "wx", 4, 4, 1024), 1.4
+        tile, enough = Tile(128 if rows <= 32 else 64, 128, 1, "wx", 4, 4, 1024), 1.4
     else:
-        tile = Tile(64 if gated else 128, 128, 1, "wx", 4, 3, 256, most_rows=64)
+        tile = Tile(64 if gated else 128, 128, 1, "wx", 4, 3, 1024, most_rows=64)
         enough = 1.4
     programs = -(-outputs // tile.block_n) * -(-rows // tile.most_rows)
     splits = 1

@@ -51,10 +51,28 @@ def _add_products(acc, x, w, MODE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _multiply(reader, acc, x, w, MODE: tl.constexpr, PRECISION: tl.constexpr):
+def _joined(reader, w):
+    """Parts ``[BLOCK_N, BLOCK_K / PARTS]`` as one tile in the order of columns."""
+    BLOCKS: tl.constexpr = w[0].shape[1] // reader.APART
+    N: tl.constexpr = w[0].shape[0]
+    if reader.PARTS == 2:
+        pairs = tl.reshape(tl.join(w[0], w[1]), [N, BLOCKS, reader.APART, 2])
+        whole = tl.permute(pairs, [0, 1, 3, 2])
+    else:
+        # The last dimension says which two, the one before which of them.
+        fours = tl.join(tl.join(w[0], w[1]), tl.join(w[2], w[3]))
+        whole = tl.permute(tl.reshape(fours, [N, BLOCKS, reader.APART, 2, 2]), [0, 1, 4, 3, 2])
+    return tl.reshape(whole, [N, BLOCKS * reader.PARTS * reader.APART])
+
+
+@triton.jit
+def _multiply(reader, acc, x, w, MODE: tl.constexpr, JOINED: tl.constexpr, PRECISION: tl.constexpr):
     """Add a tile's products, of all its PARTS."""
     if reader.PARTS == 1:
         acc = _add_products(acc, x, w, MODE, PRECISION)
+    elif JOINED:
+        products = _add_products(tl.zeros_like(acc), x, _joined(reader, w), MODE, PRECISION)
+        acc += products * w[reader.PARTS]
     elif reader.RUN == 0:
         for part in tl.static_range(reader.PARTS):
             acc = _add_products(acc, x[part], w[part], MODE, PRECISION)
@@ -114,10 +132,12 @@ def _load_run(ptrs, row_mask, cols, high, AT: tl.constexpr, EVEN_K: tl.constexpr
 
 
 @triton.jit
-def _load_x(reader, ptrs, row_mask, cols, high, EVEN_K: tl.constexpr):
-    """x at ``cols``, the first run of each block if the reader has PARTS, and the others."""
+def _load_x(reader, ptrs, row_mask, cols, high, JOINED: tl.constexpr, EVEN_K: tl.constexpr):
+    """x at ``cols``: all if parts are JOINED, or the first run of each block, and the others."""
     x = _load_run(ptrs, row_mask, cols, high, 0, EVEN_K)
-    if reader.PARTS == 2:
+    if JOINED:
+        pass
+    elif reader.PARTS == 2:
         x = (x, _load_run(ptrs, row_mask, cols, high, reader.APART, EVEN_K))
     elif reader.PARTS == 4:
         second = _load_run(ptrs, row_mask, cols, high, reader.APART, EVEN_K)
@@ -188,8 +208,12 @@ def _linear_kernel(
     tile, or of those that are finished TOGETHER, adds it up. With SQUARES, x still lacks RMSNorm's
     division, which is made up for at the end.
     """
+    # Parts that are scaled together become one operand, whose products are waited for once. Those
+    # of parts, read from registers, would each be waited for, unless they add to acc (Triton 3.6).
+    WX: tl.constexpr = MODE == "wx"
+    JOINED: tl.constexpr = (WX and reader.RUN == reader.PARTS) if reader.PARTS > 1 else False
     # Columns of x and of the accumulator that a step multiplies at once.
-    WIDTH: tl.constexpr = BLOCK_K // reader.PARTS
+    WIDTH: tl.constexpr = BLOCK_K if JOINED else BLOCK_K // reader.PARTS
     if not epilogue.LATE:
         launch_dependents(PDL)
     tile = tl.program_id(0)
@@ -219,7 +243,7 @@ def _linear_kernel(
 
     row_mask = place.row_mask
     places = tl.arange(0, WIDTH)
-    if reader.PARTS > 1:
+    if WIDTH < BLOCK_K:
         BLOCK: tl.constexpr = reader.PARTS * reader.APART
         places = places // reader.APART * BLOCK + places % reader.APART
     x_ptrs = x_ptr + first_row * x_stride + low
@@ -240,20 +264,20 @@ def _linear_kernel(
     acc = _zeros(MODE, BLOCK_M, BLOCK_N, WIDTH)
     up = _zeros(MODE, BLOCK_M, BLOCK_N, WIDTH)
     if PRELOAD:
-        x = _load_x(reader, x_ptrs, row_mask, low + places, high, EVEN_K)
-        acc = _multiply(reader, acc, x, w_first, MODE, PRECISION)
+        x = _load_x(reader, x_ptrs, row_mask, low + places, high, JOINED, EVEN_K)
+        acc = _multiply(reader, acc, x, w_first, MODE, JOINED, PRECISION)
         if epilogue.GATED:
-            up = _multiply(reader, up, x, up_first, MODE, PRECISION)
+            up = _multiply(reader, up, x, up_first, MODE, JOINED, PRECISION)
         x_ptrs += BLOCK_K
         low += BLOCK_K
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         k_mask = start + tl.arange(0, BLOCK_K) < high
-        x = _load_x(reader, x_ptrs, row_mask, start + places, high, EVEN_K)
+        x = _load_x(reader, x_ptrs, row_mask, start + places, high, JOINED, EVEN_K)
         w, w_cursor = reader.load(reader, w_cursor, k_mask, EVEN_K)
-        acc = _multiply(reader, acc, x, w, MODE, PRECISION)
+        acc = _multiply(reader, acc, x, w, MODE, JOINED, PRECISION)
         if epilogue.GATED:
             w, up_cursor = reader.load(reader, up_cursor, k_mask, EVEN_K)
-            up = _multiply(reader, up, x, w, MODE, PRECISION)
+            up = _multiply(reader, up, x, w, MODE, JOINED, PRECISION)
         x_ptrs += BLOCK_K
     if epilogue.LATE:
         launch_dependents(PDL)
