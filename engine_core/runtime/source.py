@@ -368,8 +368,9 @@ def check_kv_cache(
     if capability != (9, 0):
         return None
     return (
-        f"kv_cache_dtype {dtype!r}: prompts are attended by the portable kernel, which is slower "
-        "than the one for compute capability 9.0"
+        f"kv_cache_dtype {dtype!r}: steps with room for contexts of more than 1 GiB as 16-bit "
+        "numbers attend prompts by the portable kernel, which is slower than the one for compute "
+        "capability 9.0"
     )
 
 

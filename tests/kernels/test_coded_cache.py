@@ -313,6 +313,38 @@ def test_attention_kernel(
     assert error(out, expect(plain, **options)) < limit
 
 
+@pytest.mark.parametrize(
+    ("code", "shape"),
+    [
+        (torch.int8, {"block_size": 16, "head_dim": 24, "v_head_dim": 16}),
+        (torch.float8_e4m3fn, {"block_size": 64, "head_dim": 64}),
+    ],
+)
+def test_codes_become_numbers_of_a_cache_of_their_own(
+    code: torch.dtype, shape: dict[str, Any], launch_device: str
+) -> None:
+    from engine_core.kernels.attention.unpack import triton
+
+    paged, plain = coded(make_paged(ROWS, device=launch_device, dtype=torch.float16, **shape), code)
+    (k, k_scales), (v, v_scales) = cache_parts(paged.k_cache), cache_parts(paged.v_cache)
+    given = paged.metadata() | paged.sizes() | {"num_decode_rows": 1}
+    out = torch.empty_like(paged.q)
+    call = Call(paged.q, k, v, out, scale=0.2, k_scales=k_scales, v_scales=v_scales, **given)
+    made = triton.unpacked(call)
+    assert made.k_scales is None
+    assert made.k_cache.nbytes + made.v_cache.nbytes == triton.unpacked_bytes(call)
+    size, compared = shape["block_size"], 0
+    for row, (_, tokens) in enumerate(ROWS):
+        for position in range(tokens if row else 0):
+            block, slot = position // size, position % size
+            source, target = call.block_tables[row, block], made.block_tables[row, block]
+            for cache, numbers_of in ((made.k_cache, plain.k_cache), (made.v_cache, plain.v_cache)):
+                expected = numbers_of[source, slot].half()
+                assert torch.equal(cache[target, slot], expected)
+                compared += 1
+    assert compared == 2 * sum(tokens for _, tokens in ROWS[1:])
+
+
 def test_preconditions() -> None:
     k = torch.randn(2, 3, 8)
     caches = [empty(1, 4, 3, 8, torch.int8) for _ in range(2)]

@@ -34,6 +34,7 @@ from engine_core.kernels.attention.tiles.triton import (
     store_rows,
     tile_logits,
 )
+from engine_core.kernels.attention.unpack import triton as unpack
 from engine_core.kernels.codes.triton import log2_of
 from engine_core.kernels.launch.triton import (
     arrival_counts,
@@ -46,6 +47,10 @@ from engine_core.kernels.launch.triton import (
 )
 
 _LOG2E = 1.4426950408889634
+
+# Bytes of keys and values at most that codes become for Hopper's kernel, of a layer at a time. A
+# captured step has room for its longest rows: 32 of 8,192 tokens of 8 KV heads of 128 take as many.
+_MOST_UNPACKED = 1 << 30
 
 # Numbers of an item of a plan, and what fills its 32 bytes.
 ITEM = 8
@@ -514,11 +519,12 @@ def paged_attention(call: Call) -> None:
         )
     if num_rows > num_decode_rows and call.max_query_len:
         plain = not (shape.has_alibi or shape.has_window or shape.has_softcap or shape.has_prefix)
-        plain = plain and call.k_scales is None
         if plain and call.scale > 0 and runs_gluon(q.device):
             from engine_core.kernels.attention.hopper import triton as hopper
 
-            if hopper.fits(q, call.k_cache, call.v_cache):
+            if code and unpack.unpacked_bytes(call) <= _MOST_UNPACKED:
+                call = unpack.unpacked(call)
+            if call.k_scales is None and hopper.fits(q, call.k_cache, call.v_cache):
                 hopper.prefill(call, scales[0], num_multiprocessors(q.device), pdl["PDL"])
                 return
         pairs = call.max_query_len * group_size

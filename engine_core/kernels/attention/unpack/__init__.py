@@ -1,0 +1,1 @@
+"""The cache's codes as numbers, for a kernel that takes no codes."""
