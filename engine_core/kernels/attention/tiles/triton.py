@@ -277,7 +277,7 @@ def no_values(M: tl.constexpr, SHAPE: tl.constexpr):
         acc = (tl.zeros([M, BLOCK_DV], dtype=tl.float32),)
     else:
         half = tl.zeros([M, BLOCK_DV // 2], dtype=tl.float32)
-        acc = (half, half)
+        acc = (half, half)  # type: ignore[assignment]
     return acc
 
 
@@ -312,7 +312,7 @@ def add_values(
     else:
         low = low_codes(v, CODE, SHAPE.native).to(weights.dtype)
         high = high_codes(v, CODE, SHAPE.native).to(weights.dtype)
-        acc = (  # type: ignore[assignment]
+        acc = (
             tl.dot(weights, low, acc[0] * rescale, input_precision=SHAPE.precision),
             tl.dot(weights, high, acc[1] * rescale, input_precision=SHAPE.precision),
         )
