@@ -60,46 +60,45 @@ class _Tile(NamedTuple):
 def _tile(dims: int, number_bytes: int, num_programs: int) -> _Tile:
     """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
 
-    Chosen on H200s in bfloat16 in whole decode steps at 1030 tokens, or at 200 to 1860 (in
-    brackets), least ms with these tiles and with those before: 32 layers of 8 KV heads of 128, 1
-    row 3.92 and 3.95, 8 rows 4.40 and 4.43 (4.39, 4.41), 32 rows 5.29 and 5.35 (5.42, 5.46); 24 of
-    2 KV heads of 64, 8 rows 0.743 and 0.795 (0.742, 0.822), 32 rows 0.879 and 0.918 (0.892, 0.926),
-    64 rows 1.05 and 1.08 (1.06, 1.08), 128 rows 1.50 and 1.54 (1.54, 1.57), 256 rows 2.06 and 2.11
-    (2.08, 2.18). Later a search of attention alone, at up to 128,000 tokens, gave those of heads of
-    more than 128 and of 512 programs and more, of 16 to 31 programs with heads of more than 64, and
-    of 4 to 15 and 24 to 47 with others (benchmarks/notes/attention.md).
+    By 260 points of a search on an H200 in bfloat16, heads of 64 to 256, 1 to 128,000 tokens
+    (benchmarks/notes/attention.md): 1.05 times the best of the space on average. A warp with tiles
+    of 32 tokens, which exchanges nothing with others, is best as soon as there are programs enough.
     """
     if number_bytes == 1:
         return _code_tile(dims, num_programs)
     if number_bytes == 4:
         return _Tile(16 if dims > 128 else 32, 8, 3, 2)
     if dims > 128:
+        if num_programs < 32:
+            tile = (32, 4, 3) if num_programs < 8 else (64, 4, 2)
+            return _Tile(*tile, 2, min_split=128)
         if num_programs < 128:
-            return _Tile(32, 2, 3, 2, merged=32)
-        return _Tile(64, 4, 2, 1) if num_programs < 400 else _Tile(32, 2, 2, 1)
+            return _Tile(32, 2, 3, 2, min_split=128)
+        if 400 <= num_programs < 1024:
+            return _Tile(32, 2, 2, 1)
+        return _Tile(16, 2, 3, 3 if num_programs < 400 else 1)
     if dims > 64:
-        if num_programs >= 512:
-            return _Tile(64, 4, 2, 1) if num_programs < 4096 else _Tile(32, 1, 3, 1)
-        if 16 <= num_programs < 32:
-            return _Tile(64, 2, 3, 1.5, min_split=128)
         if num_programs < 16:
-            return _Tile(64, 2, 3, 1, merged=128)
-        if num_programs < 128:
-            return _Tile(32, 2, 4, 2)
-        return _Tile(32, 2, 3, 3)
-    if num_programs >= 1024:
-        return _Tile(64, 2, 2, 2)
+            few = num_programs < 8
+            return _Tile(64, 2, 3, 1 if few else 1.5, merged=128, min_split=64 if few else 128)
+        if num_programs < 64:
+            few = num_programs < 32
+            return _Tile(64, 2, 3, 1 if few else 1.5, min_split=128 if few else 64)
+        if num_programs < 256:
+            return _Tile(32, 1, 3, 3, min_split=256)
+        if num_programs < 512:
+            return _Tile(32, 2, 4, 4)
+        return _Tile(32, 1, 3, 6 if num_programs < 1024 else 1, min_split=128)
     if num_programs < 4:
         return _Tile(128, 4, 2, 8)
-    if num_programs < 16:
-        return _Tile(64, 2, 3, 3, min_split=128)
     if num_programs < 24:
-        return _Tile(64, 2, 4, 1, merged=128)
-    if num_programs < 48:
+        few = num_programs < 16
+        return _Tile(64, 2, 4, 1.5 if few else 1, merged=128, min_split=128 if few else 64)
+    if num_programs < 64:
         return _Tile(64, 2, 3, 3)
-    if num_programs < 256:
-        return _Tile(64, 2, 3, 2)
-    return _Tile(32, 1, 2, 8 if num_programs < 384 else 10)
+    if num_programs < 384:
+        return _Tile(32, 1, 3, 4 if num_programs < 128 else 6, min_split=128)
+    return _Tile(32, 1, 2, 6) if num_programs < 1024 else _Tile(32, 1, 3, 8)
 
 
 def _code_tile(dims: int, num_programs: int) -> _Tile:
