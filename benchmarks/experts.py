@@ -1,8 +1,11 @@
 """Time experts of Qwen3-30B-A3B's shape on a GPU, a layer or the whole model, beside floors.
 
     python benchmarks/experts.py [layer] [model] [transformers] [--rows 1 32 256]
+        [--without few route early] [--gate-tile 2 1024 3] [--down-tile 4 8192 3]
 
-Weights and routing are random.
+Weights and routing are random. ``--without`` leaves parts out, to see what they save: the products
+of few tokens without groups, the router as one kernel, and launches before the kernel ahead ends.
+The tiles are those of the first and the second product of few tokens.
 
 - ``layer``: each number of rows is captured as a CUDA graph of several layers whose weights do not
   fit the L2 cache together. The floor is the bytes of the experts that the rows chose, at the
@@ -35,11 +38,12 @@ from benchmarks.gpu import build, runner
 from benchmarks.workloads import SHAPES
 from engine_core import LLM, SamplingParams
 from engine_core.bench.workloads import measure, random_ids
-from engine_core.kernels import Fp8Weight, Routing, choose_experts, run_experts
+from engine_core.kernels import Fp8Weight, Routing, route, run_experts
+from engine_core.kernels.experts import triton as kernels
 from engine_core.nn.experts import Router
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2048, 768, 128, 8
-LAYERS = 4
+LAYERS = 8
 MODEL = "qwen3_30b_a3b"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
 
@@ -52,7 +56,7 @@ def milliseconds(step: Callable[[], object], repeats: int = 20) -> float:
         step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         step()
     times: list[float] = []
     for _ in range(repeats):
@@ -72,28 +76,31 @@ def bandwidth() -> float:
     return 2 * source.nbytes / milliseconds(lambda: target.copy_(source))
 
 
-def layer(fp8: bool, device: str) -> tuple[Any, Any]:
-    """Weights of one layer: gates and ups, and downs."""
+def layer(fp8: bool, device: str) -> tuple[Any, Any, Tensor]:
+    """Weights of one layer: gates and ups, downs, and the router's."""
+    router = torch.randn(EXPERTS, HIDDEN, dtype=torch.bfloat16, device=device)
     gate_up = torch.randn(EXPERTS, 2 * INTER, HIDDEN, dtype=torch.bfloat16, device=device)
     down = torch.randn(EXPERTS, HIDDEN, INTER, dtype=torch.bfloat16, device=device)
     gate_up, down = gate_up.mul_(HIDDEN**-0.5), down.mul_(INTER**-0.5)
     if not fp8:
-        return gate_up, down
-    return Fp8Weight.quantized(gate_up.flatten(0, 1)), Fp8Weight.quantized(down.flatten(0, 1))
+        return gate_up, down, router
+    flat = (gate_up.flatten(0, 1), down.flatten(0, 1))
+    return Fp8Weight.quantized(flat[0]), Fp8Weight.quantized(flat[1]), router
 
 
-def run(x: Tensor, logits: Sequence[Tensor], layers: Sequence[tuple[Any, Any]]) -> Tensor:
-    """The layers one after another, each with a choice of its own."""
-    routing = Routing(TOP_K, renormalize=True)
-    for (gate_up, down), own in zip(layers, logits, strict=True):
-        ids, weights = choose_experts(own, routing)
-        x = run_experts(x, ids, weights, gate_up, down, "silu")
-    return x
+ROUTING = Routing(TOP_K, renormalize=True)
 
 
-def touched(logits: Sequence[Tensor]) -> int:
+def run(x: Tensor, layers: Sequence[tuple[Any, Any, Tensor]]) -> None:
+    """The layers one after another, each with a router of its own, all of the same x."""
+    for gate_up, down, router in layers:
+        ids, weights = route(x, router, None, ROUTING)
+        run_experts(x, ids, weights, gate_up, down, "silu")
+
+
+def touched(x: Tensor, layers: Sequence[tuple[Any, Any, Tensor]]) -> int:
     """Experts that are chosen, of all layers."""
-    return sum(len(own.topk(TOP_K).indices.unique()) for own in logits)
+    return sum(len(route(x, router, None, ROUTING)[0].unique()) for *_, router in layers)
 
 
 def time_layers(all_rows: Sequence[int]) -> None:
@@ -102,14 +109,13 @@ def time_layers(all_rows: Sequence[int]) -> None:
     print(f"{torch.cuda.get_device_name()}: a copy moves {speed / 1e9:.2f} TB/s")
     for fp8 in (False, True):
         layers = [layer(fp8, "cuda") for _ in range(LAYERS)]
-        size = sum(part.nbytes for part in layers[0]) / EXPERTS
+        size = sum(part.nbytes for part in layers[0][:2]) / EXPERTS
         print(f"{'e4m3' if fp8 else 'bfloat16'}: us a layer, floor by bytes, times the floor")
         for rows in all_rows:
             x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
-            logits = [torch.randn(rows, EXPERTS, device="cuda") for _ in range(LAYERS)]
-            floor = touched(logits) * size / speed / LAYERS
-            took = milliseconds(partial(run, x, logits, layers)) / LAYERS
-            experts = touched(logits) / LAYERS
+            experts = touched(x, layers) / LAYERS
+            floor = experts * size / speed
+            took = milliseconds(partial(run, x, layers)) / LAYERS
             print(
                 f"{rows:5} rows, {experts:5.1f} experts: {took * 1e3:8.1f} {floor * 1e3:8.1f} "
                 f"{took / floor:6.2f}",
@@ -219,12 +225,28 @@ def time_transformers(all_rows: Sequence[int]) -> None:
         print(f"transformers, {rows:5} rows: {took * 1e3:7.2f} ms a step", flush=True)
 
 
+def leave_out(parts: Sequence[str]) -> None:
+    """Run as before there were such parts; see ``--without``."""
+    if "few" in parts:
+        kernels.few.fits = lambda *_: False
+    if "route" in parts:
+        kernels.fits_route = lambda *_: False
+    if "early" in parts:
+        kernels.pdl_options = kernels.few.pdl_options = lambda _: {"PDL": False}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", default=["layer"], help="layer, model, transformers")
     parser.add_argument("--rows", type=int, nargs="*")
+    parser.add_argument("--without", nargs="*", default=[], choices=["few", "route", "early"])
+    parser.add_argument("--gate-tile", type=int, nargs=3, default=kernels.few.GATE_TILE)
+    parser.add_argument("--down-tile", type=int, nargs=3, default=kernels.few.DOWN_TILE)
     options = parser.parse_args()
     torch.manual_seed(0)
+    leave_out(options.without)
+    kernels.few.GATE_TILE = tuple(options.gate_tile)
+    kernels.few.DOWN_TILE = tuple(options.down_tile)
     for part in options.parts:
         if part == "layer":
             time_layers(options.rows or ROWS)

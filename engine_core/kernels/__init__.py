@@ -10,7 +10,7 @@ numba when a CPU tensor is.
 from engine_core.kernels.activation import gelu_and_mul, quick_gelu, silu_and_mul
 from engine_core.kernels.attention import paged_attention
 from engine_core.kernels.decode_inputs import DecodeInputs, decode_inputs
-from engine_core.kernels.experts import Routing, choose_experts, run_experts
+from engine_core.kernels.experts import Routing, choose_experts, route, run_experts
 from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.greedy import choose_greedy
 from engine_core.kernels.kv_store import store_kv
@@ -79,6 +79,7 @@ __all__ = [
     "rotary_angles",
     "rotary_store",
     "rotary_store_is_fused",
+    "route",
     "run_experts",
     "run_state_space",
     "sample_tokens",

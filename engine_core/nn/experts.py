@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.errors import OptionError
-from engine_core.kernels import Routing, choose_experts, run_experts
+from engine_core.kernels import Routing, choose_experts, route, run_experts
 from engine_core.nn.activation import build_gated_activation
 from engine_core.nn.blocks import GatedMLP
 from engine_core.nn.distributed import all_reduce, divide
@@ -263,6 +263,11 @@ class Router(Linear):
 
         ``slots [T]``: where it is negative, a token is padding and its ids are -1.
         """
+        # A linear of more rows, or of another arithmetic, may have another order of sums.
+        plain = self.packed is None and type(self.method) is UnquantizedLinearMethod
+        if plain and not self.context.deterministic:
+            bias = self.e_score_correction_bias
+            return route(x, self.weight, self.bias, self.routing, bias, slots)
         logits = super().forward(x.float() if self.wide else x)
         return choose_experts(logits, self.routing, self.e_score_correction_bias, slots)
 

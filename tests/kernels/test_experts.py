@@ -140,6 +140,88 @@ def test_experts_are_those_of_the_reference(
     )
 
 
+@pytest.fixture
+def few(kernels: Any) -> Any:
+    return kernels.few
+
+
+# Tokens, experts of each, hidden and intermediate size: one and several steps of each product, the
+# last one whole or not, and columns that no tile divides.
+FEW = [(1, 8, 256, 192), (4, 3, 72, 136), (2, 6, 264, 392), (3, 1, 40, 24)]
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "hidden", "inter"), FEW)
+def test_the_experts_of_few_tokens_are_those_of_the_reference(
+    few: Any,
+    launch_device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    inter: int,
+) -> None:
+    """An expert's numbers are not read for ids that are none's."""
+    monkeypatch.setattr(few, "GATE_TILE", (16, 128, 3))
+    monkeypatch.setattr(few, "DOWN_TILE", (16, 16 * 8 * 256, 3))
+    experts = 9
+    order = random(tokens, experts, device=launch_device, seed=4).argsort(dim=1)
+    # The last expert has NaN for numbers; -1 is padding's, and 9 and more are another rank's.
+    ids = (order[:, :top_k] - 1).int()
+    ids = torch.where(ids == experts - 1, experts + 1, ids)
+    ids[-1, 0] = -1
+    x = random(tokens, hidden, device=launch_device)
+    weights = random(tokens, top_k, device=launch_device, seed=1).softmax(-1)
+    gate_up = random(experts, 2 * inter, hidden, device=launch_device, seed=2) / hidden**0.5
+    down = random(experts, hidden, inter, device=launch_device, seed=3) / inter**0.5
+    gate_up[-1] = down[-1] = torch.nan
+    got = few.run_experts(x, ids, weights, gate_up, down, "silu")
+    expected = reference.run_experts(x, ids, weights, gate_up[:-1], down[:-1], "silu")
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_that_share_no_experts_are_not_grouped(few: Any) -> None:
+    """A single token shares none, however few there are; Mixtral has 8, of which it takes 2."""
+    assert [n for n in (1, 2, 4, 5, 32) if few.fits(n, 8, 128)] == [1, 2, 4]
+    assert [n for n in (1, 2, 4) if few.fits(n, 2, 8)] == [1]
+    assert not few.fits(1, 17, 256)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_router_is_its_product_and_the_choice(
+    kernels: Any, launch_device: str, monkeypatch: pytest.MonkeyPatch, name: str, tokens: int
+) -> None:
+    # Some experts for each program; the last one to arrive chooses.
+    monkeypatch.setattr(kernels, "_ROUTER_BYTES", 1024)
+    routing, biased = ROUTINGS[name]
+    hidden = 72
+    x = random(tokens, 2 * hidden, device=launch_device)[:, :hidden]
+    matrix = random(12, hidden, device=launch_device, seed=2) / hidden**0.5
+    matrix[7] = matrix[4]  # ties
+    bias = random(12, device=launch_device, seed=1) if biased else None
+    slots = torch.tensor([0, -1, 2, 3, -1], device=launch_device)[:tokens]
+    for matrix_bias in (None, random(12, device=launch_device, seed=3)):
+        ids, weights = kernels.route(x, matrix, matrix_bias, routing, bias, slots)
+        logits = x.double() @ matrix.double().T
+        logits = (logits if matrix_bias is None else logits + matrix_bias).float()
+        expected_ids, expected = reference.choose_experts(logits, routing, bias, slots)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected)
+    assert kernels.fits_route(tokens, matrix)
+
+
+def test_a_router_of_16_bits_rounds_its_product(kernels: Any, launch_device: str) -> None:
+    """As the linear would. One in float32 takes x as it is, and rounds nothing."""
+    x = random(3, 64, device=launch_device).bfloat16()
+    matrix = random(12, 64, device=launch_device, seed=2).bfloat16()
+    for each in (matrix, matrix.float()):
+        ids, weights = kernels.route(x, each, None, Routing(12), None, None)
+        logits = (x.double() @ matrix.double().T).to(each.dtype)
+        expected_ids, expected = reference.choose_experts(logits, Routing(12), None, None)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected)
+
+
 def test_the_tiles_of_many_pairs_multiply_the_same(kernels: Any, launch_device: str) -> None:
     tokens, experts = 150, 2
     ids = (torch.arange(tokens).view(-1, 1) % experts).to(torch.int32).to(launch_device)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine_core.kernels.experts import cpu, reference
 from engine_core.kernels.gpu import gpu_of
-from engine_core.kernels.linear import Activation
+from engine_core.kernels.linear import Activation, linear
 from engine_core.kernels.linear.coded import CodedWeight
 
-__all__ = ["Matrix", "Routing", "choose_experts", "run_experts"]
+__all__ = ["Matrix", "Routing", "choose_experts", "route", "run_experts"]
 
 # The most experts of a token, and of a layer, that the kernel of the choice keeps in registers.
 _MOST_CHOSEN, _MOST_EXPERTS = 32, 1024
@@ -78,6 +78,37 @@ def choose_experts(
 
         return triton.choose_experts(logits, routing, bias, slots)
     return reference.choose_experts(logits, routing, bias, slots)
+
+
+def route(
+    x: Tensor,
+    matrix: Tensor,
+    matrix_bias: Tensor | None,
+    routing: Routing,
+    bias: Tensor | None = None,
+    slots: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Each token's experts by a router's linear: :func:`choose_experts` of its product.
+
+    The product is rounded to the matrix's dtype. For a few tokens on a GPU this is one kernel.
+
+    Args:
+        x: ``[T, H]``.
+        matrix: ``[E, H]``, contiguous; perhaps float32 where x has 16 bits.
+        matrix_bias: ``[E]`` of the linear, or None.
+        routing: the rule.
+        bias: as :func:`choose_experts` takes it, and so ``slots``.
+        slots: see ``bias``.
+
+    Returns:
+        ids ``[T, top_k]`` int32, and weights ``[T, top_k]`` float32.
+    """
+    if routing.top_k <= _MOST_CHOSEN and gpu_of(x.device) is not None:
+        from engine_core.kernels.experts import triton
+
+        if triton.fits_route(len(x), matrix):
+            return triton.route(x, matrix, matrix_bias, routing, bias, slots)
+    return choose_experts(linear(x.to(matrix.dtype), matrix, matrix_bias), routing, bias, slots)
 
 
 def run_experts(

@@ -3,6 +3,7 @@
 The pairs of a token and an expert are grouped by expert into blocks of BLOCK_M, of which there are
 at most so many that every choice fits; blocks without pairs end at once. A program multiplies one
 block by some rows of its expert's weight, so that few pairs read each chosen expert's weight once.
+So few pairs that hardly two share an expert are not grouped at all.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.activation.triton import activated
+from engine_core.kernels.experts.few import triton as few
+from engine_core.kernels.launch.triton import (
+    arrival_counts,
+    arrives_last,
+    launch_dependents,
+    pdl_options,
+    wait,
+)
 from engine_core.kernels.linear import Activation, Fp8Weight, GroupWeight
 from engine_core.kernels.linear.coded import CodedWeight
 from engine_core.kernels.linear.readers.triton import GroupReader
@@ -24,15 +33,105 @@ if TYPE_CHECKING:
 
 # Pairs that a program looks through at a time.
 _CHUNK = 512
+# Experts whose scores one warp looks through.
+_WARP_EXPERTS = 256
+# Tokens whose router is a kernel of ours, and bytes of its matrix that a program has in registers.
+_MOST_ROUTED, _ROUTER_BYTES = 16, 8192
 # The tile of deterministic mode, whatever the pairs: how K is cut decides how sums are rounded.
 _ONE_TILE = (64, 64, 128, 4, 3)
 
 
 @triton.jit
-def _best(scores, numbers, SIZE: tl.constexpr):
-    """The number of the greatest score; the lowest of equal ones."""
-    top = tl.max(scores, axis=0)
-    return tl.min(tl.where(scores == top, numbers, SIZE), axis=0), top
+def _ordered(scores):
+    """Integers in the order of the scores; a warp finds the greatest of them at once."""
+    # -0.0 becomes 0.0, with which it is equal.
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _best(keys, numbers, SIZE: tl.constexpr):
+    """The number of the greatest key; the lowest of equal ones."""
+    return tl.min(tl.where(keys == tl.max(keys, axis=0), numbers, SIZE), axis=0)
+
+
+@triton.jit
+def _choose(
+    ids_ptr,
+    weights_ptr,
+    row,
+    logits,
+    bias_ptr,
+    slots_ptr,
+    scale,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_SCORES: tl.constexpr,
+):
+    """A token's choice by ``logits [BLOCK_E]``, which are -inf from E on."""
+    BLOCK_E: tl.constexpr = logits.shape[0]
+    experts = tl.arange(0, BLOCK_E)
+    there = experts < E
+    lowest = float("-inf")
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        powers = tl.exp(logits - tl.max(logits, axis=0))
+        scores = powers / tl.sum(powers, axis=0)
+    choice = scores
+    if bias_ptr is not None:
+        choice += tl.load(bias_ptr + experts, mask=there, other=0.0).to(tl.float32)
+    # No number is the greatest of those with a NaN: then the result is to be NaN, not no expert's.
+    broken = tl.sum(tl.where(there & (choice != choice), 1, 0), axis=0) > 0
+    # Below all numbers' keys.
+    NONE: tl.constexpr = -(2**31)
+    keys = tl.where(there, _ordered(choice), NONE)
+    if TOP_GROUPS < GROUPS:
+        group = experts // (E // GROUPS)
+        # Each expert's group's total, and then how many groups come before it.
+        totals = tl.full([BLOCK_E], NONE, tl.int32)
+        for each in tl.static_range(GROUPS):
+            left = tl.where(there & (group == each), keys, NONE)
+            total = 0.0
+            for _ in tl.static_range(GROUP_SCORES):
+                best = _best(left, experts, BLOCK_E)
+                total += tl.max(tl.where(experts == best, choice, lowest), axis=0)
+                left = tl.where(experts == best, NONE, left)
+            totals = tl.where(there & (group == each), _ordered(total), totals)
+        kept = tl.zeros([BLOCK_E], dtype=tl.int32)
+        left = totals
+        for _ in tl.static_range(TOP_GROUPS):
+            best = _best(left, experts, BLOCK_E)
+            mine = there & (group == best // (E // GROUPS))
+            kept = tl.where(mine, 1, kept)
+            left = tl.where(mine, NONE, left)
+        keys = tl.where(kept > 0, keys, NONE)
+    places = tl.arange(0, BLOCK_K)
+    ids = tl.zeros([BLOCK_K], dtype=tl.int32)
+    weights = tl.zeros([BLOCK_K], dtype=tl.int32)
+    # No score is below 0: its bits are in its order.
+    bits = scores.to(tl.int32, bitcast=True)
+    for place in tl.static_range(TOP_K):
+        best = _best(keys, experts, BLOCK_E)
+        ids = tl.where(places == place, best, ids)
+        score = tl.max(tl.where(experts == best, bits, 0), axis=0)
+        weights = tl.where(places == place, score, weights)
+        keys = tl.where(experts == best, NONE, keys)
+    weights = weights.to(tl.float32, bitcast=True)
+    if RENORMALIZE:
+        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    ids = tl.where(broken, places, ids)
+    weights = tl.where(broken, float("nan"), weights)
+    if slots_ptr is not None:
+        ids = tl.where(tl.load(slots_ptr + row) < 0, -1, ids)
+    out = row * TOP_K + places
+    tl.store(ids_ptr + out, ids, mask=places < TOP_K)
+    tl.store(weights_ptr + out, weights * scale, mask=places < TOP_K)
 
 
 @triton.jit
@@ -53,92 +152,178 @@ def _choose_kernel(
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     GROUP_SCORES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token's choice."""
+    launch_dependents(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
-    there = experts < E
-    lowest = float("-inf")
-    logits = tl.load(logits_ptr + row * stride + experts, mask=there, other=lowest).to(tl.float32)
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-    else:
-        powers = tl.exp(logits - tl.max(logits, axis=0))
-        scores = powers / tl.sum(powers, axis=0)
-    choice = scores
-    if bias_ptr is not None:
-        choice += tl.load(bias_ptr + experts, mask=there, other=0.0).to(tl.float32)
-    # No number is the greatest of those with a NaN: then the result is to be NaN, not no expert's.
-    broken = tl.sum(tl.where(there & (choice != choice), 1, 0), axis=0) > 0
-    choice = tl.where(there, choice, lowest)
-    if TOP_GROUPS < GROUPS:
-        group = experts // (E // GROUPS)
-        # Each expert's group's total, and then how many groups come before it.
-        totals = tl.full([BLOCK_E], lowest, tl.float32)
-        for each in tl.static_range(GROUPS):
-            left = tl.where(there & (group == each), choice, lowest)
-            total = 0.0
-            for _ in tl.static_range(GROUP_SCORES):
-                best, top = _best(left, experts, BLOCK_E)
-                total += top
-                left = tl.where(experts == best, lowest, left)
-            totals = tl.where(there & (group == each), total, totals)
-        kept = tl.zeros([BLOCK_E], dtype=tl.int32)
-        left = totals
-        for _ in tl.static_range(TOP_GROUPS):
-            best, top = _best(left, experts, BLOCK_E)
-            mine = there & (group == best // (E // GROUPS))
-            kept = tl.where(mine, 1, kept)
-            left = tl.where(mine, lowest, left)
-        choice = tl.where(kept > 0, choice, lowest)
-    places = tl.arange(0, BLOCK_K)
-    ids = tl.zeros([BLOCK_K], dtype=tl.int32)
-    weights = tl.zeros([BLOCK_K], dtype=tl.float32)
-    for place in tl.static_range(TOP_K):
-        best, top = _best(choice, experts, BLOCK_E)
-        ids = tl.where(places == place, best, ids)
-        score = tl.sum(tl.where(experts == best, scores, 0.0), axis=0)
-        weights = tl.where(places == place, score, weights)
-        choice = tl.where(experts == best, lowest, choice)
-    if RENORMALIZE:
-        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
-    ids = tl.where(broken, places, ids)
-    weights = tl.where(broken, float("nan"), weights)
-    if slots_ptr is not None:
-        ids = tl.where(tl.load(slots_ptr + row) < 0, -1, ids)
-    out = row * TOP_K + places
-    tl.store(ids_ptr + out, ids, mask=places < TOP_K)
-    tl.store(weights_ptr + out, weights * scale, mask=places < TOP_K)
+    logits = tl.load(logits_ptr + row * stride + experts, mask=experts < E, other=float("-inf"))
+    _choose(
+        ids_ptr,
+        weights_ptr,
+        row,
+        logits.to(tl.float32),
+        bias_ptr,
+        slots_ptr,
+        scale,
+        E,
+        TOP_K,
+        BLOCK_K,
+        SIGMOID,
+        RENORMALIZE,
+        GROUPS,
+        TOP_GROUPS,
+        GROUP_SCORES,
+    )
+
+
+@triton.jit
+def _route_kernel(
+    ids_ptr,
+    weights_ptr,
+    logits_ptr,
+    arrivals_ptr,
+    x_ptr,
+    matrix_ptr,
+    matrix_bias_ptr,
+    bias_ptr,
+    slots_ptr,
+    stride,
+    scale,
+    H,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_SCORES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N experts' logits of one token; the last program of a token to arrive chooses."""
+    launch_dependents(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    numbers = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, BLOCK_H)
+    mask = (numbers < E)[:, None] & (cols < H)[None, :]
+    # The matrix is older than all kernels: it waits for x in registers.
+    matrix = tl.load(matrix_ptr + numbers[:, None] * H + cols[None, :], mask=mask, other=0.0)
+    wait(PDL)
+    x = tl.load(x_ptr + row * stride + cols, mask=cols < H, other=0.0).to(tl.float32)
+    logits = tl.sum(matrix.to(tl.float32) * x[None, :], axis=1)
+    if matrix_bias_ptr is not None:
+        logits += tl.load(matrix_bias_ptr + numbers, mask=numbers < E, other=0.0).to(tl.float32)
+    # Rounded where a linear rounds.
+    logits = logits.to(matrix_ptr.dtype.element_ty).to(tl.float32)
+    logits_ptr += row * E
+    tl.store(logits_ptr + numbers, logits, mask=numbers < E)
+    if arrives_last(arrivals_ptr + row, tl.num_programs(0)):
+        experts = tl.arange(0, BLOCK_E)
+        whole = tl.load(
+            logits_ptr + experts, mask=experts < E, other=float("-inf"), cache_modifier=".cg"
+        )
+        _choose(
+            ids_ptr,
+            weights_ptr,
+            row,
+            whole,
+            bias_ptr,
+            slots_ptr,
+            scale,
+            E,
+            TOP_K,
+            BLOCK_K,
+            SIGMOID,
+            RENORMALIZE,
+            GROUPS,
+            TOP_GROUPS,
+            GROUP_SCORES,
+        )
+
+
+def _choice(tokens: int, num_experts: int, routing: Routing, device: torch.device) -> Any:
+    """Empty ids and weights, and the constants of a choice."""
+    shape = (tokens, routing.top_k)
+    ids = torch.empty(shape, dtype=torch.int32, device=device)
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
+    return (
+        ids,
+        weights,
+        {
+            "E": num_experts,
+            "BLOCK_E": triton.next_power_of_2(num_experts),
+            "TOP_K": routing.top_k,
+            "BLOCK_K": triton.next_power_of_2(routing.top_k),
+            "SIGMOID": routing.scoring == "sigmoid",
+            "RENORMALIZE": routing.renormalize,
+            "GROUPS": routing.groups,
+            "TOP_GROUPS": routing.top_groups,
+            "GROUP_SCORES": routing.group_scores,
+            "num_warps": 1 if num_experts <= _WARP_EXPERTS else 4,
+            **pdl_options(device),
+        },
+    )
 
 
 def choose_experts(
     logits: Tensor, routing: Routing, bias: Tensor | None, slots: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """See :func:`engine_core.kernels.choose_experts`; rows are contiguous."""
-    tokens, experts = logits.shape
-    shape = (tokens, routing.top_k)
-    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    tokens, num_experts = logits.shape
+    ids, weights, constants = _choice(tokens, num_experts, routing, logits.device)
     if tokens:
         _choose_kernel[(tokens,)](
-            ids,
-            weights,
-            logits,
-            bias,
-            slots,
-            logits.stride(0),
-            routing.scale,
-            E=experts,
-            BLOCK_E=triton.next_power_of_2(experts),
-            TOP_K=routing.top_k,
-            BLOCK_K=triton.next_power_of_2(routing.top_k),
-            SIGMOID=routing.scoring == "sigmoid",
-            RENORMALIZE=routing.renormalize,
-            GROUPS=routing.groups,
-            TOP_GROUPS=routing.top_groups,
-            GROUP_SCORES=routing.group_scores,
-            num_warps=1 if experts <= 256 else 4,
+            ids, weights, logits, bias, slots, logits.stride(0), routing.scale, **constants
         )
+    return ids, weights
+
+
+def fits_route(rows: int, matrix: Tensor) -> bool:
+    """Whether :func:`route` takes so many rows: the matrix is read again for each of them."""
+    num_experts, hidden = matrix.shape
+    row_bytes = triton.next_power_of_2(hidden) * matrix.itemsize
+    return 0 < rows <= _MOST_ROUTED and num_experts <= _WARP_EXPERTS and row_bytes <= _ROUTER_BYTES
+
+
+def route(
+    x: Tensor,
+    matrix: Tensor,
+    matrix_bias: Tensor | None,
+    routing: Routing,
+    bias: Tensor | None,
+    slots: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`engine_core.kernels.route`, where it fits."""
+    tokens, hidden = x.shape
+    num_experts = len(matrix)
+    ids, weights, constants = _choice(tokens, num_experts, routing, x.device)
+    block_h = triton.next_power_of_2(hidden)
+    block_n = max(1, min(16, _ROUTER_BYTES // (block_h * matrix.itemsize)))
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    _route_kernel[(triton.cdiv(num_experts, block_n), tokens)](
+        ids,
+        weights,
+        torch.empty((tokens, num_experts), dtype=torch.float32, device=x.device),
+        arrival_counts(x.device, tokens),
+        x,
+        matrix,
+        matrix_bias,
+        bias,
+        slots,
+        x.stride(0),
+        routing.scale,
+        hidden,
+        BLOCK_N=block_n,
+        BLOCK_H=block_h,
+        **constants,
+    )
     return ids, weights
 
 
@@ -153,8 +338,11 @@ def _group_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The blocks of one expert: its pairs in their order, then ``num_pairs`` for none."""
+    launch_dependents(PDL)
+    wait(PDL)
     expert = tl.program_id(0)
     numbers = tl.arange(0, BLOCK_E)
     places = tl.arange(0, CHUNK)
@@ -208,6 +396,7 @@ def group_pairs(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Te
         BLOCK_M=block_m,
         CHUNK=_CHUNK,
         num_warps=4,
+        **pdl_options(ids.device),
     )
     return order, experts
 
@@ -275,6 +464,7 @@ def _experts_kernel(
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A block of pairs by BLOCK_N columns: ``out [pairs, N]``.
 
@@ -283,6 +473,8 @@ def _experts_kernel(
     ``[K / 128, num_rows]``, 3 for integers, which ``reader`` has. With PAIRED columns j and j + 64
     of 128 are neighbours.
     """
+    launch_dependents(PDL)
+    wait(PDL)
     block = tl.program_id(1)
     expert = tl.load(experts_ptr + block)
     if expert >= 0:
@@ -350,8 +542,19 @@ def _experts_kernel(
 
 
 @triton.jit
-def _add_up_kernel(out_ptr, results_ptr, ids_ptr, E, N, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _add_up_kernel(
+    out_ptr,
+    results_ptr,
+    ids_ptr,
+    E,
+    N,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The sum of a token's results, of those pairs that have an expert."""
+    launch_dependents(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -395,6 +598,10 @@ def run_experts(
     if not pairs:
         return out
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    # Here how many rows there are decides how sums are rounded.
+    few_rows = not deterministic and few.fits(tokens, top_k, num_experts)
+    if few_rows and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        return few.run_experts(x, ids, weights, gate_up, down, activation)
     tile = _ONE_TILE if deterministic else _tiles(pairs, num_experts)
     groups = group_pairs(ids, num_experts, tile[0])
     between = torch.empty((pairs, inter), dtype=x.dtype, device=x.device)
@@ -403,7 +610,11 @@ def run_experts(
     _multiply(results, between, down, weights, groups, tile, 1, None)
     block = min(1024, triton.next_power_of_2(hidden))
     _add_up_kernel[(tokens, triton.cdiv(hidden, block))](
-        out, results, ids, num_experts, hidden, TOP_K=top_k, BLOCK=block, num_warps=4
+        *(out, results, ids, num_experts, hidden),
+        TOP_K=top_k,
+        BLOCK=block,
+        num_warps=4,
+        **pdl_options(x.device),
     )
     return out
 
@@ -460,4 +671,5 @@ def _multiply(
         STAGES=stages if x.itemsize == 2 else 1,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=warps,
+        **pdl_options(x.device),
     )

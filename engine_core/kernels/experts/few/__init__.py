@@ -1,0 +1,1 @@
+"""Experts of few tokens on a GPU."""
