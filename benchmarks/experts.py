@@ -1,7 +1,7 @@
 """Time experts of Qwen3-30B-A3B's shape on a GPU, a layer or the whole model, beside floors.
 
     python benchmarks/experts.py [layer] [model] [transformers] [--rows 1 32 256]
-        [--without few route early] [--gate-tile 2 1024 3] [--down-tile 4 8192 3]
+        [--no-fp8] [--without few route early] [--gate-tile 2 1024 3] [--down-tile 4 8192 3]
 
 Weights and routing are random. ``--without`` leaves parts out, to see what they save: the products
 of few tokens without groups, the router as one kernel, and launches before the kernel ahead ends.
@@ -103,11 +103,11 @@ def touched(x: Tensor, layers: Sequence[tuple[Any, Any, Tensor]]) -> int:
     return sum(len(route(x, router, None, ROUTING)[0].unique()) for *_, router in layers)
 
 
-def time_layers(all_rows: Sequence[int]) -> None:
-    """Print a table of single layers, with bfloat16 and with e4m3 weights."""
+def time_layers(all_rows: Sequence[int], kinds: Sequence[bool]) -> None:
+    """Print a table of single layers for each of ``kinds``: whether weights are e4m3."""
     speed = bandwidth()
     print(f"{torch.cuda.get_device_name()}: a copy moves {speed / 1e9:.2f} TB/s")
-    for fp8 in (False, True):
+    for fp8 in kinds:
         layers = [layer(fp8, "cuda") for _ in range(LAYERS)]
         size = sum(part.nbytes for part in layers[0][:2]) / EXPERTS
         print(f"{'e4m3' if fp8 else 'bfloat16'}: us a layer, floor by bytes, times the floor")
@@ -239,6 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", default=["layer"], help="layer, model, transformers")
     parser.add_argument("--rows", type=int, nargs="*")
+    parser.add_argument("--no-fp8", action="store_true", help="layers of bfloat16 alone")
     parser.add_argument("--without", nargs="*", default=[], choices=["few", "route", "early"])
     parser.add_argument("--gate-tile", type=int, nargs=3, default=kernels.few.GATE_TILE)
     parser.add_argument("--down-tile", type=int, nargs=3, default=kernels.few.DOWN_TILE)
@@ -249,7 +250,7 @@ def main() -> None:
     kernels.few.DOWN_TILE = tuple(options.down_tile)
     for part in options.parts:
         if part == "layer":
-            time_layers(options.rows or ROWS)
+            time_layers(options.rows or ROWS, (False,) if options.no_fp8 else (False, True))
         elif part == "model":
             time_model(options.rows or (1, 32, 256))
         elif part == "transformers":
