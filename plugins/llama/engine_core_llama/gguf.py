@@ -143,11 +143,17 @@ class LlamaGGUFAdapter:
         if self._keys.get("expert_count", 0) != 0:
             self._layer_tensors = {k: v for k, v in _LAYER_TENSORS.items() if k not in _MLP}
             self._layer_tensors |= _EXPERTS
+            count, chosen = (self._integer(f"expert_{each}") for each in ("count", "used_count"))
+            if chosen > count:
+                raise CheckpointError(
+                    f"{self._gguf.path}: llama.expert_used_count {chosen} is more than "
+                    f"llama.expert_count {count}"
+                )
             config |= {
                 "architectures": ["MixtralForCausalLM"],
                 "model_type": "mixtral",
-                "num_local_experts": self._integer("expert_count"),
-                "num_experts_per_tok": self._integer("expert_used_count"),
+                "num_local_experts": count,
+                "num_experts_per_tok": chosen,
                 "sliding_window": None,
             }
         self._check_tensors(layers)

@@ -94,5 +94,7 @@ def test_a_count_of_experts_that_does_not_fit_is_refused(tmp_path: Path) -> None
 
     with pytest.raises(CheckpointError, match=r"llama\.expert_used_count must be a positive"):
         read({"llama.expert_count": 4})
+    with pytest.raises(CheckpointError, match=r"used_count 5 is more than llama\.expert_count 4"):
+        read({"llama.expert_count": 4, "llama.expert_used_count": 5})
     with pytest.raises(CheckpointError, match=r"no tensor 'blk\.0\.ffn_gate\.weight'"):
         read({"llama.expert_count": 0, "llama.expert_used_count": 0})

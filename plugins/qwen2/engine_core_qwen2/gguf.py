@@ -125,7 +125,13 @@ def _experts(
     adapter: GGUFDecoderAdapter, shared: dict[str, Any], *, normalised: bool
 ) -> dict[str, Any]:
     """The config's part about experts; ``normalised`` is llama.cpp's rule for the family."""
-    chosen, tensors = adapter.integer("expert_used_count"), adapter.gguf.tensors
+    chosen = adapter.integer("expert_used_count")
+    count = adapter.integer("expert_count")
+    if chosen > count:
+        raise CheckpointError(
+            f"{adapter.gguf.path}: {adapter.architecture}.expert_used_count {chosen} is more than "
+            f"{adapter.architecture}.expert_count {count}"
+        )
     inner = adapter.integer("expert_feed_forward_length", shared["intermediate_size"] // chosen)
     stated = adapter.keys.pop("expert_weights_norm", normalised)
     if type(stated) is not bool:
@@ -134,14 +140,24 @@ def _experts(
             f"false, got {stated!r}"
         )
     return {
-        "num_experts": adapter.integer("expert_count"),
+        "num_experts": count,
         "num_experts_per_tok": chosen,
         "moe_intermediate_size": inner,
         "norm_topk_prob": stated,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [
-            layer
-            for layer in range(shared["num_hidden_layers"])
-            if f"blk.{layer}.ffn_gate_inp.weight" not in tensors
+            layer for layer in range(shared["num_hidden_layers"]) if not _is_sparse(adapter, layer)
         ],
     }
+
+
+def _is_sparse(adapter: GGUFDecoderAdapter, layer: int) -> bool:
+    """Whether a layer has experts: all of their tensors, or none."""
+    names = [f"blk.{layer}.{name}.weight" for name in _EXPERTS]
+    there = [name in adapter.gguf.tensors for name in names]
+    if any(there) and not all(there):
+        raise CheckpointError(
+            f"{adapter.gguf.path} has tensor {names[there.index(True)]!r} but not "
+            f"{names[there.index(False)]!r}; a layer has all tensors of experts or none"
+        )
+    return all(there)

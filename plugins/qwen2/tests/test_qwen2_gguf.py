@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from engine_core import LLM
 from engine_core.checkpoint import GGUFFile, open_checkpoint
-from engine_core.errors import CheckpointError
+from engine_core.errors import CheckpointError, WeightsMismatchError
 from engine_core_qwen2.gguf import (
     Qwen2GGUFAdapter,
     Qwen2MoeGGUFAdapter,
@@ -48,8 +48,11 @@ def write(
     name: str,
     keys: dict[str, Any] | None = None,
     extra_tensors: dict[str, np.ndarray] | None = None,
+    stated: dict[str, Any] | None = None,
+    without: str | None = None,
 ) -> Path:
-    config, architecture = golden_config(name), FIXTURES[name]
+    """The fixture ``name`` with another config or tensors, or without one, by llama.cpp's name."""
+    config, architecture = {**golden_config(name), **(stated or {})}, FIXTURES[name]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -85,7 +88,8 @@ def write(
         # What has one row only becomes a vector.
         array = array[0] if tensor.endswith("shared_expert_gate.weight") else array
         known = [names.get_name(tensor, (".weight", ".bias")) for names in maps]
-        writer.add_tensor(known[0] or known[1], array)
+        if (known[0] or known[1]) != without:
+            writer.add_tensor(known[0] or known[1], array)
     for tensor, array in (extra_tensors or {}).items():
         writer.add_tensor(tensor, array)
     writer.write_header_to_file()
@@ -225,3 +229,24 @@ def test_a_statement_about_norms_of_weights_is_taken(tmp_path: Path) -> None:
     path = write(tmp_path / "z.gguf", "qwen3moe-stacked", {"expert_gating_func": 2})
     with pytest.raises(CheckpointError, match=r"qwen3moe\.expert_gating_func have no meaning"):
         adapter(path, "qwen3moe-stacked")
+
+
+@pytest.mark.parametrize("name", ["ffn_gate_inp", "ffn_gate_exps", "ffn_down_exps"])
+def test_a_layer_without_some_tensor_of_its_experts_is_refused(tmp_path: Path, name: str) -> None:
+    """A layer without a router is not taken for a dense one."""
+    path = write(tmp_path / "x.gguf", "qwen3moe-stacked", without=f"blk.1.{name}.weight")
+    with pytest.raises(CheckpointError, match=rf"but not 'blk\.1\.{name}\.weight'; a layer"):
+        adapter(path, "qwen3moe-stacked")
+
+
+def test_more_experts_of_a_token_than_there_are_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.gguf", "qwen3moe-stacked", stated={"num_experts_per_tok": 7})
+    match = r"x\.gguf: qwen3moe\.expert_used_count 7 is more than qwen3moe\.expert_count 6"
+    with pytest.raises(CheckpointError, match=match):
+        adapter(path, "qwen3moe-stacked")
+
+
+def test_a_count_that_the_tensors_do_not_have_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.gguf", "qwen3moe-stacked", stated={"num_experts": 7})
+    with pytest.raises(WeightsMismatchError, match="the model wants 7 experts"):
+        LLM(str(path), dtype="float32", skip_tokenizer_init=True)
