@@ -14,8 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine_core.kernels import GroupWeight
+from engine_core.kernels import GroupWeight, Routing
 from engine_core.kernels.block_linear import FORMS, group_weight
+from engine_core.kernels.experts import triton as experts
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import triton as kernels
 from engine_core.kernels.linear.groups import triton as groups
@@ -40,7 +41,7 @@ class AbsentGPU:
 def compile_launches() -> list[Any]:
     """From now on each launch only compiles; what it compiled is added to the list."""
     driver.set_active(AbsentGPU())
-    for module in (kernels, groups):
+    for module in (kernels, groups, experts, experts.few):
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     run, found = JITFunction.run, []
 
@@ -51,10 +52,29 @@ def compile_launches() -> list[Any]:
     return found
 
 
+def compile_experts(found: list[Any]) -> bool:
+    """Whether there is machine code, whose tiles of weights come to shared memory by themselves."""
+    x, router = torch.zeros(1, 512).bfloat16(), torch.zeros(16, 512).bfloat16()
+    ids, weights = experts.route(x, router, None, Routing(8), None, None)
+    gate_up, down = (torch.zeros(16, *shape).bfloat16() for shape in ((1024, 512), (512, 512)))
+    experts.run_experts(x, ids, weights, gate_up, down, "silu")
+    routed, *products = found[-3:]
+    loads = [kernel.asm["ptx"].count("cp.async.commit_group") for kernel in products]
+    return (
+        bool(routed.asm["cubin"]) and all(kernel.asm["cubin"] for kernel in products) and all(loads)
+    )
+
+
 def main(names: list[str]) -> None:
-    """Compile the products and the numbers of weights: block types, or bits such as "int4"."""
+    """Compile the products and the numbers of weights: block types, or bits such as "int4".
+
+    "experts" are the kernels of a layer of experts for one token.
+    """
     found = compile_launches()
     for name in names:
+        if name == "experts":
+            sys.stdout.write(f"{name} {compile_experts(found)}\n")
+            continue
         dtype = torch.float16 if name == "Q5_1" else torch.bfloat16
         if name in FORMS:
             form = FORMS[name]
