@@ -8,8 +8,8 @@ of few tokens without groups, the router as one kernel, and launches before the 
 The tiles are those of the first and the second product of few tokens.
 
 - ``layer``: each number of rows is captured as a CUDA graph of several layers whose weights do not
-  fit the L2 cache together. The floor is the bytes of the experts that the rows chose, at the
-  bandwidth that a copy reaches on the same GPU.
+  fit the L2 cache together. The floor is the bytes of the experts that the rows chose, at the same
+  4.28 TB/s as below.
 - ``model``: the shared workload's decode steps at contexts of some 1,000 tokens and its prefill of
   8 x 1024. The floor is the bytes that a step reads, at 4.28 TB/s: of the experts that so many
   rows touch in a layer, which is counted, of the rest of the weights, and of the cache.
@@ -44,6 +44,7 @@ from engine_core.nn.experts import Router
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2048, 768, 128, 8
 LAYERS = 8
+BYTES_A_MILLISECOND = 4.28e9
 MODEL = "qwen3_30b_a3b"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
 
@@ -67,13 +68,6 @@ def milliseconds(step: Callable[[], object], repeats: int = 20) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end))
     return sorted(times)[repeats // 2]
-
-
-def bandwidth() -> float:
-    """Bytes per millisecond that a copy of 2 GiB reads and writes."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source))
 
 
 def layer(fp8: bool, device: str) -> tuple[Any, Any, Tensor]:
@@ -105,8 +99,7 @@ def touched(x: Tensor, layers: Sequence[tuple[Any, Any, Tensor]]) -> int:
 
 def time_layers(all_rows: Sequence[int], kinds: Sequence[bool]) -> None:
     """Print a table of single layers for each of ``kinds``: whether weights are e4m3."""
-    speed = bandwidth()
-    print(f"{torch.cuda.get_device_name()}: a copy moves {speed / 1e9:.2f} TB/s")
+    print(torch.cuda.get_device_name())
     for fp8 in kinds:
         layers = [layer(fp8, "cuda") for _ in range(LAYERS)]
         size = sum(part.nbytes for part in layers[0][:2]) / EXPERTS
@@ -114,7 +107,7 @@ def time_layers(all_rows: Sequence[int], kinds: Sequence[bool]) -> None:
         for rows in all_rows:
             x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
             experts = touched(x, layers) / LAYERS
-            floor = experts * size / speed
+            floor = experts * size / BYTES_A_MILLISECOND
             took = milliseconds(partial(run, x, layers)) / LAYERS
             print(
                 f"{rows:5} rows, {experts:5.1f} experts: {took * 1e3:8.1f} {floor * 1e3:8.1f} "
@@ -157,7 +150,7 @@ def floor_ms(rows: int, experts: float) -> float:
     attention = hidden * width * (2 * heads + 2 * kv_heads)
     cache = rows * 1060 * 2 * kv_heads * width
     a_layer = attention + hidden * EXPERTS + experts * 3 * hidden * INTER + cache
-    return 2 * (layers * a_layer + hidden * shape["vocab_size"]) / 4.28e9
+    return 2 * (layers * a_layer + hidden * shape["vocab_size"]) / BYTES_A_MILLISECOND
 
 
 def time_model(all_rows: Sequence[int]) -> None:
