@@ -351,12 +351,17 @@ class TokenRows(_Rows[RowResult]):
 class StepResult:
     """Results of a step, in the order of the plan's rows. Written by the runner.
 
-    ``encode_seconds`` are those that its pictures, videos and sounds took on the device.
+    Attributes:
+        step_id: as in :class:`StepPlan`.
+        rows: one for each row of the plan.
+        encode_seconds: those that its pictures, videos and sounds took on the device.
+        media_parts: by kind, in how many parts the model computes an item that the step has begun.
     """
 
     step_id: int
     rows: Sequence[RowResult]
     encode_seconds: float = 0.0
+    media_parts: Mapping[str, int] = field(default_factory=dict)
 
 
 class TokenUpdate(NamedTuple):

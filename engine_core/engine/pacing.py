@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from statistics import median
 
 from engine_core.runtime.step_batch import chunk_sizes
 from engine_core.scheduler import Scheduler
-from engine_core.steps import StepPlan
+from engine_core.steps import MediaWork, StepPlan
 
 # Steps of a size that are remembered, and how many of them are believed before the other sizes.
 _REMEMBERED = 15
@@ -41,7 +41,9 @@ class StepTimes:
     tokens are counted in those sizes. Far into a long prompt attention takes most of a step:
     something for each pair of a token and one that it attends to. A token more than fills a device
     takes as long as if it were filled once more, since one part of it goes through all that a
-    token attends to. Embeddings of pictures, videos and sounds take what such steps took longer.
+    token attends to. Embeddings of pictures, videos and sounds take what such steps took longer:
+    something for each, and something for the beginning and the end of an item that takes several
+    steps, since its features are sent to the device in the first.
     """
 
     def __init__(self, max_tokens: int, filling_tokens: int = 1) -> None:
@@ -62,8 +64,12 @@ class StepTimes:
         self._fixed = self._a_row = self._a_pair = 0.0
         self._pairs_seen: deque[float] = deque(maxlen=_REMEMBERED)
         # Seconds of an embedding, by the binary digits of how many an item has: attention makes
-        # those of a large one dear.
+        # those of a large one dear. And what more the first steps of items took (1), and the last
+        # (-1).
         self._embeddings_seen: defaultdict[int, deque[float]] = defaultdict(
+            lambda: deque(maxlen=_REMEMBERED)
+        )
+        self._edges_seen: defaultdict[int, deque[float]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED)
         )
         self._a_token: float | None = None  # None before there was a step of both kinds
@@ -77,9 +83,7 @@ class StepTimes:
         if plan.media_work:
             if self._a_token is not None:
                 left = seconds - self._on_line(rows, size) - self._a_pair * pairs
-                count = sum(work.end - work.begin for work in plan.media_work)
-                for work in plan.media_work:
-                    self._embeddings_seen[work.size.bit_length()].append(max(0.0, left / count))
+                self._add_media(plan.media_work, left)
             return
         if pairs > _FAR * size > 0:
             if self._a_token is not None:
@@ -101,10 +105,10 @@ class StepTimes:
         rows, size, _, pairs = self._kind(plan)
         more = self._a_pair * pairs
         for work in plan.media_work:
-            each = self._embedding(work.size)
-            if each is None:
+            encoding = self._media_seconds(work.size, work.begin, work.end)
+            if encoding is None:
                 return None
-            more += (work.end - work.begin) * each
+            more += encoding
         seen = self._seen.get((rows.bit_length(), size), ())
         if len(seen) >= _TELLING:
             taken = sorted(each + self._a_row * (rows - count) for each, count, _ in seen)
@@ -143,20 +147,49 @@ class StepTimes:
                 best = size
         return best
 
-    def media_cost(self, size: int) -> float:
-        """How many tokens of prompts take as long as an embedding of an item with so many.
+    def media_cost(self, size: int, begin: int, end: int) -> float | None:
+        """How many tokens of prompts take as long as embeddings ``begin`` to ``end`` of an item.
 
-        1 as long as nobody knows.
+        It has ``size`` of them. None as long as nobody knows.
         """
+        seconds = self._media_seconds(size, begin, end)
+        if seconds is None or self._a_token is None:
+            return None
+        return max(1e-3 * (end - begin), seconds / self._a_token)
+
+    def _add_media(self, media_work: Sequence[MediaWork], seconds: float) -> None:
+        """Take note that a step took so much longer for these."""
+        count = sum(work.end - work.begin for work in media_work)
+        edges = [edge for each in media_work if (edge := _edge(each.size, each.begin, each.end))]
+        if not edges:
+            for work in media_work:
+                self._embeddings_seen[work.size.bit_length()].append(max(0.0, seconds / count))
+        elif len(edges) == 1:
+            known = [self._embedding(work.size) for work in media_work]
+            for work, each in zip(media_work, known, strict=True):
+                if each is None:
+                    return
+                seconds -= each * (work.end - work.begin)
+            self._edges_seen[edges[0]].append(max(0.0, seconds))
+
+    def _media_seconds(self, size: int, begin: int, end: int) -> float | None:
+        """Seconds of a part of an item; None as long as nobody knows."""
         each = self._embedding(size)
-        return 1.0 if each is None or self._a_token is None else max(1e-3, each / self._a_token)
+        if each is None:
+            return None
+        seen = self._edges_seen.get(_edge(size, begin, end))
+        return each * (end - begin) + (median(seen) if seen else 0.0)
 
     def _embedding(self, size: int) -> float | None:
-        """Seconds of an embedding, by the items nearest in size; None if there were none."""
-        if not self._embeddings_seen:
-            return None
-        digits = min(self._embeddings_seen, key=lambda digits: abs(digits - size.bit_length()))
-        return median(self._embeddings_seen[digits])
+        """Seconds of an embedding, by the items nearest in size of those that are no smaller.
+
+        None if there were none: attention may make those of a larger item as dear as it likes.
+        """
+        digits = min(
+            (digits for digits in self._embeddings_seen if digits >= size.bit_length()),
+            default=None,
+        )
+        return None if digits is None else median(self._embeddings_seen[digits])
 
     def _on_line(self, rows: int, tokens: int) -> float:
         return self._fixed + self._a_row * rows + (self._a_token or 0.0) * tokens
@@ -198,6 +231,11 @@ class StepTimes:
         )
         size = self._sizes[bisect_left(self._sizes, tokens)]
         return len(plan.rows) - len(chunks), size, tokens, pairs
+
+
+def _edge(size: int, begin: int, end: int) -> int:
+    """1 for the first of an item's parts, -1 for the last, 0 for others and for all at once."""
+    return (begin == 0) - (end == size)
 
 
 class Pacing:
@@ -254,13 +292,13 @@ class Pacing:
         self._clock = clock
         scheduler.repeat_limit = 1
         scheduler.prompt_budget = self._prompt_budget if self._serving else None
-        scheduler.media_cost = self._media_cost if self._serving else None
         self._first_budget = first_budget
         # Steps in a row that were done early, or had to be waited for, before the replays change.
         self._early_steps, self._waiting_steps = (32, 1) if self._serving else (4, 64)
         self._early = 0
         self._waits = 0
         self._times = StepTimes(scheduler.config.max_num_batched_tokens, filling_tokens)
+        scheduler.media_cost = self._times.media_cost if self._serving else None
         self._last_end = 0.0
         self._host_seconds = 0.0
         self._margin = _LEAST_MARGIN
@@ -329,10 +367,6 @@ class Pacing:
         if early:
             return
         self._times.add(plan, self._last_end - begin)
-
-    def _media_cost(self, size: int) -> float:
-        """As :attr:`Scheduler.media_cost`."""
-        return self._times.media_cost(size)
 
     def _prompt_budget(self, rows: int, tokens: int, cached: int) -> int:
         """Tokens of prompts in a step beside so many rows, as :attr:`Scheduler.prompt_budget`."""

@@ -29,6 +29,7 @@ class MediaEmbeddings:
     Attributes:
         table: ``[capacity, H]``.
         graphs: of the encoder; None for none.
+        parts: by kind, in how many parts the model computes an item, of what was begun of late.
     """
 
     def __init__(self, forward: ForwardPass, capacity: int, device: torch.device) -> None:
@@ -37,6 +38,7 @@ class MediaEmbeddings:
         like = forward.embed_tokens(none)
         self.table = like.new_empty(capacity, like.shape[-1])
         self.graphs: MediaGraphs | None = None
+        self.parts: dict[str, int] = {}
         self._forward = forward
         self._device = device
         self._free = np.arange(capacity)
@@ -84,7 +86,9 @@ class MediaEmbeddings:
         parts, done = self._begun[work.slot]
         try:
             while work.end == work.size or done < work.end / work.size:
-                done = next(parts)
+                before, done = done, next(parts)
+                if before == 0.0 < done:
+                    self.parts[item.kind] = max(1, round(1 / done))
         except StopIteration as end:
             del self._begun[work.slot]
             self._keep(work.slot, item, end.value[0])

@@ -445,6 +445,8 @@ class ModelRunner:
         on_gpu = self.device.type == "cuda"
         result = _Results(plan)
         result.encoding, self._encoding = self._encoding, None
+        if self._media is not None and plan.media_work:
+            result.media_parts = dict(self._media.parts)
         for turn, outputs in enumerate(turns):
             if self._pooler is not None:
                 self._pool(result, outputs)
@@ -594,11 +596,13 @@ class _Results:
         prompt_logprobs: by plan row.
         pooled: places among the plan's rows, and their vectors or scores ``[N, D]`` float32.
         encoding: timed the step's pictures, videos and sounds; None if it had none to compute.
+        media_parts: as of :class:`StepResult`.
     """
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self.encoding: _Clock | None = None
+        self.media_parts: Mapping[str, int] = {}
         self.places: Sequence[int] = range(len(plan.rows))
         self.tokens: Tensor | None = None
         self.status: Tensor | None = None
@@ -614,7 +618,7 @@ class _Results:
             self.event.synchronize()
         seconds = 0.0 if self.encoding is None else self.encoding.seconds
         if self.pooled:
-            return StepResult(self.plan.step_id, self._pooled_rows(), seconds)
+            return self._result(self._pooled_rows(), seconds)
         columns: list[tuple[int, ...]] = []
         wrong = bool(self.failures)
         if self.tokens is not None and self.status is not None:
@@ -623,7 +627,7 @@ class _Results:
             plain = not (wrong or self.reports or self.prompt_logprobs)
             if plain and isinstance(self.plan.rows, PlanRows) and self.plan.repeat == 1:
                 tokens = TokenRows(self.plan.rows, self.tokens[0].numpy(), self.places)
-                return StepResult(self.plan.step_id, tokens, seconds)
+                return self._result(tokens, seconds)
             columns = list(zip(*self.tokens.tolist(), strict=True))
         if wrong or self.reports or self.prompt_logprobs:
             rows = self._rows(columns)
@@ -632,7 +636,10 @@ class _Results:
                 RowResult(row.sequence_id, columns[place] if row.sample else ())
                 for row, place in zip(self.plan.rows, self.places, strict=True)
             ]
-        return StepResult(self.plan.step_id, tuple(rows), seconds)
+        return self._result(tuple(rows), seconds)
+
+    def _result(self, rows: Sequence[RowResult], seconds: float) -> StepResult:
+        return StepResult(self.plan.step_id, rows, seconds, self.media_parts)
 
     def _pooled_rows(self) -> tuple[RowResult, ...]:
         """Each row's result where rows give vectors or scores."""

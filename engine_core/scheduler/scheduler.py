@@ -46,6 +46,9 @@ from engine_core.steps import (
 _Blocks = tuple[tuple[int, ...], ...]
 # Of so many running sequences with states one is at the end of a block, at most, as a rule.
 _GROWING = 8
+# Parts in which a model is taken to compute a picture before it says so: fewer than most have
+# layers, since of a part that is smaller than the model's own nothing may be left to compute.
+_USUAL_PARTS = 16
 _rank = attrgetter("rank")
 _num_scheduled = attrgetter("num_scheduled")
 _new = tuple.__new__
@@ -239,11 +242,13 @@ class Scheduler:
             config allows in every step, which makes the plans of equal runs equal. Where there is a
             budget, a prompt that takes several steps leaves half of it to those behind it, so that
             a short one need not wait for the end of a long one.
-        media_cost: tells how many tokens of that budget each embedding of an item with so many
-            takes to compute. While sequences decode, an item is computed within the budget, over
-            several steps if need be, and its chunks come after that. None to compute what a chunk
-            touches in the chunk's own step.
-        media_in_parts: whether the model computes an item in parts; else all of it in one step.
+        media_cost: tells how many tokens of that budget take as long as a part of an item: from how
+            many embeddings the item has, and from where on and up to which one the part goes. It is
+            None as long as nobody knows. While sequences decode, an item is computed within the
+            budget, over several steps if need be, and its chunks come after that. None to compute
+            what a chunk touches in the chunk's own step.
+        media_in_parts: whether the model computes an item in parts; else all of it in one step. How
+            many there are is learned from results.
         prefix_cache_queries: tokens looked up in the prefix cache when sequences got their first
             row.
         prefix_cache_hits: how many of them were found there.
@@ -263,8 +268,9 @@ class Scheduler:
         self.pool = self.groups[0].pool if self.groups else BlockPool(cache.num_blocks)
         self.repeat_limit = config.max_repeat
         self.prompt_budget: abc.Callable[[int, int, int], int] | None = None
-        self.media_cost: abc.Callable[[int], float] | None = None
+        self.media_cost: abc.Callable[[int, int, int], float | None] | None = None
         self.media_in_parts = False
+        self._media_parts: dict[str, int] = {}  # by kind
         self._key_size = cache.block_size
         self._prefix_caching = cache.enable_prefix_caching
         self.encoder_cache = EncoderCache(config.encoder_cache_tokens)
@@ -435,6 +441,7 @@ class Scheduler:
             f"step {plan.step_id} has {len(plan.rows)} rows, its result {len(result.rows)}"
         )
         self._completed_step = plan.step_id
+        self._media_parts.update(result.media_parts)
         updates: list[TokenUpdate] = []
         columns = None
         rows: abc.Sequence[PlanRow] = plan.rows
@@ -1163,12 +1170,9 @@ class Scheduler:
         item = next((item for _, item in _touched(sequence, start, start + 1)), None)
         if start > 0 or item is None or not (draft.beside and self.media_in_parts):
             return False
-        assert self.media_cost is not None, "items are computed within the budget"
         key, size = _media_key(sequence, item), item.num_embeddings
-        left = size - self._computed(sequence, item, draft)
-        return left * self.media_cost(size) > draft.budget and self.encoder_cache.fits(
-            [(key, size)]
-        )
+        cost = self._media_cost(size, self._computed(sequence, item, draft), size)
+        return cost > draft.budget and self.encoder_cache.fits([(key, size)])
 
     def _with_media(
         self, sequence: Sequence, start: int, count: int, draft: _Draft, *, whole: bool
@@ -1201,7 +1205,6 @@ class Scheduler:
         Whatever chunks would need at once is held at once, and so is all that is needed before it.
         Else an item could take the room of an earlier one, and wait for it for ever.
         """
-        assert self.media_cost is not None, "items are computed within the budget"
         budget = draft.budget if draft.prompts <= 1 else -(-draft.budget // 2)
         until = start + budget
         # A span that does not fit is computed whole all the same, so its items are needed.
@@ -1210,6 +1213,9 @@ class Scheduler:
             done, size = self._computed(sequence, item, draft), item.num_embeddings
             if done == size:
                 continue
+            end = self._part_end(item, done, budget, draft)
+            if end == done:
+                return
             first, last = item.span
             for span in sequence.prompt.atomic_spans:
                 if span[0] < last and first < span[1]:
@@ -1221,12 +1227,34 @@ class Scheduler:
                 return
             for other, _ in needed:
                 self._hold(sequence, other)
-            cost = self.media_cost(size)
-            part = min(size - done, max(1, int(budget / cost)))
-            end = done + part if self.media_in_parts else size
             self._add_work(sequence, index, end, draft)
-            draft.budget = max(0, draft.budget - math.ceil((end - done) * cost))
+            cost = self._media_cost(size, done, end)
+            draft.budget = math.floor(max(0, draft.budget - cost))
             return
+
+    def _part_end(self, item: MediaItem, done: int, budget: int, draft: _Draft) -> int:
+        """Up to which embedding an item is computed within ``budget``; ``done`` if none of it is.
+
+        The model computes it in parts that nobody can halve: one more than a step has time for
+        would be a step too long. Whoever is the first to take some of the budget gets one part at
+        least.
+        """
+        size, parts = item.num_embeddings, 1
+        if self.media_in_parts:
+            parts = min(size, self._media_parts.get(item.kind, _USUAL_PARTS))
+        # Rounded down, as a share that the model reaches with the last of its own parts.
+        ends = [end for part in range(1, parts + 1) if (end := part * size // parts) > done]
+        affordable = [end for end in ends if self._media_cost(size, done, end) <= budget]
+        if affordable:
+            return affordable[-1]
+        alone = draft.budget == draft.whole_budget
+        return ends[0] if alone or self._media_cost(size, done, ends[0]) <= draft.budget else done
+
+    def _media_cost(self, size: int, begin: int, end: int) -> float:
+        """As ``media_cost``; of what nobody knows the cost of a step has one part, and no more."""
+        assert self.media_cost is not None, "items are computed within the budget"
+        cost = self.media_cost(size, begin, end)
+        return math.inf if cost is None else cost
 
     def _add_work(self, sequence: Sequence, index: int, end: int, draft: _Draft) -> None:
         slot, item = sequence.media_slots[index], sequence.prompt.media[index]

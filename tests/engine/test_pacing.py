@@ -186,12 +186,12 @@ def test_pictures_beside_decodes_take_the_tokens_that_they_cost() -> None:
     assert sched.media_cost is not None
     # Before anything is known of steps, one with a picture says nothing.
     clock.run(pacing, replace(decode(1), media_work=(MediaWork(0, 0, 0, 0, 9, 256),)))
-    assert sched.media_cost(5000) == 1
+    assert sched.media_cost(5000, 0, 9) is None
     for _ in range(5):
         clock.run(pacing, decode(1))
         clock.run(pacing, prefill(448, decoding=True))
     usual = pacing.spare(decode(1), clock.now)
-    assert sched.media_cost(256) == 1
+    assert sched.media_cost(256, 0, 9) is None
     unknown = replace(decode(1), media_work=(MediaWork(0, 0, 0, 0, 9, 256),))
     assert pacing.spare(unknown, clock.now) == 0
     for size, seconds in ((256, 20e-6), (5760, 50e-6)) * 8:
@@ -199,14 +199,18 @@ def test_pictures_beside_decodes_take_the_tokens_that_they_cost() -> None:
         clock.decode_seconds = 0.005 + 200 * seconds
         clock.run(pacing, shown)
         assert pacing.spare(shown, clock.now) == pytest.approx(usual + 200 * seconds)
-    assert [sched.media_cost(size) for size in (300, 5000)] == pytest.approx([1, 2.5])
+    # One in size between them may be as dear as the larger one.
+    costs = [sched.media_cost(size, 10, 110) for size in (300, 1000, 5000)]
+    assert costs == pytest.approx([100, 250, 250])
+    # What nobody has seen yet may be dearer than any.
+    assert sched.media_cost(9000, 10, 110) is None
     # Steps without a picture are known as before.
     assert pacing.spare(decode(1), clock.now) == pytest.approx(usual)
     # What takes no time costs a thousandth of a token, so that a step's budget is a number.
     clock.decode_seconds = 0.005
     for _ in range(15):
-        clock.run(pacing, replace(decode(1), media_work=(MediaWork(0, 0, 0, 0, 9, 256),)))
-    assert sched.media_cost(256) == pytest.approx(1e-3)
+        clock.run(pacing, replace(decode(1), media_work=(MediaWork(0, 0, 0, 0, 256, 256),)))
+    assert sched.media_cost(256, 0, 256) == pytest.approx(0.256)
 
 
 class SlowClock(Clock):
@@ -320,10 +324,38 @@ def test_far_into_a_long_prompt_a_step_has_tokens_for_what_attention_leaves() ->
     # A picture beside it takes what the rest does not.
     submitted = clock.now
     clock.now += expected + 200 * 50e-6
-    shown = replace(plan, media_work=(MediaWork(0, 0, 0, 0, 200, 5760),))
+    shown = replace(plan, media_work=(MediaWork(0, 0, 0, 100, 300, 5760),))
     pacing.finished(shown, submitted, early=False)
     assert sched.media_cost is not None
-    assert sched.media_cost(5760) == pytest.approx(2.5, rel=0.2)
+    assert sched.media_cost(5760, 100, 200) == pytest.approx(250, rel=0.2)
+
+
+def test_the_first_and_the_last_part_of_a_picture_take_longer() -> None:
+    """An embedding takes 50 us, the beginning of a picture 4 ms and its end 1, a token 20 us."""
+    sched = scheduler()
+    clock = Clock(20e-6)
+    pacing = Pacing(sched, 2, max_step_time=0.03, clock=clock)
+    for _ in range(5):
+        clock.run(pacing, decode(1))
+        clock.run(pacing, prefill(448, decoding=True))
+
+    def shown(*parts: tuple[int, int], more: float) -> None:
+        work = tuple(MediaWork(0, 0, slot, *part, 5760) for slot, part in enumerate(parts))
+        count = sum(end - begin for begin, end in parts)
+        clock.decode_seconds = 0.005 + 50e-6 * count + more
+        clock.run(pacing, replace(decode(1), media_work=work))
+
+    assert sched.media_cost is not None
+    shown((0, 180), more=3.0)  # it compiles, and what an embedding takes is not known yet
+    assert sched.media_cost(5760, 180, 360) is None
+    for _ in range(3):
+        shown((180, 360), more=0.0)
+        shown((0, 360), more=0.004)
+        shown((360, 720), (0, 180), more=0.004)
+        shown((5580, 5760), more=0.001)
+        shown((5580, 5760), (0, 180), more=0.9)  # which of both took so long?
+    costs = [sched.media_cost(5760, *part) for part in ((180, 360), (0, 180), (5580, 5760))]
+    assert costs == pytest.approx([450, 650, 500])
 
 
 def test_a_step_much_smaller_than_its_size_says_nothing() -> None:

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 from golden_fixtures import golden_llm, golden_prompts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_examples import examples
 from torch import Tensor, nn
 
 from engine_core.configs import (
@@ -54,7 +57,7 @@ class Successor(nn.Module):
         return ((context.input_ids + 1).unsqueeze(-1) % VOCAB == tokens).float()
 
 
-def runner(model: nn.Module, device: str, *, eager: bool = True) -> ModelRunner:
+def runner(model: nn.Module, device: str, *, eager: bool = True, **limits: int) -> ModelRunner:
     spec = KVCacheSpec(num_kv_heads=1, head_dim=4, v_head_dim=4, dtype="float32")
     plan = CachePlan(
         cache_config=CacheConfig(
@@ -64,7 +67,7 @@ def runner(model: nn.Module, device: str, *, eager: bool = True) -> ModelRunner:
         planes=(),
         max_model_len=40,
     )
-    config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, max_model_len=40)
+    config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, max_model_len=40, **limits)
     return ModelRunner(model, plan, config, torch.device(device), eager=eager)
 
 
@@ -328,6 +331,51 @@ def test_embeddings_come_in_where_they_are_shown(device: str) -> None:
     # The token that was chosen last stands at the place of the first picture's row.
     assert two[0, :, 0].tolist() == [14, 0, 102, 103, 6, *[0] * 5]
     assert three is None
+
+
+class InParts(Shown):
+    """Computes an item in as many parts as its features say, and counts them."""
+
+    computed = 0
+
+    def embed_media_parts(self, kind: str, items: list[dict[str, Tensor]]) -> Any:
+        parts = int(items[0]["parts"])
+        for part in range(parts):
+            self.computed += 1
+            yield (part + 1) / parts
+        return self.embed_media(kind, items)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.integers(1, 60), st.integers(0, 6000), st.data())
+def test_a_plan_says_after_which_of_its_parts_a_model_stops(
+    parts: int, more: int, data: st.DataObject
+) -> None:
+    """By embeddings of which there are enough; and the result says how many parts there are."""
+    size = parts + more
+    model = InParts()
+    run = runner(model, "cpu", encoder_cache_tokens=size)
+    values = np.arange(size, dtype=np.float32)
+    features = {"values": values, "size": np.array(size), "parts": np.array(parts)}
+    item = MediaItem("image", b"", (1, 1 + size), features)
+    added = (
+        admission("a", 1, [1, 2]),
+        admission("b", 2, [1, 2], media=(item,)),
+    )
+    stops = sorted(data.draw(st.sets(st.integers(1, parts), max_size=5)) | {parts})
+    begin = 0
+    for step, stop in enumerate(stops):
+        end = stop * size // parts
+        work = (MediaWork(2, 0, 0, begin, end, size),)
+        row = PlanRow("a", 1, step, 1, ((),) if step else ((3,),), sample=True)
+        plan = StepPlan(step, (row,), () if step else added, media_work=work)
+        result = run.submit(plan).result()
+        assert model.computed == (stop if len(stops) > 1 else 0)  # else it was computed at once
+        assert result.media_parts == ({"image": parts} if len(stops) > 1 else {})
+        begin = end
+    assert run._media is not None
+    given = run._media.table[torch.from_numpy(run._media.rows(0))]
+    assert torch.equal(given[:, 0], torch.from_numpy(values))
 
 
 def test_a_model_that_shows_nothing_refuses_pictures() -> None:

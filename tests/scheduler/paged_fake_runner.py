@@ -149,6 +149,7 @@ class FakeRunner:
         self.shown: dict[int, list[tuple[MediaWork, DeviceRow]]] = {}
         self.num_encoded = 0
         self.num_parts = 0
+        self.media_parts: dict[str, int] = {}  # that it says to have
         self.flight: deque[tuple[StepPlan, list[DeviceRow]]] = deque()
         self.last_step = -1
         self.max_repeat_seen = 0
@@ -255,7 +256,8 @@ class FakeRunner:
             )
             for i, row in enumerate(rows)
         )
-        return StepResult(plan.step_id, self._as_columns(plan, results) or results)
+        given = self._as_columns(plan, results) or results
+        return StepResult(plan.step_id, given, media_parts=self.media_parts)
 
     def _as_columns(
         self, plan: StepPlan, results: abc.Sequence[RowResult]

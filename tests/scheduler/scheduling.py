@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from engine_core.configs import CacheConfig, CacheGroup, KVCacheSpec, SchedulerConfig
 from engine_core.scheduler import Scheduler
@@ -61,14 +62,19 @@ def planned(sched: Scheduler) -> StepPlan:
     return plan
 
 
-def answer(sched: Scheduler, plan: StepPlan, *tokens: Sequence[int]) -> list[TokenUpdate]:
-    """Give each row of the plan its sampled tokens; 7s where none are named."""
+def answer(
+    sched: Scheduler, plan: StepPlan, *tokens: Sequence[int], **more: Any
+) -> list[TokenUpdate]:
+    """Give each row of the plan its sampled tokens; 7s where none are named.
+
+    ``more`` are further fields of the result.
+    """
     rows = []
     for index, row in enumerate(plan.rows):
         default = (7,) * plan.repeat if row.sample else ()
         rows.append(
             RowResult(row.sequence_id, tuple(tokens[index]) if index < len(tokens) else default)
         )
-    updates = list(sched.update(StepResult(plan.step_id, tuple(rows))))
+    updates = list(sched.update(StepResult(plan.step_id, tuple(rows), **more)))
     sched.check()
     return updates

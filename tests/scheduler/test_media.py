@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from paged_fake_runner import FakeRunner, Job, Workload
+from random_examples import examples
 from scheduling import answer, cache, planned, scheduler
 
 from engine_core.configs import SamplingParams, SchedulerConfig
@@ -46,9 +49,9 @@ def test_an_item_is_computed_once_for_all_its_chunks_and_all_who_show_it() -> No
     shown = picture(3, 15)
     other = ProcessedPrompt((2,) * 20, media=(picture(5, 17),))
     jobs = [job(20, shown), Job(other, SamplingParams(max_tokens=2, ignore_eos=True))]
-    given = workload(*jobs)
-    assert encoded(given) == 1
-    assert (given.scheduler.encoder_cache.queries, given.scheduler.encoder_cache.hits) == (2, 1)
+    run = workload(*jobs)
+    assert encoded(run) == 1
+    assert (run.scheduler.encoder_cache.queries, run.scheduler.encoder_cache.hits) == (2, 1)
 
 
 def test_salts_keep_items_apart() -> None:
@@ -108,7 +111,7 @@ def test_beside_a_sequence_that_decodes_an_item_is_computed_within_the_budget(
     """Twelve embeddings of two tokens each; the budget is of ten."""
     sched = scheduler(encoder_cache_tokens=16, max_num_batched_tokens=32)
     sched.prompt_budget = lambda rows, tokens, cached: 10
-    sched.media_cost = lambda size: 24 / size
+    sched.media_cost = lambda size, begin, end: 24 * (end - begin) / size
     sched.media_in_parts = in_parts
     prompts = ProcessedPrompt((1,) * 2), ProcessedPrompt((1,) * 17, media=(picture(4, 16),))
     for name, prompt in zip("ab", prompts, strict=True):
@@ -136,7 +139,7 @@ def test_beside_a_sequence_that_decodes_an_item_is_computed_within_the_budget(
 def two(sched: Scheduler, tokens: int, shown: tuple[MediaItem, ...]) -> list[Sequence]:
     """One that decodes ``tokens`` tokens at most, and a prompt of 17 tokens with items."""
     sched.prompt_budget = lambda rows, tokens, cached: 10
-    sched.media_cost = lambda size: 24 / size
+    sched.media_cost = lambda size, begin, end: 24 * (end - begin) / size
     sched.media_in_parts = True
     return [
         Sequence(
@@ -158,7 +161,7 @@ def test_an_item_at_the_very_beginning_is_computed_in_parts_too(cost: int, parts
     """Unless a step's budget is enough for it: then a chunk comes with it."""
     sched = scheduler(encoder_cache_tokens=16, max_num_batched_tokens=32)
     decoding, shows = two(sched, 30, (picture(0, 12),))
-    sched.media_cost = lambda size: cost / size
+    sched.media_cost = lambda size, begin, end: cost * (end - begin) / size
     sched.add(decoding)
     answer(sched, planned(sched))
     sched.add(shows)
@@ -178,6 +181,89 @@ def test_an_item_at_the_very_beginning_is_computed_in_parts_too(cost: int, parts
     else:
         assert work == [(0, 5), (5, 10), (10, 12)]
         assert chunks == [(0, 6), (6, 10), (16, 1)]
+
+
+def beside_pictures(
+    parts: int, cost: float | None, *sizes: int
+) -> tuple[list[list[tuple[int, int]]], list[int]]:
+    """Beside one that decodes prompts show a picture each, in the middle.
+
+    A step has time for 10 tokens of prompts. The model computes a picture in ``parts``, each of
+    which takes as long as ``cost`` tokens.
+
+    Returns:
+        which embeddings each step computes, and how many tokens of prompts, as long as it decodes.
+    """
+    sched = scheduler(encoder_cache_tokens=99, max_num_batched_tokens=32, max_num_seqs=8)
+    sched.prompt_budget = lambda rows, tokens, cached: 10
+    sched.media_cost = lambda size, begin, end: (
+        None if cost is None else cost * parts * (end - begin) / size
+    )
+    sched.media_in_parts = True
+    shown = [
+        ProcessedPrompt((1,) * 60, media=(picture(1, 1 + size, bytes([number])),))
+        for number, size in enumerate(sizes)
+    ]
+    for number, prompt in enumerate((ProcessedPrompt((1,) * 2), *shown)):
+        sampling = SamplingParams(max_tokens=1 if number else 60, ignore_eos=True)
+        name = str(number)
+        sched.add(Sequence(name, prompt, sampling, arrival_time=0.0, max_model_len=64))
+        if number == 0:
+            answer(sched, planned(sched), media_parts={"image": parts})
+    answer(sched, planned(sched))  # the tokens before the pictures
+    work, tokens = [], []
+    while sched.num_running > 1:
+        plan = planned(sched)
+        if "0" not in [row.sequence_id for row in plan.rows]:
+            break
+        answer(sched, plan)
+        work.append([(each.begin, each.end) for each in plan.media_work])
+        tokens.append(sum(row.num_tokens for row in plan.rows if row.sequence_id != "0"))
+    return work, tokens
+
+
+def test_a_step_has_whole_parts_of_a_picture_for_which_it_has_time() -> None:
+    """Of 20 embeddings in 8 parts the first two are 5: three would take 12 tokens' time."""
+    work, tokens = beside_pictures(8, 4, 20)
+    assert work[:5] == [[(0, 5)], [(5, 10)], [(10, 15)], [(15, 20)], []]
+    assert tokens[:4] == [0, 0, 0, 2]
+
+
+def test_pictures_side_by_side_share_the_time_of_a_step() -> None:
+    """Each leaves half of it to those behind, which have time for a part if all of it is left."""
+    work, tokens = beside_pictures(4, 4, 20, 20)
+    assert work[:3] == [[(n, n + 5)] * 2 for n in (0, 5, 10)]
+    # The first has its last part and half of what is left, which then is too short for the second.
+    assert (work[3:5], tokens[:5]) == ([[(15, 20)], [(15, 20)]], [0, 0, 0, 3, 6])
+    # Half of the time is too short for a part, and the rest of it after one too.
+    work, tokens = beside_pictures(4, 6, 20, 20)
+    assert work[:4] == [[(n, n + 5)] for n in (0, 5, 10, 15)]
+    assert tokens[:3] == [0, 0, 0]
+
+
+def test_a_part_that_takes_longer_than_a_step_should_comes_alone() -> None:
+    work, tokens = beside_pictures(4, 11, 20, 20)
+    assert work[:4] == [[(n, n + 5)] for n in (0, 5, 10, 15)]
+    assert tokens[:4] == [0] * 4
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.integers(1, 40), st.floats(0.3, 30), st.integers(1, 25), st.integers(1, 3))
+def test_a_step_keeps_within_its_time_unless_it_has_one_part_alone(
+    parts: int, cost: float, size: int, count: int
+) -> None:
+    ends = sorted({part * size // min(parts, size) for part in range(min(parts, size) + 1)})
+    for work, tokens in zip(*beside_pictures(parts, cost, *[size] * count), strict=True):
+        assert all(begin in ends and end in ends for begin, end in work)
+        if tokens or [ends.index(end) - ends.index(begin) for begin, end in work] != [1]:
+            taken = sum(cost * parts * (end - begin) / size for begin, end in work)
+            assert tokens + taken <= 10 + 1e-9
+
+
+def test_of_what_nobody_knows_the_cost_a_step_has_one_part() -> None:
+    work, tokens = beside_pictures(4, None, 20)
+    assert work[:4] == [[(n, n + 5)] for n in (0, 5, 10, 15)]
+    assert tokens[:5] == [0] * 4 + [10]
 
 
 def test_nobody_is_admitted_by_a_plan_without_rows() -> None:
@@ -202,7 +288,7 @@ def test_who_preempts_all_that_decode_has_its_item_computed_at_once() -> None:
     """The step was planned with a budget beside the one that decoded."""
     sched = scheduler(encoder_cache_tokens=16, max_num_batched_tokens=32, max_num_seqs=1)
     sched.prompt_budget = lambda rows, tokens, cached: 5
-    sched.media_cost = lambda size: 1.0
+    sched.media_cost = lambda size, begin, end: 1.0 * (end - begin)
     sched.media_in_parts = True
     shows = ProcessedPrompt((1,) * 17, media=(picture(0, 12),))
     for name, prompt, priority in (("a", ProcessedPrompt((1,) * 2), 1), ("b", shows, 0)):
@@ -223,7 +309,7 @@ def test_an_item_does_not_take_the_room_of_an_earlier_one_of_its_sequence() -> N
     """Room for one of two pictures, and the first is shown twice with the second behind it."""
     sched = scheduler(encoder_cache_tokens=4, max_num_batched_tokens=32)
     sched.prompt_budget = lambda rows, tokens, cached: 5
-    sched.media_cost = lambda size: 0.25
+    sched.media_cost = lambda size, begin, end: 0.25 * (end - begin)
     shown = (picture(1, 5), picture(5, 9), picture(9, 13, b"q"))
     prompts = ProcessedPrompt((1,) * 2), ProcessedPrompt((1,) * 14, media=shown)
     for name, prompt in zip("ab", prompts, strict=True):
@@ -241,7 +327,7 @@ def test_an_item_does_not_take_the_room_of_an_earlier_one_of_its_sequence() -> N
 def test_an_item_late_in_a_span_larger_than_the_budget_is_computed() -> None:
     sched = scheduler(encoder_cache_tokens=4, max_num_batched_tokens=32)
     sched.prompt_budget = lambda rows, tokens, cached: 5
-    sched.media_cost = lambda size: 0.25
+    sched.media_cost = lambda size, begin, end: 0.25 * (end - begin)
     spanned = ProcessedPrompt((1,) * 14, atomic_spans=((1, 13),), media=(picture(9, 13),))
     for name, prompt in zip("ab", (ProcessedPrompt((1,) * 2), spanned), strict=True):
         sampling = SamplingParams(max_tokens=30, ignore_eos=True)

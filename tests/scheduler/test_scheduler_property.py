@@ -127,9 +127,12 @@ def workloads(draw: st.DrawFn, scarce: bool, pictures: bool = False) -> Workload
     runner = FakeRunner(config, cache_config, stops_on_device=draw(st.booleans()))
     scheduler = Scheduler(config, cache_config)
     if pictures:
-        cost = draw(st.sampled_from([0.25, 1.0, 3.0]))
-        scheduler.media_cost = lambda size: cost * (1 + size / 8)
+        cost = draw(st.sampled_from([0.25, 1.0, 3.0, None]))
+        scheduler.media_cost = lambda size, begin, end: (
+            None if cost is None else (end - begin) * cost * (1 + size / 8)
+        )
         scheduler.media_in_parts = draw(st.booleans())
+        runner.media_parts = draw(st.sampled_from([{}, {"image": 1}, {"image": 3}]))
     # As few rows are planned one by one unless they are told not to be.
     scheduler.lockstep_from = draw(st.sampled_from([1, 2, 3, 96]))
     # A server's budgets follow from what steps took, and from step to step it decides anew whether
