@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -41,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine_core import LLM, AsyncEngine, EngineConfig, SamplingParams, own_process
 from engine_core.configs import HFConfig
+from engine_core.engine.trace import EngineTrace, write_trace
 from engine_core.kernels import Segments, attend_segments
 from engine_core.registry import build_registry
 
@@ -523,6 +525,9 @@ async def _gaps(path: str, config: Any, name: str, options: argparse.Namespace) 
         path, settings(options, enable_prefix_caching=False), warm_up=not options.tiny
     )
     rows = []
+    spans: list[tuple[str, float, float]] = []
+    if options.trace is not None:
+        engine.start_trace()
     try:
         prompts = Prompts(config)
         shown = prompts.pictures(side, 4 if options.tiny else 16)
@@ -568,15 +573,61 @@ async def _gaps(path: str, config: Any, name: str, options: argparse.Namespace) 
                 number += 1
                 tasks.append(asyncio.create_task(arrival(number + len(rows) * 100000)))
             await asyncio.gather(*tasks)
+            spans.append((kind, begin, time.perf_counter()))
             seen = sorted(1000 * gap for gap in gaps)
             ended.set()
             await asyncio.gather(*readers)
             p50, p99 = (seen[min(len(seen) - 1, int(part * len(seen)))] for part in (0.5, 0.99))
             mean = 1000 * statistics.mean(waits) if waits else math.nan
             rows.append([name, kind, size, number, len(seen), p50, p99, seen[-1], mean])
+        if options.trace is not None and (trace := await engine.take_trace()) is not None:
+            print_steps(trace, spans)
+            write_trace(options.trace, trace)
     finally:
         await engine.close()
     return rows
+
+
+def print_steps(trace: EngineTrace, spans: Sequence[tuple[str, float, float]]) -> None:
+    """Times of steps in which streams decoded, by what these held, and the longest of each span."""
+    records = [*trace.steps]
+    for kind, begin, end in spans:
+        taken: dict[str, list[float]] = {}
+        longest = []
+        for before, record in itertools.pairwise(records):
+            if not (begin <= before.done and record.done <= end and record.decode_rows):
+                continue
+            tokens = sum(count for _, _, count in record.prompts)
+            held = "prompts" if tokens > 1 else ""
+            if record.media:
+                edges = ("begun" if each[0] == 0 else "" for each in record.media)
+                edges = (*edges, *("ended" if each[1] == each[2] else "" for each in record.media))
+                held = ", ".join(filter(None, (held, "pictures", *sorted({*edges}))))
+            gap = 1000 * (record.done - before.done)
+            taken.setdefault(held or "nothing", []).append(gap)
+            longest.append((gap, record, tokens))
+        head = ("beside", "steps", "p50 ms", "p90 ms", "p99 ms", "largest ms")
+        rows = []
+        for held, each in sorted(taken.items()):
+            each.sort()
+            quantiles = [each[int(part * (len(each) - 1))] for part in (0.5, 0.9, 0.99, 1)]
+            rows.append([held, len(each), *quantiles])
+        print_table(f"Steps of streams beside {kind}", head, rows)
+        longest.sort(key=lambda each: -each[0])
+        head = ("ms", "way", "prompt tokens", "embeddings", "encoder ms", "host ms", "early")
+        rows = [
+            [
+                gap,
+                record.way,
+                tokens,
+                " ".join(f"{first}-{last}" for first, last, _ in record.media),
+                1000 * record.encoded,
+                1000 * (record.submitted - record.begun),
+                record.early,
+            ]
+            for gap, record, tokens in longest[:12]
+        ]
+        print_table(f"The longest of {len(longest)} steps beside {kind}", head, rows)
 
 
 def gaps(options: argparse.Namespace) -> None:
@@ -600,6 +651,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.5, help="arrivals a second beside streams")
     parser.add_argument("--tflops", type=float, default=700.0, help="that are attainable")
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s that are attainable")
+    parser.add_argument("--trace", type=Path, help="of gaps: a file; long steps are printed")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
     options = parser.parse_args()
     unknown = set(options.parts) - set(PARTS)

@@ -244,7 +244,8 @@ class EngineCore:
             generated = self._count_updates(updates, ended)
             applied = stats.applied()
             if self.trace is not None:
-                self.trace.done(done, (asked, ended, applied), generated, early=early)
+                times, encoded = (asked, ended, applied), result.encode_seconds
+                self.trace.done(done, times, generated, early=early, encoded=encoded)
             return updates
         except Exception as error:
             raise self.fail(error) from error

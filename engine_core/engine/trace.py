@@ -42,6 +42,7 @@ class StepRecord:
         decode_rows: rows that compute one token after their prompt.
         prompts: sequence, first position and number of tokens of each part of a prompt.
         padded_tokens: tokens of one run, padding included.
+        media: embeddings that it computed: from where on, up to which one, of how many of an item.
         admitted: sequences that got their row with it.
         in_flight: steps in flight once it was submitted.
         running: sequences with a row then.
@@ -55,6 +56,7 @@ class StepRecord:
         sent: when the outputs were handed on.
         early: whether it was done before it was asked for, at a time that is not known.
         generated: tokens accepted of it.
+        encoded: seconds that its embeddings took on the device.
     """
 
     plan_id: int
@@ -64,6 +66,7 @@ class StepRecord:
     decode_rows: int
     prompts: tuple[tuple[str, int, int], ...]
     padded_tokens: int
+    media: tuple[tuple[int, int, int], ...]
     admitted: tuple[str, ...]
     in_flight: int
     running: int
@@ -77,6 +80,7 @@ class StepRecord:
     sent: float = 0.0
     early: bool = False
     generated: int = 0
+    encoded: float = 0.0
 
 
 @dataclass(slots=True)
@@ -164,6 +168,7 @@ class EngineTrace:
             len(plan.rows) - len(prompts),
             tuple((row.sequence_id, row.start, row.num_tokens) for row in prompts),
             pending.num_tokens,
+            tuple((work.begin, work.end, work.size) for work in plan.media_work),
             admitted,
             *load,
             *times,
@@ -174,7 +179,13 @@ class EngineTrace:
                 record.admitted = (times[1], plan.step_id)
 
     def done(
-        self, plan: StepPlan, times: tuple[float, float, float], generated: int, *, early: bool
+        self,
+        plan: StepPlan,
+        times: tuple[float, float, float],
+        generated: int,
+        *,
+        early: bool,
+        encoded: float,
     ) -> None:
         """Take note of a step whose result was taken in.
 
@@ -183,13 +194,14 @@ class EngineTrace:
             times: when its result was asked for, was there, and was taken in.
             generated: tokens accepted of it.
             early: whether the device was done before it was asked for.
+            encoded: seconds that its pictures, videos and sounds took on the device.
         """
         record = self._flight.pop(plan.step_id, None)
         if record is None:  # submitted before there was a trace
             return
         record.asked, record.done, record.applied = times
         record.sent = record.applied
-        record.early, record.generated = early, generated
+        record.early, record.generated, record.encoded = early, generated, encoded
         self.dropped += len(self.steps) == self.steps.maxlen
         self.steps.append(record)
         self._unsent = record
@@ -374,6 +386,7 @@ _SHOWN: tuple[str, ...] = (
     "padded_tokens",
     "generated",
     "prompts",
+    "media",
     "admitted",
 )
 _SHOWN += ("in_flight", "running", "waiting", "early")
@@ -434,6 +447,7 @@ class _Writer:
         begin = max(record.planned, device_free)
         args: dict[str, Any] = {name: getattr(record, name) for name in _SHOWN}
         args["prompt_tokens"] = sum(count for _, _, count in record.prompts)
+        args["encode_us"] = _micros(record.encoded)
         yield _slice(record.kind, _ENGINE, _DEVICE, begin, record.done, number | args)
         load = {"running": record.running, "waiting": record.waiting}
         yield _counter("sequences", record.planned, load)

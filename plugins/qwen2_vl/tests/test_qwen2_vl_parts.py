@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.configs import HFConfig
 from engine_core.engine import frontend
 from engine_core.engine.media import MediaIntake
+from engine_core.engine.trace import EngineTrace, write_trace
 from engine_core.errors import ConfigError, OptionError, RequestError
 from engine_core.inputs import MediaItem, Video
 from engine_core.media import MediaPart
@@ -86,6 +88,24 @@ def test_a_picture_by_its_uuid(llm: LLM) -> None:
     with pytest.raises(RequestError, match="no image is known by the uuid 'b'") as refused:
         tokens(llm, {**again, "multi_modal_uuids": {"image": "b"}})
     assert "multi_modal_data.image.0" in str(refused.value)
+
+
+def test_a_trace_has_the_pictures_of_each_step(llm: LLM, tmp_path: Path) -> None:
+    trace = llm.engine.core.trace = EngineTrace()
+    given = {"prompt": PROMPT, "multi_modal_data": {"image": PIXELS[::-1].copy()}}
+    (output,) = llm.generate([given, TEXT], PARAMS)[:1]
+    llm.engine.core.trace = None
+    count = output.prompt_token_ids.count(IMAGE_TOKEN)
+    shown = [record for record in trace.steps if record.media]
+    assert [record.media for record in shown] == [((0, count, count),)]
+    assert [record.encoded > 0 for record in trace.steps] == [
+        record in shown for record in trace.steps
+    ]
+    write_trace(tmp_path / "trace.json", trace)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    arguments = [event["args"] for event in events if "encode_us" in event.get("args", {})]
+    assert [each["media"] for each in arguments if each["encode_us"]] == [[[0, count, count]]]
+    assert len(arguments) == len(trace.steps)
 
 
 def test_prompts_are_processed_side_by_side_and_answered_in_their_order(
