@@ -1160,8 +1160,14 @@ class Scheduler:
         whole = not draft.beside
         ready = self._with_media(sequence, start, count, draft, whole=whole)
         waits = sequence.row is None and not self._begins_ahead(sequence, start, draft)
-        if ready == 0 and not whole and waits:
-            # Only one with a row has its items computed over several steps.
+        if ready == 0 < count and not whole and waits:
+            # Only one with a row has its items computed over several steps. This one is computed in
+            # this step, and its tokens have the rest of the time.
+            (_, item), *others = [*_touched(sequence, start, start + count)]
+            size = item.num_embeddings
+            rest = budget - self._media_cost(size, self._computed(sequence, item, draft), size)
+            most = min([start + math.floor(max(1, rest)), *(other.span[0] for _, other in others)])
+            count = cut_before_span(min(start + count, most), spans) - start or count
             ready = self._with_media(sequence, start, count, draft, whole=True)
         return ready
 
@@ -1228,8 +1234,6 @@ class Scheduler:
             for other, _ in needed:
                 self._hold(sequence, other)
             self._add_work(sequence, index, end, draft)
-            cost = self._media_cost(size, done, end)
-            draft.budget = math.floor(max(0, draft.budget - cost))
             return
 
     def _part_end(self, item: MediaItem, done: int, budget: int, draft: _Draft) -> int:
@@ -1258,12 +1262,14 @@ class Scheduler:
 
     def _add_work(self, sequence: Sequence, index: int, end: int, draft: _Draft) -> None:
         slot, item = sequence.media_slots[index], sequence.prompt.media[index]
+        done = self._computed(sequence, item, draft)
         begun = draft.media_work.get(slot)
-        begin = (
-            self.encoder_cache.computed(_media_key(sequence, item)) if begun is None else begun[2]
-        )
+        begin = done if begun is None else begun[2]
         draft.media_work[slot] = (sequence, index, begin, end)
         draft.repeat = 1
+        if draft.beside:
+            left = draft.budget - self._media_cost(item.num_embeddings, done, end)
+            draft.budget = math.floor(max(0, left))
 
     def _hold(self, sequence: Sequence, index: int) -> int:
         """Hold an item that fits for a sequence, if it does not; returns its slot."""

@@ -158,7 +158,7 @@ def two(sched: Scheduler, tokens: int, shown: tuple[MediaItem, ...]) -> list[Seq
 
 @pytest.mark.parametrize(("cost", "parts"), [(24, 3), (8, 1)])
 def test_an_item_at_the_very_beginning_is_computed_in_parts_too(cost: int, parts: int) -> None:
-    """Unless a step's budget is enough for it: then a chunk comes with it."""
+    """Unless a step's budget is enough for it: then a chunk comes with it, of what is left."""
     sched = scheduler(encoder_cache_tokens=16, max_num_batched_tokens=32)
     decoding, shows = two(sched, 30, (picture(0, 12),))
     sched.media_cost = lambda size, begin, end: cost * (end - begin) / size
@@ -177,7 +177,7 @@ def test_an_item_at_the_very_beginning_is_computed_in_parts_too(cost: int, parts
     assert admitted == ["b"]
     if parts == 1:
         assert work == [(0, 12)]
-        assert chunks[:2] == [(0, 10), (10, 7)]
+        assert chunks[:3] == [(0, 2), (2, 10), (12, 5)]
     else:
         assert work == [(0, 5), (5, 10), (10, 12)]
         assert chunks == [(0, 6), (6, 10), (16, 1)]
