@@ -164,13 +164,13 @@ class StepTimes:
         if not edges:
             for work in media_work:
                 self._embeddings_seen[work.size.bit_length()].append(max(0.0, seconds / count))
-        elif len(edges) == 1:
+        elif len({*edges}) == 1:
             known = [self._embedding(work.size) for work in media_work]
             for work, each in zip(media_work, known, strict=True):
                 if each is None:
                     return
                 seconds -= each * (work.end - work.begin)
-            self._edges_seen[edges[0]].append(max(0.0, seconds))
+            self._edges_seen[edges[0]].append(max(0.0, seconds / len(edges)))
 
     def _media_seconds(self, size: int, begin: int, end: int) -> float | None:
         """Seconds of a part of an item; None as long as nobody knows."""

@@ -352,7 +352,7 @@ def test_the_first_and_the_last_part_of_a_picture_take_longer() -> None:
         shown((180, 360), more=0.0)
         shown((0, 360), more=0.004)
         shown((360, 720), (0, 180), more=0.004)
-        shown((5580, 5760), more=0.001)
+        shown((5580, 5760), (5580, 5760), more=0.002)
         shown((5580, 5760), (0, 180), more=0.9)  # which of both took so long?
     costs = [sched.media_cost(5760, *part) for part in ((180, 360), (0, 180), (5580, 5760))]
     assert costs == pytest.approx([450, 650, 500])
