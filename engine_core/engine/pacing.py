@@ -105,7 +105,7 @@ class StepTimes:
         rows, size, _, pairs = self._kind(plan)
         more = self._a_pair * pairs
         for work in plan.media_work:
-            encoding = self._media_seconds(work.size, work.begin, work.end)
+            encoding = self.media_seconds(work.size, work.begin, work.end)
             if encoding is None:
                 return None
             more += encoding
@@ -134,28 +134,35 @@ class StepTimes:
             return None
         best = self._sizes[0]
         for size in self._sizes:
-            key = rows.bit_length(), size
-            taken = self._on_line(rows, size)
-            if len(self._seen.get(key, ())) >= _TELLING:
-                each, count, _ = self._medians[key]
-                taken = each + self._a_row * (rows - count)
+            taken = self._of_size(rows, size)
             attention = self._a_pair * self._pairs(size, cached)
             if size == best:
                 seconds = max(seconds, taken + _ATTENTION_STRETCH * attention)
-            taken += attention
-            if taken <= seconds:
+            if taken + attention <= seconds:
                 best = size
         return best
 
-    def media_cost(self, size: int, begin: int, end: int) -> float | None:
-        """How many tokens of prompts take as long as embeddings ``begin`` to ``end`` of an item.
+    def of_token(self, rows: int, tokens: int, cached: int) -> float | None:
+        """Seconds that each of so many tokens of prompts adds to a step with so many rows.
 
-        It has ``size`` of them. None as long as nobody knows.
+        None as long as nobody knows.
         """
-        seconds = self._media_seconds(size, begin, end)
-        if seconds is None or self._a_token is None:
+        if self._a_token is None:
             return None
-        return max(1e-3 * (end - begin), seconds / self._a_token)
+        size = self._sizes[bisect_left(self._sizes, tokens)]
+        taken = self._of_size(rows, size) + self._a_pair * self._pairs(size, cached)
+        return max(1e-9, (taken - self._on_line(rows, 0)) / tokens)
+
+    def media_seconds(self, size: int, begin: int, end: int) -> float | None:
+        """Seconds of embeddings ``begin`` to ``end`` of ``size`` that an item has.
+
+        None as long as nobody knows.
+        """
+        each = self._embedding(size)
+        if each is None:
+            return None
+        seen = self._edges_seen.get(_edge(size, begin, end))
+        return each * (end - begin) + (median(seen) if seen else 0.0)
 
     def _add_media(self, media_work: Sequence[MediaWork], seconds: float) -> None:
         """Take note that a step took so much longer for these."""
@@ -172,14 +179,6 @@ class StepTimes:
                 seconds -= each * (work.end - work.begin)
             self._edges_seen[edges[0]].append(max(0.0, seconds / len(edges)))
 
-    def _media_seconds(self, size: int, begin: int, end: int) -> float | None:
-        """Seconds of a part of an item; None as long as nobody knows."""
-        each = self._embedding(size)
-        if each is None:
-            return None
-        seen = self._edges_seen.get(_edge(size, begin, end))
-        return each * (end - begin) + (median(seen) if seen else 0.0)
-
     def _embedding(self, size: int) -> float | None:
         """Seconds of an embedding, by the items nearest in size of those that are no smaller.
 
@@ -190,6 +189,14 @@ class StepTimes:
             default=None,
         )
         return None if digits is None else median(self._embeddings_seen[digits])
+
+    def _of_size(self, rows: int, size: int) -> float:
+        """Seconds of a step with so many rows and a size of prompts, which attend to themselves."""
+        key = rows.bit_length(), size
+        if len(self._seen.get(key, ())) < _TELLING:
+            return self._on_line(rows, size)
+        each, count, _ = self._medians[key]
+        return each + self._a_row * (rows - count)
 
     def _on_line(self, rows: int, tokens: int) -> float:
         return self._fixed + self._a_row * rows + (self._a_token or 0.0) * tokens
@@ -259,8 +266,8 @@ class Pacing:
       if that is more. Figures are in benchmarks/notes/serving.md.
 
     Args:
-        scheduler: asked for plans; its ``repeat_limit``, ``prompt_budget`` and ``media_cost`` are
-            set here.
+        scheduler: asked for plans; its ``repeat_limit``, ``prompt_budget``, ``media_cost`` and
+            ``prompt_sizes`` are set here.
         depth: steps that may be queued offline before the first result is read; 0 where a step is
             done when it is submitted.
         max_step_time: seconds that a step with decoding rows should take at most; None offline.
@@ -297,8 +304,13 @@ class Pacing:
         self._early_steps, self._waiting_steps = (32, 1) if self._serving else (4, 64)
         self._early = 0
         self._waits = 0
-        self._times = StepTimes(scheduler.config.max_num_batched_tokens, filling_tokens)
-        scheduler.media_cost = self._times.media_cost if self._serving else None
+        limit = scheduler.config.max_num_batched_tokens
+        self._times = StepTimes(limit, filling_tokens)
+        scheduler.media_cost = self._media_cost if self._serving else None
+        # Where steps are computed after they were submitted, most are captured, and padded.
+        padded = self._serving and self.depth > 0
+        scheduler.prompt_sizes = chunk_sizes(limit) if padded else ()
+        self._token_seconds: float | None = None  # of those that the last budget is of
         self._last_end = 0.0
         self._host_seconds = 0.0
         self._margin = _LEAST_MARGIN
@@ -372,10 +384,19 @@ class Pacing:
         """Tokens of prompts in a step beside so many rows, as :attr:`Scheduler.prompt_budget`."""
         times, limit = self._times, self._max_step_time
         budget = times.largest(limit, rows, cached) or self._first_budget
-        if tokens <= _BACKLOG_STEPS * budget:
-            return budget
-        stretched = max(self._backlog_stretch * limit, _BACKLOG_ROWS * times.of_rows(rows))
-        return max(budget, times.largest(stretched, rows, cached) or 0)
+        if tokens > _BACKLOG_STEPS * budget:
+            stretched = max(self._backlog_stretch * limit, _BACKLOG_ROWS * times.of_rows(rows))
+            budget = max(budget, times.largest(stretched, rows, cached) or 0)
+        budget = min(budget, self._scheduler.config.max_num_batched_tokens)
+        self._token_seconds = times.of_token(rows, budget, cached)
+        return budget
+
+    def _media_cost(self, size: int, begin: int, end: int) -> float | None:
+        """As :attr:`Scheduler.media_cost`: a part may take as long as all tokens of the budget."""
+        seconds = self._times.media_seconds(size, begin, end)
+        if seconds is None or self._token_seconds is None:
+            return None
+        return seconds / self._token_seconds
 
 
 __all__ = ["Pacing", "StepTimes"]

@@ -69,6 +69,8 @@ class _Draft:
     Attributes:
         whole_budget: tokens of prompts that may be computed.
         budget: how many of these are left.
+        tokens: how many are in chunks.
+        encoding: how many take as long as the embeddings that are computed.
         prompts: sequences not planned yet that want some of the budget; 0 if they need not share.
         repeat: how often the sequences planned so far let the plan be run, at most.
         singles: sequences that compute one token.
@@ -91,6 +93,8 @@ class _Draft:
     budget: int
     prompts: int
     repeat: int
+    tokens: int = 0
+    encoding: float = 0.0
     beside: bool = False
     chunked: bool = False
     singles: list[Sequence] = field(default_factory=list)
@@ -247,6 +251,9 @@ class Scheduler:
             None as long as nobody knows. While sequences decode, an item is computed within the
             budget, over several steps if need be, and its chunks come after that. None to compute
             what a chunk touches in the chunk's own step.
+        prompt_sizes: in ascending order, those that the tokens of a step's prompts are padded to.
+            Tokens beside an item are as many as one of these has, so that the padding has its time
+            too. Empty for no padding.
         media_in_parts: whether the model computes an item in parts; else all of it in one step. How
             many there are is learned from results.
         prefix_cache_queries: tokens looked up in the prefix cache when sequences got their first
@@ -269,6 +276,7 @@ class Scheduler:
         self.repeat_limit = config.max_repeat
         self.prompt_budget: abc.Callable[[int, int, int], int] | None = None
         self.media_cost: abc.Callable[[int, int, int], float | None] | None = None
+        self.prompt_sizes: abc.Sequence[int] = ()
         self.media_in_parts = False
         self._media_parts: dict[str, int] = {}  # by kind
         self._key_size = cache.block_size
@@ -636,7 +644,7 @@ class Scheduler:
             if repeat < draft.repeat:
                 draft.repeat = repeat
             if num_tokens - start > 1:
-                draft.budget = max(0, draft.budget - count)
+                self._spend(draft, tokens=count)
             self._hold_media(sequence, start, count, draft)
             draft.add(sequence, count)
 
@@ -657,7 +665,7 @@ class Scheduler:
             draft.ahead.append(sequence)
             self._compute_ahead(sequence, 0, draft)
             return True
-        draft.budget = max(0, draft.budget - count)
+        self._spend(draft, tokens=count)
         self._hold_media(sequence, sequence.num_scheduled, count, draft)
         draft.add(sequence, count)
         return True
@@ -1166,7 +1174,8 @@ class Scheduler:
             (_, item), *others = [*_touched(sequence, start, start + count)]
             size = item.num_embeddings
             rest = budget - self._media_cost(size, self._computed(sequence, item, draft), size)
-            most = min([start + math.floor(max(1, rest)), *(other.span[0] for _, other in others)])
+            rest = max(1, self._unpadded(rest))
+            most = min([start + rest, *(other.span[0] for _, other in others)])
             count = cut_before_span(min(start + count, most), spans) - start or count
             ready = self._with_media(sequence, start, count, draft, whole=True)
         return ready
@@ -1178,7 +1187,7 @@ class Scheduler:
             return False
         key, size = _media_key(sequence, item), item.num_embeddings
         cost = self._media_cost(size, self._computed(sequence, item, draft), size)
-        return cost > draft.budget and self.encoder_cache.fits([(key, size)])
+        return cost > self._time_left(draft) and self.encoder_cache.fits([(key, size)])
 
     def _with_media(
         self, sequence: Sequence, start: int, count: int, draft: _Draft, *, whole: bool
@@ -1219,7 +1228,7 @@ class Scheduler:
             done, size = self._computed(sequence, item, draft), item.num_embeddings
             if done == size:
                 continue
-            end = self._part_end(item, done, budget, draft)
+            end = self._part_end(item, done, draft)
             if end == done:
                 return
             first, last = item.span
@@ -1236,11 +1245,11 @@ class Scheduler:
             self._add_work(sequence, index, end, draft)
             return
 
-    def _part_end(self, item: MediaItem, done: int, budget: int, draft: _Draft) -> int:
-        """Up to which embedding an item is computed within ``budget``; ``done`` if none of it is.
+    def _part_end(self, item: MediaItem, done: int, draft: _Draft) -> int:
+        """Up to which embedding an item is computed in this step; ``done`` if none of it is.
 
         The model computes it in parts that nobody can halve: one more than a step has time for
-        would be a step too long. Whoever is the first to take some of the budget gets one part at
+        would be a step too long. Whoever is the first to take some of the time gets one part at
         least.
         """
         size, parts = item.num_embeddings, 1
@@ -1248,11 +1257,35 @@ class Scheduler:
             parts = min(size, self._media_parts.get(item.kind, _USUAL_PARTS))
         # Rounded down, as a share that the model reaches with the last of its own parts.
         ends = [end for part in range(1, parts + 1) if (end := part * size // parts) > done]
-        affordable = [end for end in ends if self._media_cost(size, done, end) <= budget]
+        left = self._time_left(draft)
+        share = left if draft.prompts <= 1 else left / 2
+        affordable = [end for end in ends if self._media_cost(size, done, end) <= share]
         if affordable:
             return affordable[-1]
         alone = draft.budget == draft.whole_budget
-        return ends[0] if alone or self._media_cost(size, done, ends[0]) <= draft.budget else done
+        return ends[0] if alone or self._media_cost(size, done, ends[0]) <= left else done
+
+    def _time_left(self, draft: _Draft) -> float:
+        """How many tokens of prompts take as long as what a step has time for yet."""
+        index = bisect_left(self.prompt_sizes, draft.tokens)
+        padded = self.prompt_sizes[index] if index < len(self.prompt_sizes) else draft.tokens
+        return draft.whole_budget - draft.encoding - (padded if draft.tokens else 0)
+
+    def _unpadded(self, tokens: float) -> int:
+        """The most tokens of prompts that take no longer than so many."""
+        if not self.prompt_sizes:
+            return math.floor(max(0, tokens))
+        index = bisect_right(self.prompt_sizes, tokens)
+        return self.prompt_sizes[index - 1] if index else 0
+
+    def _spend(self, draft: _Draft, *, tokens: int = 0, encoding: float = 0.0) -> None:
+        """Take note of a chunk, or of embeddings that take as long as so many tokens."""
+        draft.tokens += tokens
+        draft.encoding += encoding
+        most = draft.whole_budget
+        if draft.encoding > 0:
+            most = self._unpadded(most - draft.encoding)
+        draft.budget = max(0, most - draft.tokens)
 
     def _media_cost(self, size: int, begin: int, end: int) -> float:
         """As ``media_cost``; of what nobody knows the cost of a step has one part, and no more."""
@@ -1268,8 +1301,7 @@ class Scheduler:
         draft.media_work[slot] = (sequence, index, begin, end)
         draft.repeat = 1
         if draft.beside:
-            left = draft.budget - self._media_cost(item.num_embeddings, done, end)
-            draft.budget = math.floor(max(0, left))
+            self._spend(draft, encoding=self._media_cost(item.num_embeddings, done, end))
 
     def _hold(self, sequence: Sequence, index: int) -> int:
         """Hold an item that fits for a sequence, if it does not; returns its slot."""

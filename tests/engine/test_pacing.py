@@ -199,6 +199,7 @@ def test_pictures_beside_decodes_take_the_tokens_that_they_cost() -> None:
         clock.decode_seconds = 0.005 + 200 * seconds
         clock.run(pacing, shown)
         assert pacing.spare(shown, clock.now) == pytest.approx(usual + 200 * seconds)
+    budgets(sched)  # which costs are in tokens of
     # One in size between them may be as dear as the larger one.
     costs = [sched.media_cost(size, 10, 110) for size in (300, 1000, 5000)]
     assert costs == pytest.approx([100, 250, 250])
@@ -206,11 +207,10 @@ def test_pictures_beside_decodes_take_the_tokens_that_they_cost() -> None:
     assert sched.media_cost(9000, 10, 110) is None
     # Steps without a picture are known as before.
     assert pacing.spare(decode(1), clock.now) == pytest.approx(usual)
-    # What takes no time costs a thousandth of a token, so that a step's budget is a number.
     clock.decode_seconds = 0.005
     for _ in range(15):
         clock.run(pacing, replace(decode(1), media_work=(MediaWork(0, 0, 0, 0, 256, 256),)))
-    assert sched.media_cost(256, 0, 256) == pytest.approx(0.256)
+    assert sched.media_cost(256, 0, 256) == pytest.approx(0)
 
 
 class SlowClock(Clock):
@@ -330,6 +330,30 @@ def test_far_into_a_long_prompt_a_step_has_tokens_for_what_attention_leaves() ->
     assert sched.media_cost(5760, 100, 200) == pytest.approx(250, rel=0.2)
 
 
+def test_a_picture_may_take_as_long_as_the_tokens_in_its_place() -> None:
+    """A token takes 20 us in a step of 448, in one of 1,024 only 15."""
+    sched = scheduler()
+    clock = Clock(20e-6)
+    pacing = Pacing(sched, 2, max_step_time=0.03, clock=clock)
+    for _ in range(9):
+        clock.run(pacing, decode(1))
+        clock.run(pacing, prefill(448, decoding=True))
+    shown = replace(decode(1), media_work=(MediaWork(0, 0, 0, 100, 300, 5760),))
+    clock.decode_seconds = 0.005 + 200 * 50e-6
+    clock.run(pacing, shown)
+    clock.decode_seconds, clock.token_seconds = 0.005, 15e-6
+    for _ in range(9):
+        clock.run(pacing, prefill(1024, decoding=True))
+    assert sched.prompt_budget is not None
+    assert sched.media_cost is not None
+    budget = sched.prompt_budget(1, 1, 0)
+    clock.run(pacing, prefill(budget, decoding=True))
+    cost = sched.media_cost(5760, 100, 300)
+    assert cost == pytest.approx(200 * 50e-6 / 15e-6, rel=0.05)
+    # Far into another prompt fewer tokens take that long, for attention.
+    assert sched.prompt_sizes[-1] == 8192
+
+
 def test_the_first_and_the_last_part_of_a_picture_take_longer() -> None:
     """An embedding takes 50 us, the beginning of a picture 4 ms and its end 1, a token 20 us."""
     sched = scheduler()
@@ -347,6 +371,7 @@ def test_the_first_and_the_last_part_of_a_picture_take_longer() -> None:
 
     assert sched.media_cost is not None
     shown((0, 180), more=3.0)  # it compiles, and what an embedding takes is not known yet
+    budgets(sched)
     assert sched.media_cost(5760, 180, 360) is None
     for _ in range(3):
         shown((180, 360), more=0.0)
@@ -354,6 +379,7 @@ def test_the_first_and_the_last_part_of_a_picture_take_longer() -> None:
         shown((360, 720), (0, 180), more=0.004)
         shown((5580, 5760), (5580, 5760), more=0.002)
         shown((5580, 5760), (0, 180), more=0.9)  # which of both took so long?
+    budgets(sched)
     costs = [sched.media_cost(5760, *part) for part in ((180, 360), (0, 180), (5580, 5760))]
     assert costs == pytest.approx([450, 650, 500])
 

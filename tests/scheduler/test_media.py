@@ -184,7 +184,7 @@ def test_an_item_at_the_very_beginning_is_computed_in_parts_too(cost: int, parts
 
 
 def beside_pictures(
-    parts: int, cost: float | None, *sizes: int
+    parts: int, cost: float | None, *sizes: int, prompt_sizes: tuple[int, ...] = ()
 ) -> tuple[list[list[tuple[int, int]]], list[int]]:
     """Beside one that decodes prompts show a picture each, in the middle.
 
@@ -200,6 +200,7 @@ def beside_pictures(
         None if cost is None else cost * parts * (end - begin) / size
     )
     sched.media_in_parts = True
+    sched.prompt_sizes = prompt_sizes
     shown = [
         ProcessedPrompt((1,) * 60, media=(picture(1, 1 + size, bytes([number])),))
         for number, size in enumerate(sizes)
@@ -239,6 +240,17 @@ def test_pictures_side_by_side_share_the_time_of_a_step() -> None:
     work, tokens = beside_pictures(4, 6, 20, 20)
     assert work[:4] == [[(n, n + 5)] for n in (0, 5, 10, 15)]
     assert tokens[:3] == [0, 0, 0]
+
+
+def test_padding_beside_a_picture_has_its_time() -> None:
+    """A chunk of 5 tokens takes as long as one of 8."""
+    sizes = (2, 4, 8, 16, 32)
+    work, tokens = beside_pictures(4, 4, 20, prompt_sizes=sizes)
+    assert (work[:3], tokens[:3]) == ([[(0, 10)], [(10, 20)], []], [0, 2, 10])
+    work, tokens = beside_pictures(4, 2.5, 20, 20, prompt_sizes=sizes)
+    for parts, count in zip(work, tokens, strict=True):
+        padded = min(size for size in (0, *sizes) if size >= count)
+        assert not parts or padded + sum(end - begin for begin, end in parts) / 5 * 2.5 <= 10
 
 
 def test_a_part_that_takes_longer_than_a_step_should_comes_alone() -> None:
