@@ -35,6 +35,8 @@ Grid = tuple[int, int, int]
 
 Norm = type[LayerNorm] | type[RMSNorm]
 
+_USUAL_SIDES = (448, 1024)
+
 
 class VisionAttention(nn.Module):
     """Attention between the patches of a frame, or of a window in it, in both directions."""
@@ -159,7 +161,7 @@ class VisionTower(nn.Module):
     def __init__(self, vision: HFConfig) -> None:
         super().__init__()
         patch_width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        self.merge_size = vision.spatial_merge_size
+        self.merge_size, self.patch_size = vision.spatial_merge_size, vision.patch_size
         self.patch_embed = PatchEmbed(patch_width, vision.embed_dim)
         self.blocks = nn.ModuleList(
             [VisionBlock(vision, self.norm, self.build_mlp(vision)) for _ in range(vision.depth)]
@@ -338,6 +340,19 @@ class Qwen2VLForConditionalGeneration(RotaryCausalLM):
         out = yield from self.visual.parts(patches, grids)
         merged = self.visual.merge_size**2
         return list(out.split([math.prod(grid) // merged for grid in grids]))
+
+    def usual_media(self) -> list[tuple[str, list[dict[str, Tensor]]]]:
+        """Pictures of 448 x 448 and, as near as patches come to it, of 1024 x 1024.
+
+        The kernels that they need are compiled for pictures of other sizes, too.
+        """
+        merge, items = self.visual.merge_size, []
+        for side in _USUAL_SIDES if "image" in self.pixels else ():
+            count = merge * round(side / (merge * self.visual.patch_size))
+            patches = torch.zeros(count**2, 3 * self.visual.patch_size**2, dtype=torch.uint8)
+            grid = torch.tensor([1, count, count])
+            items.append(("image", [{"pixel_values": patches, "grid_thw": grid}]))
+        return items
 
     def prepare_inputs_for_generation(
         self,

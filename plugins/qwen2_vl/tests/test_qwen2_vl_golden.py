@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from golden_fixtures import GOLDEN
@@ -130,6 +131,20 @@ def test_an_item_has_the_same_embeddings_beside_others(model: TinyModel) -> None
         for item, values in zip(items, together, strict=True):
             (alone,) = network.embed_media("image", [item])
             torch.testing.assert_close(values, alone, atol=1e-5, rtol=0)
+
+
+def test_usual_pictures_are_as_the_processor_makes_them(model: TinyModel) -> None:
+    """So that they have the keys of graphs that pictures of these sizes are looked up by."""
+    network: Any = model.network
+    processor: Any = model.processor
+    for (kind, (usual,)), side in zip(network.usual_media(), (448, 1024), strict=True):
+        picture = np.zeros((side, side, 3), dtype=np.uint8)
+        (item,) = processor.process_media([304], {kind: [picture]}, {"max_pixels": 2**21}).media
+        assert usual.keys() == item.features.keys()
+        for name, value in item.features.items():
+            made = torch.as_tensor(np.array(value))
+            assert (made.dtype, made.shape) == (usual[name].dtype, usual[name].shape)
+        assert usual["grid_thw"].tolist() == item.features["grid_thw"].tolist()
 
 
 def test_positions(model: TinyModel) -> None:
