@@ -24,7 +24,7 @@ _BACKLOG_ROWS = 3
 # allowed for the sake of more tokens.
 _ATTENTION_STRETCH = 1.25
 # The mean number of tokens that those of a prompt attend to, from which on attention to them tells.
-_FAR = 4096
+_FAR = 2048
 # Seconds between the submission of a step and the end of the one before it, at least and at most.
 _LEAST_MARGIN, _MOST_MARGIN = 0.0003, 0.05
 
