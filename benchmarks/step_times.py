@@ -1,12 +1,15 @@
 """Time steps of a server by what is in them: rows that decode, and a prompt's tokens beside them.
 
     python benchmarks/step_times.py [llama3_8b] [--rows 16] [--sizes 64,...,2048] [--cached 0,1280]
+    python benchmarks/step_times.py [llama3_8b] [--rows 16] --totals 992,1024,1056
 
 The engine's own steps, captured as a server captures them before its first request, one queued
 behind the other, so that the device never waits. Milliseconds a step, and for each token of the
 prompt beyond what a step without one takes. Each row that decodes has ``--context`` tokens in its
-cache, and the prompt ``--cached`` ones before those of the step. ``benchmarks/serve_sim.py`` takes
-such times.
+cache, and the prompt ``--cached`` ones before those of the step. With ``--totals`` a step has so
+many tokens in all, 32 of them for rows that decode, whether a server captures such steps or not:
+products are in tiles, and one more tile than fills the device may take as long as all before it.
+The script uses private parts of the engine for that.
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ from engine_core import EngineConfig, SamplingParams, own_process
 from engine_core.engine.core import EngineCore
 from engine_core.engine.startup import load, open_engine
 from engine_core.inputs import ProcessedPrompt
-from engine_core.runtime.step_batch import chunk_sizes
+from engine_core.runtime.step_batch import GraphKey, chunk_sizes
 from engine_core.steps import Admission, PlanRow, StepPlan
 
+# Rows that a step of one of --totals has room for.
+BESIDE = 32
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 
@@ -105,11 +110,19 @@ def measure(model: str, options: argparse.Namespace) -> None:
         max_model_len=options.max_model_len,
     )
     core = EngineCore(load(open_engine(model, config)))
-    begin, captured = time.monotonic(), 0
-    while core.capture_next():
-        captured += 1
-    print(f"{captured} graphs in {time.monotonic() - begin:.1f} s", flush=True)
+    graphs = core.executor._runner._graph_steps if options.totals else None
     sizes = options.sizes or [size for size in chunk_sizes(options.most) if size <= options.most]
+    if graphs is not None:
+        sizes = [total - BESIDE for total in options.totals]
+        graphs.fit = lambda key: (
+            GraphKey(key.tokens - key.decode_rows + BESIDE, BESIDE, max(8, key.prefill_rows)),
+            True,
+        )
+    else:
+        begin, captured = time.monotonic(), 0
+        while core.capture_next():
+            captured += 1
+        print(f"{captured} graphs in {time.monotonic() - begin:.1f} s", flush=True)
     turns = options.steps
     cases = len(options.cached) * len(sizes) + 1
     print("| rows | cached | tokens | ms | us a token |\n|---|---|---|---|---|")
@@ -143,6 +156,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="llama3_8b", help="a shape's name, or a path")
     parser.add_argument("--rows", type=numbers, default=[16])
     parser.add_argument("--sizes", type=numbers, help="all that are captured if not given")
+    parser.add_argument("--totals", type=numbers, default=[], help="in place of --sizes")
     parser.add_argument("--cached", type=numbers, default=[0])
     parser.add_argument("--context", type=int, default=600)
     parser.add_argument("--most", type=int, default=2048, help="max_num_batched_tokens")
