@@ -9,17 +9,18 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from statistics import median
 
-from engine_core.runtime.step_batch import chunk_sizes
+from engine_core.runtime.step_batch import sizes_beside
 from engine_core.scheduler import Scheduler
 from engine_core.steps import MediaWork, StepPlan
 
 # Steps of a size that are remembered, and how many of them are believed before the other sizes.
 _REMEMBERED = 15
 _TELLING = 3
-# Prompts for more steps than these are many. A step may then be so often as long as its decoding
-# rows need: else prompts would hardly get on where rows alone take as long as a step should.
-_BACKLOG_STEPS = 2.5
+# While many prompts wait a step may be so often as long as its decoding rows need: else prompts
+# would hardly get on where rows alone take as long as a step should.
 _BACKLOG_ROWS = 3
+# Sizes that bring so much of the most tokens a second are as good.
+_ALIKE = 0.97
 # Where attention makes even a step with the fewest tokens too long, so many times its attention is
 # allowed for the sake of more tokens.
 _ATTENTION_STRETCH = 1.25
@@ -37,30 +38,37 @@ class StepTimes:
 
     A step takes something whatever is in it, something for each row that decodes and something for
     each token of a prompt. On a CPU a row costs much, and rows come and go within seconds, so no
-    step is taken for one with other rows. A step is as long as the captured one that holds it, so
-    tokens are counted in those sizes. Far into a long prompt attention takes most of a step:
-    something for each pair of a token and one that it attends to. A token more than fills a device
-    takes as long as if it were filled once more, since one part of it goes through all that a
-    token attends to. Embeddings of pictures, videos and sounds take what such steps took longer:
-    something for each, and something for the beginning and the end of an item that takes several
-    steps, since its features are sent to the device in the first.
+    step is taken for one with other rows if there was one like it. A step is as long as the
+    captured one that holds it, so tokens are counted in those sizes, padded rows among them. Far
+    into a long prompt attention takes most of a step: something for each pair of a token and one
+    that it attends to. A token more than fills a device takes as long as if it were filled once
+    more, since one part of it goes through all that a token attends to. Embeddings of pictures,
+    videos and sounds take what such steps took longer: something for each, and something for the
+    beginning and the end of an item that takes several steps, since its features are sent to the
+    device in the first.
     """
 
-    def __init__(self, max_tokens: int, filling_tokens: int = 1) -> None:
+    def __init__(self, max_tokens: int, filling_tokens: int = 1, rooms: Sequence[int] = ()) -> None:
         """Nothing is known yet.
 
         Args:
             max_tokens: of the prompts of a step, at most.
             filling_tokens: tokens of a prompt whose attention fills the whole device once.
+            rooms: numbers of decoding rows that captured steps have room for; none if rows are not
+                padded.
         """
-        self._sizes = chunk_sizes(max_tokens)
+        self._rooms = rooms
+        self._sizes = {room: sizes_beside(room, max_tokens) for room in (0, *rooms)}
         self._filling_tokens = filling_tokens
         # Seconds, rows and tokens by the binary digits of the rows and by size: 0 rows without any
-        # that decodes, size 0 for decode steps. Then their medians.
+        # that decodes, size 0 for decode steps, for others the tokens of the captured step. Then
+        # their medians.
         self._seen: defaultdict[tuple[int, int], deque[_Taken]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED)
         )
         self._medians: dict[tuple[int, int], _Taken] = {}
+        # By size, the binary digits of the rows beside which it came often enough to be believed.
+        self._told: defaultdict[int, list[int]] = defaultdict(list)
         self._fixed = self._a_row = self._a_pair = 0.0
         self._pairs_seen: deque[float] = deque(maxlen=_REMEMBERED)
         # Seconds of an embedding, by the binary digits of how many an item has: attention makes
@@ -98,6 +106,8 @@ class StepTimes:
             each, counts, sizes = zip(*seen, strict=True)
             self._medians[key] = median(each), median(counts), median(sizes)
             if size:
+                if len(seen) == _TELLING:
+                    self._told[size].append(key[0])
                 self._fit()
 
     def expect(self, plan: StepPlan) -> float | None:
@@ -121,26 +131,51 @@ class StepTimes:
         """Seconds of a step with prompts that go to the rows that decode, and to what is fixed."""
         return self._on_line(rows, 0)
 
-    def largest(self, seconds: float, rows: int, cached: int = 0) -> int | None:
-        """The most tokens of prompts with which a step of so many rows keeps within ``seconds``.
+    def budget(self, seconds: float, rows: int, cached: int = 0) -> int | None:
+        """How many tokens of prompts a step of so many rows should have within ``seconds``.
 
-        Where the smallest size takes longer, the most that a quarter more of its attention's time
-        allows. ``cached`` are the tokens before those of the prompt.
+        The size of which the device computes the most tokens a second: products are in tiles, and
+        a step with a few tokens more than fill them takes as long as if they were filled once more.
+        Of sizes that differ by less than 3% it is the largest. Where the smallest size takes
+        longer, a quarter more of its attention's time is allowed. ``cached`` are the tokens before
+        those of the prompt.
 
         Returns:
             None if no step with decoding rows and prompts was seen.
         """
         if self._a_token is None:
             return None
-        best = self._sizes[0]
-        for size in self._sizes:
-            taken = self._of_size(rows, size)
+        fitting: list[tuple[float, int]] = []
+        room = self._room(rows)
+        for size in self._sizes[room]:
             attention = self._a_pair * self._pairs(size, cached)
-            if size == best:
-                seconds = max(seconds, taken + _ATTENTION_STRETCH * attention)
-            if taken + attention <= seconds:
-                best = size
-        return best
+            taken = self._of_size(rows, room + size) + attention
+            if not fitting:
+                seconds = max(seconds, taken + (_ATTENTION_STRETCH - 1) * attention)
+            if taken <= seconds:
+                fitting.append((size / max(taken, 1e-9), size))
+        fastest = max(fitting)[0]
+        return max(size for speed, size in fitting if speed >= _ALIKE * fastest)
+
+    def _of_size(self, rows: int, size: int) -> float:
+        """Seconds of a step of this size, by what such steps took beside most alike rows.
+
+        Without attention to what is far. On the line if none was seen.
+        """
+        digits = rows.bit_length()
+        alike = self._told.get(size)
+        if not alike:
+            return self._on_line(rows, size)
+        each, count, _ = self._medians[min(alike, key=lambda seen: abs(seen - digits)), size]
+        return max(0.0, each + self._a_row * (rows - count))
+
+    def sizes(self, rows: int) -> list[int]:
+        """As :meth:`Pacing.sizes`."""
+        return self._sizes[self._room(rows)]
+
+    def _room(self, rows: int) -> int:
+        """Tokens that decoding rows take in a step with prompts, with padding; 0 if unpadded."""
+        return next((room for room in self._rooms if room >= rows > 0), 0)
 
     def of_token(self, rows: int, tokens: int, cached: int) -> float | None:
         """Seconds that each of so many tokens of prompts adds to a step with so many rows.
@@ -149,8 +184,9 @@ class StepTimes:
         """
         if self._a_token is None:
             return None
-        size = self._sizes[bisect_left(self._sizes, tokens)]
-        taken = self._of_size(rows, size) + self._a_pair * self._pairs(size, cached)
+        room = self._room(rows)
+        size = self._sizes[room][bisect_left(self._sizes[room], tokens)]
+        taken = self._of_size(rows, room + size) + self._a_pair * self._pairs(size, cached)
         return max(1e-9, (taken - self._on_line(rows, 0)) / tokens)
 
     def media_seconds(self, size: int, begin: int, end: int) -> float | None:
@@ -190,14 +226,6 @@ class StepTimes:
         )
         return None if digits is None else median(self._embeddings_seen[digits])
 
-    def _of_size(self, rows: int, size: int) -> float:
-        """Seconds of a step with so many rows and a size of prompts, which attend to themselves."""
-        key = rows.bit_length(), size
-        if len(self._seen.get(key, ())) < _TELLING:
-            return self._on_line(rows, size)
-        each, count, _ = self._medians[key]
-        return each + self._a_row * (rows - count)
-
     def _on_line(self, rows: int, tokens: int) -> float:
         return self._fixed + self._a_row * rows + (self._a_token or 0.0) * tokens
 
@@ -216,7 +244,11 @@ class StepTimes:
             (median(tokens for *_, tokens in same), median(x - self._a_row * n for x, n, _ in same))
             for same in by_size.values()
         ]
-        slopes = [(y - x) / (more - tokens) for (tokens, x), (more, y) in combinations(points, 2)]
+        slopes = [
+            (y - x) / (more - tokens)
+            for (tokens, x), (more, y) in combinations(points, 2)
+            if more != tokens
+        ]
         a_token = max(1e-9, median(slopes or [points[0][1] / points[0][0]]))
         self._fixed = max(0.0, median(y - a_token * x for x, y in points))
         self._a_token = a_token
@@ -227,7 +259,10 @@ class StepTimes:
         return filled * (cached + tokens / 2)
 
     def _kind(self, plan: StepPlan) -> tuple[int, int, int, float]:
-        """The rows that decode, the size of the prompts, their tokens, and pairs of attention."""
+        """The rows that decode, the step's size, its tokens, and pairs of attention.
+
+        Tokens are those of prompts and the padded decoding rows; both are 0 without prompts.
+        """
         chunks = [row for row in plan.others if row.num_tokens > 1]
         if not chunks:
             return len(plan.rows), 0, 0, 0.0
@@ -236,8 +271,10 @@ class StepTimes:
             max(self._pairs(row.num_tokens, row.start) for row in chunks),
             sum(row.num_tokens * (row.start + row.num_tokens / 2) for row in chunks),
         )
-        size = self._sizes[bisect_left(self._sizes, tokens)]
-        return len(plan.rows) - len(chunks), size, tokens, pairs
+        rows = len(plan.rows) - len(chunks)
+        room = self._room(rows)
+        sizes = self._sizes[room]
+        return rows, room + sizes[bisect_left(sizes, tokens)], room + tokens, pairs
 
 
 def _edge(size: int, begin: int, end: int) -> int:
@@ -260,10 +297,10 @@ class Pacing:
       the step behind the one that runs shortly before that one ends, by what such steps took, so
       that whoever arrives until then is in it: sooner by what the host's work for a step has taken,
       and by a margin that doubles whenever the device had to wait, and then shrinks slowly. A step
-      in which rows decode computes as many tokens of prompts as keep it within ``max_step_time``,
-      by what a row and a token of a prompt took of late. While prompts for more than 2.5 such
-      steps wait it may take ``backlog_stretch`` times as long, or three times what the rows need
-      if that is more. Figures are in benchmarks/notes/serving.md.
+      in which rows decode keeps within ``max_step_time``, by what steps took of late, and has as
+      many tokens of prompts as make the most of the device. While prompts for more than
+      ``backlog_steps`` such steps wait it may take ``backlog_stretch`` times as long, or three
+      times what the rows need if that is more. Figures are in benchmarks/notes/serving.md.
 
     Args:
         scheduler: asked for plans; its ``repeat_limit``, ``prompt_budget``, ``media_cost`` and
@@ -271,9 +308,10 @@ class Pacing:
         depth: steps that may be queued offline before the first result is read; 0 where a step is
             done when it is submitted.
         max_step_time: seconds that a step with decoding rows should take at most; None offline.
-        backlog_stretch: how often as long a step may take while prompts for more than 2.5 wait.
+        backlog_stretch: how often as long a step may take while many prompts wait.
+        backlog_steps: prompts for more steps than these are many.
         first_budget: tokens of prompts in such a step before any was seen.
-        filling_tokens: as of :class:`StepTimes`.
+        filling_tokens: as of :class:`StepTimes`, like ``rooms``.
         clock: seconds since some moment.
 
     Attributes:
@@ -287,13 +325,16 @@ class Pacing:
         *,
         max_step_time: float | None = None,
         backlog_stretch: float = 1.4,
+        backlog_steps: float = 1.5,
         first_budget: int = 512,
         filling_tokens: int = 1,
+        rooms: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._serving = max_step_time is not None
         self._max_step_time = max_step_time or 0.0
         self._backlog_stretch = backlog_stretch
+        self._backlog_steps = backlog_steps
         self.depth = min(depth, 1) if self._serving else depth
         self._scheduler = scheduler
         self._clock = clock
@@ -305,15 +346,19 @@ class Pacing:
         self._early = 0
         self._waits = 0
         limit = scheduler.config.max_num_batched_tokens
-        self._times = StepTimes(limit, filling_tokens)
+        self._times = StepTimes(limit, filling_tokens, rooms)
         scheduler.media_cost = self._media_cost if self._serving else None
         # Where steps are computed after they were submitted, most are captured, and padded.
-        padded = self._serving and self.depth > 0
-        scheduler.prompt_sizes = chunk_sizes(limit) if padded else ()
+        self._padded = self._serving and self.depth > 0
+        scheduler.prompt_sizes = self._times.sizes(1) if self._padded else ()
         self._token_seconds: float | None = None  # of those that the last budget is of
         self._last_end = 0.0
         self._host_seconds = 0.0
         self._margin = _LEAST_MARGIN
+
+    def sizes(self, rows: int) -> list[int]:
+        """Tokens of prompts that captured steps hold beside so many decoding rows, ascending."""
+        return self._times.sizes(rows)
 
     def arrived(self) -> None:
         """Take note of a new request."""
@@ -383,12 +428,14 @@ class Pacing:
     def _prompt_budget(self, rows: int, tokens: int, cached: int) -> int:
         """Tokens of prompts in a step beside so many rows, as :attr:`Scheduler.prompt_budget`."""
         times, limit = self._times, self._max_step_time
-        budget = times.largest(limit, rows, cached) or self._first_budget
-        if tokens > _BACKLOG_STEPS * budget:
+        budget = times.budget(limit, rows, cached) or self._first_budget
+        if tokens > self._backlog_steps * budget:
             stretched = max(self._backlog_stretch * limit, _BACKLOG_ROWS * times.of_rows(rows))
-            budget = max(budget, times.largest(stretched, rows, cached) or 0)
+            budget = max(budget, times.budget(stretched, rows, cached) or 0)
         budget = min(budget, self._scheduler.config.max_num_batched_tokens)
         self._token_seconds = times.of_token(rows, budget, cached)
+        if self._padded:
+            self._scheduler.prompt_sizes = times.sizes(rows)
         return budget
 
     def _media_cost(self, size: int, begin: int, end: int) -> float | None:

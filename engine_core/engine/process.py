@@ -53,13 +53,16 @@ _SPARE_SECONDS = 0.001
 # cores of a CPU need 250 ms for prompts to get on at all.
 _STEP_SECONDS = {"cpu": 0.25, "cuda": 0.03}
 _FIRST_BUDGET = {"cpu": 128, "cuda": 512}
-# How often as long a step may take while prompts for more than 2.5 wait. Simulated with Poisson
-# arrivals on an H200: at 32 requests a second 1.4 takes the first token's 99th percentile from 252
-# to 202 ms; at 16, where prompts seldom wait, that of the gaps stays. On a CPU a step of one row
-# costs as much as 33 tokens of a prompt and each further row as 1.6: fewer steps are less work.
+# How often as long a step may take while prompts for more than so many steps wait. Simulated with
+# Poisson arrivals on an H200: at 32 requests a second 1.4 takes the first token's 99th percentile
+# from 252 to 202 ms; at 16, where prompts seldom wait, that of the gaps stays. Sizes of steps there
+# differ by a tenth in tokens a second, and prompts for 1.5 steps are often done sooner in one long
+# step. On a CPU a step of one row costs as much as 33 tokens of a prompt and each further row as
+# 1.6: fewer steps are less work.
 _BACKLOG_STRETCH = {"cpu": 4.0, "cuda": 1.4}
+_BACKLOG_STEPS = {"cpu": 2.5, "cuda": 1.5}
 # Seconds that steps are timed for, before there are requests, at most.
-_TRIAL_SECONDS = {"cpu": 0.5, "cuda": 1.0}
+_TRIAL_SECONDS = {"cpu": 0.5, "cuda": 2.0}
 # While grammars are compiled and nothing else is done, word is sent each so many seconds.
 _QUIET_SECONDS = 0.5
 # Seconds of idleness before a step is captured ahead: a client that sends one request after the
@@ -466,6 +469,7 @@ def _serve(
     from engine_core.engine.core import EngineCore
     from engine_core.engine.pacing import Pacing
     from engine_core.engine.startup import load, open_engine
+    from engine_core.runtime.step_batch import ROWS_BESIDE
 
     opened = open_engine(model, config)
     source = opened.source
@@ -492,8 +496,10 @@ def _serve(
             loaded.depth,
             max_step_time=max_step_time or _STEP_SECONDS[kind],
             backlog_stretch=_BACKLOG_STRETCH[kind],
+            backlog_steps=_BACKLOG_STEPS[kind],
             first_budget=_FIRST_BUDGET[kind],
             filling_tokens=_filling_tokens(source, config),
+            rooms=ROWS_BESIDE if kind == "cuda" else (),
         ),
         beside=True,
     )

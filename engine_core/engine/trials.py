@@ -12,10 +12,13 @@ from engine_core.runtime.executor import Executor
 from engine_core.scheduler import Scheduler
 from engine_core.steps import Admission, PlanRow, StepPlan
 
-# Tokens of a prompt beside a row that decodes. A third of these sizes is enough to fit a line; each
-# is run three times, since the median of three is more reliable than one time.
+# Tokens of a prompt beside a row that decodes, at most: what a captured step holds, if it is half
+# of them or more. A third of these sizes is enough to fit a line, and so they come before all
+# others; each is run three times, since the median of three is more reliable than one time.
 _SIZES = (16, 64, 128, 256, 512, 1024, 1536)
 _ROUNDS = 3
+# Larger steps are not timed.
+_MOST = 2048
 # Rows that decode at most, to learn how much time a row adds.
 _ROWS = 8
 # Of a row that decodes: tokens of its prompt, and positions in all, one more per step.
@@ -38,7 +41,14 @@ def run_trials(executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds
     """
     config, pool = scheduler.config, scheduler.pool
     longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
-    sizes = [size for size in _SIZES if size <= longest]
+    # Of steps that are padded much, pacing learns nothing.
+    held = pacing.sizes(1)
+    sizes = [
+        max((fitting for fitting in held if size <= 2 * fitting <= 2 * size), default=size)
+        for size in _SIZES
+        if size <= longest
+    ]
+    sizes += [size for size in held if size <= min(longest, _MOST) and size not in sizes]
     many = min(_ROWS, config.max_num_seqs - 1)
     lengths = [_POSITIONS] * many + [max(_POSITIONS, *sizes, 0)]
     counts = [[-(-length // group.block_size) for group in scheduler.groups] for length in lengths]

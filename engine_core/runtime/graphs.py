@@ -21,6 +21,7 @@ from engine_core.runtime.block_tables import IntArray
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.sampler.sampler import apply_bitmask
 from engine_core.runtime.step_batch import (
+    ROWS_BESIDE,
     Choice,
     GraphKey,
     RowState,
@@ -29,6 +30,7 @@ from engine_core.runtime.step_batch import (
     StepState,
     chunk_size,
     chunk_sizes,
+    sizes_beside,
 )
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 
@@ -460,8 +462,6 @@ class DecodeGraphs(_Graphs):
 # is not is a token of padding; prompts that there are not take next to nothing.
 _DECODE_ROWS = (0, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _PREFILL_ROWS = (1, 8, 32)
-# Those that steps are captured for before they come, whatever prompts are beside them.
-_DECODE_ROWS_BESIDE = (32, 64, 128, 256, 512, 1024)
 
 
 def _full_steps(max_num_batched_tokens: int, max_chunk: int, max_rows: int) -> Iterator[GraphKey]:
@@ -476,15 +476,15 @@ def _full_steps(max_num_batched_tokens: int, max_chunk: int, max_rows: int) -> I
                 yield GraphKey(decode + tokens, decode, prefill)
 
 
-def _steps_beside(sizes: Sequence[int], max_rows: int) -> Iterator[GraphKey]:
-    """Steps of prompts of any of these sizes beside rows that decode: few, which hold all others.
+def _steps_beside(max_chunk: int, max_rows: int) -> Iterator[GraphKey]:
+    """Steps of prompts up to this size beside rows that decode: few, which hold all others.
 
     More prompts than there are cost programs that end at once, so these have room for several, and
     the longer ones for many.
     """
-    for fewer, decode in pairwise((0, *_DECODE_ROWS_BESIDE)):
+    for fewer, decode in pairwise((0, *ROWS_BESIDE)):
         if fewer < max_rows - 1:
-            for tokens in sizes:
+            for tokens in sizes_beside(decode, max_chunk):
                 likely = min(max(8, tokens // 64), max_rows - 1, _PREFILL_ROWS[-1])
                 prefill = next(size for size in _PREFILL_ROWS if size >= likely)
                 yield GraphKey(decode + tokens, decode, prefill)
@@ -518,14 +518,14 @@ class GraphSteps(_Graphs):
             # Their padding is next to nothing where prompts are cut to these sizes, as a server
             # cuts them, so they may be longer; and a host that launches kernels for as long as the
             # device runs them can do nothing else.
-            beside = _steps_beside(sizes, state.steps.max_rows)
+            beside = _steps_beside(max_chunk, state.steps.max_rows)
             expected += [key for key in beside if key.tokens <= 2 * max_tokens]
         # The largest of the others first: what comes after reuses its memory.
         super().__init__(state, at_start=expected[:1], later=sorted(expected[1:], reverse=True))
         self._max_tokens = max_tokens
         rows = min(3, state.steps.max_rows)
         sizes = [min(tokens, max_num_batched_tokens) for tokens in (250, 2050)]
-        decode = _DECODE_ROWS_BESIDE[0]
+        decode = ROWS_BESIDE[0]
         self._odd = [GraphKey(decode + tokens, decode, rows) for tokens in sizes]
 
     def fit(self, key: GraphKey) -> tuple[GraphKey, bool]:
@@ -547,7 +547,7 @@ class GraphSteps(_Graphs):
         ]
         if holding:
             return min(holding), True
-        decode = next((size for size in (0, *_DECODE_ROWS_BESIDE) if size >= key.decode_rows), None)
+        decode = next((size for size in (0, *ROWS_BESIDE) if size >= key.decode_rows), None)
         decode = key.decode_rows if decode is None else decode
         return GraphKey(decode + prompts, decode, key.prefill_rows), False
 

@@ -38,6 +38,22 @@ def chunk_sizes(tokens: int) -> list[int]:
     return sizes
 
 
+# Rows that decode for which steps with prompts are captured before they come. Each of these rows
+# that there is not is a token of padding.
+ROWS_BESIDE = (32, 64, 128, 256, 512, 1024)
+
+
+def sizes_beside(rows: int, tokens: int) -> list[int]:
+    """Tokens of prompts in the captured steps that have room for so many decoding rows.
+
+    Prompts and rows together are one of :func:`chunk_sizes`: a GPU computes products in tiles of
+    128 tokens or so, and one token more than fills them takes as long as a tile. Only the last,
+    which holds ``tokens`` of prompts, may have the rows on top.
+    """
+    sizes = [size - rows for size in chunk_sizes(rows + tokens) if size > rows]
+    return [*(size for size in sizes if size < tokens), min(sizes[-1], chunk_size(tokens))]
+
+
 class Choice(IntEnum):
     """Ways of choosing tokens in a captured step; each includes those before it."""
 

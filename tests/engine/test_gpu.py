@@ -259,7 +259,7 @@ PROMPTS = PROMPT_AT_START | {GraphKey(tokens, 0, 1) for tokens in (128, 192)}
 # And steps full of prompts, which takes more than 8 of them, without and with rows that decode.
 PROMPTS |= {GraphKey(2048, 0, 32), GraphKey(2080, 32, 32)}
 # And prompts of each size beside rows that decode.
-PROMPTS |= {GraphKey(32 + tokens, 32, 8) for tokens in (64, 128, 192)}
+PROMPTS |= {GraphKey(tokens, 32, 8) for tokens in (64, 128, 192)}
 
 
 def captured(llm: LLM) -> tuple[dict[Any, Any], dict[Any, Any]]:

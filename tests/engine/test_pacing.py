@@ -162,9 +162,9 @@ def test_the_fixed_part_of_a_step_is_not_taken_for_its_tokens() -> None:
     for tokens in (60, 250, 120, 500):
         clock.run(pacing, prefill(tokens, decoding=True))
     assert budgets(sched) == (896, 1536)
-    # Many prompts wait if they are for more than two and a half steps.
+    # Many prompts wait if they are for more than one and a half steps.
     assert sched.prompt_budget is not None
-    assert [sched.prompt_budget(1, tokens, 0) for tokens in (2240, 2241)] == [896, 1536]
+    assert [sched.prompt_budget(1, tokens, 0) for tokens in (1344, 1345)] == [896, 1536]
     # Three steps of a size are believed before the others.
     clock.decode_seconds = 0.013
     for budget in (896, 896, 768):
@@ -176,6 +176,53 @@ def test_the_fixed_part_of_a_step_is_not_taken_for_its_tokens() -> None:
         for _ in range(8):
             clock.run(pacing, prefill(896, decoding=True))
         assert budgets(sched)[0] == budget
+
+
+def test_a_budget_is_what_captured_steps_hold_beside_the_rows() -> None:
+    """With room for 32 rows a step of 1,024 tokens holds 992 of prompts, with room for 256, 768."""
+    sched = scheduler()
+    clock = Clock(20e-6)
+    pacing = Pacing(sched, 2, max_step_time=0.029, rooms=(32, 256), clock=clock)
+    for _ in range(3):
+        clock.run(pacing, decode(1))
+        clock.run(pacing, prefill(480, decoding=True))
+        clock.run(pacing, prefill(96, decoding=True))
+    # 992 take 24.8 ms with the 5 of a decode step, and 1,248 take 30.
+    assert budgets(sched, 1)[0] == 992
+    assert pacing.sizes(32)[-3:] == [7136, 8160, 8192]
+    # Rows of padding take as long as tokens of prompts.
+    assert budgets(sched, 33)[0] == 768
+    assert pacing.sizes(33)[:5] == [64, 128, 192, 256, 384]
+    # More rows than any step has room for are not padded.
+    assert pacing.sizes(257)[:2] == [64, 128]
+
+
+class Tiles(Clock):
+    """Steps take 5 ms, 0.1 for each row, and 10 for each 512 tokens of prompts that are begun."""
+
+    def run_tiles(self, pacing: Pacing, rows: int, tokens: int) -> None:
+        decoding = (PlanRow("a", 0, 5, 1, ((),), True),) * rows
+        submitted = self.now
+        self.now += 0.005 + 0.0001 * rows + 0.01 * -(-tokens // 512)
+        prompts = (PlanRow("b", 1, 0, tokens, ((1,),), True),) * (tokens > 0)
+        pacing.finished(StepPlan(0, decoding + prompts), submitted, early=False)
+
+
+@pytest.mark.parametrize(("limit", "best"), [(0.0247, 512), (0.03, 1024), (0.037, 1536)])
+def test_of_the_sizes_in_time_that_of_most_tokens_a_second_is_taken(
+    limit: float, best: int
+) -> None:
+    sched = scheduler()
+    clock = Tiles(0.0)
+    pacing = Pacing(sched, 2, max_step_time=limit, clock=clock)
+    for _ in range(3):
+        for rows in (1, 8):
+            clock.run_tiles(pacing, rows, 0)
+        for size in (64, 128, 256, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048):
+            clock.run_tiles(pacing, 1, size)
+    # What steps of a size took beside one row says as much of those beside others.
+    for rows in (1, 8, 20):
+        assert budgets(sched, rows)[0] == best
 
 
 def test_pictures_beside_decodes_take_the_tokens_that_they_cost() -> None:
@@ -301,7 +348,8 @@ def test_far_into_a_long_prompt_a_step_has_tokens_for_what_attention_leaves() ->
     assert budgets(sched, cached=100_000) == (512, 512)
     assert 0.064 < longest < 0.068
     # 512 tokens take 25.6 ms, 640 as much attention as 1,024 and 38.6, 768 take 41.2.
-    assert budgets(sched, cached=20_000) == (512, 768)
+    # The step that may be longer has 512 as well: it computes more of them a second.
+    assert budgets(sched, cached=20_000) == (512, 512)
     # 1,792 tokens that attend to each other alone need 1.6 ms for that.
     assert budgets(sched) == (1024, 1536)
     for chunks, pairs in (
@@ -408,8 +456,9 @@ def test_a_step_tells_of_its_size_if_seven_eighths_of_it_are_tokens(
     for _ in range(3):
         clock.run(pacing, prefill(tokens, decoding=True))
     assert (pacing.spare(prefill(300, decoding=True), clock.now) > 0) == known
-    # All of the step is taken for its tokens while no other size was seen: 38 us each.
-    assert budgets(sched)[0] == (768 if known else 192)
+    # All of the step is taken for its tokens while no other size was seen, and so, as these are
+    # fewer than 320, more for those of any other.
+    assert budgets(sched)[0] == (320 if known else 192)
 
 
 def test_a_step_with_a_chunk_of_two_tokens_is_no_decode_step() -> None:
@@ -536,15 +585,26 @@ def taken(draw: st.DrawFn) -> tuple[StepPlan, float, float, bool]:
     st.integers(0, 3),
     st.sampled_from([1e-9, 0.03, 0.25, 1e6]),
     st.sampled_from([1, 2048]),
+    st.sampled_from([(), (32, 64, 128, 256, 512, 1024)]),
 )
 def test_whatever_steps_took_every_choice_can_be_followed(
-    steps: list[tuple[StepPlan, float, float, bool]], depth: int, limit: float, filling: int
+    steps: list[tuple[StepPlan, float, float, bool]],
+    depth: int,
+    limit: float,
+    filling: int,
+    rooms: tuple[int, ...],
 ) -> None:
     """Prompts always get on and never beyond what a step may hold, and no wait is for ever."""
     sched = scheduler()
     clock = Clock(0.0)
     pacing = Pacing(
-        sched, depth, max_step_time=limit, first_budget=64, filling_tokens=filling, clock=clock
+        sched,
+        depth,
+        max_step_time=limit,
+        first_budget=64,
+        filling_tokens=filling,
+        rooms=rooms,
+        clock=clock,
     )
     largest = 0.0
     for plan, pause, seconds, early in steps:
@@ -559,7 +619,7 @@ def test_whatever_steps_took_every_choice_can_be_followed(
         for rows, cached in product((1, 96, 1024), (0, 10**6)):
             for tokens in (1, 10**6):
                 assert sched.prompt_budget is not None
-                assert 64 <= sched.prompt_budget(rows, tokens, cached) <= 8192
+                assert 32 <= sched.prompt_budget(rows, tokens, cached) <= 8192
             usual, backlog = budgets(sched, rows, cached)
             assert usual <= backlog
         assert not math.isnan(pacing.spare(plan, clock.now))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from golden_fixtures import golden_llm, golden_prompts
@@ -9,13 +10,15 @@ from golden_fixtures import golden_llm, golden_prompts
 from engine_core import SamplingParams
 from engine_core.engine.pacing import Pacing
 from engine_core.engine.trials import run_trials
+from engine_core.scheduler import Scheduler
 from engine_core.steps import StepPlan
 
 
 class Notes(Pacing):
     """Takes note of what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, scheduler: Scheduler, rooms: Sequence[int] = ()) -> None:
+        super().__init__(scheduler, 0, rooms=rooms)
         self.told: list[StepPlan] = []
 
     def finished(self, plan: StepPlan, submitted: float, *, early: bool) -> None:
@@ -27,7 +30,8 @@ class Notes(Pacing):
 def test_trials_time_decode_steps_and_prompts_beside_them_and_leave_nothing() -> None:
     prompt = golden_prompts("llama-gqa")[0]
     with golden_llm("llama-gqa", max_num_seqs=4) as llm:
-        core, notes = llm.engine.core, Notes()
+        core = llm.engine.core
+        notes = Notes(core.scheduler)
         before = core.stats()
         run_trials(core.executor, core.scheduler, notes, 60.0)
         sizes = [plan.rows[-1].num_tokens for plan in notes.told]
@@ -45,9 +49,20 @@ def test_trials_time_decode_steps_and_prompts_beside_them_and_leave_nothing() ->
         assert output.outputs[0].token_ids == prompt.new_tokens
 
 
+def test_trials_of_captured_steps_have_the_sizes_that_these_hold() -> None:
+    with golden_llm("llama-gqa", max_num_seqs=4) as llm:
+        core = llm.engine.core
+        notes = Notes(core.scheduler, rooms=(32, 64))
+        run_trials(core.executor, core.scheduler, notes, 60.0)
+        sizes = [plan.rows[-1].num_tokens for plan in notes.told[6:]]
+        # With room for 32 decoding rows they hold 32, 96 and 160 tokens.
+        assert sizes == [size for size in (16, 32, 96) for _ in range(3)]
+
+
 def test_trials_end_when_their_time_is_over() -> None:
     with golden_llm("llama-gqa", max_num_seqs=4) as llm:
-        core, notes = llm.engine.core, Notes()
+        core = llm.engine.core
+        notes = Notes(core.scheduler)
         run_trials(core.executor, core.scheduler, notes, 0.0)
         assert notes.told == []
         assert core.scheduler.pool.num_used == 0
