@@ -202,8 +202,12 @@ def print_table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) 
     """Each row as it comes."""
     print(f"\n## {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     for row in rows:
-        cells = (f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in row)
-        print(f"| {' | '.join(cells)} |", flush=True)
+        print_row(row)
+
+
+def print_row(row: Sequence[Any]) -> None:
+    cells = (f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in row)
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def synchronize(options: argparse.Namespace) -> None:
@@ -517,14 +521,13 @@ def streams(options: argparse.Namespace) -> None:
     )
 
 
-async def _gaps(path: str, config: Any, name: str, options: argparse.Namespace) -> list[list[Any]]:
+async def _gaps(path: str, config: Any, name: str, options: argparse.Namespace) -> None:
     count, rate = (3, 4.0) if options.tiny else (72, options.rate)
     seconds = options.seconds
     side = (112, 84) if options.tiny else LARGE
     engine = await AsyncEngine.start(
         path, settings(options, enable_prefix_caching=False), warm_up=not options.tiny
     )
-    rows = []
     spans: list[tuple[str, float, float]] = []
     if options.trace is not None:
         engine.start_trace()
@@ -571,7 +574,7 @@ async def _gaps(path: str, config: Any, name: str, options: argparse.Namespace) 
             while (due := due + draw.expovariate(rate)) < seconds:
                 await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
                 number += 1
-                tasks.append(asyncio.create_task(arrival(number + len(rows) * 100000)))
+                tasks.append(asyncio.create_task(arrival(number + len(spans) * 100000)))
             await asyncio.gather(*tasks)
             spans.append((kind, begin, time.perf_counter()))
             seen = sorted(1000 * gap for gap in gaps)
@@ -579,13 +582,12 @@ async def _gaps(path: str, config: Any, name: str, options: argparse.Namespace) 
             await asyncio.gather(*readers)
             p50, p99 = (seen[min(len(seen) - 1, int(part * len(seen)))] for part in (0.5, 0.99))
             mean = 1000 * statistics.mean(waits) if waits else math.nan
-            rows.append([name, kind, size, number, len(seen), p50, p99, seen[-1], mean])
+            print_row([name, kind, size, number, len(seen), p50, p99, seen[-1], mean])
         if options.trace is not None and (trace := await engine.take_trace()) is not None:
             print_steps(trace, spans)
             write_trace(options.trace, trace)
     finally:
         await engine.close()
-    return rows
 
 
 def print_steps(trace: EngineTrace, spans: Sequence[tuple[str, float, float]]) -> None:
@@ -631,13 +633,12 @@ def print_steps(trace: EngineTrace, spans: Sequence[tuple[str, float, float]]) -
 
 
 def gaps(options: argparse.Namespace) -> None:
-    rows = []
+    head = ("shape", "beside", "tokens each", "arrivals", "gaps", "p50 ms", "p99 ms", "largest ms")
+    print_table("Gaps between tokens of text streams", (*head, "first token, mean ms"), [])
     for name in options.shapes:
         config = shape_of(name, options)
         with tempfile.TemporaryDirectory() as folder:
-            rows += asyncio.run(_gaps(written(config, Path(folder)), config, name, options))
-    head = ("shape", "beside", "tokens each", "arrivals", "gaps", "p50 ms", "p99 ms", "largest ms")
-    print_table("Gaps between tokens of text streams", (*head, "first token, mean ms"), rows)
+            asyncio.run(_gaps(written(config, Path(folder)), config, name, options))
 
 
 def main() -> None:
