@@ -32,7 +32,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from benchmarks.gpu import build, by_kernel
+from benchmarks.gpu import build, by_kernel, release
 from benchmarks.workloads import SHAPES
 from engine_core.kernels.codes import cache_parts
 
@@ -164,7 +164,7 @@ def main() -> None:
                 quantization=arguments.quantization,
                 kv_cache_dtype=arguments.kv_cache_dtype,
             )
-            torch.cuda.empty_cache()
+            release()
 
 
 if __name__ == "__main__":
