@@ -1,4 +1,4 @@
-"""Time decode attention as a table, a rule and every other way of a space cut it, on drawn points.
+"""Time decode attention as the engine and every other way of a space cut it, on drawn points.
 
     python benchmarks/decode_search.py [--out FILE] [--points N] [--seed S] [--seconds S]
         [--compile-seconds S] [--each S] [--models 32/8/128,14/2/64/int8,...] [--dry-run]
@@ -6,15 +6,15 @@
 
 A point is a model's heads, cache and window, and rows of so many tokens, equal or drawn. Points are
 drawn by a seed and come in that order, so that those which are timed before the time is over are
-a sample of all. The space: tiles (tokens, warps, tiles in flight) and splits of a row. ``table`` is
-what the engine takes (``attention/decode.py``), ``rule`` what ``attention/rule.py`` would take.
+a sample of all. The space (``decode_space.py``): tiles (tokens, warps, tiles in flight) and splits
+of a row. The choice is what the engine takes (``attention/decode.py``).
 
 All kernels are compiled first, in processes of their own. ``--out`` takes a line of JSON for each
 point, with all times; points that it has already are not timed again. ``--replay`` asks what the
-table and the rule as they are now take by such times, between two splits by what is between them.
-Prints the points at which each is furthest from the best of the space, and those at which it takes
-longest beyond its bytes at 4.28 TB/s. ``--dry-run`` runs a few small points in Triton's
-interpreter, on any machine: it times nothing, and shows that the program and all ways agree.
+choice as it is now takes by such times, between two splits by what is between them. Prints the
+points at which it is furthest from the best of the space, and those at which it takes longest
+beyond its bytes at 4.28 TB/s. ``--dry-run`` runs a few small points in Triton's interpreter, on any
+machine: it times nothing, and shows that the program and all ways agree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine_core.kernels.attention import decode, rule
+from benchmarks.decode_space import Heads, merging, resident, splits_of, tiles
+from engine_core.kernels.attention import decode
 from engine_core.kernels.attention.call import Call
 from engine_core.kernels.codes import CODE_TOPS, SCALE_BYTES, cache_parts
 
@@ -66,7 +67,6 @@ ALLOWED_MICROSECONDS = 8.0
 _DIFFERENCE = 2e-2
 # Logarithm of numbers of splits that take about the same.
 _NEAR = 0.2
-CHOICES = ("rule", "table")
 
 
 class Model(NamedTuple):
@@ -101,10 +101,10 @@ class Model(NamedTuple):
         return DTYPES[self.cache]
 
     @property
-    def shape(self) -> rule.Heads:
-        """Heads as the rule asks for them."""
+    def shape(self) -> Heads:
+        """Heads and their cache, as the space asks for them."""
         group = self.heads // self.kv_heads
-        return rule.Heads(group, self.kv_heads, (self.dim, self.dim), self.dtype.itemsize)
+        return Heads(group, self.kv_heads, (self.dim, self.dim), self.dtype.itemsize)
 
     @property
     def token_bytes(self) -> int:
@@ -169,8 +169,8 @@ def drawn_points(models: list[Model], count: int, seed: int) -> list[Point]:
     return points[:count]
 
 
-def by_table(point: Point) -> decode.Launch:
-    """The choice of the engine's table."""
+def chosen(point: Point) -> decode.Launch:
+    """The engine's choice."""
     wide = max(point.model.shape.widths)
     return decode.launch(
         point.rows, point.model.shape.group_size, point.model.kv_heads, wide, wide,
@@ -178,16 +178,11 @@ def by_table(point: Point) -> decode.Launch:
     )  # fmt: skip
 
 
-def by_rule(point: Point) -> decode.Launch:
-    """The choice of the rule."""
-    return rule.launch(point.model.shape, point.rows, point.model.window)
-
-
 def space(point: Point) -> Iterator[decode.Launch]:
     """All ways to cut the point that are worth a try."""
     heads, rows = point.model.shape, point.rows
     for splits in SPLITS:
-        programs = rows * heads.tiles * splits
+        programs = rows * heads.programs * splits
         too_short = point.seen <= (splits - 1) * SHORTEST
         if splits > 1 and (too_short or programs > MULTIPROCESSORS * 16):
             break
@@ -195,10 +190,10 @@ def space(point: Point) -> Iterator[decode.Launch]:
         if programs * 4 <= MULTIPROCESSORS and point.seen >= more * SHORTEST and more > splits:
             continue
         wanted = [rows * splits] if splits > 1 else [decode.stretch(rows, max(heads.widths))]
-        for tile in rule.tiles(heads):
-            if not rule.resident(heads, tile):
+        for tile in tiles(heads):
+            if not resident(heads, tile):
                 continue
-            merged = rule.merging(splits, heads, tile)
+            merged = merging(splits, heads, tile)
             for each in wanted:
                 yield decode.Launch(heads.block_g, *tile, each, SHORTEST, *merged)
 
@@ -209,10 +204,10 @@ def compiled_for(cut: decode.Launch) -> decode.Launch:
 
 
 def ways(point: Point) -> list[decode.Launch]:
-    """The rule's, the table's, then all others in an order of their own."""
+    """The engine's choice, then all others in an order of their own."""
     others = list(space(point))
     random.Random(point.name).shuffle(others)
-    return list(dict.fromkeys([by_rule(point), by_table(point), *others]))
+    return list(dict.fromkeys([chosen(point), *others]))
 
 
 def filled(dtype: torch.dtype, size: int, device: str) -> Tensor:
@@ -452,11 +447,12 @@ def time_point(
 
 
 class Judged(NamedTuple):
-    """A point's times: of both choices, of the best, and of its bytes; microseconds."""
+    """A point's times: of the choice, of the best, and of its bytes; microseconds."""
 
     point: Point
     floor: float
-    choices: dict[str, tuple[decode.Launch, float]]
+    cut: decode.Launch
+    us: float
     best: decode.Launch
     best_us: float
 
@@ -465,7 +461,7 @@ def effective(point: Point, cut: decode.Launch) -> int:
     """Splits of a row of the mean length."""
     if cut.wanted <= point.rows:
         return 1
-    return rule.splits_of(point.rows, point.seen, cut.wanted, cut.min_split)
+    return splits_of(point.rows, point.seen, cut.wanted, cut.min_split)
 
 
 def time_of(point: Point, cut: decode.Launch, times: dict[decode.Launch, float]) -> float | None:
@@ -487,53 +483,48 @@ def time_of(point: Point, cut: decode.Launch, times: dict[decode.Launch, float])
 
 
 def judged(line: dict[str, Any]) -> Judged | None:
-    """A point of a file by the table and the rule as they are now; None if neither's is known."""
+    """A point of a file by the engine's choice as it is now; None if its time is not known."""
     point = Point.named(line["point"])
     times = {decode.Launch(*each[:-1]): float(each[-1]) for each in line["times"]}
-    if not times:
+    us = time_of(point, chosen(point), times)
+    if us is None:
         return None
     best = min(times, key=lambda cut: times[cut])
-    choices = {}
-    for name, choose in zip(CHOICES, (by_rule, by_table), strict=True):
-        us = time_of(point, choose(point), times)
-        if us is not None:
-            choices[name] = choose(point), us
-    return Judged(point, float(line["floor"]), choices, best, times[best]) if choices else None
+    return Judged(point, float(line["floor"]), chosen(point), us, best, times[best])
 
 
 def summary(lines: Iterable[dict[str, Any]], most: int = 18) -> int:
-    """Print the worst points, and how many are within the bounds; how many of the rule are not."""
+    """Print the worst points, and how many are within the bounds; returns how many are not."""
     points = [each for each in map(judged, lines) if each is not None]
-    beyond_rule = 0
-    for name in CHOICES:
-        known = [(each, *each.choices[name]) for each in points if name in each.choices]
-        if not known:
-            continue
-        ratios = [(us / each.best_us, each, cut, us) for each, cut, us in known]
-        far = sum(ratio > 1.05 for ratio, *_ in ratios)
-        beyond_rule = far if name == "rule" else beyond_rule
-        mean = math.exp(statistics.mean(math.log(ratio) for ratio, *_ in ratios))
+    if not points:
+        return 0
+    ratios = [(each.us / each.best_us, each) for each in points]
+    ratios.sort(key=lambda pair: pair[0], reverse=True)
+    far = sum(ratio > 1.05 for ratio, _ in ratios)
+    mean = math.exp(statistics.mean(math.log(ratio) for ratio, _ in ratios))
+    print(
+        f"{len(points) - far} of {len(points)} points within 5% of the best of the space, "
+        f"{mean:.3f} times it on average; the furthest:"
+    )
+    for ratio, each in ratios[:most]:
         print(
-            f"{name}: {len(known) - far} of {len(known)} points within 5% of the best of the "
-            f"space, {mean:.3f} times it on average; the furthest:"
+            f"  {ratio:5.2f} {each.point.name:30} {each.us:7.1f} best {each.best_us:7.1f} bytes "
+            f"{each.floor:7.1f}  {tuple(each.cut[1:])} best {tuple(each.best[1:])}"
         )
-        for ratio, each, cut, us in sorted(ratios, key=lambda r: -r[0])[:most]:
-            print(
-                f"  {ratio:5.2f} {each.point.name:30} {us:7.1f} best {each.best_us:7.1f} bytes "
-                f"{each.floor:7.1f}  {tuple(cut[1:])} best {tuple(each.best[1:])}"
-            )
-        within = sum(us <= each.floor + ALLOWED_MICROSECONDS for each, _, us in known)
-        at_best = sum(each.best_us <= each.floor + ALLOWED_MICROSECONDS for each in points)
+    within, at_best = (
+        sum(us <= each.floor + ALLOWED_MICROSECONDS for us, each in taken)
+        for taken in ([(e.us, e) for e in points], [(e.best_us, e) for e in points])
+    )
+    print(
+        f"{within} of {len(points)} within their bytes and {ALLOWED_MICROSECONDS:.0f} us, "
+        f"{at_best} at best; the furthest:"
+    )
+    for each in sorted(points, key=lambda each: each.floor - each.us)[: most // 2]:
         print(
-            f"{name}: {within} of {len(known)} within their bytes and {ALLOWED_MICROSECONDS:.0f} "
-            f"us, {at_best} of {len(points)} at best; the furthest:"
+            f"  {each.us - each.floor:6.1f} {each.point.name:30} {each.us:7.1f} best "
+            f"{each.best_us:7.1f} bytes {each.floor:7.1f}"
         )
-        for each, _, us in sorted(known, key=lambda k: k[0].floor - k[2])[: most // 2]:
-            print(
-                f"  {us - each.floor:6.1f} {each.point.name:30} {us:7.1f} best {each.best_us:7.1f} "
-                f"bytes {each.floor:7.1f}"
-            )
-    return beyond_rule
+    return far
 
 
 def read(path: Path | None) -> list[dict[str, Any]]:
@@ -548,7 +539,7 @@ def search(
     *, models: list[Model] | None = None, count: int = 200, seed: int = 25, seconds: float = 340,
     compile_seconds: float = 130, each: float = 1.5, out: Path | None = None,
 ) -> int:  # fmt: skip
-    """Time the points on a GPU; returns how many are more than 5% off by the rule, or wrong.
+    """Time the points on a GPU; returns how many are more than 5% off the best, or wrong.
 
     ``seconds`` bounds all of it: no point is begun after.
     """

@@ -5,7 +5,7 @@
 Prints the largest error of each op and dtype against the float32 reference, each case beyond its
 tolerance, and a table of median times with the achieved bandwidth or rate. Exits with 1 if a case
 fails. With ``--search`` it asks decode_search.py instead, with that program's own settings, whether
-the rule for decode attention is near the best that a search finds. Needs the package, torch and
+the choice for decode attention is near the best that a search finds. Needs the package, torch and
 triton; pytest is not needed.
 """
 

@@ -1,4 +1,4 @@
-"""The simulation of a loaded server: the engine's scheduler and pacing on a device of given times."""
+"""The simulation of a loaded server: scheduler and pacing on a device of given times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pace(scheduler: Scheduler, clock: Callable[[], float]) -> Pacing:
 
 
 def test_a_request_alone_waits_for_nothing_but_its_steps() -> None:
-    """A prompt of 448 tokens and 3 tokens: a step of 480 tokens, room for no row, two of decoding."""
+    """A prompt of 448 tokens and 3 tokens: a step of 480 tokens, then two of decoding."""
     costs = Costs()
     (stream,) = simulate([(0.5, 448, 3)], costs, pace)
     first, *others = (event - stream.due for event in stream.events)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from benchmarks import decode_fit, decode_search
+from benchmarks import decode_search
 from benchmarks.decode_search import MODELS, Model, Point
-from engine_core.kernels.attention import rule
+from benchmarks.decode_space import Tile, resident
 from engine_core.kernels.attention.decode import Launch
-from engine_core.kernels.attention.rule import H200, Tile
 
 POINTS = decode_search.drawn_points([Model.named(name) for name in MODELS], 300, seed=7)
 
@@ -44,11 +41,10 @@ def test_names_of_no_model_are_refused(name: str) -> None:
 def test_every_way_is_of_the_space_and_can_be_launched() -> None:
     for point in POINTS:
         ways = decode_search.ways(point)
-        assert ways[0] == decode_search.by_rule(point)
-        assert decode_search.by_table(point) in ways
+        assert ways[0] == decode_search.chosen(point)
         assert len(ways) == len(set(ways)) > 2
         for cut in decode_search.space(point):
-            assert rule.resident(point.model.shape, Tile(*cut[1:4]))
+            assert resident(point.model.shape, Tile(*cut[1:4]))
 
 
 def test_times_between_those_that_were_taken() -> None:
@@ -65,27 +61,3 @@ def test_times_between_those_that_were_taken() -> None:
     assert time_of(18) == 10.0
     assert time_of(32) is None
     assert time_of(8, (32, 1, 3)) is None
-
-
-def test_a_fit_finds_constants_by_which_times_were_made() -> None:
-    true = H200._replace(bandwidth=4.0e6, latency=1.2, launch=3.5)
-    points = []
-    for point in POINTS[:12]:
-        ways = [
-            (tile, splits, rule.microseconds(
-                point.model.shape, point.rows, point.seen, tile, splits, true
-            ))
-            for cut in decode_search.space(point)
-            for tile, splits in [(Tile(*cut[1:4]), decode_search.effective(point, cut))]
-        ]  # fmt: skip
-        points.append(decode_fit.Timed(point, {}, ways, min(us for *_, us in ways)))
-    assert decode_fit.model_error(points, true) == pytest.approx(0, abs=1e-9)
-    before = decode_fit.model_error(points, H200)
-    found = decode_fit.descend(
-        lambda gpu: decode_fit.model_error(points, gpu),
-        H200,
-        60,
-        0.2,
-        random.Random(1),
-    )
-    assert decode_fit.model_error(points, found) < 0.7 * before

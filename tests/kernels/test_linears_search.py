@@ -48,6 +48,7 @@ def test_every_way_fits_the_weight_and_the_rows(case: Case) -> None:
         assert warps_fit or tile.mode != "wx" or tile == chosen
 
 
+@pytest.mark.usefixtures("launch_device")
 def test_a_case_is_timed_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears_search, "native_reader", lambda weight: weight.reader())
     case = Case.named("int4/1/64x256g")
