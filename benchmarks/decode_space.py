@@ -77,31 +77,6 @@ _FLOAT32_TILES: _TilesByWidth = {
 }  # fmt: skip
 
 
-def tiles(self) -> int:
-    """Programs of an unsplit row."""
-    return self.kv_heads * -(-self.group_size // self.block_g)
-
-
-_TilesByWidth = dict[int, tuple[tuple[int, int, int], ...]]
-# By the wider of a head's keys and values, up to a power of 2.
-_TILES: _TilesByWidth = {
-    64: ((32, 1, 2), (32, 1, 3), (64, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2)),
-    128: ((32, 1, 3), (32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3), (64, 4, 2), (64, 4, 3)),
-    256: ((16, 2, 3), (32, 2, 2), (32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2)),
-    512: ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 8, 2)),
-}  # fmt: skip
-# Codes take half the memory and more registers: tiles of as many bytes would spill.
-_CODE_TILES: _TilesByWidth = {
-    64: ((32, 1, 3), (64, 1, 3), (64, 2, 3), (64, 2, 4), (64, 4, 3)),
-    128: ((32, 1, 3), (32, 1, 4), (32, 2, 3), (64, 2, 3), (64, 2, 4), (64, 4, 3)),
-    256: ((32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 4, 3)),
-    512: ((16, 4, 3), (32, 8, 3)),
-}
-_FLOAT32_TILES: _TilesByWidth = {
-    64: ((32, 8, 3),), 128: ((32, 8, 3),), 256: ((16, 8, 3),), 512: ((16, 8, 2),)
-}  # fmt: skip
-
-
 def tiles(heads: Heads) -> tuple[Tile, ...]:
     """The tiles that are worth a try.
 
