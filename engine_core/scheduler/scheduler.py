@@ -279,6 +279,8 @@ class Scheduler:
         self.prompt_sizes: abc.Sequence[int] = ()
         self.media_in_parts = False
         self._media_parts: dict[str, int] = {}  # by kind
+        # How many tokens of prompts take as long as what a part took beyond its share.
+        self._media_owed = 0.0
         self._key_size = cache.block_size
         self._prefix_caching = cache.enable_prefix_caching
         self.encoder_cache = EncoderCache(config.encoder_cache_tokens)
@@ -1250,7 +1252,7 @@ class Scheduler:
 
         The model computes it in parts that nobody can halve: one more than a step has time for
         would be a step too long. Whoever is the first to take some of the time gets one part at
-        least.
+        least. If that takes longer than its share, those behind have the steps after it.
         """
         size, parts = item.num_embeddings, 1
         if self.media_in_parts:
@@ -1262,8 +1264,17 @@ class Scheduler:
         affordable = [end for end in ends if self._media_cost(size, done, end) <= share]
         if affordable:
             return affordable[-1]
-        alone = draft.budget == draft.whole_budget
-        return ends[0] if alone or self._media_cost(size, done, ends[0]) <= left else done
+        cost = self._media_cost(size, done, ends[0])
+        if cost <= left:
+            return ends[0]
+        if draft.budget < draft.whole_budget:
+            return done
+        goes_on = draft.singles or draft.chunks or self._running[0].in_lockstep
+        if draft.prompts > 1 and self._media_owed > 0 and goes_on:
+            self._media_owed -= share
+            return done
+        self._media_owed = 0.0 if cost == math.inf else cost - share
+        return ends[0]
 
     def _time_left(self, draft: _Draft) -> float:
         """How many tokens of prompts take as long as what a step has time for yet."""

@@ -254,9 +254,36 @@ def test_padding_beside_a_picture_has_its_time() -> None:
 
 
 def test_a_part_that_takes_longer_than_a_step_should_comes_alone() -> None:
+    """And of several pictures each has its turn."""
     work, tokens = beside_pictures(4, 11, 20, 20)
-    assert work[:4] == [[(n, n + 5)] for n in (0, 5, 10, 15)]
-    assert tokens[:4] == [0] * 4
+    parts = [(n, n + 5) for n in (0, 5, 10, 15)]
+    shown = [each for each in work if each]
+    assert all(len(each) == 1 for each in shown)
+    assert sorted(each for (each,) in shown) == sorted(parts * 2)
+    assert [count for each, count in zip(work, tokens, strict=True) if each] == [0] * 8
+
+
+def test_behind_parts_that_take_longer_than_steps_should_others_go_on() -> None:
+    """A part takes as long as 22 tokens, of which 5 are its share while another prompt waits."""
+    sched = scheduler(encoder_cache_tokens=16, max_num_batched_tokens=32, num_blocks=99)
+    decoding, shows = two(sched, 50, (picture(1, 13),))
+    sched.media_cost = lambda size, begin, end: 22 * 4 * (end - begin) / size
+    sched.add(decoding)
+    answer(sched, planned(sched), media_parts={"image": 4})
+    sched.add(shows)
+    answer(sched, planned(sched))
+    behind = ProcessedPrompt((2,) * 60)
+    sampling = SamplingParams(max_tokens=1)
+    sched.add(Sequence("c", behind, sampling, arrival_time=0.0, max_model_len=64))
+    steps = []
+    for _ in range(14):
+        plan = planned(sched)
+        answer(sched, plan)
+        tokens = sum(row.num_tokens for row in plan.rows if row.sequence_id == "c")
+        steps.append((len(plan.media_work), tokens))
+        assert "a" in [row.sequence_id for row in plan.rows]
+    # 17 are owed; while another waits it takes four steps to give them back.
+    assert steps[:10] == [(1, 0), *[(0, 10)] * 4, (1, 0), (0, 10), (0, 10), (1, 0), (1, 0)]
 
 
 @settings(max_examples=examples(60), deadline=None)
