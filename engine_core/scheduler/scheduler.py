@@ -1257,8 +1257,10 @@ class Scheduler:
         size, parts = item.num_embeddings, 1
         if self.media_in_parts:
             parts = min(size, self._media_parts.get(item.kind, _USUAL_PARTS))
+        # Of a part that was begun before its number was known, the model has computed all.
+        begun = min(-(-done * parts // size), parts - 1)
         # Rounded down, as a share that the model reaches with the last of its own parts.
-        ends = [end for part in range(1, parts + 1) if (end := part * size // parts) > done]
+        ends = [part * size // parts for part in range(begun + 1, parts + 1)]
         left = self._time_left(draft)
         share = left if draft.prompts <= 1 else left / 2
         affordable = [end for end in ends if self._media_cost(size, done, end) <= share]

@@ -299,6 +299,25 @@ def test_a_step_keeps_within_its_time_unless_it_has_one_part_alone(
             assert tokens + taken <= 10 + 1e-9
 
 
+def test_a_part_is_planned_whole_from_the_moment_that_the_model_says_how_many_there_are() -> None:
+    """Its first of two is taken for the first of sixteen, and computed as a whole."""
+    sched = scheduler(encoder_cache_tokens=48, max_num_batched_tokens=32, num_blocks=99)
+    decoding, _ = two(sched, 50, ())
+    sched.media_cost = lambda size, begin, end: 11
+    sched.add(decoding)
+    answer(sched, planned(sched))
+    prompt = ProcessedPrompt((1,) * 40, media=(picture(1, 33),))
+    sampling = SamplingParams(max_tokens=1)
+    sched.add(Sequence("c", prompt, sampling, arrival_time=0.0, max_model_len=64))
+    answer(sched, planned(sched))
+    work = []
+    for _ in range(2):
+        plan = planned(sched)
+        answer(sched, plan, media_parts={"image": 2})
+        work += [(each.begin, each.end) for each in plan.media_work]
+    assert work == [(0, 2), (2, 32)]
+
+
 def test_of_what_nobody_knows_the_cost_a_step_has_one_part() -> None:
     work, tokens = beside_pictures(4, None, 20)
     assert work[:4] == [[(n, n + 5)] for n in (0, 5, 10, 15)]
