@@ -19,6 +19,13 @@ _TELLING = 3
 # While many prompts wait a step may be so often as long as its decoding rows need: else prompts
 # would hardly get on where rows alone take as long as a step should.
 _BACKLOG_ROWS = 3
+# While fewer of the gaps between tokens than this share are long, so many fewer prompts are many. A
+# step of so much of the time that it should have at most makes them long. At most this number of
+# long gaps is saved up.
+_LONG_GAPS = 0.01
+_LONG = 0.95
+_FEWER = 0.75
+_MOST_SAVED = 100.0
 # Sizes that bring so much of the most tokens a second are as good.
 _ALIKE = 0.97
 # Where attention makes even a step with the fewest tokens too long, so many times its attention is
@@ -299,7 +306,8 @@ class Pacing:
       and by a margin that doubles whenever the device had to wait, and then shrinks slowly. A step
       in which rows decode keeps within ``max_step_time``, by what steps took of late, and has as
       many tokens of prompts as make the most of the device. While prompts for more than
-      ``backlog_steps`` such steps wait it may take ``backlog_stretch`` times as long, or three
+      ``backlog_steps`` such steps wait, or for three quarters of them as long as fewer than 1% of
+      the gaps between tokens are longer, it may take ``backlog_stretch`` times as long, or three
       times what the rows need if that is more. Figures are in benchmarks/notes/serving.md.
 
     Args:
@@ -325,7 +333,7 @@ class Pacing:
         *,
         max_step_time: float | None = None,
         backlog_stretch: float = 1.4,
-        backlog_steps: float = 1.5,
+        backlog_steps: float = 2.0,
         first_budget: int = 512,
         filling_tokens: int = 1,
         rooms: Sequence[int] = (),
@@ -335,6 +343,7 @@ class Pacing:
         self._max_step_time = max_step_time or 0.0
         self._backlog_stretch = backlog_stretch
         self._backlog_steps = backlog_steps
+        self._long_gaps = 0.0  # that there may be
         self.depth = min(depth, 1) if self._serving else depth
         self._scheduler = scheduler
         self._clock = clock
@@ -423,13 +432,20 @@ class Pacing:
         begin, self._last_end = max(submitted, self._last_end), self._clock()
         if early:
             return
-        self._times.add(plan, self._last_end - begin)
+        seconds = self._last_end - begin
+        rows = len(plan.rows) - sum(row.num_tokens > 1 for row in plan.others)
+        saved = self._long_gaps + _LONG_GAPS * rows * plan.repeat
+        if seconds > _LONG * self._max_step_time * plan.repeat:
+            saved -= rows
+        self._long_gaps = min(max(saved, 0.0), _MOST_SAVED)
+        self._times.add(plan, seconds)
 
     def _prompt_budget(self, rows: int, tokens: int, cached: int) -> int:
         """Tokens of prompts in a step beside so many rows, as :attr:`Scheduler.prompt_budget`."""
         times, limit = self._times, self._max_step_time
         budget = times.budget(limit, rows, cached) or self._first_budget
-        if tokens > self._backlog_steps * budget:
+        many = self._backlog_steps * (_FEWER if self._long_gaps >= rows else 1.0)
+        if tokens > many * budget:
             stretched = max(self._backlog_stretch * limit, _BACKLOG_ROWS * times.of_rows(rows))
             budget = max(budget, times.budget(stretched, rows, cached) or 0)
         budget = min(budget, self._scheduler.config.max_num_batched_tokens)

@@ -56,11 +56,11 @@ _FIRST_BUDGET = {"cpu": 128, "cuda": 512}
 # How often as long a step may take while prompts for more than so many steps wait. Simulated with
 # Poisson arrivals on an H200: at 32 requests a second 1.4 takes the first token's 99th percentile
 # from 252 to 202 ms; at 16, where prompts seldom wait, that of the gaps stays. Sizes of steps there
-# differ by a tenth in tokens a second, and prompts for 1.5 steps are often done sooner in one long
+# differ by a tenth in tokens a second, and prompts for 2 steps are often done sooner in one long
 # step. On a CPU a step of one row costs as much as 33 tokens of a prompt and each further row as
 # 1.6: fewer steps are less work.
 _BACKLOG_STRETCH = {"cpu": 4.0, "cuda": 1.4}
-_BACKLOG_STEPS = {"cpu": 2.5, "cuda": 1.5}
+_BACKLOG_STEPS = {"cpu": 2.5, "cuda": 2.0}
 # Seconds that steps are timed for, before there are requests, at most.
 _TRIAL_SECONDS = {"cpu": 0.5, "cuda": 2.0}
 # While grammars are compiled and nothing else is done, word is sent each so many seconds.

@@ -80,7 +80,7 @@ class ServerSettings(FrozenConfig):
     ends."""
     max_step_time: float | None = Field(default=None, gt=0)
     """Seconds that a step should take at most while texts are being generated; prompts that come
-    meanwhile are computed in pieces. On a GPU 1.4 times that while prompts for more than 1.5 steps
+    meanwhile are computed in pieces. On a GPU 1.4 times that while prompts for more than 2 steps
     wait. 0.03 on a GPU and 0.25 on a CPU if not set."""
     drain_timeout: float = Field(default=30.0, ge=0)
     """Seconds that requests in flight have to end after SIGTERM."""

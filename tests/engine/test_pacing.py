@@ -162,9 +162,9 @@ def test_the_fixed_part_of_a_step_is_not_taken_for_its_tokens() -> None:
     for tokens in (60, 250, 120, 500):
         clock.run(pacing, prefill(tokens, decoding=True))
     assert budgets(sched) == (896, 1536)
-    # Many prompts wait if they are for more than one and a half steps.
+    # Many prompts wait if they are for more than two steps.
     assert sched.prompt_budget is not None
-    assert [sched.prompt_budget(1, tokens, 0) for tokens in (1344, 1345)] == [896, 1536]
+    assert [sched.prompt_budget(1, tokens, 0) for tokens in (1792, 1793)] == [896, 1536]
     # Three steps of a size are believed before the others.
     clock.decode_seconds = 0.013
     for budget in (896, 896, 768):
@@ -195,6 +195,38 @@ def test_a_budget_is_what_captured_steps_hold_beside_the_rows() -> None:
     assert pacing.sizes(33)[:5] == [64, 128, 192, 256, 384]
     # More rows than any step has room for are not padded.
     assert pacing.sizes(257)[:2] == [64, 128]
+
+
+def test_while_few_gaps_are_long_fewer_prompts_make_a_step_longer() -> None:
+    """1,024 tokens fit into 30 ms, and as many again into 42."""
+    sched = scheduler()
+    clock = Clock(20e-6)
+    pacing = Pacing(sched, 2, max_step_time=0.03, clock=clock)
+
+    def stretched(tokens: int) -> bool:
+        assert sched.prompt_budget is not None
+        return sched.prompt_budget(1, tokens, 0) > 1024
+
+    clock.run(pacing, decode(1), early=True)  # of which it is not known how long it took
+    for tokens in (64, 512):
+        clock.run(pacing, prefill(tokens, decoding=True))
+    for _ in range(97):
+        clock.run(pacing, decode(1))
+    assert not stretched(2048)
+    clock.run(pacing, decode(1))  # the hundredth gap
+    assert stretched(1537)
+    assert not stretched(1536)
+    clock.run(pacing, prefill(1792, decoding=True))
+    assert not stretched(2048)
+    assert stretched(2049)
+    # What was saved is bounded: a quiet hour does not make the next one a rough one.
+    for _ in range(20_000):
+        clock.run(pacing, decode(1))
+    for _ in range(100):
+        assert stretched(1537)
+        clock.run(pacing, prefill(1792, decoding=True))
+    clock.run(pacing, prefill(1792, decoding=True))
+    assert not stretched(1537)
 
 
 class Tiles(Clock):
