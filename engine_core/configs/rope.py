@@ -33,7 +33,8 @@ def rope_keys(values: Mapping[str, Any], rope_types: Collection[str]) -> dict[st
         both keys; ``rope_scaling`` is an object that always has ``rope_type``.
 
     Raises:
-        ConfigError: the scaling is no object, or of a type that is not supported.
+        ConfigError: the scaling is no object, of a type that is not supported, or has one for each
+            kind of layer.
     """
     rope: Any = next((values[name] for name in _NAMES if values.get(name)), {})
     if not isinstance(rope, Mapping):
@@ -45,6 +46,12 @@ def rope_keys(values: Mapping[str, Any], rope_types: Collection[str]) -> dict[st
         raise ConfigError(
             f"config.json: rope_scaling of type {rope['rope_type']!r} is not one of "
             f"{', '.join(rope_types)}"
+        )
+    kind = next((key for key, value in rope.items() if isinstance(value, Mapping)), None)
+    if kind is not None:
+        raise ConfigError(
+            f"config.json: rope_scaling has an object for {kind!r}, but all layers of this family "
+            "have one rotary embedding; put its keys into rope_scaling itself"
         )
     theta = rope.pop("rope_theta", values.get("rope_theta"))
     return {"rope_theta": theta, "rope_scaling": rope}
@@ -116,6 +123,24 @@ def refuse_partial_rotary(values: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"config.json: partial_rotary_factor {factor!r}, but heads of this family rotate "
                 "whole; if this model's do too, set it to 1.0, where it stands, with hf_overrides"
+            )
+
+
+def check_partial_rotary(values: Mapping[str, Any]) -> None:
+    """For families whose heads may rotate in part: check ``partial_rotary_factor``.
+
+    Args:
+        values: the config's keys, with ``rope_scaling`` as :func:`rope_keys` returns it.
+
+    Raises:
+        ConfigError: it is no part of a head, in the config or in its scaling.
+    """
+    for where in (values["rope_scaling"], values):
+        factor = where.get("partial_rotary_factor")
+        if factor is not None and not (is_positive(factor) and factor <= 1):
+            raise ConfigError(
+                "config.json: partial_rotary_factor must be a number above 0, and 1 at most, got "
+                f"{factor!r}"
             )
 
 
@@ -228,8 +253,8 @@ class RotaryConfigBuilder:
         values.update(rope_keys(values, cls.rope_types))
         values.pop("rope_parameters", None)
         check_kinds(values, {"rope_theta": 1.0})
-        if "partial_rotary_factor" not in cls.defaults:
-            refuse_partial_rotary(values)
+        partial = "partial_rotary_factor" in cls.defaults
+        (check_partial_rotary if partial else refuse_partial_rotary)(values)
 
     @classmethod
     def longest(cls, values: Mapping[str, Any]) -> int:

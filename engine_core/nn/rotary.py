@@ -151,7 +151,7 @@ def _number(scaling: Scaling, key: str, default: float | None = None) -> float:
     return float(value)
 
 
-def _positive(scaling: Scaling, key: str, default: float) -> float:
+def _positive(scaling: Scaling, key: str, default: float | None = None) -> float:
     value = _number(scaling, key, default)
     if not 0 < value < math.inf:
         raise ValueError(
@@ -162,10 +162,10 @@ def _positive(scaling: Scaling, key: str, default: float) -> float:
 
 def _llama3(dim: int, base: float, max_position: int, scaling: Scaling) -> RotaryEmbedding:
     """Low frequencies are divided by the factor, high ones kept, those between are blended."""
-    factor = _number(scaling, "factor")
-    low = _number(scaling, "low_freq_factor")
-    high = _number(scaling, "high_freq_factor")
-    original = _number(scaling, "original_max_position_embeddings", max_position)
+    factor = _positive(scaling, "factor")
+    low = _positive(scaling, "low_freq_factor")
+    high = _positive(scaling, "high_freq_factor")
+    original = _positive(scaling, "original_max_position_embeddings", max_position)
     inv_freq = _inv_freq(dim, base)
     turns = original * inv_freq / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -222,10 +222,10 @@ def _multimodal(dim: int, base: float, max_position: int, scaling: Scaling) -> R
 _VARIANTS: dict[str, Callable[[int, float, int, Scaling], RotaryEmbedding]] = {
     "default": lambda dim, base, *_: RotaryEmbedding(_inv_freq(dim, base)),
     "linear": lambda dim, base, _, scaling: RotaryEmbedding(
-        _inv_freq(dim, base) / _number(scaling, "factor")
+        _inv_freq(dim, base) / _positive(scaling, "factor")
     ),
     "dynamic": lambda dim, base, max_position, scaling: DynamicNTKRotaryEmbedding(
-        dim, base, _number(scaling, "factor"), max_position
+        dim, base, _positive(scaling, "factor"), max_position
     ),
     "llama3": _llama3,
     "yarn": _yarn,

@@ -113,6 +113,7 @@ def test_an_override_of_two_names_is_refused() -> None:
     [
         ("yarn", "rope_scaling must be an object or null, got 'yarn'"),
         ({"type": "longrope"}, "'longrope' is not one of default, linear"),
+        ({"full_attention": {"rope_type": "default"}}, "an object for 'full_attention', but all"),
     ],
 )
 def test_a_scaling_that_is_not_supported_is_refused(scaling: object, message: str) -> None:

@@ -107,6 +107,15 @@ def test_dynamic_scaling_without_lengths_is_refused() -> None:
 
 
 WRONG = {
+    "zero": (
+        {
+            "rope_type": "llama3",
+            "factor": 0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+        "needs a positive number 'factor', got 0",
+    ),
     "unknown": ({"type": "longest"}, "'longest' is not one of default, linear"),
     "no factor": ({"rope_type": "linear"}, "needs a number 'factor', got None"),
     "fast": (
