@@ -155,7 +155,8 @@ class Attention(CachedLayer):
         self.head_dim = head_dim
         self.v_head_dim = v_head_dim or head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.window = sliding_window
+        # No sequence is as long, and kernels take integers of 64 bits.
+        self.window = None if (sliding_window or 0) >= 2**31 else sliding_window
         self.softcap = logit_softcapping
         self.dtype = context.dtype or torch.get_default_dtype()
         self.deterministic = context.deterministic
