@@ -37,6 +37,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.5, 3.0],
     "long_factor": [1.0, 9.0, 30.0],
 }
+HALVED = {**LONGROPE, "short_factor": [1.0, 1.5, 3.0, 4.0]}
 # For each file: the first of its cases is also run on two ranks and in int8.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "phi3": {
@@ -166,6 +167,13 @@ def test_a_batch_in_chunks_gives_transformers_tokens_and_logits(
             assert difference(entry, rows[len(prompt) - 1 + step]) < 1e-4, step
 
 
+def test_a_window_wider_than_any_sequence_is_none(checkpoint: Any) -> None:
+    folder, expected = checkpoint("starcoder2", "no biases, a head of its own")
+    outputs = run("starcoder2", folder, hf_overrides={"sliding_window": 2**63})
+    for output, (tokens, _) in zip(outputs, expected, strict=True):
+        assert output.token_ids == tokens
+
+
 @pytest.mark.parametrize(("file", "case"), FIRST)
 def test_two_ranks_and_int8(file: str, case: str, checkpoint: Any) -> None:
     folder, expected = checkpoint(file, case)
@@ -224,6 +232,17 @@ def test_what_changes_with_the_length_ends_before_it(file: str, case: str, longe
     assert not config.may_exceed_length
 
 
+def test_what_phi3_leaves_out_or_says_twice_is_read_as_by_transformers() -> None:
+    inside = {**LONGROPE, "original_max_position_embeddings": 16}
+    values = published("phi3", "long context, partial rotation", rope_scaling=inside)
+    del values["eos_token_id"]
+    theirs = AutoConfig.for_model(**values)
+    ours = registry("phi3").model_config(HFConfig(values))
+    original = theirs.rope_parameters["original_max_position_embeddings"]
+    assert ours.max_position_embeddings == original == 64
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+
+
 @pytest.mark.parametrize(
     ("file", "case", "changes", "message"),
     [
@@ -233,6 +252,21 @@ def test_what_changes_with_the_length_ends_before_it(file: str, case: str, longe
         ("starcoder2", "window", {"sliding_window": "7"}, "sliding_window must be a positive"),
         ("starcoder2", "window", {"rope_theta": 0}, "rope_theta must be a positive"),
         ("starcoder2", "window", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("phi3", "window", {"rope_scaling": {**HALVED, "short_factor": [1, 0, 1, 1]}}, "entry of"),
+        ("phi3", "window", {"rope_scaling": {**HALVED, "factor": 0}}, "factor must be a positive"),
+        (
+            "phi3",
+            "window",
+            {"rope_scaling": {**HALVED, "attention_factor": "1"}},
+            "attention_factor must be a positive number, got '1'",
+        ),
+        ("glm4", "no biases", {"partial_rotary_factor": 1.5}, "1 at most, got 1.5"),
+        (
+            "stablelm",
+            "side by side",
+            {"rope_parameters": {"partial_rotary_factor": "half"}},
+            "partial_rotary_factor must be a number above 0, and 1 at most, got 'half'",
+        ),
     ],
 )
 def test_configs_that_are_refused(

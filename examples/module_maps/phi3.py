@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine_core.configs import HFConfig, ModelConfig, RotaryConfigBuilder
+from engine_core.configs import HFConfig, ModelConfig, RotaryConfigBuilder, check_kinds
 from engine_core.errors import ConfigError
 from engine_core.nn import (
     DecoderLayer,
@@ -21,6 +21,8 @@ from engine_core.nn import (
     RotaryEmbedding,
     SelfAttention,
 )
+
+_OPTIONAL = ("factor", "attention_factor")
 
 
 class Phi3ConfigBuilder(RotaryConfigBuilder):
@@ -37,6 +39,8 @@ class Phi3ConfigBuilder(RotaryConfigBuilder):
         "rope_theta": 10000.0,
         "partial_rotary_factor": 1.0,
         "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 32000,
     }
 
     @classmethod
@@ -45,15 +49,9 @@ class Phi3ConfigBuilder(RotaryConfigBuilder):
     ) -> ModelConfig:
         """The model config; with LongRoPE its factors must be as many as angles."""
         config = super().build(hf_config, model_path, **kwargs)
-        scaling = config.hf_config.rope_scaling
-        factors = scaling.get("short_factor")
-        if scaling["rope_type"] != "default" and not (
-            isinstance(factors, list) and len(factors) == _rotary_dim(config.hf_config) // 2
-        ):
-            raise ConfigError(
-                "config.json: short_factor of rope_scaling must be a list of "
-                f"{_rotary_dim(config.hf_config) // 2} numbers, got {factors!r}"
-            )
+        read = config.hf_config
+        if read.rope_scaling["rope_type"] != "default":
+            _check_longrope(read.rope_scaling, _rotary_dim(read) // 2)
         return config
 
     @classmethod
@@ -61,12 +59,21 @@ class Phi3ConfigBuilder(RotaryConfigBuilder):
         """That of the first training where there was a second."""
         if values["rope_scaling"]["rope_type"] == "default":
             return int(values["max_position_embeddings"])
-        return min(_original(values), values["max_position_embeddings"])
+        # As in transformers, what a scaling itself says of the original length does not count.
+        return min(values["original_max_position_embeddings"], values["max_position_embeddings"])
 
 
-def _original(values: Any) -> int:
-    inside = values["rope_scaling"].get("original_max_position_embeddings")
-    return int(inside or values["original_max_position_embeddings"])
+def _check_longrope(scaling: dict[str, Any], angles: int) -> None:
+    factors = scaling.get("short_factor")
+    if not (isinstance(factors, list) and len(factors) == angles):
+        raise ConfigError(
+            f"config.json: short_factor of rope_scaling must be a list of {angles} numbers, got "
+            f"{factors!r}"
+        )
+    numbers = [("an entry of short_factor", factor) for factor in factors]
+    numbers += [(key, scaling[key]) for key in _OPTIONAL if scaling.get(key) is not None]
+    for key, value in numbers:
+        check_kinds({key: value}, {key: 1.0})
 
 
 def _rotary_dim(config: HFConfig) -> int:
@@ -96,7 +103,7 @@ class Phi3ForCausalLM(RotaryCausalLM):
         scaling = config.rope_scaling
         if scaling["rope_type"] == "default":
             return super().build_rotary(config)
-        dim, original = _rotary_dim(config), _original(vars(config))
+        dim, original = _rotary_dim(config), config.original_max_position_embeddings
         steps = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
         factors = torch.tensor(scaling["short_factor"], dtype=torch.float32, device="cpu")
         factor = scaling.get("factor") or config.max_position_embeddings / original
