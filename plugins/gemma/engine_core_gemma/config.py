@@ -157,13 +157,7 @@ class Gemma3ConfigBuilder(Gemma2ConfigBuilder):
         Raises:
             ConfigError: as there; or scores are capped, which transformers reads and does not do.
         """
-        cap = values["attn_logit_softcapping"]
-        if cap is not None:
-            raise ConfigError(
-                f"config.json: attn_logit_softcapping is {cap!r}, but Gemma 3 caps no scores: "
-                "transformers ignores the key; if this model does too, set it to null with "
-                "hf_overrides"
-            )
+        _refuse_cap(values, "attn_logit_softcapping", "Gemma 3 caps no scores")
         super().complete(values)
 
     @classmethod
@@ -219,6 +213,14 @@ class Gemma3ConfigBuilder(Gemma2ConfigBuilder):
         return int(values["max_position_embeddings"])
 
 
+def _refuse_cap(values: Mapping[str, Any], key: str, why: str) -> None:
+    if values[key] is not None:
+        raise ConfigError(
+            f"config.json: {key} is {values[key]!r}, but {why}: transformers ignores the key; if "
+            "this model does too, set it to null with hf_overrides"
+        )
+
+
 class Gemma3WithVisionConfigBuilder(Gemma3ConfigBuilder):
     """Reads the configs of Gemma 3 from 4B on, whose text model is all that is served."""
 
@@ -245,3 +247,13 @@ class Gemma3WithVisionConfigBuilder(Gemma3ConfigBuilder):
             cls.architecture,
         )
         return super().build(HFConfig({**text, **whole}), model_path, **kwargs)
+
+    @classmethod
+    def complete(cls, values: dict[str, Any]) -> None:
+        """As for Gemma 3.
+
+        Raises:
+            ConfigError: as there; or logits are capped, which transformers reads and does not do.
+        """
+        _refuse_cap(values, "final_logit_softcapping", f"{cls.architecture} caps no logits")
+        super().complete(values)

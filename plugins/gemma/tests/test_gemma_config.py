@@ -227,6 +227,16 @@ def test_overrides_of_the_bases_of_each_kind_of_layer(
             "rope_theta is 1000000.0, but rope_parameters",
         ),
         (GEMMA3_27B, {"text_config": None}, "text_config must be an object"),
+        (
+            GEMMA3_27B,
+            {"text_config": {**GEMMA3_27B["text_config"], "final_logit_softcapping": 30.0}},
+            "Gemma3ForConditionalGeneration caps no logits",
+        ),
+        (
+            {key: value for key, value in GEMMA2_9B.items() if key != "rope_theta"},
+            {"rope_parameters": NEWER["rope_parameters"]},
+            "an object for 'full_attention', but all layers",
+        ),
     ],
 )
 def test_a_broken_config_is_refused_by_name(
