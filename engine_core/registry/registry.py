@@ -490,12 +490,15 @@ class Registry:
         if package is None:
             family = architecture.split("For")[0].lower()
             named = (model_type or family).replace("_", "-")
-            if all(report.distribution != f"engine-core-{named}" for report in self.reports):
-                family = named
+            taken = {*_packages(), *(report.distribution for report in self.reports)}
+            names = dict.fromkeys((f"engine-core-{named}", f"engine-core-{family}"))
+            free = [name for name in names if name not in taken]
             lines.append(
-                f"A package for it would by convention be named engine-core-{family}; or pass a "
-                "file with MODULE_MAP as custom_module_map. docs/write-a-plugin.md says how to "
-                "write either."
+                f"A package for it would by convention be named {free[0]}; or pass a file with "
+                "MODULE_MAP as custom_module_map. docs/write-a-plugin.md says how to write either."
+                if free
+                else f"The package {' or '.join(names)} does not have it; pass a file with "
+                "MODULE_MAP as custom_module_map. docs/write-a-plugin.md says how to write one."
             )
         return " ".join(lines) + self._broken()
 
@@ -505,12 +508,20 @@ _FALLBACK = "engine-core-transformers"
 _SENSES = ("audio_config", "image_token_id", "image_token_index", "vision_config", "visual")
 
 
-def _package_for(what: Literal["architectures", "gguf"], name: str) -> str | None:
-    """The package of ours for an architecture, whether it is installed or not."""
+def _packages() -> dict[str, dict[str, list[str]]]:
+    """The packages of ours, installed or not, and the architectures that each has."""
     import json
 
-    listed = json.loads((Path(__file__).parent / "packages.json").read_text(encoding="utf-8"))
-    return next((package for package, has in listed.items() if name in has.get(what, ())), None)
+    text = (Path(__file__).parent / "packages.json").read_text(encoding="utf-8")
+    listed: dict[str, dict[str, list[str]]] = json.loads(text)
+    return listed
+
+
+def _package_for(what: Literal["architectures", "gguf"], name: str) -> str | None:
+    """The package of ours for an architecture, whether it is installed or not."""
+    return next(
+        (package for package, has in _packages().items() if name in has.get(what, ())), None
+    )
 
 
 def _misspelt(name: str, known: str) -> bool:

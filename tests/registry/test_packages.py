@@ -51,6 +51,12 @@ def test_a_package_of_ours_that_is_not_installed_is_named() -> None:
     assert "by convention" not in message
 
 
+def test_a_package_of_ours_is_not_proposed_for_what_it_does_not_have() -> None:
+    message = said("GemmaForCausalLM", model_type="gemma")
+    assert "The package engine-core-gemma does not have it; pass a file" in message
+    assert "by convention" not in message
+
+
 def test_no_name_is_suggested_that_is_only_spelt_alike() -> None:
     assert "Nearest" not in said("TheyForCausalLM")
     assert "Nearest" not in said("Toy2ForCausalLM")
