@@ -41,7 +41,9 @@ class Embeddings(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, types: Tensor | None) -> Tensor:
         """``[1, T]`` each to ``[1, T, H]``; all tokens have type 0 if ``types`` is None."""
-        table = self.position_embeddings[self.first_position :]
+        table = self.position_embeddings
+        if self.first_position:
+            position_ids = self._counted(input_ids, position_ids)
         if types is None or not self.has_types:
             others = F.embedding(position_ids, table + self.token_type_embeddings[0])
         else:
@@ -49,6 +51,17 @@ class Embeddings(nn.Module):
                 types, self.token_type_embeddings
             )
         out: Tensor = self.LayerNorm(self.word_embeddings(input_ids), others)[0]
+        return out
+
+    def _counted(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Positions as RoBERTa has them: a padding token that a text names is not counted."""
+        padding = self.first_position - 1
+        padded = input_ids == padding
+        # Of all tokens of the step; those before a token's own prompt are taken off again.
+        passed = padded.cumsum(1) - padded.int()
+        first = torch.arange(input_ids.shape[1], device=input_ids.device) - position_ids
+        counted = position_ids - passed + passed.gather(1, first) + self.first_position
+        out: Tensor = counted.masked_fill(padded, padding)
         return out
 
 

@@ -135,6 +135,20 @@ def test_other_modules_and_positions_are_refused(tmp_path: Path) -> None:
         LLM(tmp_path, hf_overrides={"position_embedding_type": "relative_key"})
 
 
+@pytest.mark.parametrize("kinds", [("mean",), ("mean", "cls")])
+def test_padding_that_a_text_names_has_roberta_s_position(
+    kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = make(tmp_path, "roberta")
+    write_modules(tmp_path, {"pooling_mode": list(kinds)}, normalize=False)
+    given = [[1], [2, 9, 1, 9, 3], [1, 1, 7], [2, 9, 3], [2, 1, 1, 30, 1, 4]]
+    with LLM(tmp_path) as llm:
+        outputs = llm.embed(given)
+    for ids, output in zip(given, outputs, strict=True):
+        expected = np.concatenate([wanted(model, ids, kind) for kind in kinds])
+        np.testing.assert_allclose(output.outputs.vector, expected, atol=1e-5)
+
+
 def test_a_model_does_its_own_task_alone(tmp_path: Path) -> None:
     make(tmp_path)
     for task, message in (("generate", "no next token"), ("score", "is made to embed")):
