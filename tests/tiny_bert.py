@@ -62,7 +62,13 @@ def write_tokenizer(folder: Path) -> None:
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]", **named}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "[UNK]",
+        **named,
+    }
+    # As BertTokenizer has them.
+    config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -84,6 +90,12 @@ def write_modules(
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     (folder / "config_sentence_transformers.json").write_text(json.dumps(sentence))
+
+
+def change(file: Path, **values: Any) -> None:
+    """Set keys of a JSON file, which need not exist."""
+    old = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**old, **values}))
 
 
 def states(model: Any, token_ids: list[int]) -> Tensor:

@@ -13,15 +13,27 @@ from pydantic import Field
 
 from engine_core.configs.base import FrozenConfig
 from engine_core.configs.engine import _Number
-from engine_core.configs.hf_config import HFConfig, read_object
+from engine_core.configs.hf_config import HFConfig, parse_json, read_object
 from engine_core.errors import ConfigError, CorruptCheckpointError, RequestError
 
 PoolingKind = Literal["mean", "cls", "last", "max", "mean_sqrt", "weighted_mean"]
 DenseActivation = Literal["tanh", "identity", "relu", "gelu", "sigmoid", "silu"]
 Activation = Literal["sigmoid", "identity"]
-Similarity = Literal["cosine", "dot"]
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 _MODULES = "modules.json"
+_SENTENCE = "config_sentence_transformers.json"
+# sentence-transformers once named this file after the model; it reads the first that is there.
+_OWN = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+_PACKAGE = "sentence_transformers"
+# Settings that change neither tokens nor, without padding, states.
+_HARMLESS = {"padding", "padding_side", "pad_to_multiple_of", "return_tensors", "use_fast"}
+_HARMLESS |= {"trust_remote_code", "use_cache"}
+# Tokenizers say so that they know no limit.
+_NO_LIMIT = 10**9
 # sentence-transformers' words for the kinds that there are.
 _KINDS: dict[str, PoolingKind] = {
     "cls": "cls",
@@ -40,7 +52,13 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_SIMILARITIES: dict[str, Similarity] = {"cosine": "cosine", "dot": "dot", "dot_score": "dot"}
+_SIMILARITIES: dict[str, Similarity] = {
+    "cosine": "cosine",
+    "dot": "dot",
+    "dot_score": "dot",
+    "euclidean": "euclidean",
+    "manhattan": "manhattan",
+}
 _ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
 _DENSE_ACTIVATIONS: dict[str, DenseActivation] = {
     "Tanh": "tanh",
@@ -84,6 +102,8 @@ class PoolingConfig(FrozenConfig):
         activation: of scores.
         similarity: of two vectors, where scores are asked of a model that embeds.
         dimensions: lengths to which a vector may be cut; any if empty, none if None.
+        cut: numbers that are left of a vector, after the normalisation, unless a request asks for
+            dimensions; all if None.
         hidden_size: numbers of a whole vector.
         prompts: texts that go before a prompt, by name.
         default_prompt: the name of the one that is used if none is asked for; or None.
@@ -99,6 +119,7 @@ class PoolingConfig(FrozenConfig):
     activation: Activation = "identity"
     similarity: Similarity = "cosine"
     dimensions: tuple[int, ...] | None = None
+    cut: int | None = Field(default=None, gt=0)
     hidden_size: int = Field(gt=0)
     prompts: dict[str, str] = Field(default_factory=dict)
     default_prompt: str | None = None
@@ -129,6 +150,8 @@ class PoolingConfig(FrozenConfig):
                     param="dimensions",
                 )
         normalize = self.normalize if params.normalize is None else params.normalize
+        if params.normalize and size is None:
+            size = self.cut  # what is asked for has length 1
         return PoolingParams(dimensions=size, normalize=normalize, activate=params.activate)
 
 
@@ -147,8 +170,8 @@ def read_pooling(folder: Path, hf_config: HFConfig, hidden_size: int) -> Pooling
     """The pooling that sentence-transformers' files in a checkpoint folder state; None without any.
 
     ``modules.json`` names a model, a pooling, maybe dense layers, and maybe a normalisation. Their
-    own ``config.json``, ``config_sentence_transformers.json`` and ``sentence_bert_config.json`` say
-    more.
+    own ``config.json``, ``config_sentence_transformers.json``, ``sentence_bert_config.json`` and
+    ``tokenizer_config.json`` say more.
 
     Raises:
         ConfigError: a module or a way of pooling is not supported; names it.
@@ -157,7 +180,7 @@ def read_pooling(folder: Path, hf_config: HFConfig, hidden_size: int) -> Pooling
     modules = _modules(folder)
     if modules is None:
         return None
-    kinds = [str(each.get("type")).rpartition(".")[2] for each in modules]
+    kinds = [kind for kind, _ in modules]
     normalize = kinds[-1:] == [_NORMALIZE]
     num_dense = len(kinds) - 2 - normalize
     wanted = [_TRANSFORMER, _POOLING, *[_DENSE] * num_dense, *[_NORMALIZE] * normalize]
@@ -166,43 +189,163 @@ def read_pooling(folder: Path, hf_config: HFConfig, hidden_size: int) -> Pooling
             f"{_MODULES}: the modules {', '.join(kinds)} are not supported; a {_TRANSFORMER}, a "
             f"{_POOLING}, maybe {_DENSE} ones and maybe a {_NORMALIZE} are"
         )
-    places = [str(each.get("path") or f"{i}_{kinds[i]}") for i, each in enumerate(modules) if i]
-    for place in places:
-        if Path(place).is_absolute() or ".." in Path(place).parts:
-            raise ConfigError(f"{_MODULES}: {place} is outside the checkpoint")
+    more = _read(folder, _SENTENCE) or {}
+    texts = _texts(folder, more, "embed")
+    places = [place for _, place in modules[1:]]
     place = f"{places[0]}/config.json"
-    pooled = _kinds(_read(folder, place) or {}, place)
+    stated = _read(folder, place) or {}
+    pooled = _kinds(stated, place)
+    if stated.get("include_prompt") is False and any(texts["prompts"].values()):
+        raise ConfigError(
+            f"{place}: include_prompt false, which leaves the tokens of a prompt of {_SENTENCE} "
+            "out of the pooling, is not supported"
+        )
     size, dense = hidden_size * len(pooled), []
     for place in places[1 : 1 + num_dense]:
         dense.append(_dense(folder, place, size))
         size = dense[-1].out_features
-    more = _read(folder, "config_sentence_transformers.json") or {}
-    own = _read(folder, "sentence_bert_config.json") or {}
-    prompts = more.get("prompts") or {}
     similarity = more.get("similarity_fn_name") or "cosine"
     if similarity not in _SIMILARITIES:
         raise ConfigError(
-            f"config_sentence_transformers.json: similarity_fn_name {similarity!r} is not one of "
+            f"{_SENTENCE}: similarity_fn_name {similarity!r} is not one of "
             f"{', '.join(_SIMILARITIES)}"
         )
-    default = more.get("default_prompt_name")
-    if default is not None and default not in prompts:
-        raise ConfigError(
-            f"config_sentence_transformers.json: default_prompt_name {default!r} is not among the "
-            f"prompts {sorted(prompts)}"
-        )
+    cut = _positive(more, "truncate_dim", _SENTENCE)
     return PoolingConfig(
         kinds=pooled,
         dense=tuple(dense),
         normalize=normalize,
         similarity=_SIMILARITIES[similarity],
         dimensions=matryoshka(hf_config),
+        cut=None if cut is None else min(cut, size),
         hidden_size=size,
-        prompts=prompts,
-        default_prompt=default,
-        max_length=own.get("max_seq_length"),
-        lower_case=bool(own.get("do_lower_case")),
+        **texts,
     )
+
+
+def read_scoring(folder: Path, hf_config: HFConfig, **settings: Any) -> PoolingConfig:
+    """The making of a cross encoder's score, with ``settings`` of the model's class.
+
+    sentence-transformers' files say more, where there is a ``modules.json``.
+
+    Raises:
+        ConfigError: they ask for what is not supported; names it.
+        CorruptCheckpointError: a file cannot be read.
+    """
+    modules = _modules(folder)
+    kinds = [kind for kind, _ in modules or ()]
+    if modules is not None and kinds != [_TRANSFORMER]:
+        raise ConfigError(
+            f"{_MODULES}: the modules {', '.join(kinds)} are not supported for a model that "
+            f"scores; a {_TRANSFORMER} alone is"
+        )
+    more = {} if modules is None else _read(folder, _SENTENCE) or {}
+    name = more.get("activation_fn")
+    return PoolingConfig(
+        task="score",
+        activation=_score_activation(hf_config) if name is None else _activation(name, _SENTENCE),
+        **_texts(folder, more, "score", saved=modules is not None),
+        **settings,
+    )
+
+
+def _texts(
+    folder: Path, more: Mapping[str, Any], task: Literal["embed", "score"], *, saved: bool = True
+) -> dict[str, Any]:
+    """Fields of :class:`PoolingConfig` about what goes into the model.
+
+    Args:
+        folder: of the checkpoint.
+        more: what ``config_sentence_transformers.json`` has.
+        task: decides which states the files have to name.
+        saved: whether sentence-transformers wrote the checkpoint.
+    """
+    prompts = more.get("prompts") or {}
+    texts = prompts.values() if isinstance(prompts, dict) else (prompts,)
+    if not all(isinstance(text, str | None) for text in texts):
+        raise ConfigError(f"{_SENTENCE}: prompts must be texts by name, got {prompts!r}")
+    prompts = {name: text for name, text in prompts.items() if text is not None}
+    default = more.get("default_prompt_name")
+    if default is not None and default not in list(prompts):
+        raise ConfigError(
+            f"{_SENTENCE}: default_prompt_name {default!r} is not among the prompts "
+            f"{sorted(prompts)}"
+        )
+    own, place = {}, _OWN[0]
+    for name in _OWN if saved else ():
+        if stated := _read(folder, name):
+            own, place = stated, name
+            break
+    _check_states(own, place, task)
+    arguments = _arguments(own, place)
+    length = _positive(own, "max_seq_length", place) or _positive(
+        arguments, "model_max_length", place
+    )
+    if length is None:
+        name = "tokenizer_config.json"
+        length = _positive(_read(folder, name) or {}, "model_max_length", name)
+    return {
+        "prompts": prompts,
+        "default_prompt": default,
+        "max_length": length,
+        "lower_case": bool(own.get("do_lower_case")),
+    }
+
+
+def _check_states(own: Mapping[str, Any], place: str, task: Literal["embed", "score"]) -> None:
+    """Refuse other states of the model than those that this engine takes."""
+    kind, states, made = (
+        ("feature-extraction", "last_hidden_state", "token_embeddings")
+        if task == "embed"
+        else ("sequence-classification", "logits", "scores")
+    )
+    inputs = own.get("modality_config")
+    if inputs is not None:
+        inputs = inputs.get("text") if isinstance(inputs, dict) else inputs
+    told = {
+        "transformer_task": (own.get("transformer_task"), kind),
+        "modality_config": (inputs, {"method": "forward", "method_output_name": states}),
+        "module_output_name": (own.get("module_output_name"), made),
+    }
+    if "modality_config" in own and inputs is None:
+        raise ConfigError(f"{place}: modality_config has no 'text', which is needed")
+    for key, (given, wanted) in told.items():
+        if given is not None and given != wanted:
+            raise ConfigError(f"{place}: {key} {given!r} is not supported; {wanted!r} is")
+
+
+def _arguments(own: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Arguments that ``sentence_bert_config.json`` has for the tokenizer, none of them unknown."""
+    found: dict[str, Any] = {}
+    known = _HARMLESS | {"model_max_length"}
+    processing = own.get("processing_kwargs") or {}
+    for name, given, fine in (
+        *((name, own.get(name), known) for name in ("tokenizer_args", "processor_kwargs")),
+        *((name, own.get(name), _HARMLESS) for name in ("config_args", "config_kwargs")),
+        *(
+            (f"processing_kwargs.{name}", processing.get(name), _HARMLESS)
+            for name in ("text", "common")
+            if isinstance(processing, dict)
+        ),
+    ):
+        given = given or {}
+        if not isinstance(given, dict) or given.keys() - fine:
+            raise ConfigError(
+                f"{place}: {name} {given!r} is not supported; "
+                f"{'model_max_length alone is' if fine is known else 'leave it out'}"
+            )
+        found |= given
+    return found
+
+
+def _positive(stated: Mapping[str, Any], key: str, place: str) -> int | None:
+    """A whole number of a file, None if it says none or one without meaning."""
+    value = stated.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
+        raise ConfigError(f"{place}: {key} must be a positive whole number, got {value!r}")
+    return None if value >= _NO_LIMIT else int(value)
 
 
 def matryoshka(hf_config: HFConfig) -> tuple[int, ...] | None:
@@ -221,7 +364,7 @@ def matryoshka(hf_config: HFConfig) -> tuple[int, ...] | None:
     return tuple(sizes)
 
 
-def score_activation(hf_config: HFConfig) -> Activation:
+def _score_activation(hf_config: HFConfig) -> Activation:
     """The activation of a cross encoder's one score: a sigmoid unless its config names another.
 
     Raises:
@@ -230,26 +373,50 @@ def score_activation(hf_config: HFConfig) -> Activation:
     told = hf_config.get("sentence_transformers", {})
     name = told.get("activation_fn") if isinstance(told, dict) else None
     name = name or hf_config.get("sbert_ce_default_activation_function") or "Sigmoid"
+    return _activation(name, "config.json")
+
+
+def _activation(name: Any, place: str) -> Activation:
     last = str(name).rpartition(".")[2]
     if last not in _ACTIVATIONS:
         raise ConfigError(
-            f"config.json: activation_fn {name!r} is not one of {', '.join(_ACTIVATIONS)}"
+            f"{place}: activation_fn {name!r} is not one of {', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[last]
 
 
-def _modules(folder: Path) -> list[dict[str, Any]] | None:
-    import json
+def _modules(folder: Path) -> list[tuple[str, str]] | None:
+    """The kind of each module that ``modules.json`` names, and its folder; None without the file.
 
+    The first one is in the checkpoint's own folder.
+    """
     try:
-        modules = json.loads((folder / _MODULES).read_text(encoding="utf-8"))
+        modules = parse_json((folder / _MODULES).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{folder / _MODULES} cannot be read: {error}") from error
     if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
         raise CorruptCheckpointError(f"{folder / _MODULES} holds no list of modules")
-    return modules
+    found = []
+    for index, module in enumerate(modules):
+        told = str(module.get("type"))
+        package, _, kind = told.rpartition(".")
+        if package.partition(".")[0] != _PACKAGE:
+            raise ConfigError(
+                f"{_MODULES}: the module {told!r} is code of the checkpoint's own, which is never "
+                f"run; modules of {_PACKAGE} are supported"
+            )
+        place = str(module.get("path") or (f"{index}_{kind}" if index else ""))
+        if Path(place).is_absolute() or ".." in Path(place).parts:
+            raise ConfigError(f"{_MODULES}: {place} is outside the checkpoint")
+        if not index and Path(place) != Path():
+            raise ConfigError(
+                f"{_MODULES}: the {kind} is in the folder {place!r}; move the files of that folder "
+                "into the checkpoint's own, and give that module the path ''"
+            )
+        found.append((kind, place))
+    return found
 
 
 def _read(folder: Path, name: str) -> dict[str, Any] | None:
@@ -269,11 +436,6 @@ def _kinds(stated: Mapping[str, Any], place: str) -> tuple[PoolingKind, ...]:
         raise ConfigError(
             f"{place}: pooling by {names!r} is not supported; {', '.join(_KINDS)} and lists of "
             "these are"
-        )
-    if stated.get("include_prompt") is False:
-        raise ConfigError(
-            f"{place}: include_prompt false, which leaves a prompt's tokens out of the pooling, is "
-            "not supported"
         )
     return tuple(_KINDS[name] for name in names)
 

@@ -700,7 +700,8 @@ class Frontend:
 
         Args:
             inputs: all of one kind, or texts and lists of token ids mixed.
-            prompt_name: of the prompt that goes before each text; the model's default one if None.
+            prompt_name: of the prompt that goes before each text, of a pair the first; the model's
+                default one if None.
             most: tokens that are kept of each; -1 for as many as the model takes, None for all.
 
         Raises:
@@ -723,10 +724,11 @@ class Frontend:
                 "prompts must be token ids, got text: this engine has no tokenizer "
                 "(skip_tokenizer_init)"
             )
-        if pooling.lower_case:
-            texts = [_lower(each) for each in texts]
         if before:
-            texts = [before + each if isinstance(each, str) else each for each in texts]
+            texts = [
+                before + each if isinstance(each, str) else (before + each[0], each[1])
+                for each in texts
+            ]
         encoded = iter(self._tokenizer.encode_all(texts, most) if self._tokenizer else ())
         done = []
         for index, each in enumerate(inputs):
@@ -979,10 +981,6 @@ def find_max_length(model_config: ModelConfig) -> int:
     return longest if pooling is None else min(longest, pooling.max_length or longest)
 
 
-def _lower(text: str | tuple[str, str]) -> str | tuple[str, str]:
-    return text.lower() if isinstance(text, str) else (text[0].lower(), text[1].lower())
-
-
 def _shows(prompt: Any) -> bool:
     return isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))
 
@@ -1079,6 +1077,9 @@ def choose_tokenizer(
     tokenizer = load_tokenizer(path, sentencepiece, tiktoken)
     if model_config is not None and model_config.chat_template is not None:
         tokenizer.chat_templates = {DEFAULT_TEMPLATE: model_config.chat_template}
+    pooling = None if model_config is None else model_config.pooling
+    if pooling is not None and pooling.lower_case:
+        tokenizer.lower()
     return tokenizer
 
 

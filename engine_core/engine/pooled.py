@@ -116,7 +116,11 @@ def paired(one: Any, other: Any) -> tuple[list[Any], list[Any]]:
 
 
 def similarities(one: Vector, other: Vector, kind: Similarity) -> list[float]:
-    """How alike the rows of two arrays ``[N, D]`` are, one by one."""
+    """How alike the rows of two arrays ``[N, D]`` are, one by one; distances are negative."""
+    if kind in ("euclidean", "manhattan"):
+        distances = np.linalg.norm(one - other, ord=2 if kind == "euclidean" else 1, axis=1)
+        negated: list[float] = (-distances).tolist()
+        return negated
     products = np.einsum("nd,nd->n", one, other)
     if kind == "cosine":
         sizes = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)

@@ -149,4 +149,6 @@ class Pooler:
             states = layer(states)
         if params.dimensions is not None:
             states = states[:, : params.dimensions]
-        return F.normalize(states, dim=1) if params.normalize else states
+        states = F.normalize(states, dim=1) if params.normalize else states
+        cut = self._config.cut if params.dimensions is None else None
+        return states if cut is None else states[:, :cut]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from engine_core.checkpoint import Checkpoint
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig, PoolingConfig
 from engine_core.configs.dtypes import DTYPES
-from engine_core.configs.pooling import matryoshka, read_pooling, score_activation
+from engine_core.configs.pooling import matryoshka, read_pooling, read_scoring
 from engine_core.errors import ConfigError, OptionError
 from engine_core.registry import Registry
 
@@ -99,8 +99,7 @@ def _pooling(
     kind: Any = getattr(model_class, "pooling", "mean" if encodes else "last")
     if scores:
         _check_labels(hf_config)
-        activation = score_activation(hf_config)
-        return PoolingConfig(task="score", kinds=(kind,), activation=activation, **whole)
+        return read_scoring(checkpoint.folder, hf_config, kinds=(kind,), **whole)
     stated = read_pooling(checkpoint.folder, hf_config, model_config.hidden_size)
     if stated is not None:
         return stated.replace(whole=encodes)

@@ -57,6 +57,9 @@ _NAMED_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 
+# Where model_input_names has it, a model is told which of two texts a token is of.
+_TYPES = "token_type_ids"
+
 # Values of tokenizer_class with which AutoTokenizer takes tokenizer.json as it is.
 _GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 
@@ -213,6 +216,7 @@ def _fast_tokenizer(
         special_tokens={name: token.content for name, token in tokens.named.items()},
         chat_templates=chat_templates,
         unused_ids=unused_ids,
+        gives_types=_TYPES in (config.get("model_input_names") or ()),
     )
 
 
@@ -418,6 +422,7 @@ def _load_with_transformers(folder: Path, chat_templates: Mapping[str, str]) -> 
             hf_tokenizer.backend_tokenizer,
             special_tokens=hf_tokenizer.special_tokens_map,
             chat_templates=chat_templates,
+            gives_types=_TYPES in hf_tokenizer.model_input_names,
         )
     return TransformersTokenizer(hf_tokenizer, chat_templates=chat_templates)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from engine_core.errors import RequestError
+from engine_core.errors import RequestError, TokenizerError
 from engine_core.text.chat_template import (
     DEFAULT_TEMPLATE,
     choose_chat_template,
@@ -18,6 +18,7 @@ from engine_core.text.chat_template import (
 )
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
 # From this many characters or tokens on, calls release the GIL for other threads.
@@ -35,10 +36,13 @@ class Tokenizer(ABC):
     Attributes:
         vocab_size: number of tokens, added ones included; a model may have more logits than this.
         special_ids: the tokens that ``skip_special_tokens`` leaves out.
+        gives_types: whether its model is told which of two texts a token is of; else all of them
+            have type 0.
     """
 
     vocab_size: int
     special_ids: frozenset[int]
+    gives_types = False
 
     def __init__(
         self, *, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
@@ -78,6 +82,16 @@ class Tokenizer(ABC):
             )
         ids = [self.encode(text)[:most] for text in texts if isinstance(text, str)]
         return [(each, [0] * len(each)) for each in ids]
+
+    def lower(self) -> None:
+        """Put every text into lower case from now on, before it is split; not special tokens.
+
+        Raises:
+            TokenizerError: this kind of tokenizer cannot.
+        """
+        raise TokenizerError(
+            f"sentence_bert_config.json: do_lower_case is not supported for a {type(self).__name__}"
+        )
 
     @abstractmethod
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -161,6 +175,7 @@ class FastTokenizer(Tokenizer):
         special_tokens: see :class:`Tokenizer`.
         chat_templates: see :class:`Tokenizer`.
         unused_ids: ids that stand for no token and give no text.
+        gives_types: see :class:`Tokenizer`.
     """
 
     def __init__(
@@ -170,8 +185,10 @@ class FastTokenizer(Tokenizer):
         special_tokens: Mapping[str, str],
         chat_templates: Mapping[str, str],
         unused_ids: frozenset[int] = frozenset(),
+        gives_types: bool = False,
     ) -> None:
         super().__init__(special_tokens=special_tokens, chat_templates=chat_templates)
+        self.gives_types = gives_types
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -202,7 +219,7 @@ class FastTokenizer(Tokenizer):
         _check_all(texts)
         backend = self._backend
         if most is None:
-            return [(each.ids, each.type_ids) for each in backend.encode_batch_fast(texts)]
+            return [self._typed(each) for each in backend.encode_batch_fast(texts)]
         pairs = bool(texts) and not isinstance(texts[0], str)
         room = _room(most, backend.num_special_tokens_to_add(is_pair=pairs))
         flat = [text for pair in texts for text in pair] if pairs else texts
@@ -214,9 +231,19 @@ class FastTokenizer(Tokenizer):
             one.truncate(own)
             if other is not None:
                 other.truncate(others)
-            encoding = backend.post_process(one, other)
-            done.append((encoding.ids, encoding.type_ids))
+            done.append(self._typed(backend.post_process(one, other)))
         return done
+
+    def _typed(self, encoding: Encoding) -> tuple[list[int], list[int]]:
+        return encoding.ids, encoding.type_ids if self.gives_types else [0] * len(encoding.ids)
+
+    def lower(self) -> None:
+        """See :meth:`Tokenizer.lower`."""
+        from tokenizers.normalizers import Lowercase, Normalizer, Sequence
+
+        own = self._backend.normalizer
+        steps: list[Normalizer] = [Lowercase()] if own is None else [Lowercase(), own]
+        self._backend.normalizer = Sequence(steps)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See :meth:`Tokenizer.decode`."""
@@ -280,8 +307,10 @@ class TransformersTokenizer(Tokenizer):
             added = self._hf_tokenizer.num_special_tokens_to_add(pair=not isinstance(texts[0], str))
             _room(most, added)
             options = {"truncation": "longest_first", "max_length": most}
-        made = self._hf_tokenizer(list(texts), return_token_type_ids=True, **options)
-        return list(zip(made["input_ids"], made["token_type_ids"], strict=True))
+        made = self._hf_tokenizer(list(texts), **options)
+        ids = made["input_ids"]
+        types = made.get("token_type_ids") or [[0] * len(each) for each in ids]
+        return list(zip(ids, types, strict=True))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See :meth:`Tokenizer.decode`."""

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_bert import make, states, write_modules
+from tiny_bert import change, make, states, write_modules
+from transformers import AutoTokenizer
 
 from engine_core import LLM, EngineConfig, PoolingParams, SamplingParams
 from engine_core.check import check_model
@@ -108,8 +109,14 @@ def test_modules_say_how_vectors_are_made(flag: dict[str, Any], kind: str, tmp_p
     ("pooling", "sentence", "message"),
     [
         ({"pooling_mode": ["mean", "min"]}, {}, r"1_Pooling/config.json: pooling by .*'min'"),
-        ({"pooling_mode": "mean", "include_prompt": False}, {}, "include_prompt false"),
-        ({"pooling_mode": "mean"}, {"similarity_fn_name": "euclidean"}, "'euclidean' is not one"),
+        (
+            {"pooling_mode": "mean", "include_prompt": False},
+            {"prompts": {"query": "rain "}},
+            "include_prompt false",
+        ),
+        ({"pooling_mode": "mean"}, {"similarity_fn_name": "maxsim"}, "'maxsim' is not one"),
+        ({"pooling_mode": "mean"}, {"prompts": {"query": 3}}, "prompts must be texts by name"),
+        ({"pooling_mode": "mean"}, {"truncate_dim": "8"}, "truncate_dim must be a positive"),
         ({"pooling_mode": "mean"}, {"default_prompt_name": "x"}, "default_prompt_name 'x'"),
     ],
 )
@@ -130,9 +137,120 @@ def test_other_modules_and_positions_are_refused(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ConfigError, match="Transformer, Pooling, LSTM are not supported"):
         LLM(tmp_path)
+    modules[2]["type"] = "mine.Normalize"
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ConfigError, match=r"'mine.Normalize' is code of the checkpoint's own"):
+        LLM(tmp_path)
+    modules[0]["path"] = "0_Transformer"
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ConfigError, match="Transformer is in the folder '0_Transformer'; move"):
+        LLM(tmp_path)
     (tmp_path / "modules.json").unlink()
     with pytest.raises(ConfigError, match="position_embedding_type 'relative_key'"):
         LLM(tmp_path, hf_overrides={"position_embedding_type": "relative_key"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"transformer_task": "fill-mask"}, "transformer_task 'fill-mask' is not supported"),
+        ({"module_output_name": "sentence_embedding"}, "'token_embeddings' is"),
+        (
+            {"modality_config": {"text": {"method": "forward", "method_output_name": "logits"}}},
+            "'logits'} is not supported; .*'last_hidden_state'} is",
+        ),
+        ({"modality_config": {"image": {}}}, "has no 'text'"),
+        ({"processing_kwargs": {"text": {"max_length": 9}}}, r"processing_kwargs.text .*leave it"),
+        ({"tokenizer_args": {"truncation_side": "left"}}, "model_max_length alone is"),
+        ({"config_kwargs": {"hidden_act": "relu"}}, "config_kwargs .*relu.* is not supported"),
+        ({"max_seq_length": "long"}, "max_seq_length must be a positive whole number, got 'long'"),
+    ],
+)
+def test_other_settings_of_the_transformer_are_refused(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    make(tmp_path)
+    write_modules(tmp_path, {"pooling_mode": "mean"})
+    change(tmp_path / "sentence_bert_config.json", **values)
+    with pytest.raises(ConfigError, match=f"sentence_bert_config.json: .*{message}"):
+        LLM(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        # Since version 6 the length is only there.
+        ("tokenizer_config.json", {"model_max_length": 12}),
+        ("sentence_bert_config.json", {"tokenizer_args": {"model_max_length": 12}}),
+        ("sentence_roberta_config.json", {"max_seq_length": 12}),
+    ],
+)
+def test_texts_are_as_long_as_the_files_say(
+    name: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    make(tmp_path)
+    write_modules(tmp_path, {"pooling_mode": "mean"})
+    change(tmp_path / "tokenizer_config.json", model_max_length=10**30)
+    change(tmp_path / name, **values)
+    with LLM(tmp_path) as llm:
+        (cut,) = llm.embed("rain " * 50, truncate_prompt_tokens=-1)
+        assert len(cut.prompt_token_ids) == 12
+    with LLM(tmp_path, max_model_len=20) as llm:
+        assert len(llm.embed("rain " * 18)[0].prompt_token_ids) == 20
+
+
+def test_vectors_are_as_short_as_the_files_say(tmp_path: Path) -> None:
+    model = make(tmp_path)
+    write_modules(tmp_path, {"pooling_mode": "mean"}, truncate_dim=16)
+    with LLM(tmp_path, hf_overrides={"is_matryoshka": True}) as llm:
+        own, whole, short = (
+            llm.embed([[9, 8, 7]], params)[0].outputs.vector
+            for params in (
+                None,
+                PoolingParams(dimensions=48),
+                PoolingParams(normalize=True),
+            )
+        )
+    wanted_whole = unit(wanted(model, [9, 8, 7], "mean"))
+    np.testing.assert_allclose(whole, wanted_whole, atol=1e-5)
+    # sentence-transformers cuts after the module that normalises.
+    np.testing.assert_allclose(own, wanted_whole[:16], atol=1e-5)
+    np.testing.assert_allclose(short, unit(wanted_whole[:16]), atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "p"), [("euclidean", 2.0), ("manhattan", 1.0)])
+def test_distances_are_scores(name: str, p: float, tmp_path: Path) -> None:
+    model = make(tmp_path)
+    write_modules(tmp_path, {"pooling_mode": "mean"}, normalize=False, similarity_fn_name=name)
+    with LLM(tmp_path) as llm:
+        scores = [each.outputs.score for each in llm.score("rain", ["sun", "rain"])]
+    one, other = (torch.tensor(wanted(model, [2, token, 3], "mean")) for token in (15, 18))
+    apart = torch.cdist(one[None], torch.stack([other, one]), p=p)[0]
+    np.testing.assert_allclose(scores, -apart.numpy(), atol=1e-4)
+
+
+def test_lower_case_is_asked_for_beside_the_tokenizer(tmp_path: Path) -> None:
+    make(tmp_path)
+    write_modules(tmp_path, {"pooling_mode": "mean"})
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["normalizer"]["lowercase"] = False
+    # As transformers adds them.
+    tokenizer["added_tokens"] = [
+        {
+            "id": 3,
+            "content": "[SEP]",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+    ]
+    change(tmp_path / "tokenizer.json", **tokenizer)
+    for lower, ids in ((False, [2, 1, 3, 15, 3]), (True, [2, 5, 3, 15, 3])):
+        change(tmp_path / "sentence_bert_config.json", do_lower_case=lower)
+        with LLM(tmp_path) as llm:
+            assert llm.embed("THE [SEP] rain")[0].prompt_token_ids == ids
 
 
 @pytest.mark.parametrize("kinds", [("mean",), ("mean", "cls")])
@@ -199,6 +317,58 @@ def test_a_cross_encoder_scores_pairs(kind: str, tmp_path: Path) -> None:
         assert math.isclose(output.outputs.score, 1 / (1 + math.exp(-logit)), abs_tol=1e-5)
     # The longer text is cut first.
     assert cut.prompt_token_ids == [2, 5, 7, 9, 3, 5, 7, 9, 3]
+
+
+def logits(model: Any, folder: Path, one: str, other: str, **more: Any) -> tuple[list[int], float]:
+    """The tokens of a pair, and what transformers makes of them."""
+    inputs = AutoTokenizer.from_pretrained(folder)(one, other, return_tensors="pt", **more)
+    with torch.no_grad():
+        return inputs["input_ids"][0].tolist(), model(**inputs).logits.item()
+
+
+def test_types_are_for_models_whose_tokenizer_names_them(tmp_path: Path) -> None:
+    model = make(tmp_path, scores=True)
+    scores = {}
+    for names in (["input_ids", "attention_mask"], ["input_ids", "token_type_ids"]):
+        change(tmp_path / "tokenizer_config.json", model_input_names=names)
+        ids, expected = logits(model, tmp_path, "rain", "the cat sat")
+        with LLM(tmp_path) as llm:
+            (output,) = llm.score("rain", "the cat sat", PoolingParams(activate=False))
+        assert output.prompt_token_ids == ids
+        assert math.isclose(output.outputs.score, expected, abs_tol=1e-5)
+        scores[names[1]] = expected
+    assert not math.isclose(*scores.values(), abs_tol=0.01)
+
+
+@pytest.mark.parametrize("own", ["Sigmoid", None])
+def test_a_cross_encoder_that_sentence_transformers_saved(own: str | None, tmp_path: Path) -> None:
+    """Since version 6 it has a ``modules.json``, and what config.json said is in another file."""
+    model = make(tmp_path, scores=True)
+    write_modules(
+        tmp_path,
+        {},
+        activation_fn="torch.nn.modules.linear.Identity",
+        prompts={"query": "the cat ", "empty": None},
+        default_prompt_name="query",
+    )
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    (tmp_path / "modules.json").write_text(json.dumps(modules[:1]))
+    change(tmp_path / "tokenizer_config.json", model_max_length=12)
+    told = None if own is None else {"activation_fn": f"torch.nn.modules.activation.{own}"}
+    with LLM(tmp_path, hf_overrides={"sentence_transformers": told}) as llm:
+        assert llm.engine.max_model_len == 12
+        outputs = llm.score("rain", ["sun", "a dog ran far " * 9], truncate_prompt_tokens=-1)
+    for output, other in zip(outputs, ("sun", "a dog ran far " * 9), strict=True):
+        cut = {"truncation": True, "max_length": 12}
+        ids, expected = logits(model, tmp_path, "the cat rain", other, **cut)
+        assert output.prompt_token_ids == ids
+        assert math.isclose(output.outputs.score, expected, abs_tol=1e-5)
+    change(tmp_path / "config_sentence_transformers.json", activation_fn="torch.nn.Tanh")
+    with pytest.raises(ConfigError, match=r"transformers.json: activation_fn 'torch.nn.Tanh' is"):
+        LLM(tmp_path)
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ConfigError, match="Transformer, Pooling, Normalize are not supported for"):
+        LLM(tmp_path)
 
 
 def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
