@@ -52,8 +52,8 @@ FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "tekken.json"),
     *("*.model", "tokenizer.model.*", "*.tiktoken"),
     *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-    "[0-9]_*/config.json",
+    *("modules.json", "sentence_*_config.json", "config_sentence_transformers.json"),
+    *("[0-9]*_*/config.json", "[0-9]*_*/model.safetensors", "[0-9]*_*/pytorch_model.bin"),
 )
 
 Spec = tuple[str, str, tuple[int, ...]]

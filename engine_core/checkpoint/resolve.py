@@ -9,7 +9,7 @@ from engine_core.errors import CheckpointNotFoundError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 _TIMEOUT_SECONDS = 10
-_SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*_Dense/pytorch_model.bin"]
 
 
 def resolve_model(model: str, revision: str | None = None) -> Path:

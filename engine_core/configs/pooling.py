@@ -193,7 +193,9 @@ def read_pooling(folder: Path, hf_config: HFConfig, hidden_size: int) -> Pooling
     texts = _texts(folder, more, "embed")
     places = [place for _, place in modules[1:]]
     place = f"{places[0]}/config.json"
-    stated = _read(folder, place) or {}
+    stated = _read(folder, place)
+    if stated is None:
+        raise ConfigError(f"{_MODULES} names {place}, and there is no such file in {folder}")
     pooled = _kinds(stated, place)
     if stated.get("include_prompt") is False and any(texts["prompts"].values()):
         raise ConfigError(

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_bert import change
 
 from engine_core import LLM
+from engine_core.engine.export import export_model, import_model
 from engine_core.errors import ConfigError
 
 POOLED = Path(__file__).parent / "pooled"
@@ -25,11 +27,6 @@ def check(folder: Path, mode: str) -> None:
         outputs = llm.embed(EXPECTED["texts"])
     for output, expected in zip(outputs, EXPECTED["vectors"][mode], strict=True):
         np.testing.assert_allclose(output.outputs.vector, expected, atol=1e-5)
-
-
-def changed(folder: Path, name: str, **values: Any) -> None:
-    path = folder / name
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 @pytest.fixture
@@ -48,11 +45,27 @@ def test_dense_weights_may_be_pickled(copy: Path) -> None:
     check(copy, "all")
 
 
+def test_exported_files_hold_all_of_it(copy: Path, tmp_path: Path) -> None:
+    """The longest text, under an old name, and dense layers, one of them pickled."""
+    weights = copy / "2_Dense" / "model.safetensors"
+    torch.save(load_file(weights), copy / "2_Dense" / "pytorch_model.bin")
+    weights.unlink()
+    (copy / "sentence_bert_config.json").unlink()
+    change(copy / "sentence_roberta_config.json", max_seq_length=20)
+    file, folder = tmp_path / "one.safetensors", tmp_path / "folder"
+    export_model(str(copy), file)
+    import_model(file, folder)
+    for path in (file, folder):
+        check(path, "all")
+        with LLM(path) as llm:
+            assert llm.engine.max_model_len == 20
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_each_pooling_alone(mode: str, copy: Path) -> None:
     modules = json.loads((copy / "modules.json").read_text())
     (copy / "modules.json").write_text(json.dumps(modules[:2]))
-    changed(copy, "1_Pooling/config.json", pooling_mode=mode)
+    change(copy / "1_Pooling/config.json", pooling_mode=mode)
     check(copy, mode)
 
 
@@ -74,12 +87,18 @@ def test_each_pooling_alone(mode: str, copy: Path) -> None:
 def test_other_dense_layers_are_refused(
     name: str, values: dict[str, Any], message: str, copy: Path
 ) -> None:
-    changed(copy, f"{name}/config.json", **values)
+    change(copy / name / "config.json", **values)
     with pytest.raises(ConfigError, match=message):
         LLM(copy)
 
 
-def test_missing_dense_weights_are_named(copy: Path) -> None:
+def test_missing_files_are_named(copy: Path) -> None:
+    (copy / "1_Pooling" / "config.json").rename(copy / "pooling.json")
+    with pytest.raises(
+        ConfigError, match=r"names 1_Pooling/config.json, and there is no such file"
+    ):
+        LLM(copy)
+    (copy / "pooling.json").rename(copy / "1_Pooling" / "config.json")
     (copy / "3_Dense" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"3_Dense has neither model.safetensors nor pytorch"):
         LLM(copy)
