@@ -16,6 +16,11 @@ class BertConfigBuilder:
     """Reads the configs of BERT, MiniLM and models published under its architecture."""
 
     architectures: ClassVar[tuple[str, ...]] = ("BertModel", "BertForSequenceClassification")
+    # Published with a head that these models have no use for; beside them the one without it.
+    headed: ClassVar[dict[str, str]] = {
+        "BertForMaskedLM": "BertModel",
+        "BertForPreTraining": "BertModel",
+    }
     # Of keys that checkpoints leave out, from transformers' config class.
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_act": "gelu",
@@ -29,7 +34,7 @@ class BertConfigBuilder:
     @classmethod
     def condition(cls, hf_config: HFConfig) -> bool:
         """Whether the checkpoint calls itself by one of these architectures."""
-        return hf_config.get("architectures") in [[name] for name in cls.architectures]
+        return hf_config.get("architectures") in [[n] for n in (*cls.architectures, *cls.headed)]
 
     @classmethod
     def build(
@@ -59,6 +64,8 @@ class BertConfigBuilder:
             first = values.get("pad_token_id", 1) + 1
         values["first_position"] = first
         kwargs.setdefault("max_position_embeddings", values["max_position_embeddings"] - first)
+        name = values["architectures"][0]
+        kwargs.setdefault("architecture", cls.headed.get(name, name))
         return DefaultConfigBuilder.build(HFConfig(values), model_path, **kwargs)
 
 
@@ -70,4 +77,7 @@ class RobertaConfigBuilder(BertConfigBuilder):
         for family in ("Roberta", "XLMRoberta")
         for kind in ("Model", "ForSequenceClassification")
     )
+    headed: ClassVar[dict[str, str]] = {
+        f"{family}ForMaskedLM": f"{family}Model" for family in ("Roberta", "XLMRoberta")
+    }
     first_position: ClassVar[int | None] = None

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 from tiny_bert import change, make, states, write_modules
-from transformers import AutoTokenizer
+from transformers import (
+    AutoTokenizer,
+    BertForMaskedLM,
+    BertForPreTraining,
+    RobertaForMaskedLM,
+    XLMRobertaForMaskedLM,
+)
 
 from engine_core import LLM, EngineConfig, PoolingParams, SamplingParams
 from engine_core.check import check_model
@@ -216,6 +222,21 @@ def test_vectors_are_as_short_as_the_files_say(tmp_path: Path) -> None:
     # sentence-transformers cuts after the module that normalises.
     np.testing.assert_allclose(own, wanted_whole[:16], atol=1e-5)
     np.testing.assert_allclose(short, unit(wanted_whole[:16]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model_class", [BertForMaskedLM, BertForPreTraining, RobertaForMaskedLM, XLMRobertaForMaskedLM]
+)
+def test_a_masked_language_model_is_an_encoder(model_class: type[Any], tmp_path: Path) -> None:
+    make(tmp_path, "bert" if model_class.__name__.startswith("Bert") else "roberta")
+    sizes = json.loads((tmp_path / "config.json").read_text())
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**sizes)).eval()
+    model.save_pretrained(tmp_path)
+    with LLM(tmp_path) as llm:
+        (output,) = llm.embed([[2, 9, 30, 3]])
+    expected = unit(wanted(model.base_model, [2, 9, 30, 3], "mean"))
+    np.testing.assert_allclose(output.outputs.vector, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "p"), [("euclidean", 2.0), ("manhattan", 1.0)])

@@ -118,6 +118,7 @@ def _refusal(hf_config: HFConfig) -> str | None:
     """The reason why a checkpoint cannot be run, as far as its config alone tells."""
     from transformers import __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     name, kind = hf_config.architectures[0], hf_config.get("model_type")
     known = {value for value in NAMES.values() if isinstance(value, str)}
@@ -126,6 +127,12 @@ def _refusal(hf_config: HFConfig) -> str | None:
     if name not in known or kind not in NAMES:
         if hf_config.get("auto_map") is not None:
             return "its code is in the checkpoint (auto_map), and code from there is never run"
+        with_head = None if kind in ENCODERS else NAMES.get(kind)
+        if name.endswith("Model") and isinstance(with_head, str):
+            return (
+                "it is saved without a head; if it is to embed, set the task 'embed' and "
+                f'hf_overrides {{"architectures": ["{with_head}"]}}'
+            )
         return f"version {__version__} has no causal language model of that name"
     if NAMES[kind] != name:
         return f"its model_type {kind!r} is that of {NAMES[kind]}"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fallback_models import TOLERANCE, VOCAB, difference, expected, make_checkpoint, prompts
 from golden_fixtures import GOLDEN, golden_prompts
 from torch import nn
+from transformers import AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb
@@ -123,6 +126,26 @@ def test_what_transformers_does_not_know_is_refused(
     make_checkpoint(tmp_path, "olmo", "OlmoForCausalLM")
     edit(tmp_path, **keys)
     with pytest.raises(UnknownArchitectureError, match=reason):
+        engine(tmp_path, model_impl="auto")
+
+
+def test_a_checkpoint_without_a_head_embeds_if_told_its_class(tmp_path: Path) -> None:
+    config = make_checkpoint(tmp_path, "olmo2", "Olmo2ForCausalLM").config
+    model = AutoModel.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnknownArchitectureError, match=r"Olmo2Model: .*'embed'") as told:
+        engine(tmp_path, model_impl="auto", task="embed")
+    named = re.search(r"hf_overrides (\{.*?\})", str(told.value))
+    assert named is not None
+    more = {"task": "embed", "hf_overrides": json.loads(named[1])}
+    with engine(tmp_path, model_impl="auto", **more) as llm:
+        (output,) = llm.embed([prompts()[0]])
+    with torch.inference_mode():
+        state = model(torch.tensor([prompts()[0]])).last_hidden_state[0, -1]
+    wanted = torch.nn.functional.normalize(state, dim=0)
+    np.testing.assert_allclose(output.outputs.vector, wanted, atol=1e-5)
+    edit(tmp_path, architectures=["ElectraModel"], model_type="electra")
+    with pytest.raises(UnknownArchitectureError, match="of that name"):
         engine(tmp_path, model_impl="auto")
 
 
