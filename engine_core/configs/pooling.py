@@ -136,15 +136,16 @@ class PoolingConfig(FrozenConfig):
         if size is not None:
             if self.task == "score":
                 raise RequestError("dimensions are for vectors, and this model gives scores")
-            if self.dimensions is None:
+            if self.dimensions is None and size != self.hidden_size:
                 raise RequestError(
                     f"dimensions {size}: this model is not said to be trained for shorter vectors "
                     f"than its {self.hidden_size} numbers; leave dimensions out, or start the "
                     'engine with hf_overrides {"is_matryoshka": true} if it is',
                     param="dimensions",
                 )
-            if size > self.hidden_size or (self.dimensions and size not in self.dimensions):
-                some = ", ".join(map(str, self.dimensions)) or f"up to {self.hidden_size}"
+            known = self.dimensions or ()
+            if size > self.hidden_size or (known and size not in (*known, self.hidden_size)):
+                some = ", ".join(map(str, known)) or f"up to {self.hidden_size}"
                 raise RequestError(
                     f"dimensions {size} is none that this model has; it has {some}",
                     param="dimensions",

@@ -58,7 +58,8 @@ async def create_embedding(request: Request) -> Response:
     inputs = _inputs(body)
     if service.settings.log_prompts:
         context.details["prompts"] = inputs
-    prompts = await pooled.tokenize(inputs, "input", body.prompt_name)
+    names = ["input"] if inputs == [body.input] else _names("input", inputs)
+    prompts = await pooled.tokenize(inputs, names, body.prompt_name)
     vectors = await while_connected(request.receive, pooled.run(prompts))
     written: Sequence[Any] = vectors
     if body.encoding_format == "base64":
@@ -80,7 +81,8 @@ async def create_score(request: Request) -> Response:
     if len(ones) not in (1, len(others)):
         raise conflict("text_1 has one text, or as many as text_2", "text_1")
     pooled = _Pooled(service, context, body, _score_params(body.use_activation))
-    scores = await pooled.scores(request, ones, others)
+    names = _names("text_1", body.text_1), _names("text_2", body.text_2)
+    scores = await pooled.scores(request, ones, others, names)
     items = [
         {"index": index, "object": "score", "score": score} for index, score in enumerate(scores)
     ]
@@ -96,7 +98,8 @@ async def create_rerank(request: Request) -> Response:
     _check(service, body)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     pooled = _Pooled(service, context, body, _score_params(None))
-    scores = await pooled.scores(request, [body.query], texts)
+    names = ["query"], _names("documents", texts)
+    scores = await pooled.scores(request, [body.query], texts, names)
     order = sorted(range(len(texts)), key=lambda index: -scores[index])
     results = []
     for index in order[: body.top_n]:
@@ -120,6 +123,12 @@ def _listed(texts: str | list[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
 
 
+def _names(field: str, texts: str | Sequence[Any]) -> list[str]:
+    """The name of each text of a field, as errors have it."""
+    many = not isinstance(texts, str)
+    return [f"{field}.{index}" for index in range(len(texts))] if many else [field]
+
+
 def _inputs(body: EmbeddingBody) -> list[Any]:
     if isinstance(body.input, str) or isinstance(body.input[0], int):
         return [body.input]
@@ -140,51 +149,59 @@ class _Pooled:
         self._tokens = 0
 
     async def tokenize(
-        self, inputs: Sequence[Any], field: str, prompt_name: str | None = None
+        self, inputs: Sequence[Any], names: Sequence[str], prompt_name: str | None = None
     ) -> list[TokenizedPrompt]:
-        """The tokens of each input, none of them too many.
+        """The tokens of each input, none of them too many; ``names`` are those of their fields.
 
         Raises:
             ApiError: 400; one is too long.
             RequestError: there is no tokenizer, or no such prompt or token.
         """
         service, most = self._service, self._body.truncate_prompt_tokens
-        for text in inputs:
+        for text, name in zip(inputs, names, strict=True):
             for each in text if isinstance(text, tuple) else (text,):
                 if isinstance(each, str) and most is None:
-                    service.check_text(each, field)
+                    service.check_text(each, name)
         work = partial(
             service.engine.frontend.tokenize_all, inputs, prompt_name=prompt_name, most=most
         )
         prompts = await service.run_text(self._context.body_size, work)
         longest = service.engine.max_model_len
-        for index, prompt in enumerate(prompts):
+        for text, name, prompt in zip(inputs, names, prompts, strict=True):
             if len(prompt.packed) > longest:
+                what = "pair of texts" if isinstance(text, tuple) else "text"
                 raise ApiError(
                     400,
-                    f"{field}: the text at place {index} is too long: it has "
-                    f"{len(prompt.packed)} tokens, and this model's maximum context length is "
-                    f"{longest} tokens; cut it with truncate_prompt_tokens",
-                    param=field,
+                    f"{name}: the {what} is too long: it has {len(prompt.packed)} tokens, and this "
+                    f"model's maximum context length is {longest} tokens; cut it with "
+                    "truncate_prompt_tokens",
+                    param=name,
                     code="context_length_exceeded",
                 )
         self._tokens += sum(len(prompt.packed) for prompt in prompts)
         return prompts
 
     async def scores(
-        self, request: Request, queries: list[str], documents: list[str]
+        self,
+        request: Request,
+        queries: list[str],
+        documents: list[str],
+        names: tuple[list[str], list[str]],
     ) -> list[float]:
-        """A score for each pair; one query stands for all."""
+        """A score for each pair; one query stands for all. ``names`` are those of the texts."""
         ones, others = paired(queries, documents)
         pooling = self._service.engine.frontend.pooling
         if self._service.settings.log_prompts:
             self._context.details["prompts"] = [queries, documents]
         if pooling.task == "score":
-            prompts = await self.tokenize(list(zip(ones, others, strict=True)), "documents")
+            prompts = await self.tokenize(list(zip(ones, others, strict=True)), names[1])
             given = await while_connected(request.receive, self.run(prompts))
             return [float(each[0]) for each in given]
-        texts = list(dict.fromkeys((*ones, *others)))
-        prompts = await self.tokenize(texts, "documents")
+        named: dict[str, str] = {}  # each text once
+        for text, name in zip((*queries, *documents), (*names[0], *names[1]), strict=True):
+            named.setdefault(text, name)
+        texts = list(named)
+        prompts = await self.tokenize(texts, list(named.values()))
         vectors = await while_connected(request.receive, self.run(prompts))
         of = dict(zip(texts, vectors, strict=True))
         first, second = (np.stack([of[text] for text in each]) for each in (ones, others))

@@ -647,6 +647,8 @@ def _prompt_kind(value: Any) -> str | None:
     if not isinstance(value, list):
         return None
     first = value[0] if value else None
+    if isinstance(first, dict):
+        return None
     if isinstance(first, str):
         return "texts"
     return "token_lists" if isinstance(first, list) else "tokens"

@@ -54,6 +54,8 @@ def test_openai_s_client_gets_vectors(bert: tuple[ServerProcess, Any]) -> None:
     server, model = bert
     texts = ["the cat sat", "rain", "a dog ran far and far and far"] * 12
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
+        # Clients name the whole length, too.
+        whole = client.embeddings.create(model="tiny", input=texts[0], dimensions=48)
         # Its client asks for base64 unless told otherwise.
         made = client.embeddings.create(model="tiny", input=texts)
         one = client.embeddings.create(model="tiny", input=texts[0], encoding_format="float")
@@ -69,6 +71,7 @@ def test_openai_s_client_gets_vectors(bert: tuple[ServerProcess, Any]) -> None:
     for place in (0, 1, 33, 34):
         np.testing.assert_allclose(made.data[place].embedding, wanted[place % 3], atol=1e-5)
     np.testing.assert_allclose(one.data[0].embedding, wanted[0], atol=1e-5)
+    np.testing.assert_allclose(whole.data[0].embedding, wanted[0], atol=1e-5)
     np.testing.assert_allclose(ids.data[0].embedding, wanted[0], atol=1e-5)
     np.testing.assert_allclose(ids.data[1].embedding, expected(model, [9]), atol=1e-5)
     part = wanted[0][:8]
@@ -97,9 +100,12 @@ def test_base64_is_float32(bert: tuple[ServerProcess, Any]) -> None:
         ({"input": ["rain", 3]}, "input.1", "invalid_value"),
         ({"input": [[3], ["rain"]]}, "input.1.0", "invalid_value"),
         ({"input": {"text": "rain"}}, "input", "invalid_value"),
+        ({"input": [{"text": "rain"}]}, "input", "invalid_value"),
         ({"input": ["rain"] * 2049}, "input", "invalid_value"),
         ({"input": [64]}, "input", "invalid_request"),
         ({"input": "rain " * 50}, "input", "context_length_exceeded"),
+        ({"input": ["rain", "rain " * 50]}, "input.1", "context_length_exceeded"),
+        ({"input": [[9], [9] * 50]}, "input.1", "context_length_exceeded"),
         ({"input": "rain", "encoding_format": "int8"}, "encoding_format", "invalid_value"),
         ({"input": "rain", "dimensions": 0}, "dimensions", "invalid_value"),
         ({"input": "rain", "prompt_name": "query"}, "prompt_name", "invalid_request"),
@@ -115,6 +121,23 @@ def test_what_is_wrong_is_named(
     error = refused.json()["error"]
     assert (error["param"], error["code"]) == (param, code), error
     assert error["type"] == "invalid_request_error"
+
+
+def test_the_text_that_is_too_long_is_named(
+    bert: tuple[ServerProcess, Any], cross: ServerProcess
+) -> None:
+    long = "rain " * 50
+    for server in (bert[0], cross):
+        for path, body, name in (
+            ("/rerank", {"query": "sun", "documents": ["sun", "sun", long]}, "documents.2"),
+            ("/score", {"text_1": "sun", "text_2": ["sea", long]}, "text_2.1"),
+            ("/score", {"text_1": "sun", "text_2": long}, "text_2"),
+        ):
+            error = post(server, path, **body).json()["error"]
+            assert (error["param"], error["code"]) == (name, "context_length_exceeded")
+            assert error["message"].startswith(f"{name}: the ")
+    error = post(bert[0], "/rerank", query=long, documents=["sun"]).json()["error"]
+    assert error["param"] == "query"
 
 
 def test_a_text_is_cut_when_asked(bert: tuple[ServerProcess, Any]) -> None:

@@ -300,6 +300,8 @@ def test_a_model_does_its_own_task_alone(tmp_path: Path) -> None:
             llm.generate("rain", SamplingParams(max_tokens=2))
         with pytest.raises(RequestError, match="dimensions 8: this model is not said"):
             llm.embed("rain", PoolingParams(dimensions=8))
+        whole = llm.embed("rain", PoolingParams(dimensions=48))[0].outputs
+        assert whole.embedding == llm.embed("rain")[0].outputs.embedding
         assert llm.embed([]) == []
 
 
