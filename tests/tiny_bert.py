@@ -34,7 +34,8 @@ def make(folder: Path, kind: str = "bert", *, scores: bool = False, **more: Any)
     if kind == "bert":
         config = BertConfig(pad_token_id=0, **sizes)
     else:
-        config = RobertaConfig(pad_token_id=1, type_vocab_size=1, layer_norm_eps=1e-5, **sizes)
+        sizes = {"pad_token_id": 1, **sizes}
+        config = RobertaConfig(type_vocab_size=1, layer_norm_eps=1e-5, **sizes)
     if scores:
         config.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(config)

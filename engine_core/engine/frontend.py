@@ -709,13 +709,19 @@ class Frontend:
         """
         pooling = self.pooling
         name = pooling.default_prompt if prompt_name is None else prompt_name
-        if name is not None and name not in pooling.prompts:
+        if name is not None and (not isinstance(name, str) or name not in pooling.prompts):
             raise RequestError(
                 f"the model has no prompt {shown(name)}; it has "
                 f"{', '.join(map(repr, pooling.prompts)) or 'none'}",
                 param="prompt_name",
             )
         before = "" if name is None else pooling.prompts[name]
+        if most is not None and (type(most) is not int or (most < 1 and most != -1)):
+            raise RequestError(
+                f"truncate_prompt_tokens must be a positive integer, or -1 for as many as the "
+                f"model takes, got {shown(most)}",
+                param="truncate_prompt_tokens",
+            )
         if most == -1:
             most = self._config.max_model_len or find_max_length(self._model_config)
         texts: list[Any] = [each for each in inputs if isinstance(each, str | tuple)]

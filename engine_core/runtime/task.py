@@ -55,6 +55,7 @@ def with_task(
     for name, unfit in (
         ("swap_space", bool(config.swap_space)),
         ("kv_cache_memory", pooling.whole and config.kv_cache_memory is not None),
+        ("block_size", pooling.whole and config.block_size is not None),
         ("kv_cache_dtype", pooling.whole and config.kv_cache_dtype != "auto"),
         ("deterministic", pooling.whole and config.deterministic),
     ):

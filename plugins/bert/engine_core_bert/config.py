@@ -61,7 +61,13 @@ class BertConfigBuilder:
         check_kinds(values, {"intermediate_size": 1, **cls.defaults})
         first = cls.first_position
         if first is None:
-            first = values.get("pad_token_id", 1) + 1
+            padding = values.get("pad_token_id", 1)
+            if type(padding) is not int or padding < 0:
+                raise ConfigError(
+                    f"config.json: pad_token_id must be a token id, got {padding!r}: positions "
+                    "begin after it"
+                )
+            first = padding + 1
         values["first_position"] = first
         kwargs.setdefault("max_position_embeddings", values["max_position_embeddings"] - first)
         name = values["architectures"][0]

@@ -140,7 +140,7 @@ class BertModel(nn.Module):
             weights,
             {"query": ("qkv_proj", "q"), "key": ("qkv_proj", "k"), "value": ("qkv_proj", "v")},
             rename=self._renamed,
-            ignore=(*self.unused, "position_ids"),
+            ignore=(*self.unused, "position_ids", "token_type_ids"),
         )
 
     # Of a masked language model, and the state of the first token that BERT was also trained with.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_bert import change, make, states, write_modules
 from transformers import (
     AutoTokenizer,
@@ -274,6 +275,22 @@ def test_lower_case_is_asked_for_beside_the_tokenizer(tmp_path: Path) -> None:
             assert llm.embed("THE [SEP] rain")[0].prompt_token_ids == ids
 
 
+def test_positions_begin_after_a_token(tmp_path: Path) -> None:
+    model = make(tmp_path, "roberta", pad_token_id=0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    # Buffers that older versions of transformers saved.
+    tensors["embeddings.position_ids"] = torch.arange(40)[None]
+    tensors["embeddings.token_type_ids"] = torch.zeros(1, 40, dtype=torch.long)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with LLM(tmp_path) as llm:
+        (output,) = llm.embed([[9, 0, 7, 30]])
+    expected = unit(wanted(model, [9, 0, 7, 30], "mean"))
+    np.testing.assert_allclose(output.outputs.vector, expected, atol=1e-5)
+    for bad in (-1, "1"):
+        with pytest.raises(ConfigError, match=f"pad_token_id must be a token id, got {bad!r}"):
+            LLM(tmp_path, hf_overrides={"pad_token_id": bad})
+
+
 @pytest.mark.parametrize("kinds", [("mean",), ("mean", "cls")])
 def test_padding_that_a_text_names_has_roberta_s_position(
     kinds: tuple[str, ...], tmp_path: Path
@@ -293,8 +310,9 @@ def test_a_model_does_its_own_task_alone(tmp_path: Path) -> None:
     for task, message in (("generate", "no next token"), ("score", "is made to embed")):
         with pytest.raises(OptionError, match=message):
             LLM(tmp_path, task=task)
-    with pytest.raises(OptionError, match="swap_space is set, and means nothing"):
-        LLM(tmp_path, swap_space="1MiB")
+    for name, value in (("swap_space", "1MiB"), ("block_size", 8)):
+        with pytest.raises(OptionError, match=f"{name} is set, and means nothing"):
+            LLM(tmp_path, **{name: value})
     with LLM(tmp_path) as llm:
         with pytest.raises(RequestError, match=r"runs for the task 'embed'.*use embed or score"):
             llm.generate("rain", SamplingParams(max_tokens=2))
@@ -303,6 +321,17 @@ def test_a_model_does_its_own_task_alone(tmp_path: Path) -> None:
         whole = llm.embed("rain", PoolingParams(dimensions=48))[0].outputs
         assert whole.embedding == llm.embed("rain")[0].outputs.embedding
         assert llm.embed([]) == []
+
+
+@pytest.mark.parametrize("most", [0, -2, True, 2.5, "3"])
+def test_lengths_that_are_none_are_refused(most: Any, tmp_path: Path) -> None:
+    make(tmp_path)
+    with LLM(tmp_path) as llm:
+        for prompt in ("rain", [9, 8, 7, 6]):
+            with pytest.raises(RequestError, match="truncate_prompt_tokens must be a positive"):
+                llm.embed([prompt], truncate_prompt_tokens=most)
+        with pytest.raises(RequestError, match=r"no prompt \['query'\]; it has none"):
+            llm.embed("rain", prompt_name=["query"])  # type: ignore[arg-type]
 
 
 def test_vectors_may_be_cut_where_the_model_says_so(tmp_path: Path) -> None:
