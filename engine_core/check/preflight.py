@@ -74,6 +74,7 @@ from engine_core.runtime.executor import check_devices, check_experts, check_sta
 from engine_core.runtime.loader import build_on_meta, match_weights
 from engine_core.runtime.memory import CachePlan, MediaPlan, check_memory, plan_cache, plan_media
 from engine_core.runtime.packing import packed_sizes, weight_bytes
+from engine_core.runtime.pooling import read_dense
 from engine_core.runtime.source import (
     check_deterministic,
     check_kv_cache,
@@ -160,6 +161,7 @@ class _Check:
     checkpoint: Checkpoint | None = None
     model_config: ModelConfig | None = None
     model_class: type | None = None
+    generates: bool = True
     scheme: QuantizationScheme | None = None
     dtype: str | None = None
     tokenizer: Tokenizer | None = None
@@ -254,9 +256,11 @@ class _Check:
                 self._add(code, "warning" if fact.severe else "info", text)
         with self._collecting():
             self.model_class = registry.model_class(self.model_config.architecture)
+            self.generates = False  # as far as is known, where the task itself is at fault
             self.model_config = with_task(
                 self.model_config, self.model_class, checkpoint, self.config
             )
+            self.generates = self.model_config.pooling is None
         with self._collecting():
             self.media = media_limits(registry.input_processor(self.model_config))
         self.dtype = platform.resolve_dtype(self.config, device, self.model_config.dtype)
@@ -282,7 +286,7 @@ class _Check:
             }
             for where, ids in stated.items():
                 self._check_in_range(where, ids)
-            if not ends and model_config.pooling is None:
+            if not ends and self.generates:
                 self._add(
                     "eos-missing",
                     "warning",
@@ -325,7 +329,7 @@ class _Check:
         self._check_chat_template(tokenizer)
 
     def _check_chat_template(self, tokenizer: Tokenizer) -> None:
-        if self.model_config is not None and self.model_config.pooling is not None:
+        if not self.generates:
             return
         family = self._family_template
         if not tokenizer.chat_templates and family is None:
@@ -383,6 +387,9 @@ class _Check:
         if self.network is None:
             return
         if checkpoint.has_weights:
+            if model_config.pooling is not None:
+                with self._collecting():
+                    read_dense(model_config.pooling)
             try:
                 weights = without_head(self.network, checkpoint, model_config)
                 matched, account = match_weights(self.network, weights, self.model, self.scheme)

@@ -32,12 +32,7 @@ class _Dense:
     """A linear layer and its activation, in float32 on the device of what it is given."""
 
     def __init__(self, config: DenseConfig) -> None:
-        """Read the weights.
-
-        Raises:
-            ConfigError: there are none, or they do not have the config's shapes.
-            CheckpointError: they cannot be read.
-        """
+        """Read the weights; see :func:`read_dense`."""
         folder = Path(config.folder)
         safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
         if not safe.exists() and not pickled.exists():
@@ -60,6 +55,16 @@ class _Dense:
         return self._activate(F.linear(states, weight, bias))
 
 
+def read_dense(config: PoolingConfig) -> list[Callable[[Tensor], Tensor]]:
+    """The layers that follow the pooling, with their weights; each takes and gives ``[S, D]``.
+
+    Raises:
+        ConfigError: one has no weights, or not of its config's shapes; names its folder.
+        CheckpointError: they cannot be read.
+    """
+    return [_Dense(each) for each in config.dense]
+
+
 class Pooler:
     """Pools each row's hidden states, over as many steps as its prompt takes.
 
@@ -73,7 +78,7 @@ class Pooler:
         self._config = config
         # What earlier steps left of unfinished prompts, by row and kind: a sum, say.
         self._begun: dict[tuple[int, str], Tensor] = {}
-        self._dense = [_Dense(each) for each in config.dense]
+        self._dense = read_dense(config)
 
     def __call__(
         self, rows: Sequence[PlanRow], hidden: Tensor, params: Mapping[int, PoolingParams]

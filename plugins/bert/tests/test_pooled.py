@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tiny_bert import change
 
 from engine_core import LLM
+from engine_core.check import check_model
 from engine_core.engine.export import export_model, import_model
 from engine_core.errors import ConfigError
 
@@ -102,3 +103,9 @@ def test_missing_files_are_named(copy: Path) -> None:
     (copy / "3_Dense" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"3_Dense has neither model.safetensors nor pytorch"):
         LLM(copy)
+    report = check_model(copy)
+    assert not report.will_run
+    assert [each.code for each in report.problems] == ["config-invalid"]
+    (copy / "1_Pooling" / "config.json").unlink()
+    # Nothing is said of ends and chat templates, which this model has no use for.
+    assert [each.code for each in check_model(copy).problems] == ["config-invalid"]
