@@ -449,6 +449,7 @@ def chat(
         if "max_tokens" not in llm.default_sampling_params().model_fields_set:
             given = {"max_tokens": None, **given}
         sampling = llm.default_sampling_params(**given)
+        llm.engine.frontend.check_task("generate")
         llm.render_chat([{"role": "user", "content": "Hello"}])  # refuses what cannot chat
         local = _LocalModel(llm)
         _talk(_Chat(local, sampling, system), model, local.max_len)

@@ -384,10 +384,12 @@ class LLM:
             mm_processor_kwargs: settings of the family's processing of what messages show.
 
         Raises:
-            RequestError: the messages do not fit the template, or there is none.
+            RequestError: the messages do not fit the template, or there is none, or the model
+                generates no text.
             EngineDeadError: the model failed, or was closed.
         """
         self.engine.core.check_alive()
+        self.engine.frontend.check_task("generate")
         conversations = _as_conversations(messages)
         prompts: list[Prompt] = [
             self.render_chat(
@@ -409,6 +411,7 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation as :meth:`stream` completes a prompt."""
         self.engine.core.check_alive()
+        self.engine.frontend.check_task("generate")
         prompt = self.render_chat(
             messages, add_generation_prompt, chat_template, tools, mm_processor_kwargs
         )

@@ -316,6 +316,10 @@ def test_a_model_does_its_own_task_alone(tmp_path: Path) -> None:
     with LLM(tmp_path) as llm:
         with pytest.raises(RequestError, match=r"runs for the task 'embed'.*use embed or score"):
             llm.generate("rain", SamplingParams(max_tokens=2))
+        with pytest.raises(RequestError, match=r"runs for the task 'embed'"):
+            llm.chat([{"role": "user", "content": "rain"}])
+        with pytest.raises(RequestError, match=r"runs for the task 'embed'"):
+            next(llm.stream_chat([{"role": "user", "content": "rain"}]))
         with pytest.raises(RequestError, match="dimensions 8: this model is not said"):
             llm.embed("rain", PoolingParams(dimensions=8))
         whole = llm.embed("rain", PoolingParams(dimensions=48))[0].outputs
