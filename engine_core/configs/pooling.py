@@ -208,7 +208,7 @@ def read_pooling(folder: Path, hf_config: HFConfig, hidden_size: int) -> Pooling
         dense.append(_dense(folder, place, size))
         size = dense[-1].out_features
     similarity = more.get("similarity_fn_name") or "cosine"
-    if similarity not in _SIMILARITIES:
+    if not isinstance(similarity, str) or similarity not in _SIMILARITIES:
         raise ConfigError(
             f"{_SENTENCE}: similarity_fn_name {similarity!r} is not one of "
             f"{', '.join(_SIMILARITIES)}"
@@ -264,8 +264,8 @@ def _texts(
         saved: whether sentence-transformers wrote the checkpoint.
     """
     prompts = more.get("prompts") or {}
-    texts = prompts.values() if isinstance(prompts, dict) else (prompts,)
-    if not all(isinstance(text, str | None) for text in texts):
+    fine = isinstance(prompts, dict)
+    if not fine or not all(isinstance(text, str | None) for text in prompts.values()):
         raise ConfigError(f"{_SENTENCE}: prompts must be texts by name, got {prompts!r}")
     prompts = {name: text for name, text in prompts.items() if text is not None}
     default = more.get("default_prompt_name")
@@ -435,7 +435,7 @@ def _kinds(stated: Mapping[str, Any], place: str) -> tuple[PoolingKind, ...]:
     names = [named] if isinstance(named, str) else named
     if not names:
         names = [name for flag, name in _FLAGS.items() if stated.get(flag)] or ["mean"]
-    if not isinstance(names, list) or not all(name in _KINDS for name in names):
+    if not isinstance(names, list) or not all(name in list(_KINDS) for name in names):
         raise ConfigError(
             f"{place}: pooling by {names!r} is not supported; {', '.join(_KINDS)} and lists of "
             "these are"

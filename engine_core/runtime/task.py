@@ -129,6 +129,8 @@ def _check_causal(name: str, hf_config: HFConfig) -> None:
 
 def _check_labels(hf_config: HFConfig) -> None:
     labels = hf_config.get("id2label")
+    if not isinstance(labels, dict | None):
+        raise ConfigError(f"config.json: id2label must be an object, got {labels!r}")
     count = hf_config.get("num_labels", 2 if labels is None else len(labels))
     if count != 1:
         raise ConfigError(

@@ -209,6 +209,11 @@ def _fast_tokenizer(
     tokens: _DeclaredTokens,
     chat_templates: Mapping[str, str],
 ) -> FastTokenizer:
+    input_names = config.get("model_input_names") or ()
+    if not isinstance(input_names, list | tuple):
+        raise TokenizerError(
+            f"{folder / _CONFIG_FILE}: model_input_names must be a list, got {input_names!r}"
+        )
     unused_ids = _add_tokens(folder, backend, tokens)
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     return FastTokenizer(
@@ -216,7 +221,7 @@ def _fast_tokenizer(
         special_tokens={name: token.content for name, token in tokens.named.items()},
         chat_templates=chat_templates,
         unused_ids=unused_ids,
-        gives_types=_TYPES in (config.get("model_input_names") or ()),
+        gives_types=_TYPES in input_names,
     )
 
 
