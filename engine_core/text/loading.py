@@ -216,13 +216,24 @@ def _fast_tokenizer(
         )
     unused_ids = _add_tokens(folder, backend, tokens)
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    return FastTokenizer(
+    made = FastTokenizer(
         backend,
         special_tokens={name: token.content for name, token in tokens.named.items()},
         chat_templates=chat_templates,
         unused_ids=unused_ids,
         gives_types=_TYPES in input_names,
     )
+    made.truncation_side = _truncation_side(folder, config)
+    return made
+
+
+def _truncation_side(folder: Path, config: Mapping[str, Any]) -> str:
+    side: str = config.get("truncation_side") or "right"
+    if side not in ("left", "right"):
+        raise TokenizerError(
+            f"{folder / _CONFIG_FILE}: truncation_side must be 'left' or 'right', got {side!r}"
+        )
+    return side
 
 
 def _may_be_sentencepiece(file: Path) -> bool:
@@ -254,7 +265,7 @@ def _sentencepiece_tokenizer(
     added = dict(tokens.added)
     for token in added.values():
         token.special = token.special or token in tokens.extra
-    return SentencePieceTokenizer(
+    made = SentencePieceTokenizer(
         folder / format.file,
         replace(
             format,
@@ -266,6 +277,8 @@ def _sentencepiece_tokenizer(
         chat_templates=chat_templates,
         space_after_tokens=config.get("legacy") is not False,
     )
+    made.truncation_side = _truncation_side(folder, config)
+    return made
 
 
 def _with_token(tokens: tuple[str, ...], token: str | None, wanted: object) -> tuple[str, ...]:
@@ -423,12 +436,14 @@ def _load_with_transformers(folder: Path, chat_templates: Mapping[str, str]) -> 
         or not (uses_backend_alone and isinstance(hf_tokenizer.backend_tokenizer.model, BPE))
     )
     if uses_backend_alone and not cleans_up:
-        return FastTokenizer(
+        made = FastTokenizer(
             hf_tokenizer.backend_tokenizer,
             special_tokens=hf_tokenizer.special_tokens_map,
             chat_templates=chat_templates,
             gives_types=_TYPES in hf_tokenizer.model_input_names,
         )
+        made.truncation_side = hf_tokenizer.truncation_side
+        return made
     return TransformersTokenizer(hf_tokenizer, chat_templates=chat_templates)
 
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders
 
 from engine_core.configs import SentencePieceFormat
 from engine_core.errors import TokenizerError
-from engine_core.text.tokenizer import Tokenizer, check_text, component_config
+from engine_core.text.tokenizer import Tokenizer, check_text, component_config, text_room
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -124,6 +124,12 @@ class SentencePieceTokenizer(Tokenizer):
             end = match.end()
         ids += self._encode(text[end:], is_first=end == 0)
         return [*ids, *self._suffix] if add_special_tokens else ids
+
+    def _cut(self, ids: list[int], most: int) -> list[int]:
+        room = text_room(most, len(self._prefix) + len(self._suffix))
+        bare = ids[len(self._prefix) : len(ids) - len(self._suffix)]
+        first = max(0, len(bare) - room) if self.truncation_side == "left" else 0
+        return [*self._prefix, *bare[first : first + room], *self._suffix]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See :meth:`Tokenizer.decode`."""

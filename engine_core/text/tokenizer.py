@@ -38,11 +38,13 @@ class Tokenizer(ABC):
         special_ids: the tokens that ``skip_special_tokens`` leaves out.
         gives_types: whether its model is told which of two texts a token is of; else all of them
             have type 0.
+        truncation_side: "left" if a text that is too long loses its beginning, else "right".
     """
 
     vocab_size: int
     special_ids: frozenset[int]
     gives_types = False
+    truncation_side = "right"
 
     def __init__(
         self, *, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
@@ -69,8 +71,9 @@ class Tokenizer(ABC):
         """Token ids, and the type of each token, of many texts or pairs of texts.
 
         Special tokens are added as :meth:`encode` adds them; in a pair those of the second text
-        are usually of type 1. With ``most`` texts are cut at their ends, of a pair the longer one
-        first, so that each result has at most so many tokens, special ones included.
+        are usually of type 1. With ``most`` texts are cut at their ends, or at their beginnings if
+        tokenizer_config.json says so, of a pair the longer one first, so that each result has at
+        most so many tokens, special ones included.
 
         Raises:
             RequestError: as :meth:`encode`, or the special tokens alone are more than ``most``, or
@@ -80,8 +83,13 @@ class Tokenizer(ABC):
             raise RequestError(
                 f"a {type(self).__name__} knows no way to join two texts, which this needs"
             )
-        ids = [self.encode(text)[:most] for text in texts if isinstance(text, str)]
+        ids = [self.encode(text) for text in texts if isinstance(text, str)]
+        if most is not None:
+            ids = [self._cut(each, most) for each in ids]
         return [(each, [0] * len(each)) for each in ids]
+
+    def _cut(self, ids: list[int], most: int) -> list[int]:
+        return ids[:most]
 
     def lower(self) -> None:
         """Put every text into lower case from now on, before it is split; not special tokens.
@@ -221,16 +229,16 @@ class FastTokenizer(Tokenizer):
         if most is None:
             return [self._typed(each) for each in backend.encode_batch_fast(texts)]
         pairs = bool(texts) and not isinstance(texts[0], str)
-        room = _room(most, backend.num_special_tokens_to_add(is_pair=pairs))
+        room = text_room(most, backend.num_special_tokens_to_add(is_pair=pairs))
         flat = [text for pair in texts for text in pair] if pairs else texts
         bare = backend.encode_batch_fast(flat, add_special_tokens=False)
         done = []
         for first in range(0, len(bare), 2 if pairs else 1):
             one, other = bare[first], bare[first + 1] if pairs else None
             own, others = _shares(len(one.ids), 0 if other is None else len(other.ids), room)
-            one.truncate(own)
+            one.truncate(own, direction=self.truncation_side)
             if other is not None:
-                other.truncate(others)
+                other.truncate(others, direction=self.truncation_side)
             done.append(self._typed(backend.post_process(one, other)))
         return done
 
@@ -305,7 +313,7 @@ class TransformersTokenizer(Tokenizer):
         options: dict[str, Any] = {}
         if most is not None:
             added = self._hf_tokenizer.num_special_tokens_to_add(pair=not isinstance(texts[0], str))
-            _room(most, added)
+            text_room(most, added)
             options = {"truncation": "longest_first", "max_length": most}
         made = self._hf_tokenizer(list(texts), **options)
         ids = made["input_ids"]
@@ -346,8 +354,12 @@ def _check_all(texts: Sequence[str] | Sequence[tuple[str, str]]) -> None:
             check_text(each)
 
 
-def _room(most: int, added: int) -> int:
-    """Tokens of text beside the special ones."""
+def text_room(most: int, added: int) -> int:
+    """Tokens of text beside ``added`` special ones.
+
+    Raises:
+        RequestError: there is no room for these.
+    """
     if most < added:
         raise RequestError(
             f"truncate_prompt_tokens {most} leaves no room for the {added} special tokens that the "

@@ -109,6 +109,17 @@ def test_the_config_says_which_tokens_go_around_a_text(
     tokenizer = load_tokenizer(folder, BOS_FORMAT)
     inner = processor(folder).encode("hello")
     assert tokenizer.encode("hello") == [*before, *inner, *after]
+    around = len(before) + len(after)
+    for room in (0, 1, 100):
+        (cut,) = tokenizer.encode_all(["hello"], around + room)
+        ids = [*before, *inner[:room], *after]
+        assert cut == (ids, [0] * len(ids))
+    tokenizer.truncation_side = "left"
+    (cut,) = tokenizer.encode_all(["hello"], around + 1)
+    assert cut[0] == [*before, inner[-1], *after]
+    if around:
+        with pytest.raises(RequestError, match=f"no room for the {around} special tokens"):
+            tokenizer.encode_all(["hello"], around - 1)
 
 
 @pytest.mark.parametrize("place", ["added_tokens.json", "tokenizer_config.json"])

@@ -22,7 +22,7 @@ from transformers import (
 
 from engine_core import LLM, EngineConfig, PoolingParams, SamplingParams
 from engine_core.check import check_model
-from engine_core.errors import ConfigError, OptionError, RequestError
+from engine_core.errors import ConfigError, OptionError, RequestError, TokenizerError
 
 KINDS = ["bert", "roberta"]
 LENGTHS = [1, 7, 7, 30, 2, 38, 12, 7]
@@ -394,6 +394,23 @@ def test_types_are_for_models_whose_tokenizer_names_them(tmp_path: Path) -> None
         assert math.isclose(output.outputs.score, expected, abs_tol=1e-5)
         scores[names[1]] = expected
     assert not math.isclose(*scores.values(), abs_tol=0.01)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_cut_at_the_side_that_the_tokenizer_says(side: str, tmp_path: Path) -> None:
+    make(tmp_path, scores=True)
+    change(tmp_path / "tokenizer_config.json", truncation_side=side)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    one, other = "the cat sat on the mat", "a dog ran far and rain is near"
+    cut = {"truncation": True, "max_length": 9}
+    with LLM(tmp_path) as llm:
+        (output,) = llm.score(one, other, truncate_prompt_tokens=9)
+        (alone,) = llm.engine.frontend.tokenize_all([one], most=4)
+    assert output.prompt_token_ids == theirs(one, other, **cut)["input_ids"]
+    assert alone.token_ids == theirs(one, truncation=True, max_length=4)["input_ids"]
+    change(tmp_path / "tokenizer_config.json", truncation_side="middle")
+    with pytest.raises(TokenizerError, match="truncation_side must be 'left' or 'right', got 'mid"):
+        LLM(tmp_path)
 
 
 @pytest.mark.parametrize("own", ["Sigmoid", None])
