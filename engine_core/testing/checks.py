@@ -622,7 +622,8 @@ def _relatives(subject: Subject) -> Iterator[list[int]]:
     most = 4 * trained if config.may_exceed_length else config.max_position_embeddings - 4
     most = min(most, _LONGEST)
     base = (tokens * (most // len(tokens) + 1))[:most]
-    lengths = {most * part // 8 for part in (2, 3, 4, 5, 6, 7, 8)} | {trained - 2, trained + 3}
+    lengths = {most * part // 8 for part in (2, 3, 4, 5, 6, 7, 8)}
+    lengths |= {trained - 2, trained, trained + 1, trained + 3}
     orders = [base[:length] for length in sorted(lengths, reverse=True) if 1 < length <= most]
     short = min((p for p in given if len(p) > 3), key=len, default=[])[:12]
     for start in (short, short[::-1]):

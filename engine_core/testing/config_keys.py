@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -51,6 +53,20 @@ _ACTIVATIONS = ("gelu", "relu", "silu")
 _COMMON = {"sliding_window": 5, "attention_bias": True}
 # Keys whose default stands for something that follows from others.
 _UNSET = {"n_inner": 40}
+_ROPES = ("rope_scaling", "rope_parameters")
+_SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+# Keys whose null means no cap, and no factor.
+_FACTOR = re.compile("cap|clip|multiplier")
 # A norm's eps that shows among activations of about 1.
 _EPS = 0.03
 
@@ -88,6 +104,13 @@ def _with(config: Mapping[str, Any], key: Key, value: Any) -> dict[str, Any]:
     inner.pop(key[-1], None)
     if value is not None:
         inner[key[-1]] = value
+    return changed
+
+
+def _changed(config: Mapping[str, Any], changes: Mapping[Key, Any]) -> dict[str, Any]:
+    changed = dict(config)
+    for key, value in changes.items():
+        changed = _with(changed, key, value)
     return changed
 
 
@@ -147,6 +170,7 @@ def config_values(subject: Subject) -> None:
     _check_length(subject, keys)
     for key in keys.defaults:
         _check_default(subject, keys, key)
+    _check_aliases(subject, keys)
     if subject.case.reference == "transformers":
         _check_bare(subject, keys)
 
@@ -162,6 +186,33 @@ def _check_ends(subject: Subject, keys: _Keys) -> None:
             raise ConformanceError(
                 f"with eos_token_id {given} in config.json, ModelConfig.eos_token_ids is "
                 f"{built.eos_token_ids}: answers would not end there"
+            )
+
+    # A part may have ends of its own; the whole's go before them.
+    built = _build(subject, _with(keys.config, ("eos_token_id",), [5, 7]))
+    if len(keys.parts) > 1 and built is not None and not {5, 7} <= set(built.eos_token_ids):
+        raise ConformanceError(
+            "with eos_token_id [5, 7] in config.json beside that of its parts, "
+            f"ModelConfig.eos_token_ids is {built.eos_token_ids}: answers would not end there"
+        )
+
+
+def _check_aliases(subject: Subject, keys: _Keys) -> None:
+    """A key is read by another name that the class has for it, or refused under that."""
+    if subject.case.reference != "transformers":
+        return
+    names = type(_theirs(subject.case, keys.config)).attribute_map
+    for alias, name in [*names.items(), *((name, alias) for alias, name in names.items())]:
+        value = keys.config.get(name)
+        if value is None or alias in keys.config:
+            continue
+        built = _build(subject, _with(_with(keys.config, (name,), None), (alias,), value))
+        if built is None:
+            continue
+        for what, ours, theirs in _differences(built, subject.model_config):
+            raise ConformanceError(
+                f"with {alias} {value!r} in config.json, another name of {name} in {keys.source}, "
+                f"{what} is {ours!r} in place of {theirs!r}: read both names"
             )
 
 
@@ -318,6 +369,47 @@ def switches(subject: Subject) -> None:
             raise ConformanceError(_told(keys, together, failure)) from failure
 
 
+def scalings(subject: Subject) -> None:
+    """Rope scalings that the family takes are the reference's, and so is a warm cache's prompt."""
+    _require_first(subject)
+    keys = _keys(subject)
+    part = keys.parts[-1]
+    if subject.case.encodes or any(_get(keys.config, (*part, name)) for name in _ROPES):
+        raise NotApplicableError("it is an encoder, or the case has a scaling of its own")
+    of_class = [c for c in subject.family.cases if c.architecture == subject.case.architecture]
+    shown = {kind for case in of_class for kind in _SCALINGS if f"'{kind}'" in str(case.config)}
+    tried = False
+    for kind, numbers in _SCALINGS.items():
+        changes = {(*part, "rope_scaling"): {"rope_type": kind, **numbers}}
+        config = _changed(keys.config, changes)
+        if kind in shown or not _is_taken(subject, config):
+            continue
+        tried = True
+        failure = _try(subject, keys, changes)
+        if kind == "dynamic" and (failure is None or isinstance(failure, _NoReferenceError)):
+            failure = _prefixes(subject, config)
+        if failure is not None and not isinstance(failure, _NoReferenceError):
+            raise ConformanceError(_told(keys, changes, failure)) from failure
+    if not tried:
+        raise NotApplicableError("the family takes no rope scaling beside those of its cases")
+
+
+def _prefixes(subject: Subject, config: Mapping[str, Any]) -> Exception | None:
+    """What shared prefixes show with the same weights and another config; None if nothing."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "checkpoint"
+        shutil.copytree(subject.folder, folder)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        checkpoint = replace(subject.checkpoint, folder=folder)
+        try:
+            checks.shared_prefixes(Subject(subject.family, subject.case, checkpoint))
+        except NotApplicableError:
+            return None
+        except Exception as error:
+            return error
+    return None
+
+
 def _together(subject: Subject, keys: _Keys, changes: Mapping[Key, Any]) -> dict[Key, Any]:
     """The first of the changes, and all that the family takes beside it."""
     taken: dict[Key, Any] = {}
@@ -411,6 +503,8 @@ def _others(key: Key, value: Any) -> Iterator[Any]:
         yield from (value // 2, value + 1, 2 * value)
     elif value is None and name in {**_COMMON, **_UNSET}:
         yield {**_COMMON, **_UNSET}[name]
+    elif value is None and _FACTOR.search(name):
+        yield 3.0
 
 
 def _faster(rope: Any) -> Any:
@@ -426,9 +520,7 @@ def _try(
     scale: float = 1.0,
 ) -> Exception | None:
     """The failure of the model with a changed config; None if it has none."""
-    config = keys.config
-    for key, value in changes.items():
-        config = _with(config, key, value)
+    config = _changed(keys.config, changes)
     case = subject.case
     given = None if case.prompts is None else [*case.prompts[:1], *case.prompts[-1:]]
     case = replace(case, config=config, prompts=given, media=case.media[-1:])

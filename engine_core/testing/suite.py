@@ -27,6 +27,7 @@ _OF_ALL = (
     "test_config_values",
     "test_weights",
     "test_switches",
+    "test_scalings",
     "test_norms_eps",
 )
 _SUBJECTS = pytest.StashKey[dict[tuple[str, str], Subject]]()
@@ -137,6 +138,7 @@ class ConformanceTests:
     test_vectors = _test(encoder.vectors)
     test_logits = _test(checks.logits)
     test_switches = _test(config_keys.switches)
+    test_scalings = _test(config_keys.scalings)
     test_norms_eps = _test(config_keys.norms_eps)
     test_chunked_prefill = _test(checks.chunked_prefill)
     test_recomputation = _test(checks.recomputation)

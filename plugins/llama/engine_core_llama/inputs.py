@@ -25,7 +25,8 @@ class DynamicRopeProcessor:
         """Whether the model is of this package and has dynamic scaling."""
         rope = model_config.hf_config.get("rope_scaling", {})
         return (
-            model_config.architecture in ("LlamaForCausalLM", "MistralForCausalLM")
+            model_config.architecture
+            in ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
             and rope.get("rope_type") == "dynamic"
         )
 
