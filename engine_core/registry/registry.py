@@ -471,13 +471,21 @@ class Registry:
         package = _package_for("architectures", architecture)
         near = [name for name in self.architectures if _misspelt(architecture, name)]
         falls_back = any(source.fallback_builders for source in self._plugins)
-        if package is not None and impl != "transformers":
+        if package is not None and self._has(package):
+            lines.append(
+                f"{package} is installed and would, but none of its config builders takes this "
+                f"config (model_type {model_type!r})."
+            )
+        elif package is not None and impl != "transformers":
             lines.append(f"{package} does: pip install {package}.")
         elif near:
             lines.append(f"Nearest: {', '.join(f'{n} ({self.architectures[n]})' for n in near)}.")
         media = sorted(set(_SENSES) & set(hf_config or ()))
+        pair = hf_config is not None and hf_config.get("is_encoder_decoder") is True
         if refused is not None:
             lines.append(f"{refused}.")
+        elif package is None and pair:
+            lines.append("It has an encoder beside its decoder, and no package runs such a model.")
         elif package is None and media:
             lines.append(f"It takes pictures or sounds ({media[0]}), and no package has it.")
         elif impl != "native" and not falls_back:
@@ -488,46 +496,89 @@ class Registry:
         elif falls_back and hf_config is not None:
             lines.append(f"With model_impl 'auto' {_FALLBACK} may run it, slowly.")
         if package is None:
-            family = architecture.split("For")[0].lower()
-            named = (model_type or family).replace("_", "-")
-            taken = {*_packages(), *(report.distribution for report in self.reports)}
-            names = dict.fromkeys((f"engine-core-{named}", f"engine-core-{family}"))
-            free = [name for name in names if name not in taken]
-            lines.append(
-                f"A package for it would by convention be named {free[0]}; or pass a file with "
-                "MODULE_MAP as custom_module_map. docs/write-a-plugin.md says how to write either."
-                if free
-                else f"The package {' or '.join(names)} does not have it; pass a file with "
-                "MODULE_MAP as custom_module_map. docs/write-a-plugin.md says how to write one."
-            )
+            lines += self._own_package(architecture, model_type)
         return " ".join(lines) + self._broken()
+
+    def _has(self, package: str) -> bool:
+        return any(report.distribution == package for report in self.reports)
+
+    def _own_package(self, architecture: str, model_type: str | None) -> Iterator[str]:
+        """Advice to write what nobody has."""
+        if architecture in _FILES:
+            yield (
+                f"The repository of this engine has it as examples/module_maps/"
+                f"{_FILES[architecture]}, which custom_module_map takes."
+            )
+        stem = re.split(r"For[A-Z]|LMHead|Model$", architecture)[0] or architecture
+        listed = _listed()
+        names = [
+            "engine-core-" + re.sub("[^a-z0-9]+", "-", each.lower()).strip("-")
+            for each in (model_type or stem, stem)
+        ]
+        for name in dict.fromkeys(names):
+            if name in listed:
+                known = ", ".join(listed[name]["architectures"])
+                yield f"{name} knows {known}, but not this one."
+        free = [name for name in names if name not in listed and not self._has(name)]
+        named = f"would by convention be named {free[0]}" if free else "needs another name"
+        yield (
+            f"A package for it {named}; or pass a file with MODULE_MAP as custom_module_map. "
+            "docs/write-a-plugin.md says how to write either."
+        )
 
 
 _FALLBACK = "engine-core-transformers"
+# Architectures that no package has, and the files in examples/module_maps that have them.
+_FILES = {
+    "Glm4ForCausalLM": "glm4.py",
+    "InternLM3ForCausalLM": "internlm3.py",
+    "Olmo2ForCausalLM": "olmo2.py",
+    "Phi3ForCausalLM": "phi3.py",
+    "StableLmForCausalLM": "stablelm.py",
+    "Starcoder2ForCausalLM": "starcoder2.py",
+}
 # Keys of a config that only models have which take more than text.
-_SENSES = ("audio_config", "image_token_id", "image_token_index", "vision_config", "visual")
-
-
-def _packages() -> dict[str, dict[str, list[str]]]:
-    """The packages of ours, installed or not, and the architectures that each has."""
-    import json
-
-    text = (Path(__file__).parent / "packages.json").read_text(encoding="utf-8")
-    listed: dict[str, dict[str, list[str]]] = json.loads(text)
-    return listed
+_SENSES = (
+    "audio_config",
+    "image_token_id",
+    "image_token_index",
+    "img_processor",
+    "mm_vision_tower",
+    "thinker_config",
+    "vision_config",
+    "visual",
+)
 
 
 def _package_for(what: Literal["architectures", "gguf"], name: str) -> str | None:
     """The package of ours for an architecture, whether it is installed or not."""
-    return next(
-        (package for package, has in _packages().items() if name in has.get(what, ())), None
-    )
+    has = _listed().items()
+    return next((package for package, lists in has if name in lists.get(what, ())), None)
+
+
+def _listed() -> dict[str, dict[str, list[str]]]:
+    """What packages of ours know, by their names."""
+    import json
+
+    file = Path(__file__).parent / "packages.json"
+    listed: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))
+    return listed
 
 
 def _misspelt(name: str, known: str) -> bool:
-    """Whether a name is ``known`` but for its case or a letter; a number makes another model."""
+    """Whether a name is ``known`` but for its case or a letter; a number makes another model.
+
+    So does another first letter, and a letter more or less in the part that names the family.
+    """
     if name.lower() == known.lower():
         return True
+    if name[:1] != known[:1]:
+        return False
+    if abs(len(name) - len(known)) == 1:
+        shorter, longer = sorted((name, known), key=len)
+        place = next((n for n, c in enumerate(shorter) if c != longer[n]), len(shorter))
+        same = shorter == longer[:place] + longer[place + 1 :] and longer[place].isalpha()
+        return same and "For" in longer[: place + 1]
     differ = [pair for pair in zip(name, known, strict=False) if pair[0] != pair[1]]
     if len(name) != len(known):
         return False

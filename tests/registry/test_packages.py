@@ -29,6 +29,9 @@ def said(architecture: str, impl: Any = "auto", **keys: Any) -> str:
     return str(caught.value)
 
 
+SOURCE = (ROOT / "engine_core" / "registry" / "registry.py").read_text(encoding="utf-8")
+
+
 def test_every_package_of_ours_is_listed_with_what_it_claims() -> None:
     seen = set()
     for project in sorted(ROOT.glob("plugins/*/pyproject.toml")):
@@ -63,6 +66,32 @@ def test_no_name_is_suggested_that_is_only_spelt_alike() -> None:
     assert "Nearest" not in said("ToMLForCausalLM")
     assert "Nearest: ToyForCausalLM (toy)" in said("toyForCausalLM")
     assert "Nearest: ToyForCausalLM (toy)" in said("TopForCausalLM")
+    assert "Nearest" not in said("BoyForCausalLM")
+    assert "Nearest" not in said("ToysForCausalLM")
+    assert "Nearest: ToyForCausalLM (toy)" in said("ToyForCausalM")
+
+
+def test_a_package_that_knows_others_of_the_family_is_not_said_to_be_missing() -> None:
+    message = said("LlamaForSequenceClassification", model_type="llama")
+    assert "engine-core-llama knows LlamaForCausalLM, " in message
+    assert "A package for it needs another name" in message
+
+
+def test_names_of_packages_are_normal() -> None:
+    message = said("RWForCausalLM", model_type="RefinedWeb_Model")
+    assert "named engine-core-refinedweb-model;" in message
+
+
+def test_files_that_the_repository_has_are_named() -> None:
+    assert "examples/module_maps/phi3.py" in said("Phi3ForCausalLM")
+    for file in (ROOT / "examples" / "module_maps").glob("*.py"):
+        assert f'ForCausalLM": "{file.name}"' in SOURCE
+
+
+def test_a_model_of_an_encoder_and_a_decoder_is_not_said_to_run() -> None:
+    message = said("T5ForConditionalGeneration", is_encoder_decoder=True)
+    assert "has an encoder beside its decoder" in message
+    assert "engine-core-transformers" not in message
 
 
 def test_the_fallback_is_offered_where_it_may_be() -> None:
