@@ -29,7 +29,7 @@ from engine_core.runtime.source import check_deterministic
 from engine_core.steps import RequestOutput
 from engine_core.testing.case import ConformanceError
 from engine_core.testing.reference import NEW_TOKENS, Prompt
-from engine_core.testing.state import changes, globals_of, snapshot
+from engine_core.testing.state import changes, globals_of, kept_by, snapshot
 from engine_core.testing.subject import Family, NotApplicableError, Subject
 from engine_core.testing.synchronisation import no_synchronisation
 from engine_core.testing.tiny_model import PagedCache, Run, Step, TokenSequence
@@ -357,11 +357,19 @@ def no_state(subject: Subject) -> None:
     """Steps leave nothing behind on the model: rows come and go, and a graph replays no Python."""
     subject.require_run()
     model = subject.load()
+    package = subject.family.package
+    before = kept_by(model.processor) | globals_of(package)
     sequences = subject.sequences(model)
+    found = changes(model.network, before, kept_by(model.processor) | globals_of(package))
+    if found:
+        raise ConformanceError(
+            f"a prompt changes the input processor: {', '.join(found)}. What holds for a prompt is "
+            "in the ProcessedPrompt: others are processed at the same time, or never"
+        )
     steps = _side_by_side([each.incremental() for each in sequences])
-    before = snapshot(model.network) | globals_of(subject.family.package)
+    before = snapshot(model.network) | globals_of(package)
     model.run(sequences, steps)
-    after = snapshot(model.network) | globals_of(subject.family.package)
+    after = snapshot(model.network) | globals_of(package)
     found = changes(model.network, before, after)
     if found:
         raise ConformanceError(
@@ -623,7 +631,7 @@ def _relatives(subject: Subject) -> Iterator[list[int]]:
     most = min(most, _LONGEST)
     base = (tokens * (most // len(tokens) + 1))[:most]
     lengths = {most * part // 8 for part in (2, 3, 4, 5, 6, 7, 8)}
-    lengths |= {trained - 2, trained, trained + 1, trained + 3}
+    lengths |= set(range(trained - 2, trained + 4))
     orders = [base[:length] for length in sorted(lengths, reverse=True) if 1 < length <= most]
     short = min((p for p in given if len(p) > 3), key=len, default=[])[:12]
     for start in (short, short[::-1]):

@@ -12,6 +12,7 @@ from engine_core.configs import PoolingParams
 from engine_core.engine import LLM
 from engine_core.runtime.layer_trace import decoder_layers
 from engine_core.testing.case import ConformanceError
+from engine_core.testing.state import changes, globals_of, snapshot
 from engine_core.testing.subject import Family, Subject
 from engine_core.testing.trace import Recorder, Trace, explain
 
@@ -25,8 +26,17 @@ def vectors(subject: Subject) -> None:
     prompts = [ids for ids, *_ in subject.checkpoint.encoded]
     longest = max(map(len, prompts))
     with _llm(subject) as llm:
+        (model,) = llm.apply_model(lambda model: model)
+        before = snapshot(model) | globals_of(subject.family.package)
         wanted = _check_alone(subject, llm)
+        _check_types(subject, llm)
         _compare(prompts, _run(llm, prompts), wanted, "with all others in one step")
+        after = snapshot(model) | globals_of(subject.family.package)
+        if found := changes(model, before, after):
+            raise ConformanceError(
+                f"a step changes the model itself: {', '.join(found)}. What a step needs comes "
+                "from its context"
+            )
     with _llm(subject, max_num_batched_tokens=longest + 3, max_num_seqs=3) as llm:
         twice, again = [*prompts, *prompts[::-1]], [*wanted, *wanted[::-1]]
         _compare(twice, _run(llm, twice), again, "in steps with some others")
@@ -39,6 +49,17 @@ def vectors(subject: Subject) -> None:
         return
     with _llm(subject, tensor_parallel_size=2) as llm:
         _compare(prompts, _run(llm, prompts), wanted, "on two ranks")
+
+
+def _check_types(subject: Subject, llm: LLM) -> None:
+    """The two texts of a pair are told apart as in the reference, or not at all."""
+    if subject.checkpoint.typed is None:
+        return
+    ids, types, states = subject.checkpoint.typed
+    (tokenized,) = llm.engine.frontend.tokenize_all([ids])
+    given = llm._pool([tokenized._replace(types=types)], _RAW, 0)[1]
+    kind = llm.model_config.pooling.kinds[0] if llm.model_config.pooling else "mean"
+    _compare([ids], given, [_pooled(states, kind)], "with token_type_ids, as a pair of texts")
 
 
 def alone(subject: Subject) -> None:

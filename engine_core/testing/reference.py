@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,6 +81,8 @@ class TinyCheckpoint:
             "transformer".
         encoded: of a case that encodes, prompts, their states ``[T, H]`` or scores ``[1]``, and
             the trace.
+        typed: a prompt of two texts, the types of its tokens, and its states or score; None where
+            the reference tells no types apart.
     """
 
     folder: Path
@@ -87,6 +90,7 @@ class TinyCheckpoint:
     source: str
     prefix: str = ""
     encoded: tuple[tuple[list[int], Tensor, Trace], ...] = ()
+    typed: tuple[list[int], list[int], Tensor] | None = None
 
 
 def prepare(
@@ -125,8 +129,9 @@ def prepare(
     given = case.prompts if case.prompts is not None else _random_prompts(model, config)
     if case.encodes:
         encoded = tuple((list(ids), *encode(model, list(ids))) for ids in given)
+        name, typed = type(model).__name__, _typed(model, max(map(list, given), key=len))
         return TinyCheckpoint(
-            folder, (), type(model).__name__, model.base_model_prefix, encoded=encoded
+            folder, (), name, model.base_model_prefix, encoded=encoded, typed=typed
         )
     prompts = (
         *(_run(model, list(ids), f"{len(ids)} tokens", None, count or NEW_TOKENS) for ids in given),
@@ -387,13 +392,28 @@ def transformers_encoder(values: Mapping[str, Any]) -> Any:
         raise LookupError(f"transformers has no encoder for this config ({error})") from error
 
 
+def _typed(model: Any, ids: list[int]) -> tuple[list[int], list[int], Tensor] | None:
+    """See :class:`TinyCheckpoint`; types of a model that has one are all of that."""
+    if "token_type_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    types = [int(index >= len(ids) // 2) for index in range(len(ids))]
+    has_types = getattr(model.config, "type_vocab_size", 1) > 1
+    return ids, types, encode(model, ids, types if has_types else None)[0]
+
+
 @torch.inference_mode()
-def encode(model: nn.Module, ids: list[int]) -> tuple[Tensor, Trace]:
-    """The reference's states ``[T, H]`` of a prompt, or its score ``[1]``, and its trace."""
+def encode(
+    model: nn.Module, ids: list[int], types: list[int] | None = None
+) -> tuple[Tensor, Trace]:
+    """The reference's states ``[T, H]`` of a prompt, or its score ``[1]``, and its trace.
+
+    ``types`` are its tokens', for a model that tells the two texts of a pair apart.
+    """
     recorder = Recorder(model, _reference_layers(model))
     recorder.begin([(0, position) for position in range(len(ids))])
     with recorder.recording():
-        given = model(torch.tensor([ids]))
+        more = {} if types is None else {"token_type_ids": torch.tensor([types])}
+        given = model(torch.tensor([ids]), **more)
     scores: Tensor | None = getattr(given, "logits", None)
     states: Tensor = given.last_hidden_state if scores is None else scores
     return states[0], recorder.trace(0, len(ids))

@@ -22,7 +22,7 @@ def snapshot(model: nn.Module) -> State:
             if name in ("_parameters", "_buffers"):
                 for inner, tensor in value.items():
                     state[path, inner] = _frozen(tensor)
-            elif not name.startswith(("_forward", "_backward", "_modules")):
+            elif not name.startswith(("_forward", "_backward", "_modules", "_checked_for_hooks")):
                 state[path, name] = _frozen(value)
     return state
 
@@ -40,6 +40,15 @@ def globals_of(package: str) -> State:
             elif isinstance(value, _KEPT) and not key.startswith("__"):
                 state[name, key] = _frozen(value)
     return state
+
+
+def kept_by(processor: object) -> State:
+    """Every attribute of an input processor, and of its class."""
+    if processor is None:
+        return {}
+    name = type(processor).__name__
+    owned = {**vars(type(processor)), **getattr(processor, "__dict__", {})}
+    return {(name, k): _frozen(v) for k, v in owned.items() if isinstance(v, _KEPT)}
 
 
 def changes(model: nn.Module, before: State, after: State) -> list[str]:

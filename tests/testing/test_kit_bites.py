@@ -260,6 +260,12 @@ FAULTS = {
         "from typing import Any\n\nimport engine_core_llama.config",
         {"test_import_rules": r"config\.py:6 imports engine_core_llama\S+, which is another"},
     ),
+    "a rope scaling that nobody reads": Fault(
+        "config.py",
+        '    "rope_scaling": None,\n',
+        "",
+        {"test_scalings": r"with rope_scaling .*'linear'.* in place of None in config\.json: prompt"},
+    ),
     "an architecture without a case": Fault(
         "plugin.py",
         '    return {"TinyForCausalLM"',
@@ -292,6 +298,8 @@ def test_a_sound_family_passes(tmp_path: Path, checkpoints: dict[str, TinyCheckp
     assert skipped == {
         ("test_norms_eps", "window"),
         ("test_switches", "window"),
+        ("test_scalings", "biases"),  # It takes none.
+        ("test_scalings", "window"),
         ("test_shared_prefixes", "biases"),
         ("test_shared_prefixes", "window"),
     }
@@ -379,4 +387,5 @@ def test_a_fault_is_found(
         assert found, f"{check} passes; failing are {failed}"
         assert any(pytest.RaisesExc(Exception, match=message).matches(Exception(t)) for t in found)
     assert {name for name, _ in failed} == set(fault.fails), failed
-    assert {name for name, _ in blocked} == fault.blocked
+    # The sound family takes no rope scaling, so that there is none to try.
+    assert {name for name, _ in blocked} - {"test_scalings"} == fault.blocked

@@ -120,7 +120,7 @@ class InternVLChatConfigBuilder:
         stated = {**_CHAT, **stated_keys(hf_config.to_dict())}
         check_kinds(stated, _CHAT)
         # The original code ties none of its text models, whatever their part of the config says.
-        llm = {**stated_keys(object_of(stated, "llm_config")), "tie_word_embeddings": False}
+        llm = {**_text(stated, "llm_config"), "tie_word_embeddings": False}
         values = {
             **_tower(stated_keys(object_of(stated, "vision_config")), _VISION),
             "ps_version": stated["ps_version"],
@@ -187,7 +187,7 @@ class InternVLConfigBuilder:
             UnknownArchitectureError: the text model's family is not installed.
         """
         stated = stated_keys(hf_config.to_dict())
-        text = stated_keys(object_of(stated, "text_config"))
+        text = _text(stated, "text_config")
         ties = text.get("tie_word_embeddings", True)
         text["tie_word_embeddings"] = stated.get("tie_word_embeddings", ties)
         if "architectures" not in text and text.get("model_type", "qwen2") in _ARCHITECTURES:
@@ -232,6 +232,12 @@ class InternVLConfigBuilder:
         ratio = stated.get("downsample_ratio", 0.5)
         config = _build(cls.architecture, text, model_path, values, tile_size, ratio, tokens)
         return config.replace(**kwargs)
+
+
+def _text(stated: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The text model's part of a config; what the whole says of ends goes before it."""
+    ends = {"eos_token_id": stated["eos_token_id"]} if "eos_token_id" in stated else {}
+    return {**stated_keys(object_of(stated, key)), **ends}
 
 
 def _build(

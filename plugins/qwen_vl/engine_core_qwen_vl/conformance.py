@@ -49,17 +49,22 @@ _DEFAULTS = {
     "use_dynamic_ntk": True,
     "use_logn_attn": True,
 }
+# Of red, green and blue, as the original's visual.py has them.
+_MEAN, _STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 _MARK = 100  # before an image; the next two tokens are the mark behind it and the pad
 
 
 def _shown(name: str, images: int, text: int) -> MediaPrompt:
-    """A prompt with images of random pixels, and text behind each."""
-    pixels = np.random.default_rng(images).normal(size=(images, 3, 24, 24)).astype(np.float32)
+    """A prompt with images of random pixels, and text behind each; the last is of bytes."""
+    draw = np.random.default_rng(images)
+    raw = draw.integers(0, 256, (24, 24, 3), np.uint8)
+    pixels = draw.normal(size=(images, 3, 24, 24)).astype(np.float32)
+    pixels[-1] = ((raw / 255 - _MEAN) / _STD).transpose(2, 0, 1)
     behind = [(11 * i) % 90 for i in range(text)]
     return MediaPrompt(
         name=name,
         token_ids=[7, *[*[_MARK, _MARK + 1], *behind] * images],
-        media={"image": [{"pixel_values": each} for each in pixels]},
+        media={"image": [*({"pixel_values": each} for each in pixels[:-1]), raw]},
         reference_ids=[7, *[*[_MARK, *[_MARK + 2] * 256, _MARK + 1], *behind] * images],
         reference_inputs={"pixel_values": pixels},
     )

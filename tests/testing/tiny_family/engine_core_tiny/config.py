@@ -7,7 +7,12 @@ from engine_core.configs import DefaultConfigBuilder, HFConfig, ModelConfig
 from engine_core.errors import ConfigError
 
 # Keys that the model does not read, with the only value that it was written for.
-_ONLY = {"hidden_act": "silu", "mlp_bias": False, "tie_word_embeddings": False}
+_ONLY = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
 
 
 class TinyConfigBuilder:
