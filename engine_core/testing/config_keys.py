@@ -415,10 +415,16 @@ def _prefixes(subject: Subject, config: Mapping[str, Any]) -> Exception | None:
 
 
 def _together(subject: Subject, keys: _Keys, changes: Mapping[Key, Any]) -> dict[Key, Any]:
-    """The first of the changes, and all that the family takes beside it."""
+    """The first of the changes, and all that the family takes beside it.
+
+    What switches a part off would hide what others change in it.
+    """
     taken: dict[Key, Any] = {}
     config = keys.config
+    off = all(value is False for value in changes.values())
     for key, value in changes.items():
+        if value is False and not off:
+            continue
         changed = _with(config, key, value)
         known = key in keys.defaults or keys.value(key) is not None
         if not taken or (known and _build(subject, changed) is not None):

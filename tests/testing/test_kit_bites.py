@@ -264,7 +264,7 @@ FAULTS = {
         "config.py",
         '    "rope_scaling": None,\n',
         "",
-        {"test_scalings": r"with rope_scaling .*'linear'.* in place of None in config\.json: prompt"},
+        {"test_scalings": r"with rope_scaling .*'linear'.* in place of None in config\.json"},
     ),
     "an architecture without a case": Fault(
         "plugin.py",

@@ -26,7 +26,7 @@ def original(config: Mapping[str, Any]) -> nn.Module:
         "attention_bias": config["vision_config"]["qkv_bias"],
         "use_qk_norm": config["vision_config"]["qk_normalization"],
     }
-    values = {**_config(llm, {}), "vision_config": vision}
+    values = {**_config({**llm, "tie_word_embeddings": False}, {}), "vision_config": vision}
     theirs: Any = transformers.InternVLForConditionalGeneration
     model: nn.Module = theirs._from_config(
         theirs.config_class(**{key: each for key, each in values.items() if key != "model_type"}),
@@ -241,6 +241,7 @@ CASES = [
                 **_TEXT,
                 "architectures": ["Qwen2ForCausalLM"],
                 "model_type": "qwen2",
+                "tie_word_embeddings": True,  # The original ties none.
             },
             "vision_config": {
                 "hidden_size": 32,
@@ -249,6 +250,7 @@ CASES = [
                 "num_attention_heads": 2,
                 "image_size": 16,
                 "patch_size": 4,
+                "layer_norm_eps": 1e-5,
                 "norm_type": "rms_norm",
                 "qk_normalization": True,
                 "qkv_bias": False,

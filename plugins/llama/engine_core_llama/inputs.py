@@ -10,6 +10,8 @@ from engine_core.inputs import ProcessedPrompt, PromptState
 if TYPE_CHECKING:
     from engine_core.configs import ModelConfig
 
+_SALTED = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
+
 
 class DynamicRopeProcessor:
     """Salts the block hashes of prompts beyond the trained length with their own length.
@@ -24,11 +26,7 @@ class DynamicRopeProcessor:
     def condition(cls, model_config: ModelConfig) -> bool:
         """Whether the model is of this package and has dynamic scaling."""
         rope = model_config.hf_config.get("rope_scaling", {})
-        return (
-            model_config.architecture
-            in ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
-            and rope.get("rope_type") == "dynamic"
-        )
+        return model_config.architecture in _SALTED and rope.get("rope_type") == "dynamic"
 
     def __init__(self, model_config: ModelConfig) -> None:
         self._trained = int(model_config.hf_config.max_position_embeddings)
