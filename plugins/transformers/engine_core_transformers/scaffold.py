@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine_core.configs import HFConfig
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, UnknownArchitectureError
 from engine_core.nn.activation import build_activation
 from engine_core.step_context import StepContextManager
 from engine_core_transformers.config import model_class
@@ -108,6 +108,7 @@ class _Found:
     layer: str = "pre"
     embedding_scale: str | None = None
     logit_factor: str | None = None
+    branch_factor: str | None = None
     activation: str = "hidden_act"
     partial: bool = False
     renames: dict[str, str] = field(default_factory=dict)
@@ -196,8 +197,11 @@ def draft(architecture: str, given: Mapping[str, Any] | None = None) -> Draft:
     known |= {key: ends[key] for key in beyond}
     tiny = _plain_config(values, known, architecture, own[0])
     made = Draft(architecture, f"{stem}ConfigBuilder", tiny)
-    with torch.device("meta"):
-        runs = TransformersModel(HFConfig(hf_config.to_dict()), StepContextManager())
+    try:
+        with torch.device("meta"):
+            runs = TransformersModel(HFConfig(hf_config.to_dict()), StepContextManager())
+    except UnknownArchitectureError as error:
+        raise UnknownArchitectureError(f"{error}; start one with --like") from error
     _randomise(model)
     scaled = (values.get("rope_parameters") or {}).get("rope_type", "default")
     if scaled != "default":
@@ -211,6 +215,8 @@ def draft(architecture: str, given: Mapping[str, Any] | None = None) -> Draft:
     for key in found.reads:
         if isinstance(values.get(key), list):
             made.tiny.setdefault(key, values[key])
+    _shorten(made.tiny, found)
+    made.left += _read_otherwise(kind, found.activation)
     made.config = _config_source(made, found, stem)
     made.model = _model_source(made, found, stem, model)
     return made
@@ -239,6 +245,32 @@ def _plain_config(
     if values.get("layer_types"):
         tiny["layer_types"] = list(values["layer_types"])
     return tiny
+
+
+def _shorten(tiny: dict[str, Any], found: _Found) -> None:
+    """Leave two layers where all are alike: of more, rounding grows and the kit takes longer."""
+    layers = _SIZES["num_hidden_layers"]
+    lists = {k: v for k, v in found.values.items() if isinstance(v, list) and len(v) == layers}
+    alike = all(each == value[0] for value in lists.values() for each in value)
+    if not alike or found.unrotated is not None or tiny.get("num_hidden_layers") != layers:
+        return
+    tiny["num_hidden_layers"] = 2
+    for key in lists:
+        if key in tiny:
+            tiny[key] = tiny[key][:2]
+
+
+def _read_otherwise(kind: Any, key: str) -> list[str]:
+    """What the config class makes of an activation's name, if that is another name."""
+    left = []
+    for given in ("gelu", "gelu_pytorch_tanh", "silu"):
+        try:
+            read = getattr(kind(**{key: given}), key, given)
+        except Exception:  # It refuses the name.
+            continue
+        if read != given:
+            left.append(f"the config class reads {key} {given!r} as {read!r}: do so in complete")
+    return left
 
 
 def _randomise(model: PreTrainedModel) -> None:
@@ -294,7 +326,11 @@ def _look_at_layers(
         )
         return
     found.layer = form
-    if not _adds_up(model, layer, form, attention, mlp):
+    factor = _branch_factor(model, layer, attention, mlp) if form == "pre" else 1.0
+    if factor != 1.0:
+        found.layer = "scaled"
+        found.branch_factor = found.number(factor, "branches are multiplied by", left)
+    elif not _adds_up(model, layer, form, attention, mlp):
         left.append(
             f"{type(layer).__name__} is more than norms, attention, {mlp} and the sum of them: "
             "write the layer anew"
@@ -333,6 +369,21 @@ def _calls(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor,
 
 
 _IDS = [[3, 5, 7, 11]]
+
+
+def _branch_factor(model: PreTrainedModel, layer: nn.Module, attention: str, mlp: str) -> float:
+    """What both branches of a layer with two norms are multiplied by; 1 if nothing is seen."""
+    parts = {**dict(layer.named_children()), "": layer}
+    with _calls(parts) as seen, torch.no_grad():
+        model(torch.tensor(_IDS), use_cache=False)
+    if not {attention, mlp, "", *_NORMS} <= set(seen):
+        return 1.0
+    x, out = seen[""]
+    middle = seen[_NORMS[1]][0]
+    branches = [(middle - x, seen[attention][1]), (out - middle, seen[mlp][1])]
+    first, second = (float((got * plain).sum() / (plain * plain).sum()) for got, plain in branches)
+    same = all(torch.allclose(got, first * plain, atol=1e-4) for got, plain in branches)
+    return first if same and abs(first - second) < 1e-4 and abs(first - 1) > 1e-4 else 1.0
 
 
 def _adds_up(model: PreTrainedModel, layer: nn.Module, form: str, attention: str, mlp: str) -> bool:
@@ -589,12 +640,16 @@ def _look_at_ends(model: PreTrainedModel, found: _Found, left: list[str]) -> Non
         if abs(factor - _SIZES["hidden_size"] ** 0.5) < 1e-3:
             found.embedding_scale = "float(config.hidden_size**0.5)"
         elif factor != 1.0:
-            found.embedding_scale = found.number(factor, "embeddings are multiplied by", left)
+            scale = found.number(factor, "embeddings are multiplied by", left)
+            found.embedding_scale = f"float({scale})"
     factor = _ratio(logits, plain, "logits", left)
     if factor != 1.0:
         found.logit_factor = found.number(factor, "logits are multiplied by", left)
     if head.bias is not None:
-        left.append("the head has a bias, which build_lm_head has not")
+        left.append(
+            "the head has a bias, which build_lm_head has not: make it with empty_parameter, and "
+            "add it in adjust_logits"
+        )
     norms = {n: m for n, m in body.named_children() if n == "norm" or "layernorm" in n}
     name, norm = next(iter(norms.items()), ("", None))
     found.norm = None if norm is None else _norm(norm)
@@ -787,7 +842,10 @@ def _model_source(made: Draft, found: _Found, stem: str, model: PreTrainedModel)
         needs.setdefault("typing", set()).add("Any")
     layer, extra = "DecoderLayer", ""
     if found.layer in _LAYERS:
-        layer = {"parallel": "ParallelLayer", "after": "PostNormLayer"}[found.layer]
+        names_of = {"parallel": "ParallelLayer", "after": "PostNormLayer", "scaled": "ScaledLayer"}
+        layer = names_of[found.layer]
+        if found.branch_factor is not None:
+            extra = f"\n            {found.branch_factor},"
         classes += _LAYERS[found.layer]
         needs.setdefault("torch", set()).update({"Tensor", "nn"})
         needs["collections.abc"] = {"Callable"}
@@ -868,6 +926,22 @@ _INIT = """
 """
 # Layers that are no DecoderLayer, by their form.
 _LAYERS = {
+    "scaled": f'''
+
+class ScaledLayer(nn.Module):
+    """``h = x + factor * attention(norm(x))``, then ``h + factor * mlp(norm(h))``."""
+
+    def __init__(
+        self, self_attn: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module], factor: float
+    ) -> None:
+        super().__init__()
+        self.self_attn, self.mlp, self.factor = self_attn, mlp, factor
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+{_FORWARD}        x = x if residual is None else x + residual
+        attended = self.self_attn(self.input_layernorm(x), cos_sin, cache, attn_metadata)
+        x = x + self.factor * attended
+        return self.factor * self.mlp(self.post_attention_layernorm(x)), x
+''',
     "parallel": f'''
 
 class ParallelLayer(nn.Module):
