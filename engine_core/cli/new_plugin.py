@@ -249,8 +249,11 @@ class _Renaming:
         new = _STEM.fullmatch(architecture)
         self.stem = new[1] if new else architecture
         self._old_stem = old[1] if old else pattern.architecture
-        # As it is written of all versions, and with a size.
-        self._old_name = rf"{self._old_stem.rstrip('0123456789')}(-\d+B)?"
+        # As it is written of all versions, and with a number or a size.
+        family = self._old_stem.rstrip("0123456789")
+        self._old_name = rf"{family}(-\d+B?)?"
+        # Before the kind of model, in names of classes that several share.
+        self._old_base = rf"{family}(?={old[2]})" if old else self._old_name
         self._pattern = pattern
         self._package = package
         self._architecture = architecture
@@ -264,6 +267,9 @@ class _Renaming:
     def __call__(self, text: str) -> str:
         """The source with the new names; other architectures of the pattern are left out."""
         text = self._by_name(text)
+        distribution = self._pattern.report.distribution or ""
+        new = self._package.replace("_", "-")
+        text = re.sub(rf"\b{distribution}(?![\w-])", new, text) if distribution else text
         tree = ast.parse(text)
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and node.name in self._docstrings:
@@ -311,6 +317,14 @@ class _Renaming:
         text = re.sub(rf"\b{self._pattern.architecture}\b", self._architecture, text)
         text = re.sub(rf"(?<![A-Za-z]){self._old_stem}", self.stem, text)
         text = re.sub(rf"(?<![A-Za-z]){self._old_name}(?![A-Z0-9])", self.stem, text)
+        text = re.sub(rf"(?<![A-Za-z]){self._old_base}", self.stem, text)
+        # In texts: BLOOM of BloomForCausalLM.
+        text = re.sub(
+            rf"(?<![A-Za-z]){self._old_name}(?![A-Za-z0-9])",
+            lambda found: self.stem if found[0][0].isupper() else found[0],
+            text,
+            flags=re.IGNORECASE,
+        )
         return text.replace(self._pattern.package, self._package)
 
 
@@ -344,11 +358,11 @@ def _before_a_constant(source: str) -> str:
     return source.rstrip("\n") + empty
 
 
-def _about(module: str) -> str:
+def _about(module: str, rename: _Renaming) -> str:
     """The first sentence of a module's docstring, as one of a table."""
     about = (ast.get_docstring(ast.parse(_source(module))) or "").split(". ")[0].splitlines()
-    text = about[0].rstrip(".") if about else "what the others need"
-    return text[:1].lower() + text[1:]
+    text = rename.name(about[0].rstrip(".") if about else "what the others need")
+    return text if text.startswith(rename.stem) else text[:1].lower() + text[1:]
 
 
 def _extras(distribution: str) -> str:
@@ -432,7 +446,7 @@ def _package_files(
         ),
         "extras": _extras(pattern.report.distribution or ""),
         "files": "".join(
-            f"| `{rename.name(module).rpartition('.')[2]}.py` | {_about(module)} |\n"
+            f"| `{rename.name(module).rpartition('.')[2]}.py` | {_about(module, rename)} |\n"
             for module in sorted(excerpts)
             if module.rpartition(".")[2] not in _DESCRIBED
         ),

@@ -204,6 +204,31 @@ def test_nothing_of_a_pattern_that_sees_is_left_but_its_name(
 
 
 @pytest.mark.parametrize(
+    ("like", "names"),
+    [
+        ("gpt2", ("GPT", "gpt2")),
+        ("bert", ("BERT was", "class Bert")),
+        ("bloom", ("BLOOM",)),
+        ("qwen2", ("Qwen",)),
+        ("qwen_vl", ("Qwen ", "Qwen'", "Qwen-VL", "QWen")),
+        ("mamba2", ("engine-core-mamba2",)),
+    ],
+)
+def test_texts_and_messages_do_not_name_the_pattern(
+    tmp_path: Path, like: str, names: tuple[str, ...]
+) -> None:
+    make("marigold", "--like", like, "--out", tmp_path)
+    known = ("Copied from ", "differs from ", "model_type")
+    lines = [
+        line
+        for file in (*tmp_path.rglob("engine_core_marigold/*.py"),)
+        for line in file.read_text().splitlines()
+        if not any(each in line for each in known)
+    ]
+    assert [line for line in lines for name in names if name in line] == []
+
+
+@pytest.mark.parametrize(
     "family",
     [
         "llama",

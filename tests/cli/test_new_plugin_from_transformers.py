@@ -127,7 +127,7 @@ def test_a_checkpoints_settings_show_by_which_keys_it_multiplies(tmp_path: Path)
     for read in (
         "return float(config.embedding_multiplier)\n",
         "            config.residual_multiplier,\n",
-        "self._logit_factor = config.logits_scaling**-1.0\n",
+        "self._logit_factor: float = config.logits_scaling**-1.0\n",
         "scale=config.attention_multiplier,\n",
     ):
         assert read in model

@@ -143,7 +143,7 @@ class BertModel(nn.Module):
             ignore=(*self.unused, "position_ids", "token_type_ids"),
         )
 
-    # Of a masked language model, and the state of the first token that BERT was also trained with.
+    # Of a masked language model, and the pooled state that BERT was also trained with.
     unused: tuple[str, ...] = ("cls.", "lm_head.", "pooler.")
 
     def _renamed(self, name: str) -> str:

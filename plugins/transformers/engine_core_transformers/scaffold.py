@@ -803,7 +803,7 @@ def _model_source(made: Draft, found: _Found, stem: str, model: PreTrainedModel)
             f"""
     def __init__(self, config: HFConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._logit_factor = {found.logit_factor}
+        self._logit_factor: float = {found.logit_factor}
 """
             + methods
             + '''

@@ -48,8 +48,8 @@ class GPT2ConfigBuilder:
         for key, value in _ONLY.items():
             if hf_config.get(key, value) != value:
                 raise ConfigError(
-                    f"config.json: {key} is {hf_config.get(key)!r}; engine-core-gpt2 knows only "
-                    f"{value!r}"
+                    f"config.json: {key} is {hf_config.get(key)!r}; "
+                    f"engine-core-gpt2 knows only {value!r}"
                 )
         names = {ours: hf_config.get(theirs) for ours, theirs in _NAMES.items()}
         hf_config = hf_config.replace(
