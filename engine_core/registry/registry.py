@@ -343,10 +343,15 @@ class Registry:
         package = _package_for("gguf", name)
         if package is not None:
             return f"{package} does: pip install {package}.{self._broken()}"
+        plain = re.sub("[^a-z0-9]", "", name)
+        # A package with adapters has them for all that it knows.
+        without = [each for each, has in _listed().items() if "gguf" not in has]
+        ours = {re.sub("^engine-core-|-", "", each): each for each in without}
+        who = f"{ours[plain]} runs" if plain in ours else f"another package or {_FALLBACK} may run"
         return (
-            "Take the model's checkpoint in safetensors, which another package or "
-            f"{_FALLBACK} may run; or write an adapter, which a package offers by the hook "
-            f"gguf_adapters (docs/write-a-plugin.md).{self._broken()}"
+            f"Take the model's checkpoint in safetensors, which {who}; or write an adapter, which "
+            "a package offers by the hook gguf_adapters (docs/write-a-plugin.md)."
+            f"{self._broken()}"
         )
 
     def gguf_adapter(self, name: str) -> type:

@@ -539,7 +539,14 @@ def quantised(subject: Subject) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=-1)
     tables = []
     for quantization in (None, "int8"):
-        with llm_of(subject, quantization=quantization) as llm:
+        try:
+            llm = llm_of(subject, quantization=quantization)
+        except OptionError as error:
+            raise ConformanceError(
+                f"the tiny model cannot be quantised: {error}. If its sizes are why, give the case "
+                "widths in multiples of 32"
+            ) from error
+        with llm:
             outputs = llm.generate(prompts, params)
         entries = [entry for output in outputs for entry in (output.prompt_logprobs or [])[1:]]
         assert all(entry is not None for entry in entries), "they were asked for"

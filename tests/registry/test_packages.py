@@ -147,3 +147,11 @@ def test_a_fallback_that_refuses_says_why() -> None:
         registry.model_config(config, impl="auto")
     with pytest.raises(UnknownArchitectureError, match="With model_impl 'auto'"):
         registry.model_config(config, impl="native")
+
+
+def test_a_gguf_architecture_names_the_package_that_runs_the_same_model() -> None:
+    registry = build_registry(entry_points=[])
+    assert "engine-core-gemma does: pip install" in registry.gguf_advice("gemma2")
+    assert "safetensors, which engine-core-qwen2-vl runs;" in registry.gguf_advice("qwen2vl")
+    for name in ("gemma", "lama", "falcon"):
+        assert "another package or engine-core-transformers may run" in registry.gguf_advice(name)

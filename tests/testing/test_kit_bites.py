@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -303,6 +304,17 @@ def test_a_sound_family_passes(tmp_path: Path, checkpoints: dict[str, TinyCheckp
         ("test_shared_prefixes", "biases"),
         ("test_shared_prefixes", "window"),
     }
+
+
+def test_widths_that_cannot_be_quantised_are_named(tmp_path: Path) -> None:
+    with installed(tmp_path / "site"):
+        family = find_family(TINY)
+        widths = {"hidden_size": 48, "head_dim": 12, "intermediate_size": 72}
+        case = replace(family.cases[0], config={**(family.cases[0].config or {}), **widths})
+        (tmp_path / "made").mkdir()
+        subject = Subject(family, case, prepare(case, tmp_path / "made"))
+        with pytest.raises(ConformanceError, match="give the case widths in multiples of 32"):
+            subject.run(checks.quantised)
 
 
 def test_a_fault_of_two_ranks_is_found(
