@@ -509,10 +509,11 @@ class Registry:
 
     def _own_package(self, architecture: str, model_type: str | None) -> Iterator[str]:
         """Advice to write what nobody has."""
-        if architecture in _FILES:
+        file = _data("module_maps.json").get(architecture)
+        if file is not None:
             yield (
-                f"The repository of this engine has it as examples/module_maps/"
-                f"{_FILES[architecture]}, which custom_module_map takes."
+                f"The repository of this engine has it as examples/module_maps/{file}, which "
+                "custom_module_map takes."
             )
         stem = re.split(r"For[A-Z]|LMHead|Model$", architecture)[0] or architecture
         listed = _listed()
@@ -533,15 +534,6 @@ class Registry:
 
 
 _FALLBACK = "engine-core-transformers"
-# Architectures that no package has, and the files in examples/module_maps that have them.
-_FILES = {
-    "Glm4ForCausalLM": "glm4.py",
-    "InternLM3ForCausalLM": "internlm3.py",
-    "Olmo2ForCausalLM": "olmo2.py",
-    "Phi3ForCausalLM": "phi3.py",
-    "StableLmForCausalLM": "stablelm.py",
-    "Starcoder2ForCausalLM": "starcoder2.py",
-}
 # Keys of a config that only models have which take more than text.
 _SENSES = (
     "audio_config",
@@ -562,12 +554,18 @@ def _package_for(what: Literal["architectures", "gguf"], name: str) -> str | Non
 
 
 def _listed() -> dict[str, dict[str, list[str]]]:
-    """What packages of ours know, by their names."""
+    """The architectures that packages of ours know, by their names."""
+    listed: dict[str, dict[str, list[str]]] = _data("packages.json")
+    return listed
+
+
+def _data(name: str) -> dict[str, Any]:
+    """The content of a file beside this one. ``module_maps.json`` names examples' files."""
     import json
 
-    file = Path(__file__).parent / "packages.json"
-    listed: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))
-    return listed
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    content: dict[str, Any] = json.loads(text)
+    return content
 
 
 def _misspelt(name: str, known: str) -> bool:

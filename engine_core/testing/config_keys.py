@@ -399,7 +399,7 @@ def scalings(subject: Subject) -> None:
 
 
 def _prefixes(subject: Subject, config: Mapping[str, Any]) -> Exception | None:
-    """What shared prefixes show with the same weights and another config; None if nothing."""
+    """The failure of shared prefixes with the same weights and another config; None if none."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "checkpoint"
         shutil.copytree(subject.folder, folder)

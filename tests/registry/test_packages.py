@@ -29,7 +29,7 @@ def said(architecture: str, impl: Any = "auto", **keys: Any) -> str:
     return str(caught.value)
 
 
-SOURCE = (ROOT / "engine_core" / "registry" / "registry.py").read_text(encoding="utf-8")
+REGISTRY = ROOT / "engine_core" / "registry"
 
 
 def test_every_package_of_ours_is_listed_with_what_it_claims() -> None:
@@ -84,8 +84,12 @@ def test_names_of_packages_are_normal() -> None:
 
 def test_files_that_the_repository_has_are_named() -> None:
     assert "examples/module_maps/phi3.py" in said("Phi3ForCausalLM")
-    for file in (ROOT / "examples" / "module_maps").glob("*.py"):
-        assert f'ForCausalLM": "{file.name}"' in SOURCE
+    listed = json.loads((REGISTRY / "module_maps.json").read_text(encoding="utf-8"))
+    files = list((ROOT / "examples" / "module_maps").glob("*.py"))
+    assert sorted(listed.values()) == sorted(file.name for file in files)
+    for architecture, name in listed.items():
+        source = (ROOT / "examples" / "module_maps" / name).read_text(encoding="utf-8")
+        assert f'architecture = "{architecture}"' in source
 
 
 def test_a_model_of_an_encoder_and_a_decoder_is_not_said_to_run() -> None:

@@ -261,7 +261,7 @@ def _shorten(tiny: dict[str, Any], found: _Found) -> None:
 
 
 def _read_otherwise(kind: Any, key: str) -> list[str]:
-    """What the config class makes of an activation's name, if that is another name."""
+    """Sentences about names of activations that the config class reads as others."""
     left = []
     for given in ("gelu", "gelu_pytorch_tanh", "silu"):
         try:
@@ -372,7 +372,7 @@ _IDS = [[3, 5, 7, 11]]
 
 
 def _branch_factor(model: PreTrainedModel, layer: nn.Module, attention: str, mlp: str) -> float:
-    """What both branches of a layer with two norms are multiplied by; 1 if nothing is seen."""
+    """The factor of both branches of a layer with two norms; 1 if none is seen."""
     parts = {**dict(layer.named_children()), "": layer}
     with _calls(parts) as seen, torch.no_grad():
         model(torch.tensor(_IDS), use_cache=False)
