@@ -23,6 +23,7 @@ from torch import Tensor
 
 from engine_core.kernels.block_linear import forms
 from engine_core.kernels.block_linear.forms import BLOCK, FORMS, PANEL, BlockForm
+from engine_core.kernels.codes import INT8_TOP
 from engine_core.kernels.compiled import Kernel, threads
 from engine_core.kernels.compiled.numbers import (
     STORED,
@@ -366,9 +367,9 @@ class _Emitter:
                 most = b.select(b.fcmp_unordered("uno", other, other), other, most)
             most = b.extract_element(most, _ir.Constant(_I32, 0))
             nothing = b.fcmp_ordered("oeq", most, _ir.Constant(_F32, 0.0))
-            inverse = b.fdiv(_ir.Constant(_F32, 127.0), most)
+            inverse = b.fdiv(_ir.Constant(_F32, INT8_TOP), most)
             inverse = b.select(nothing, _ir.Constant(_F32, 0.0), inverse)
-            scale = b.fmul(most, _ir.Constant(_F32, 1 / 127))
+            scale = b.fmul(most, _ir.Constant(_F32, 1 / INT8_TOP))
             # Infinity by infinity.
             scale = b.fadd(scale, b.fsub(scale, scale))
             near = self.call(
