@@ -66,6 +66,7 @@ from engine_core.kernels import GPU, gpu_of
 from engine_core.nn.attention import cache_specs
 from engine_core.nn.fusions import fusions
 from engine_core.nn.linear import Linear, UnquantizedLinearMethod
+from engine_core.nn.loading import LoadAccount
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.nn.quantization.facts import facts_of
 from engine_core.registry import Registry, build_registry
@@ -170,6 +171,7 @@ class _Check:
     whole: nn.Module | None = None  # what ranks share out
     num_parameters: int | None = None
     matched: Checkpoint | None = None
+    account: LoadAccount | None = None
     memory_info: MemoryInfo | None = None
     comparison: Comparison | None = None
     comparison_asked: bool = False
@@ -393,7 +395,7 @@ class _Check:
             try:
                 weights = without_head(self.network, checkpoint, model_config)
                 matched, account = match_weights(self.network, weights, self.model, self.scheme)
-                self.matched = matched
+                self.matched, self.account = matched, account
                 for pair in account.uncompared:
                     self._add(
                         "tied-head-unread",
@@ -451,9 +453,12 @@ class _Check:
     def _plan(self, network: nn.Module, specs: tuple[CacheSpec, ...], max_model_len: int) -> None:
         config, device, alone = self.config, self.device, self.whole
         ranks, stages = config.num_ranks, config.pipeline_parallel_size
-        each = [(weight_bytes(network), specs)]
+        account = self.account if device is not None and device.type == "cpu" else None
+        each = [(weight_bytes(network, account), specs)]
         if stages > 1:
-            each = of_each_stage(network, stages, lambda m: (weight_bytes(m), cache_specs(m)))
+            each = of_each_stage(
+                network, stages, lambda m: (weight_bytes(m, account), cache_specs(m))
+            )
         weights = max(own for own, _ in each)
         media = self._plan_media()
         taken = weights + media.total
@@ -518,7 +523,8 @@ class _Check:
         modules = {name for limit in self.media.values() if limit for name in limit.modules}
         encoder_weights = 0
         with self._collecting():
-            encoder_weights = sum(map(weight_bytes, _named_modules(network, modules)))
+            named = _named_modules(network, modules)
+            encoder_weights = sum(weight_bytes(module, account) for module in named)
         counts = Counter(specs)
         self.memory_info = MemoryInfo(
             source=source,
@@ -542,7 +548,9 @@ class _Check:
             max_model_len=planned,
             full_sequences=0 if plan is None else plan.full_sequences,
             groups=tuple(CacheGroupInfo.of(spec, count) for spec, count in counts.items()),
-            replicated=() if alone is None else _replicated(network, alone, ranks // stages),
+            replicated=()
+            if alone is None
+            else _replicated(network, alone, ranks // stages, account),
         )
 
     def _plan_media(self) -> MediaPlan:
@@ -772,13 +780,15 @@ class _Check:
             self.problems.append(problem)
 
 
-def _replicated(network: nn.Module, whole: nn.Module, ranks: int) -> tuple[ReplicatedInfo, ...]:
+def _replicated(
+    network: nn.Module, whole: nn.Module, ranks: int, account: LoadAccount | None
+) -> tuple[ReplicatedInfo, ...]:
     """A rank's parameters beyond an even share of the ``whole``, the most bytes first.
 
     Padding, which is less than 1 %, is left out, and so are parameters that only a scheme has.
     """
     totals = {name: param.numel() for name, param in whole.named_parameters()}
-    sizes = packed_sizes(network)
+    sizes = packed_sizes(network, account)
     alike: dict[tuple[str, bool], list[float]] = {}
     for name, param in network.named_parameters():
         own, total = param.numel(), totals.get(name, 0)

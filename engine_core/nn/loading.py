@@ -53,6 +53,7 @@ class LoadAccount:
         self._missing = {name: param.numel() for name, param in model.named_parameters()}
         self._filled: dict[str, dict[Any, int]] = {name: {} for name in self._missing}
         self._sources: dict[str, dict[Any, set[str]]] = {name: {} for name in self._missing}
+        self._dtypes: dict[str, set[torch.dtype]] = {}
         self._offered: dict[str, int] = {}
         self._taken: set[str] = set()
         # A weak reference leaves a storage its address, which otherwise a later one could have.
@@ -100,6 +101,7 @@ class LoadAccount:
         if name is not None:
             self._missing[name] -= numel - self._filled[name].get(shard_id, 0)
             self._filled[name][shard_id] = numel
+            self._dtypes.setdefault(name, set()).add(tensor.dtype)
         source = self._source(tensor)
         if name is not None and source is not None:
             if not _COMPARING.get():
@@ -134,6 +136,11 @@ class LoadAccount:
         """The same for each part of it, by shard id."""
         parts = self._sources[self._names[id(param)]]
         return {shard_id: frozenset(names) for shard_id, names in parts.items()}
+
+    def stored_dtype(self, param: nn.Parameter) -> torch.dtype | None:
+        """The type of all that filled a parameter; None of several, or if it is not the model's."""
+        dtypes = self._dtypes.get(self._names.get(id(param), ""), set())
+        return next(iter(dtypes)) if len(dtypes) == 1 else None
 
     def ignore(self, tensor: Tensor) -> str | None:
         """Take ``tensor`` as known to the model, which fills nothing; its name."""

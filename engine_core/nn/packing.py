@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.kernels.half_linear import (
-    half_dtype,
+    as_halves,
     half_linear,
     pack_halves,
     panel_width,
@@ -100,6 +100,12 @@ class HalfMatrix:
         self._panels = pack_halves(weight)
         self.nbytes = self._panels.nbytes
 
+    @staticmethod
+    def size(shape: torch.Size) -> int:
+        """Bytes of a matrix of this shape."""
+        width = panel_width()
+        return -(-shape[0] // width) * width * shape[1] * 2
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ matrix.T + bias``."""
         flat = x.reshape(-1, self.shape[1])
@@ -124,16 +130,21 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
     user wants that.
     """
     if packs_halves(weight):
-        dtype = half_dtype(weight)
-        if dtype is not None:
-            return HalfMatrix(weight.detach().to(dtype))
+        halves = as_halves(weight.detach())
+        if halves is not None:
+            return HalfMatrix(halves)
     return OneDNNMatrix(weight) if onednn_packs(weight) else None
 
 
 def packs_halves(weight: Tensor) -> bool:
     """Whether a matrix becomes a :class:`HalfMatrix` if its numbers are of 16 bits."""
-    fits = weight.device.type == "cpu" and weight.dtype is torch.float32 and weight.dim() == 2
-    return fits and torch.bfloat16 not in _onednn_dtypes() and panel_width() > 0
+    return weight.device.type == "cpu" and weight.dim() == 2 and keeps_halves(weight.dtype)
+
+
+def keeps_halves(dtype: torch.dtype) -> bool:
+    """Whether numbers of 16 bits stay such in matrices that this CPU multiplies in ``dtype``."""
+    wanted = dtype is torch.float32 and torch.bfloat16 not in _onednn_dtypes()
+    return wanted and panel_width() > 0
 
 
 @cache

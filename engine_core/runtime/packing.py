@@ -8,20 +8,30 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
+from engine_core.kernels.half_linear import HALVES
 from engine_core.nn.embedding import Embedding, VocabularySplit
-from engine_core.nn.linear import Linear
+from engine_core.nn.linear import Linear, UnquantizedLinearMethod
 from engine_core.nn.loading import LoadAccount
-from engine_core.nn.packing import HalfMatrix, PackedMatrix, pack_matrix
+from engine_core.nn.packing import HalfMatrix, PackedMatrix, keeps_halves, pack_matrix
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the model's weights as they will be packed; shared ones once."""
-    return sum(packed_sizes(model).values())
+def weight_bytes(model: nn.Module, account: LoadAccount | None = None) -> int:
+    """Bytes of the model's weights as they will be packed; shared ones once.
+
+    ``account`` is as for :func:`packed_sizes`.
+    """
+    return sum(packed_sizes(model, account).values())
 
 
-def packed_sizes(model: nn.Module) -> dict[int, int]:
-    """Bytes of each parameter as it will be packed, by its id."""
+def packed_sizes(model: nn.Module, account: LoadAccount | None = None) -> dict[int, int]:
+    """Bytes of each parameter as it will be packed, by its id.
+
+    ``account`` says what fills the parameters on a CPU, which may keep matrices in the 16 bits in
+    which they are stored; None for another device, or random weights.
+    """
     sizes = {id(param): param.numel() * param.itemsize for param in model.parameters()}
+    if account is not None:
+        sizes |= _halves(model, account)
     for module in model.modules():
         given: Mapping[str, int] = {}
         if isinstance(module, Linear):
@@ -31,6 +41,39 @@ def packed_sizes(model: nn.Module) -> dict[int, int]:
         for name, size in given.items():
             sizes[id(module.get_parameter(name))] = size
     return sizes
+
+
+def _halves(model: nn.Module, account: LoadAccount) -> Iterator[tuple[int, int]]:
+    """Ids and bytes of the matrices that :class:`Packer` keeps in 16 bits."""
+    users = _users(model)
+
+    def kept(param: nn.Parameter, others: int) -> bool:
+        stored = account.stored_dtype(param)
+        halves = stored in HALVES and keeps_halves(param.dtype)
+        return halves and users[id(param)] == others
+
+    vocabularies: dict[int, list[VocabularySplit]] = {}
+    for module in model.modules():
+        if isinstance(module, VocabularySplit):
+            vocabularies.setdefault(id(module.weight), []).append(module)
+        elif isinstance(module, Linear):
+            method = type(module.method)
+            plain = getattr(method, "pack", None) is UnquantizedLinearMethod.pack
+            if plain and kept(module.weight, 1):
+                shape = module.matrix_shape
+                count = module.weight.numel() // max(shape.numel(), 1)
+                yield id(module.weight), count * HalfMatrix.size(shape)
+    for key, modules in vocabularies.items():
+        # An embedding alone is only looked up, and stays as it is.
+        heads = any(not isinstance(module, Embedding) for module in modules)
+        plain = all(module.method is None for module in modules)
+        if heads and plain and kept(modules[0].weight, len(modules)):
+            yield key, HalfMatrix.size(modules[0].weight.shape)
+
+
+def _users(model: nn.Module) -> Counter[int]:
+    """How many modules have each parameter, by its id."""
+    return Counter(id(param) for m in model.modules() for param in m._parameters.values())
 
 
 class Packer:
@@ -44,7 +87,7 @@ class Packer:
 
     def __init__(self, model: nn.Module) -> None:
         self.seconds = 0.0
-        users = Counter(id(param) for m in model.modules() for param in m._parameters.values())
+        users = _users(model)
         self._linears = [
             module
             for module in model.modules()

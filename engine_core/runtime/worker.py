@@ -103,15 +103,16 @@ class Worker:
                 source.model_class, source.model_config, self._context, source.scheme
             )
             checkpoint: Any = without_head(model, source.checkpoint, source.model_config)
+            account = None
             if config.load_format != "dummy":
-                checkpoint, _ = match_weights(model, checkpoint, source.name, source.scheme)
+                checkpoint, account = match_weights(model, checkpoint, source.name, source.scheme)
             elif source.scheme is not None:
                 source.scheme.match_dummy()
             if self._link is not None:
                 tensors = None if config.load_format == "dummy" else checkpoint
                 checkpoint, self._cached = cut(model, tensors, source.name, self._link)
             specs = cache_specs(model)
-            size = weight_bytes(model)
+            size = weight_bytes(model, account if source.device.type == "cpu" else None)
             if source.device.type == "cuda":
                 # All weights that are quantised at load are there as they were first.
                 size = max(size, sum(param.nbytes for param in model.parameters()))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import packed_checkpoints as made_of
 import pytest
 import torch
 from golden_fixtures import (
@@ -15,13 +17,18 @@ from golden_fixtures import (
     golden_prompts,
     greedy_params,
 )
+from packed_checkpoints import Tensors
 from torch import Tensor
 
-from engine_core import LLM
+from engine_core import LLM, EngineConfig
+from engine_core.check import check_model
+from engine_core.checkpoint import open_checkpoint
 from engine_core.kernels.half_linear import panel_width
 from engine_core.nn import build_embedding, build_lm_head, packing
 from engine_core.nn.module import Module
-from engine_core.runtime.packing import Packer
+from engine_core.registry import build_registry
+from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
+from engine_core.runtime.packing import Packer, weight_bytes
 from engine_core.step_context import BuildContext, building
 
 pytestmark = pytest.mark.skipif(panel_width() == 0, reason="needs numba and AVX2")
@@ -92,3 +99,44 @@ def test_an_embedding_and_its_head_share_one_matrix() -> None:
     torch.testing.assert_close(head(x), x @ numbers.T, rtol=1e-6, atol=1e-6)
     # Half of the float32 weight's; the last panel is filled up.
     assert head.packed.nbytes == 48 * 24 * 2
+
+
+def half(tensors: Tensors) -> None:
+    tensors.update({name: tensor.half() for name, tensor in tensors.items()})
+
+
+def bfloat16(tensors: Tensors) -> None:
+    tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+
+def parts_of_two_types(tensors: Tensors) -> None:
+    bfloat16(tensors)
+    for name in [name for name in tensors if "k_proj" in name]:
+        tensors[name] = tensors[name].float() * 1.001
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+@pytest.mark.parametrize("stored", [half, bfloat16, parts_of_two_types])
+def test_the_bytes_that_are_planned_are_those_that_are_taken(
+    tmp_path: Path, stored: Callable[[Tensors], None], tied: bool
+) -> None:
+    tensors, changes = made_of.mixtral(), dict(made_of.MIXTRAL, tie_word_embeddings=tied)
+    stored(tensors)
+    if tied:
+        del tensors["lm_head.weight"]
+    folder = made_of.write(tmp_path / "model", tensors, **changes)
+    checkpoint, registry = open_checkpoint(folder), build_registry(())
+    config = registry.model_config(checkpoint.hf_config, folder)
+    context = BuildContext(dtype=torch.float32)
+    model = build_on_meta(registry.model_class(config.architecture), config, context)
+    matched, account = match_weights(model, checkpoint, "it", None)
+    planned = weight_bytes(model, account)
+    unpacked = weight_bytes(model)
+    load_weights(model, matched, "it", torch.device("cpu"), pack=True)
+    packed = {id(m.packed): m.packed.nbytes for m in model.modules() if getattr(m, "packed", None)}
+    held = sum(param.nbytes for param in model.parameters()) + sum(packed.values())
+    assert planned == held < 0.65 * unpacked
+    settings = EngineConfig(device="cpu", skip_tokenizer_init=True, dtype="float32")
+    report = check_model(str(folder), settings)
+    assert report.memory is not None
+    assert report.memory.weights_bytes == planned

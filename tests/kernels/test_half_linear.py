@@ -12,7 +12,7 @@ from random_examples import examples
 from torch import Tensor
 
 from engine_core.kernels.half_linear import (
-    half_dtype,
+    as_halves,
     half_linear,
     pack_halves,
     panel_width,
@@ -114,11 +114,16 @@ def test_the_least_numbers_are_multiplied_as_they_are() -> None:
 
 
 def test_the_type_of_16_bits_is_one_that_has_every_number() -> None:
+    def stored(numbers: Tensor) -> torch.dtype | None:
+        halves = as_halves(numbers)
+        assert halves is None or torch.equal(halves.float(), numbers)
+        return None if halves is None else halves.dtype
+
     numbers = torch.randn(8, 6)
-    assert half_dtype(numbers.bfloat16().float()) is torch.bfloat16
-    assert half_dtype(numbers.half().float()) is torch.float16
-    assert half_dtype(numbers) is None
+    assert stored(numbers.bfloat16().float()) is torch.bfloat16
+    assert stored(numbers.half().float()) is torch.float16
+    assert stored(numbers) is None
     # A number beyond float16's, which bfloat16 has, and one after the first row that neither has.
-    assert half_dtype(torch.tensor([[1.0, 2.0**100]])) is torch.bfloat16
-    assert half_dtype(torch.tensor([[1.0], [1.0 + 2**-20]])) is None
-    assert half_dtype(torch.tensor([[1.0 + 2**-10], [2.0**100]])) is None
+    assert stored(torch.tensor([[1.0, 2.0**100]])) is torch.bfloat16
+    assert stored(torch.tensor([[1.0], [1.0 + 2**-20]])) is None
+    assert stored(torch.tensor([[1.0 + 2**-10], [2.0**100]])) is None

@@ -13,9 +13,17 @@ from torch import Tensor
 
 from engine_core.kernels import compiled
 
-__all__ = ["half_dtype", "half_linear", "pack_halves", "panel_width", "unpack_halves"]
+__all__ = [
+    "HALVES",
+    "as_halves",
+    "half_linear",
+    "pack_halves",
+    "panel_width",
+    "unpack_halves",
+]
 
-_HALVES = (torch.bfloat16, torch.float16)
+# Types of 16 bits in which matrices may be kept.
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @cache
@@ -27,13 +35,19 @@ def panel_width() -> int:
     return width
 
 
-def half_dtype(weight: Tensor) -> torch.dtype | None:
-    """The type of 16 bits that has each number of a float32 matrix; None if none has all."""
-    for dtype in _HALVES:
+def as_halves(weight: Tensor) -> Tensor | None:
+    """A float32 matrix in the type of 16 bits that has each of its numbers; None if none has."""
+    for dtype in HALVES:
         # Nearly every matrix is told by its first row.
-        if all(torch.equal(part.to(dtype).float(), part) for part in (weight[:1], weight)):
-            return dtype
+        if _equal(weight[:1], weight[:1].to(dtype)):
+            halves = weight.to(dtype)
+            if _equal(weight, halves):
+                return halves
     return None
+
+
+def _equal(weight: Tensor, halves: Tensor) -> bool:
+    return torch.equal(halves.float(), weight)
 
 
 def _order(dtype: torch.dtype) -> Tensor:
