@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from collections import Counter
@@ -67,7 +68,7 @@ from engine_core.nn.attention import cache_specs
 from engine_core.nn.fusions import fusions
 from engine_core.nn.linear import Linear, UnquantizedLinearMethod
 from engine_core.nn.loading import LoadAccount
-from engine_core.nn.quantization import QuantizationScheme
+from engine_core.nn.quantization import QuantizationScheme, ScaleKind, kv_scales
 from engine_core.nn.quantization.facts import facts_of
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
@@ -252,7 +253,7 @@ class _Check:
         if self.scheme is not None:
             capability = None if self.gpu is None else self.gpu.capability
             size = self.model_config.hidden_size
-            for fact in facts_of(self.scheme.name, device, size, capability):
+            for fact in facts_of(self.scheme, device, size, capability):
                 code = "quantization-loses" if fact.loses else "quantization-slower"
                 text = f"quantization {self.scheme.name!r}: {fact.text}"
                 self._add(code, "warning" if fact.severe else "info", text)
@@ -410,6 +411,9 @@ class _Check:
                 self._add(_code(error), "error", str(error))
             if self.scheme is None or self.scheme.settings is None:
                 self._check_dtype(checkpoint, dtype)
+            elif self.account is not None:
+                with self._collecting():
+                    self._check_scales(self.scheme, self.network, checkpoint)
         if max_model_len is not None:
             with self._collecting():
                 self._plan(self.network, cache_specs(self.network), max_model_len)
@@ -425,6 +429,35 @@ class _Check:
                 "info",
                 f"the weights are stored in {most} and will be run in {dtype}",
             )
+
+    def _check_scales(
+        self, scheme: QuantizationScheme, network: nn.Module, checkpoint: Checkpoint
+    ) -> None:
+        """Look at the numbers of scales, which are few beside the codes."""
+        kinds: dict[str, ScaleKind] = {**scheme.scales(checkpoint.headers)}
+        kinds |= dict.fromkeys(kv_scales.used(network), "divided")
+        found: dict[Severity, dict[str, float]] = {"error": {}, "warning": {}}
+        for name, tensor in checkpoint.weights() if kinds else ():
+            kind = kinds.get(name)
+            if kind is None or tensor.numel() == 0:
+                continue
+            # Of a tensor with a NaN both are.
+            low, high = (float(each) for each in tensor.aminmax())
+            if not math.isfinite(low) or not math.isfinite(high):
+                found["error"][name] = high if math.isfinite(low) else low
+            elif kind == "divided" and low <= 0:
+                found["error"][name] = low
+            elif kind == "multiplied" and low < 0:
+                # It is computed as it stands, but no tool writes that.
+                found["warning"][name] = low
+        for severity, values in found.items():
+            if values:
+                shown = [f"{name} has {value:.6g}" for name, value in values.items()]
+                more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+                message = f"{len(shown)} tensors hold numbers that are no scales: " + ", ".join(
+                    shown[:4]
+                )
+                self._add("scales-wrong", severity, message + more, tuple(values))
 
     def _add_mismatch(self, error: WeightsMismatchError) -> None:
         stray = [name for name in error.unexpected if name.rpartition(".")[2] in _CODE_LEAVES]

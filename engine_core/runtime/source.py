@@ -135,7 +135,7 @@ def open_model(
     scheme = find_scheme(checkpoint, config, option, registry, device)
     model_config = read_config(registry, checkpoint, config.model_impl)
     if scheme is not None:
-        for fact in facts_of(scheme.name, device, model_config.hidden_size):
+        for fact in facts_of(scheme, device, model_config.hidden_size):
             level = logging.WARNING if fact.severe else logging.INFO
             logger.log(level, "quantization %s: %s", scheme.name, fact.text)
     model_class = registry.model_class(model_config.architecture)

@@ -25,6 +25,7 @@ from engine_core.check.gpus import find_gpu, gpu_names
 from engine_core.check.report import HINTS, Code
 from engine_core.cli import app
 from engine_core.errors import CacheMemoryError, ConfigError, OptionError
+from engine_core.nn.quantization import Int4Scheme
 from engine_core.nn.quantization.facts import facts_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "check-model.md"
@@ -195,7 +196,7 @@ def test_what_is_known_of_a_quantisation_is_said(model: Model) -> None:
     assert said("fp8", None) == {(slower, "warning", False)}
     assert said("fp8", "H100") == {loses}
     assert said("fp8", "L40S") == {loses, (slower, "warning", False)}
-    wide = facts_of("int4", torch.device("cpu"), 4096)
+    wide = facts_of(Int4Scheme("int4"), torch.device("cpu"), 4096)
     assert not any(fact.loses for fact in wide)
 
 

@@ -266,6 +266,29 @@ def wrong_scale(made: Made) -> None:
     made.tensors(lambda tensors: tensors.update({GATE + made.leaf: torch.ones(3, 5)}))
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_scales_that_are_none_are_named(tmp_path: Path, kind: str) -> None:
+    made = Made(tmp_path, kind)
+
+    def said(leaf: str, value: float) -> set[tuple[str, tuple[str, ...]]]:
+        def change(tensors: dict[str, Tensor]) -> None:
+            scales = tensors[GATE + leaf].clone()
+            scales.view(-1)[-1] = value
+            tensors[GATE + leaf] = scales
+
+        made.tensors(change)
+        problems = check_model(made.quantised, EngineConfig(**BASE)).problems
+        return {(p.severity, p.names) for p in problems if p.code == "scales-wrong"}
+
+    for value in (torch.nan, torch.inf):
+        assert said(made.leaf, value) == {("error", (GATE + made.leaf,))}
+    assert said(made.leaf, -1.0) == {("warning", (GATE + made.leaf,))}
+    assert said(made.leaf, 1.0) == set()
+    if kind == "static":
+        for value in (torch.nan, 0.0, -1.0):
+            assert said("input_scale", value) == {("error", (f"{GATE}input_scale",))}
+
+
 def half(made: Made) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[GATE + "weight"] = tensors[GATE + "weight"].float()

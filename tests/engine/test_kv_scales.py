@@ -212,6 +212,7 @@ def test_where_they_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 AT = "model.layers.1.self_attn."
+TEXTLESS: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu"}
 
 
 def without(leaf: str) -> dict[str, Any]:
@@ -257,3 +258,18 @@ def test_a_scale_that_is_none(value: float, tmp_path: Path) -> None:
     folder = calibrated(tmp_path / "it", **with_value("v_scale", torch.tensor(value)))
     with pytest.raises(EngineError, match=r"the v_scale of model\.layers\.1.* no scale of a cache"):
         LLM(str(folder), EngineConfig(skip_tokenizer_init=True))
+    [problem] = check_model(folder, EngineConfig(**TEXTLESS)).errors
+    assert (problem.code, problem.names) == ("scales-wrong", (f"{AT}v_scale",))
+    # Nothing divides by them in a cache of another type.
+    unread = EngineConfig(kv_cache_dtype="int8", **TEXTLESS)
+    assert not check_model(folder, unread).errors
+
+
+def test_weights_that_are_not_quantised_are_not_said_to_be_slower(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = calibrated(tmp_path / "it")
+    report = check_model(folder, EngineConfig(**TEXTLESS))
+    assert not [each for each in report.problems if each.code.startswith("quantization")]
+    with LLM(str(folder), EngineConfig(**TEXTLESS)):
+        assert "e4m3" not in caplog.text

@@ -391,6 +391,39 @@ def test_broken_ones_are_named(tmp_path: Path, broken: str) -> None:
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "leaf"),
+    [
+        ("awq", "scales"),
+        ("gptq of 8 bits", "scales"),
+        ("compressed", "weight_scale"),
+        ("int8 and activations", "weight_scale"),
+    ],
+)
+def test_scales_that_are_none_are_named(tmp_path: Path, kind: str, leaf: str) -> None:
+    def first(value: float) -> Callable[[Tensor], Tensor]:
+        def edit(scales: Tensor) -> Tensor:
+            scales.view(-1)[0] = value
+            return scales
+
+        return edit
+
+    it = Made(tmp_path, kind)
+    for value, shown in ((torch.nan, "nan"), (torch.inf, "inf"), (-torch.inf, "-inf")):
+        put(leaf, first(value))(it)
+        [problem] = check(it)
+        assert problem.code == "scales-wrong"
+        assert problem.names == (PLACE + leaf,)
+        assert problem.message.endswith(f"no scales: {PLACE}{leaf} has {shown}")
+    put(leaf, first(-0.5))(it)
+    report = check_model(it.packed, EngineConfig(**BASE))
+    assert not report.errors
+    [problem] = [each for each in report.warnings if each.code == "scales-wrong"]
+    assert problem.message.endswith(f"{PLACE}{leaf} has -0.5")
+    put(leaf, first(0.0))(it)
+    assert "scales-wrong" not in {each.code for each in check_model(it.packed).problems}
+
+
 def test_codes_without_a_config_are_named(tmp_path: Path) -> None:
     it = Made(tmp_path, "awq")
     path = it.packed / "config.json"

@@ -11,7 +11,7 @@ from engine_core.nn.quantization.fp8_checkpoint import CompressedTensorsScheme
 from engine_core.nn.quantization.int4 import Int4LinearMethod, Int4Matrix, quantize_int4
 from engine_core.nn.quantization.int8 import Int8LinearMethod, Int8Matrix
 from engine_core.nn.quantization.packed import AWQScheme, CompressedIntegersScheme, GPTQScheme
-from engine_core.nn.quantization.scheme import QuantizationScheme
+from engine_core.nn.quantization.scheme import QuantizationScheme, ScaleKind
 
 __all__ = [
     "AWQScheme",
@@ -30,5 +30,6 @@ __all__ = [
     "Int8Matrix",
     "Int8Scheme",
     "QuantizationScheme",
+    "ScaleKind",
     "quantize_int4",
 ]

@@ -15,6 +15,7 @@ import torch
 
 from engine_core.kernels import GPU, gpu_of
 from engine_core.kernels.linear.tiles import MOST_GROUP_ROWS
+from engine_core.nn.quantization.scheme import QuantizationScheme
 
 _INTEGERS = ("int4", "int8", "awq", "gptq", "compressed-tensors-int", "gguf")
 _E4M3 = ("fp8", "compressed-tensors")
@@ -129,17 +130,22 @@ FACTS = (
 
 
 def facts_of(
-    scheme: str, device: torch.device, hidden_size: int, capability: tuple[int, int] | None = None
+    scheme: QuantizationScheme,
+    device: torch.device,
+    hidden_size: int,
+    capability: tuple[int, int] | None = None,
 ) -> Iterator[Fact]:
-    """The facts of a scheme for a model of a hidden size.
+    """The facts of a scheme for a model of a hidden size; none of one that takes no weights.
 
     ``capability`` is that of a GPU which is planned for; None for that of ``device``.
     """
+    if not scheme.takes_weights:
+        return
     if device.type == "cuda" and capability is None:
         gpu: GPU | None = gpu_of(device) if torch.cuda.is_available() else None
         capability = (0, 0) if gpu is None else gpu.capability
     for fact in FACTS:
-        if scheme not in fact.schemes or device.type != fact.device:
+        if scheme.name not in fact.schemes or device.type != fact.device:
             continue
         if fact.widest is not None and hidden_size > fact.widest:
             continue

@@ -28,7 +28,7 @@ from engine_core.nn.loading import (
     set_weight_loader,
 )
 from engine_core.nn.packing import MatrixModule
-from engine_core.nn.quantization.scheme import QuantizationScheme
+from engine_core.nn.quantization.scheme import QuantizationScheme, ScaleKind
 
 if TYPE_CHECKING:
     from engine_core.checkpoint import Checkpoint
@@ -293,6 +293,18 @@ class Fp8CheckpointScheme(QuantizationScheme):
         """Its codes times their scales."""
         return _Plain(checkpoint)
 
+    def scales(self, headers: Mapping[str, Any]) -> Mapping[str, ScaleKind]:
+        """Those of codes, and of activations that were calibrated."""
+        stems = [name.removesuffix("weight") for name in _quantised(headers)]
+        kinds: dict[str, ScaleKind] = dict.fromkeys(_SCALES, "multiplied")
+        kinds |= dict.fromkeys(_INPUT_SCALES, "divided")
+        return {
+            stem + leaf: kind
+            for stem in stems
+            for leaf, kind in kinds.items()
+            if stem + leaf in headers
+        }
+
     def prepare(self, model: nn.Module) -> None:
         """Leave the layers plain: the types of the tensors that fill them say who is taken."""
 
@@ -304,7 +316,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
         """
         headers = checkpoint.headers
         quantised = _quantised(headers)
-        if not quantised and not self._caches_alone():
+        if not quantised and self.takes_weights:
             raise unsupported(f"no tensor of the checkpoint is {_E4M3}")
         self._layouts = {}
         for name, layer in model.named_modules():
@@ -316,10 +328,11 @@ class Fp8CheckpointScheme(QuantizationScheme):
         self.give_methods(model)
         return checkpoint
 
-    def _caches_alone(self) -> bool:
-        """Whether the config quantises keys and values, and no linear."""
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the config quantises linears, and not keys and values alone."""
         settings = self.settings or {}
-        return settings.get("config_groups") == {} and bool(settings.get("kv_cache_scheme"))
+        return settings.get("config_groups") != {} or not settings.get("kv_cache_scheme")
 
     def match_dummy(self) -> None:
         """Refuse, as without tensors nothing says which linears are quantised."""

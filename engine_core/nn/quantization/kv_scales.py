@@ -149,6 +149,12 @@ def _owner(model: nn.Module, account: LoadAccount, place: str, owners: set[str])
     return parent if parent in owners else None
 
 
+def used(model: nn.Module) -> Iterator[str]:
+    """The names of the tensors that :func:`place` gave an attention."""
+    routes: dict[str, _Route] = getattr(model, _ROUTES, {})
+    return (name for name, route in routes.items() if route is not None)
+
+
 def routed(model: nn.Module, weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """Load the scales that were placed, pass over those that are not used, and give the others."""
     routes: dict[str, _Route] = getattr(model, _ROUTES, {})

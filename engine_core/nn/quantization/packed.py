@@ -35,7 +35,7 @@ from engine_core.nn.quantization.groups import (
     GroupLinearMethod,
     Int8VocabularyMethod,
 )
-from engine_core.nn.quantization.scheme import QuantizationScheme
+from engine_core.nn.quantization.scheme import QuantizationScheme, ScaleKind
 
 if TYPE_CHECKING:
     from engine_core.checkpoint import Checkpoint
@@ -266,6 +266,16 @@ class PackedScheme(QuantizationScheme):
         plain = self.plain(checkpoint)
         self._read_orders(checkpoint)
         return plain
+
+    def scales(self, headers: Mapping[str, Any]) -> Mapping[str, ScaleKind]:
+        """Those of the groups, and numbers that are added to them."""
+        kinds: dict[str, ScaleKind] = {"scales": "multiplied", "zeros": "added"}
+        return {
+            f"{linear.name}.{leaf}": kinds[kind]
+            for linear in self.linears(headers)
+            for leaf, kind in linear.leaves.items()
+            if kind in kinds and headers[f"{linear.name}.{leaf}"].dtype in _FLOATS
+        }
 
     def prepare(self, model: nn.Module) -> None:
         """Leave the layers plain: the tensors say who is taken."""

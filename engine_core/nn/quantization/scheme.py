@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from engine_core.nn.loading import LoadAccount
 
 logger = logging.getLogger(__name__)
+
+ScaleKind = Literal["added", "multiplied", "divided"]
+"""What is done with numbers beside codes, so that all must be finite, and also: not negative if
+weights' codes are multiplied by them, positive if activations or a cache are divided by them."""
 
 
 class QuantizationScheme:
@@ -44,6 +48,11 @@ class QuantizationScheme:
         """Raise a :class:`ConfigError` for settings that are not supported."""
         self.name = name
         self.settings = settings
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether any weights are quantised; of some checkpoints the cache alone is."""
+        return True
 
     @classmethod
     def condition(cls, settings: Mapping[str, Any]) -> bool:
@@ -90,6 +99,13 @@ class QuantizationScheme:
         compares nothing.
         """
         return None
+
+    def scales(self, headers: Mapping[str, Any]) -> Mapping[str, ScaleKind]:
+        """The checkpoint's tensors of scales by name, whose numbers ``check-model`` looks at.
+
+        Only asked once the headers were matched.
+        """
+        return {}
 
     def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Checkpoint:
         """Look at which tensors fill which parameters; return the checkpoint to load from.
