@@ -56,7 +56,8 @@ def test_a_package_of_ours_that_is_not_installed_is_named() -> None:
 
 def test_a_package_of_ours_is_not_proposed_for_what_it_does_not_have() -> None:
     message = said("GemmaForCausalLM", model_type="gemma")
-    assert "The package engine-core-gemma does not have it; pass a file" in message
+    assert "engine-core-gemma knows " in message
+    assert ", but not this one. A package for it needs another name; or pass a file" in message
     assert "by convention" not in message
 
 
