@@ -1,7 +1,7 @@
 """Simulate the server's steps: its own scheduler and pacing, on a device of given step times.
 
     python benchmarks/serve_sim.py [--rates 4,16,32,48] [--seconds 60] [--seeds 5,6,7]
-        [--max-step-time 0.03] [--stretch 1.4] [--cached 0]
+        [--max-step-time 0.03] [--stretch 1.4] [--scale 1.05]
 
 Requests are those of ``benchmarks/serve.py``, which draws the same ones from the same seed. Time is
 simulated: a plan takes the host a fixed time, the device runs one step after the other, and how
