@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,24 @@ _OUTCOMES = {
     3: "It runs, but its outputs are not those of the reference.",
     4: "It will run; the comparison that was asked for could not be made.",
 }
+
+
+def _task(pooling: Mapping[str, Any]) -> str:
+    """The task of a model that generates no text, in words."""
+    made = [f"{pooling['task']}, by {' and '.join(pooling['kinds'])} pooling"]
+    if pooling["dense"]:
+        made.append(f"{len(pooling['dense'])} dense")
+    if pooling["task"] == "score":
+        made.append("a sigmoid" if pooling["activation"] == "sigmoid" else "no activation")
+    elif pooling["normalize"]:
+        made.append("normalised")
+    if pooling["cut"] is not None:
+        made.append(f"cut to {pooling['cut']} numbers")
+    if pooling["max_length"] is not None:
+        made.append(f"texts of {pooling['max_length']} tokens")
+    if pooling["default_prompt"] is not None:
+        made.append(f"prompt {pooling['default_prompt']!r}")
+    return ", ".join(made)
 
 
 def _bytes(value: int) -> str:
@@ -51,11 +70,7 @@ def _rows(report: CheckReport) -> dict[str, str]:
             f"{config['max_position_embeddings']}"
         )
         if config.get("pooling"):
-            pooling = config["pooling"]
-            rows["task"] = (
-                f"{pooling['task']}, by {' and '.join(pooling['kinds'])} pooling"
-                f"{', normalised' if pooling['normalize'] and pooling['task'] == 'embed' else ''}"
-            )
+            rows["task"] = _task(config["pooling"])
     if report.weights is not None:
         weights = report.weights
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in weights.dtypes.items())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -14,6 +14,9 @@ from engine_core.configs.dtypes import DTYPES
 from engine_core.configs.pooling import matryoshka, read_pooling, read_scoring
 from engine_core.errors import ConfigError, OptionError
 from engine_core.registry import Registry
+
+if TYPE_CHECKING:
+    from engine_core.checkpoint.gguf_convert import GGUFWeights
 
 _HEAD = "lm_head"
 _BARE, _WITH_HEAD = "Model", "ForCausalLM"
@@ -156,6 +159,18 @@ class _Body:
     def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
         self._checkpoint = checkpoint
         self._prefix = prefix
+
+    @property
+    def gguf(self) -> GGUFWeights | None:
+        """See :class:`Checkpoint`; with those of the head."""
+        return self._checkpoint.gguf
+
+    def keeping_blocks(self, names: Collection[str]) -> _Body:
+        """See :meth:`Checkpoint.keeping_blocks`."""
+        own = {name.removeprefix(self._prefix) for name in names}
+        if self._checkpoint.gguf is not None:  # nor does the head need to be unpacked
+            own |= set(filter(_of_head, self._checkpoint.gguf.block_types))
+        return _Body(self._checkpoint.keeping_blocks(own), self._prefix)
 
     @property
     def headers(self) -> Mapping[str, Any]:

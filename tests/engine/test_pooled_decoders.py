@@ -7,15 +7,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
+from checkpoint_files import write_llama_gguf
 from golden_fixtures import GOLDEN
 from safetensors.torch import load_file, save_file
 from tiny_bert import states, write_modules
-from transformers import AutoModel
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
-from engine_core import LLM, PoolingParams, SamplingParams
+from engine_core import LLM, EngineConfig, PoolingParams, SamplingParams
+from engine_core.check import check_model
+from engine_core.engine.export import export_model
 from engine_core.errors import ConfigError, RequestError
 
 LENGTHS = [1, 5, 40, 23, 2, 64, 17, 40]
@@ -46,9 +50,9 @@ def wanted(model: Any, ids: list[int], kind: str) -> np.ndarray:
     return pooled / np.linalg.norm(pooled)
 
 
-def check(llm: LLM, model: Any, given: list[list[int]], kind: str) -> None:
+def check(llm: LLM, model: Any, given: list[list[int]], kind: str, atol: float = 1e-4) -> None:
     for ids, output in zip(given, llm.embed(given), strict=True):
-        np.testing.assert_allclose(output.outputs.vector, wanted(model, ids, kind), atol=1e-4)
+        np.testing.assert_allclose(output.outputs.vector, wanted(model, ids, kind), atol=atol)
     llm.engine.scheduler.check()
 
 
@@ -122,6 +126,54 @@ def test_a_checkpoint_may_lack_the_head(tmp_path: Path) -> None:
         task = {"task": "embed"} if architecture == "Qwen3ForCausalLM" else {}
         with LLM(folder, dtype="float32", skip_tokenizer_init=True, **task) as llm:
             check(llm, model, given, "last")
+        report = check_model(folder, EngineConfig(**task, skip_tokenizer_init=True))
+        assert report.will_run, report.problems
+
+
+@pytest.mark.parametrize("quantise", ["F32", "Q4_0", "Q8_0"])
+def test_a_gguf_file_with_a_head_embeds(
+    quantise: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    }
+    torch.manual_seed(0)
+    made = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.1))
+    tensors = {name: tensor.numpy() for name, tensor in made.state_dict().items()}
+    path = write_llama_gguf(tmp_path / "tiny.gguf", tensors, sizes, quantise=quantise)
+    kind = gguf.GGMLQuantizationType[quantise]
+    for param in made.parameters():
+        if param.dim() > 1:
+            data = gguf.dequantize(gguf.quantize(param.detach().numpy(), kind), kind)
+            param.data = torch.from_numpy(np.array(data))
+    model = made.model.eval()
+    settings: dict[str, Any] = {"task": "embed", "skip_tokenizer_init": True, "dtype": "float32"}
+    with LLM(path, **settings) as llm:
+        # Blocks are multiplied by inputs that are rounded to 8 bits.
+        check(llm, model, prompts(96), "last", 1e-5 if quantise == "F32" else 0.03)
+    assert "unpacked" not in caplog.text  # the head, which is not there
+    report = check_model(path, EngineConfig(**settings))
+    assert report.will_run, report.problems
+
+
+def test_a_file_of_codes_embeds_as_the_model_does(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
+    given = prompts(128)
+    with LLM(GOLDEN / "llama-gqa", task="embed", quantization="int8", **settings) as llm:
+        expected = [output.outputs.vector for output in llm.embed(given)]
+    file = tmp_path / "codes.safetensors"
+    export_model(str(GOLDEN / "llama-gqa"), file, EngineConfig(quantization="int8"))
+    with LLM(file, task="embed", **settings) as llm:
+        for output, vector in zip(llm.embed(given), expected, strict=True):
+            np.testing.assert_allclose(output.outputs.vector, vector, atol=1e-5)
 
 
 @pytest.mark.parametrize(

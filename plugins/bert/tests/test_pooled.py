@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_bert import change
+from typer.testing import CliRunner
 
 from engine_core import LLM
 from engine_core.check import check_model
+from engine_core.cli import app
 from engine_core.engine.export import export_model, import_model
 from engine_core.errors import ConfigError
 
@@ -60,6 +62,22 @@ def test_exported_files_hold_all_of_it(copy: Path, tmp_path: Path) -> None:
         check(path, "all")
         with LLM(path) as llm:
             assert llm.engine.max_model_len == 20
+
+
+def test_the_check_names_what_was_read(copy: Path) -> None:
+    change(
+        copy / "config_sentence_transformers.json",
+        truncate_dim=4,
+        prompts={"query": "the "},
+        default_prompt_name="query",
+    )
+    modes = "cls and max and mean and mean_sqrt and weighted_mean and last"
+    shown = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["check-model", str(copy)])
+    assert shown.exit_code == 0, shown.output
+    assert (
+        f"embed, by {modes} pooling, 2 dense, normalised, cut to 4 numbers, texts of 40 tokens, "
+        "prompt 'query'"
+    ) in shown.output
 
 
 @pytest.mark.parametrize("mode", MODES)
