@@ -102,13 +102,14 @@ def text_config(tokenizer_folder: Path) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def llm(text_config: EngineConfig) -> Iterator[LLM]:
-    with LLM(MODEL, text_config) as llm:
+    # What memory is free differs between this start and the other.
+    with LLM(MODEL, text_config.replace(kv_cache_memory="64MiB")) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def engine(run: Run, text_config: EngineConfig) -> Iterator[AsyncEngine]:
-    yield from started(run, text_config)
+    yield from started(run, text_config.replace(kv_cache_memory="64MiB"))
 
 
 @pytest.fixture(scope="module")
