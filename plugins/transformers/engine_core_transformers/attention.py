@@ -131,10 +131,15 @@ class _Call:
 
 @dataclass(slots=True)
 class Trace:
-    """The modules that called the interface, in order."""
+    """Questions that a model on meta put to the interface.
+
+    Attributes:
+        calls: by the modules that called it, in order.
+        masks: each with its window, or with why no layer may attend with it: some go to no layer.
+    """
 
     calls: dict[nn.Module, _Call] = field(default_factory=dict)
-    masks: list[tuple[Tensor, int | None]] = field(default_factory=list)
+    masks: list[tuple[Tensor, int | UnsupportedError | None]] = field(default_factory=list)
 
 
 _TRACE: ContextVar[Trace | None] = ContextVar("engine_core_transformers_trace", default=None)
@@ -208,25 +213,35 @@ def _traced(
     unknown = [k for k, v in kwargs.items() if v is not None and k not in _HARMLESS]
     if unknown:
         raise UnsupportedError(f"{who} gives attention {unknown[0]!r}, which it cannot take here")
-    masked = [found for made, found in trace.masks if made is attention_mask]
+    masked = [found for made, found in trace.masks if _is_whole(attention_mask, made)]
     if not masked:
         raise UnsupportedError(f"{who} attends without a mask that transformers' makers made")
+    allowed = masked[0]
+    if isinstance(allowed, UnsupportedError):
+        raise allowed
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise UnsupportedError(f"{who} attends over other tokens than those of the step")
     if query.shape[-1] != key.shape[-1]:
         raise UnsupportedError(f"{who} has queries and keys of different sizes")
-    if window is not None and masked[0] != window:
-        raise UnsupportedError(f"{who} has a window of {window} and a mask of {masked[0]}")
+    if window is not None and allowed != window:
+        raise UnsupportedError(f"{who} has a window of {window} and a mask of {allowed}")
     trace.calls[module] = _Call(
         heads=query.shape[1],
         kv_heads=key.shape[1],
         head_dim=query.shape[-1],
         v_head_dim=value.shape[-1],
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        window=masked[0],
+        window=allowed,
         softcap=softcap,
     )
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _is_whole(mask: Any, made: Tensor) -> bool:
+    """Whether a mask is ``made``, or the slice of it that leaves nothing out."""
+    if mask is made:
+        return True
+    return isinstance(mask, Tensor) and mask._base is made and mask.shape == made.shape
 
 
 def _traced_mask(
@@ -242,7 +257,10 @@ def _traced_mask(
     trace = _TRACE.get()
     assert trace is not None, "only run inside of tracing()"
     mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    trace.masks.append((mask, _window(mask_function, local_size)))
+    try:
+        trace.masks.append((mask, _window(mask_function, local_size)))
+    except UnsupportedError as error:
+        trace.masks.append((mask, error))
     return mask
 
 

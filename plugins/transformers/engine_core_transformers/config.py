@@ -49,14 +49,15 @@ class FallbackConfigBuilder:
         reason = _refused_config(config)
         if reason is not None:
             raise UnknownArchitectureError(f"transformers' own code cannot run {name}: {reason}")
-        heads = config.num_attention_heads
+        layer = layer_config(config)
+        heads = layer.num_attention_heads
         stated = {
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,
             "num_hidden_layers": config.num_hidden_layers,
             "num_attention_heads": heads,
-            "num_key_value_heads": _first(config, "num_key_value_heads", "num_kv_heads") or heads,
-            "head_dim": _first(config, "head_dim") or config.hidden_size // heads,
+            "num_key_value_heads": _first(layer, "num_key_value_heads", "num_kv_heads") or heads,
+            "head_dim": _first(layer, "head_dim") or config.hidden_size // heads,
             "max_position_embeddings": _first(config, "max_position_embeddings", "max_seq_len"),
         }
         if stated["max_position_embeddings"] is None:
@@ -149,7 +150,7 @@ def _refused_config(config: PreTrainedConfig) -> str | None:
     lacking = [
         key
         for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        if not isinstance(getattr(config, key, None), int)
+        if not isinstance(getattr(layer_config(config), key, None), int)
     ]
     if lacking:
         return f"its config has no {', '.join(lacking)}, so it is no ordinary decoder"
@@ -168,6 +169,11 @@ def _refused_config(config: PreTrainedConfig) -> str | None:
             "sequence of a batch"
         )
     return None
+
+
+def layer_config(config: PreTrainedConfig) -> Any:
+    """The config of the first layer, where each layer may have values of its own."""
+    return config.per_layer_config[0] if config.is_heterogeneous else config
 
 
 def rope_types(parameters: Any) -> set[str]:

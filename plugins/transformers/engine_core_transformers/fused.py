@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
@@ -94,7 +95,7 @@ class Rotations:
     """
 
     def __init__(self, modules: list[nn.Module], step: Step) -> None:
-        self._step = step
+        self._step, self._attending = step, modules
         self._seen: dict[nn.Module, list[bool | None]] = {}
         self._given: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         for module in modules:
@@ -127,6 +128,7 @@ class Rotations:
     def replace(self) -> int:
         """Put our kernel, or the original, where calls were looked at; the number of ours."""
         count = 0
+        uses = Counter(id(attention_of(module).offered[1]) for module in self._attending)
         for module, seen in self._seen.items():
             pairing = seen[0] if len(set(seen)) == 1 else None
             if pairing is None:
@@ -135,6 +137,8 @@ class Rotations:
             # What the module hands on as it is may as well be rotated where it is stored.
             layer, given = attention_of(module), self._given[module]
             direct = all(a is b for a, b in zip(layer.offered, given, strict=True))
+            # A layer after it may take the same keys, rotated.
+            direct = direct and uses[id(layer.offered[1])] == 1
             self._call_instead(module, self._ours(pairing, layer if direct else None))
             count += 1
         self._given.clear()
@@ -177,7 +181,13 @@ def _pairing(original: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -
     None if it does something else, or changes shapes.
     """
     fits = q.dim() == k.dim() == 4 and q.shape[0] == 1 and cos.dim() == 3 and cos.shape[0] == 1
-    if not fits or q.stride(-1) != 1 or k.stride(-1) != 1 or cos.shape[-1] % 2:
+    if (
+        not fits
+        or q.data_ptr() == k.data_ptr()
+        or q.stride(-1) != 1
+        or k.stride(-1) != 1
+        or cos.shape[-1] % 2
+    ):
         return None
     wide = [x.detach().float() for x in (q, k, cos, sin)]
     theirs = original(*(x.clone() for x in wide))

@@ -38,7 +38,7 @@ from engine_core_transformers.attention import (
     make_layers,
     tracing,
 )
-from engine_core_transformers.config import model_class, read_config
+from engine_core_transformers.config import layer_config, model_class, read_config
 from engine_core_transformers.fused import Rotations, replace_norms
 from engine_core_transformers.layers import fuse_layers
 from engine_core_transformers.merged import SameInputs, Watch, merge_feed_forward
@@ -51,6 +51,8 @@ _WHOLE = (
     "mla_kv_a_proj", "replicate",
 )  # fmt: skip
 _OTHER_WAY = "its attention does not go through transformers' interface"
+# What a config may ask for besides hidden states and logits, which nobody reads here.
+_ASIDE = ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits")
 _STATEFUL = (nn.Conv1d, nn.LSTM, nn.GRU, nn.RNN, nn.BatchNorm1d)
 # Largest difference, relative to the largest number, that other tokens may make to one that does
 # not see them: matrix products of other rows may round otherwise.
@@ -116,7 +118,9 @@ class TransformersModel(CausalLM):
     def _build(self, config: HFConfig, dtype: torch.dtype) -> None:
         hf_config = read_config(config)
         hf_config._attn_implementation = TRACED
-        hf_config.use_cache = False
+        hf_config.return_dict = True
+        for key in _ASIDE:
+            setattr(hf_config, key, False)
         hf_config.dtype = dtype  # Some classes make constants of it, whatever the default is.
         with _default_dtype(dtype):
             hf: PreTrainedModel = model_class(self._name)(hf_config)
@@ -233,7 +237,7 @@ class TransformersModel(CausalLM):
             raise UnsupportedError(
                 f"{len(trace.calls)} of its {layers} layers attend through transformers' interface"
             )
-        stated = getattr(hf.config, "sliding_window", None)
+        stated = getattr(layer_config(hf.config), "sliding_window", None)
         slides = any(call.window is not None for call in trace.calls.values())
         if stated is not None and not slides and getattr(hf.config, "layer_types", None) is None:
             raise UnsupportedError(
@@ -293,7 +297,8 @@ class TransformersModel(CausalLM):
         Rotations that our kernels compute as well are theirs from then on.
 
         Raises:
-            UnknownArchitectureError: they do not; packed sequences would disturb each other.
+            UnknownArchitectureError: they do not, or the model makes up its own positions; packed
+                sequences would disturb each other.
         """
         if any(param.is_meta for param in self.parameters()):
             return
@@ -309,27 +314,37 @@ class TransformersModel(CausalLM):
                 draw = torch.Generator().manual_seed(0)
                 drawn = torch.randn(32, part.hidden_size, generator=draw, device="cpu")
                 embeds = list(drawn.to(device, part.dtype)[ids % 32])
-        first, *others = map(self._alone, ids, places, embeds)
+        first, *others = (run[0] for run in map(self._alone, ids, places, embeds))
         bound = _ALONE.get(first.dtype, 5e-2) * float(first.abs().max())
-        if any(float((first - other).abs().max()) > bound for other in others):
+
+        def differs(other: Tensor) -> bool:
+            return float((first - other).abs().max()) > bound
+
+        if any(map(differs, others)):
             raise self._refusal(
                 "its tokens reach each other outside of attention, so sequences of one batch would "
                 "disturb each other"
             )
+        # The same token at the same position, and last in the batch.
+        turned = None if embeds[0] is None else embeds[0].flip(0)
+        if differs(self._alone(ids[0].flip(0), places[0].flip(0), turned)[-1]):
+            raise self._refusal(
+                "it counts positions by the tokens of a step, and not by what it is told of them"
+            )
         # Ours turns queries and keys where they lie, which a model may use for something else.
         if rotations.replace():
-            again = self._alone(ids[0], places[0], embeds[0])
+            again = self._alone(ids[0], places[0], embeds[0])[0]
             if not torch.equal(first, again):
                 rotations.restore()
 
     def _alone(self, ids: Tensor, places: Tensor, embeds: Tensor | None = None) -> Tensor:
-        """``[H]``, a first token's hidden state when each token sees itself only."""
+        """Hidden states ``[T, H]`` when each token sees itself only."""
         self._step.alone = True
         self._step.begin()
         try:
             with torch.inference_mode():
                 given = None if embeds is None else embeds[None]
-                return self._run(ids[None], places[None], given)[0, 0]
+                return self._run(ids[None], places[None], given)[0]
         finally:
             self._step.alone = False
 
@@ -396,6 +411,7 @@ def _compute_buffers(hf: PreTrainedModel) -> None:
     Raises:
         UnsupportedError: transformers does not say how a constant is computed.
     """
+    owners = {name: each for name, each in hf.named_modules() if isinstance(each, PreTrainedModel)}
     with torch.device("cpu"), torch.no_grad():
         for name, module in hf.named_modules():
             meta = {
@@ -406,12 +422,18 @@ def _compute_buffers(hf: PreTrainedModel) -> None:
             if not meta:
                 continue
             module._buffers.update(meta)
-            hf._init_weights(module)  # type: ignore[no-untyped-call]
+            # As transformers does: each model in a model knows its own constants.
+            owner = max((each for each in owners if _within(name, each)), key=len)
+            owners[owner]._init_weights(module)  # type: ignore[no-untyped-call]
             for key in meta:
                 value = module._buffers[key]
                 assert value is not None, "it is set anew, not deleted"
                 if bool((value.isnan() if value.isnan().any() else value == _unset(value)).all()):
                     raise UnsupportedError(f"the constant {name}.{key} is not computed anew")
+
+
+def _within(name: str, path: str) -> bool:
+    return not path or name == path or name.startswith(f"{path}.")
 
 
 def _unset(value: Tensor) -> float:

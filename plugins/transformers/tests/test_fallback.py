@@ -27,7 +27,8 @@ from engine_core.errors import UnknownArchitectureError
 from engine_core_transformers.merged import GatedMLP, Part
 
 # Between them: biases, a head with a bias and half-rotated heads; merged experts; norms on both
-# sides, soft caps and windows; latent attention with values of another size; a fused qkv.
+# sides, soft caps and windows; latent attention with values of another size; a fused qkv; layers
+# with heads of their own sizes, and some that take the keys of an earlier one.
 EQUAL = {
     "phi": "PhiForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
@@ -36,13 +37,15 @@ EQUAL = {
     "gpt_neox": "GPTNeoXForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "opt": "OPTForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
 }
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "mamba": ("mamba", "MambaForCausalLM", {}, "keeps a state|num_attention_heads"),
     "linear attention": ("minimax", "MiniMaxForCausalLM", {}, "'linear_attention'"),
     "sinks": ("gpt_oss", "GptOssForCausalLM", {}, "'s_aux'"),
-    "both directions": ("bert", "BertLMHeadModel", {}, "neither causal"),
+    "both directions": ("bert", "BertLMHeadModel", {"is_decoder": False}, "sees later tokens"),
     "its own attention": ("gptj", "GPTJForCausalLM", {"rotary_dim": 8}, "not go through"),
     "twice in a layer": ("diffllama", "DiffLlamaForCausalLM", {}, "attends twice"),
     "chunks": ("llama4_text", "Llama4ForCausalLM", {}, "'chunked_attention'"),
@@ -66,6 +69,14 @@ def engine(folder: Path, **settings: Any) -> LLM:
 def test_tokens_and_logits_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, model_type, EQUAL[model_type])
     answers = [expected(model, prompt) for prompt in prompts()]
+    assert difference(tmp_path, answers) <= TOLERANCE
+
+
+def test_a_config_may_ask_for_other_outputs(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "mixtral", "MixtralForCausalLM")
+    answers = [expected(model, prompt) for prompt in prompts()]
+    asked = dict.fromkeys(("output_router_logits", "output_hidden_states"), True)
+    edit(tmp_path, return_dict=False, **asked)
     assert difference(tmp_path, answers) <= TOLERANCE
 
 
@@ -247,6 +258,12 @@ def test_tokens_that_reach_each_other_outside_of_attention_are_noticed(
         engine(tmp_path)
 
 
+def test_a_model_that_counts_positions_itself_is_noticed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "bart", "BartForCausalLM")
+    with pytest.raises(UnknownArchitectureError, match="counts positions by the tokens"):
+        engine(tmp_path)
+
+
 def ours(llm: LLM) -> tuple[int, int, int, int, int]:
     """Norms, rotations, layers, feed-forward parts, and merged linears of attention of ours."""
 
@@ -319,6 +336,33 @@ def _keys_are_values(
     return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
 
+def _keys_of_the_layer_before(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: Any,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+    if self.layer_idx == 0:
+        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        self.config.kept = key, value
+    else:
+        key, value = self.config.kept
+        query, _ = apply_rotary_pos_emb(query, query, *position_embeddings)
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, self.layer_idx)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+    out, _ = attend(
+        self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+    )
+    return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
 def _limited(self: Any, x: torch.Tensor) -> Any:
     return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=7.0) * self.up_proj(x))
 
@@ -344,6 +388,7 @@ def _counted(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Ten
         ("MistralRMSNorm", "forward", _no_eps, (0, 3, 0, 3, 9)),
         (None, "apply_rotary_pos_emb", _turned_twice, (7, 0, 3, 3, 9)),
         ("MistralAttention", "forward", _keys_are_values, (7, 0, 3, 3, 6)),
+        ("MistralAttention", "forward", _keys_of_the_layer_before, (7, 1, 3, 3, 3)),
         ("MistralMLP", "forward", _limited, (7, 3, 3, 0, 9)),
         ("MistralDecoderLayer", "forward", _halved, (7, 3, 0, 3, 9)),
         ("MistralDecoderLayer", "forward", _counted, (7, 3, 0, 3, 9)),
