@@ -89,7 +89,7 @@ def _first_case(registry: Registry, package: str, origin: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise PluginLoadError(
             f"{origin} has no conformance cases to start from: {error}; make the package after "
-            "another family"
+            "another family, or, of what transformers knows, by --from-transformers ARCHITECTURE"
         ) from error
     if case is None:
         raise PluginLoadError(
@@ -252,6 +252,7 @@ class _Renaming:
         # As it is written of all versions, and with a number or a size.
         family = self._old_stem.rstrip("0123456789")
         self._old_name = rf"{family}(-\d+B?)?"
+        self._family = family.lower()
         # Before the kind of model, in names of classes that several share.
         self._old_base = rf"{family}(?={old[2]})" if old else self._old_name
         self._pattern = pattern
@@ -325,6 +326,9 @@ class _Renaming:
             text,
             flags=re.IGNORECASE,
         )
+        # Of functions of a module's own: _is_qwen; modeling_qwen.py stays what it is.
+        own = self._package.removeprefix("engine_core_")
+        text = re.sub(rf"\b(_[a-z0-9_]*_){self._family}(?=_|\b)", rf"\g<1>{own}", text)
         return text.replace(self._pattern.package, self._package)
 
 

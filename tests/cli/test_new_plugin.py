@@ -210,7 +210,7 @@ def test_nothing_of_a_pattern_that_sees_is_left_but_its_name(
         ("bert", ("BERT was", "class Bert")),
         ("bloom", ("BLOOM",)),
         ("qwen2", ("Qwen",)),
-        ("qwen_vl", ("Qwen ", "Qwen'", "Qwen-VL", "QWen")),
+        ("qwen_vl", ("Qwen ", "Qwen'", "Qwen-VL", "QWen", "_qwen(")),
         ("mamba2", ("engine-core-mamba2",)),
     ],
 )
@@ -276,6 +276,7 @@ REFUSED = {
     "a family": (["llama"], 2, "taken by the installed engine-core-llama"),
     "no such pattern": (["rose", "--like", "tulip"], 2, "no installed family is named 'tulip'"),
     "no config": (["rose", "--hf-config", "nowhere"], 2, "no file named config.json"),
+    "no cases": (["rose", "--like", "transformers"], 1, "by --from-transformers ARCHITECTURE"),
 }
 
 
