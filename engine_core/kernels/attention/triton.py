@@ -522,7 +522,9 @@ def paged_attention(call: Call) -> None:
         if plain and call.scale > 0 and runs_gluon(q.device):
             from engine_core.kernels.attention.hopper import triton as hopper
 
-            if code and unpack.unpacked_bytes(call) <= _MOST_UNPACKED:
+            unpacks = code and unpack.unpacked_bytes(call) <= _MOST_UNPACKED
+            whole = block_size == triton.next_power_of_2(block_size)
+            if unpacks and whole and hopper.takes(q, block_size, v_head_dim):
                 call = unpack.unpacked(call)
             if call.k_scales is None and hopper.fits(q, call.k_cache, call.v_cache):
                 hopper.prefill(call, scales[0], num_multiprocessors(q.device), pdl["PDL"])

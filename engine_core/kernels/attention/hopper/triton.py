@@ -501,15 +501,22 @@ def _hopper_prefill_kernel(
     )  # fmt: skip
 
 
-def fits(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether :func:`prefill` takes tensors of these shapes and places."""
-    head_dim, block_size = q.shape[2], k_cache.shape[1]
+def takes(q: Tensor, block_size: int, v_head_dim: int) -> bool:
+    """Whether there is a kernel for such queries and blocks, wherever they lie."""
     return (
         q.dtype in (torch.bfloat16, torch.float16)
-        and head_dim in (64, 128)
-        and v_cache.shape[3] == head_dim
+        and q.shape[2] in (64, 128)
+        and v_head_dim == q.shape[2]
         and block_size >= 16
         and (128 % block_size == 0 or block_size % 128 == 0)
+    )
+
+
+def fits(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether :func:`prefill` takes tensors of these shapes and places."""
+    block_size = k_cache.shape[1]
+    return (
+        takes(q, block_size, v_cache.shape[3])
         and q.data_ptr() % 16 == 0
         and all(stride % 8 == 0 for stride in q.stride()[:2])
         and all(
