@@ -41,6 +41,7 @@ from engine_core.bench.workloads import measure, random_ids
 from engine_core.kernels import Fp8Weight, Routing, route, run_experts
 from engine_core.kernels.experts import triton as kernels
 from engine_core.nn.experts import Router
+from engine_core.testing.reference import cache_argument
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2048, 768, 128, 8
 LAYERS = 8
@@ -200,9 +201,11 @@ def time_transformers(all_rows: Sequence[int]) -> None:
             times.append(time.perf_counter() - start)
         return min(times)
 
+    kept = cache_argument(model)
+
     def prefill(rows: int, cache: Any = None) -> object:
         ids = torch.randint(1000, 140000, (rows, 1024), device="cuda")
-        return model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1)
+        return model(ids, **{kept: cache}, use_cache=cache is not None, logits_to_keep=1)
 
     prefill(8)
     print(
@@ -214,7 +217,7 @@ def time_transformers(all_rows: Sequence[int]) -> None:
         prefill(filled, cache)
         cache.batch_repeat_interleave(rows // filled)
         ids = torch.randint(1000, 140000, (rows, 1), device="cuda")
-        took = seconds(lambda: model(ids, past_key_values=cache), 12)  # noqa: B023
+        took = seconds(lambda: model(ids, **{kept: cache}), 12)  # noqa: B023
         print(f"transformers, {rows:5} rows: {took * 1e3:7.2f} ms a step", flush=True)
 
 

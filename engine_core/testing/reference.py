@@ -202,6 +202,7 @@ def _run(
         model, "_is_stateful", False
     )
     layers, embeds = _reference_layers(model), None
+    kept = cache_argument(model)
     inputs: dict[str, Tensor] = {}
     if shown is not None:
         ids = list(shown.token_ids if shown.reference_ids is None else shown.reference_ids)
@@ -225,8 +226,8 @@ def _run(
                     # Some classes with ALiBi take the mask's length for the sequence's, and some
                     # with mrope for that of the new tokens.
                     more = {"attention_mask": torch.ones(1, len(sequence), dtype=torch.int64)}
-                output = model(tokens, past_key_values=cache, use_cache=True, **more)
-                cache = output.past_key_values
+                output = model(tokens, use_cache=True, **{kept: cache}, **more)
+                cache = getattr(output, kept)
             else:
                 output = model(tokens, **more)
             logits = output if isinstance(output, Tensor) else output.logits
@@ -243,6 +244,14 @@ def _run(
         shown=shown,
         inputs_embeds=embeds,
     )
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Name the argument of a model of transformers, and the field of its output, for its cache.
+
+    Releases from 5.24 on call it ``cache``, those before ``past_key_values``.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _reference_layers(model: Any) -> list[str]:

@@ -19,6 +19,7 @@ from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check import check_model
 from engine_core.engine.export import export_model
 from engine_core.errors import EngineError
+from engine_core.testing.reference import cache_argument
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 NAME = "llama-gqa"
@@ -110,7 +111,7 @@ def expected(name: str, cache: type[DynamicCache] = CalibratedCache) -> list[Ten
     for prompt in golden_prompts(name):
         ids = torch.tensor([prompt.input_ids + prompt.new_tokens])
         with torch.inference_mode():
-            out = model(ids, past_key_values=cache(config=model.config))
+            out = model(ids, **{cache_argument(model): cache(config=model.config)})
         found.append(out.logits[0].float().log_softmax(-1))
     return found
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from engine_core import LLM, RequestOutput, SamplingParams
+from engine_core.testing.reference import cache_argument
 
 # Grouped heads; ALiBi; soft caps and windows; windows alone.
 FAMILIES = ["llama-gqa", "bloom-6heads", "gemma2-caps", "qwen2-swa"]
@@ -46,7 +47,8 @@ def expected(name: str, dtype: str) -> list[Tensor]:
         ids = torch.tensor([prompt.input_ids + prompt.new_tokens])
         held = RoundedCache(dtype, config=model.config)
         with torch.inference_mode():
-            found.append(model(ids, past_key_values=held).logits[0].float().log_softmax(-1))
+            logits = model(ids, **{cache_argument(model): held}).logits
+            found.append(logits[0].float().log_softmax(-1))
     return found
 
 

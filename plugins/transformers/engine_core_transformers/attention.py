@@ -27,8 +27,8 @@ _LAYER = "_engine_core_attention"
 # What models hand on to the interface that changes no result here.
 _HARMLESS = frozenset({
     "dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "past_key_values",
-    "position_embeddings", "layer_idx", "output_hidden_states", "return_dict", "cache_position",
-    "output_router_logits", "training", "deterministic", "batch_size",
+    "cache", "position_embeddings", "layer_idx", "output_hidden_states", "return_dict",
+    "cache_position", "output_router_logits", "training", "deterministic", "batch_size",
 })  # fmt: skip
 
 

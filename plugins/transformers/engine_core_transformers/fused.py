@@ -22,6 +22,8 @@ from engine_core.kernels.rotary import apply_rotary
 from engine_core_transformers.attention import PagedAttention, Step, Turn, attention_of, rows
 
 _ROTATION = "apply_rotary_pos_emb"
+# The module of the decorator that takes arguments by their former names.
+_RENAMING = "transformers.utils.deprecation"
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -99,7 +101,7 @@ class Rotations:
         self._seen: dict[nn.Module, list[bool | None]] = {}
         self._given: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         for module in modules:
-            forward = type(module).forward
+            forward = _own_forward(module)
             plain = isinstance(forward, FunctionType) and inspect.unwrap(forward) is forward
             original = forward.__globals__.get(_ROTATION) if plain else None
             if original is None or _ROTATION not in forward.__code__.co_names:
@@ -109,7 +111,7 @@ class Rotations:
 
     def _call_instead(self, module: nn.Module, rotate: Rotate) -> None:
         """Have the module's forward find ``rotate`` under the name of the original."""
-        forward: Any = type(module).forward
+        forward: Any = _own_forward(module)
         names = {**forward.__globals__, _ROTATION: rotate}
         code, defaults, cells = forward.__code__, forward.__defaults__, forward.__closure__
         copied = FunctionType(code, names, forward.__name__, defaults, cells)
@@ -166,6 +168,22 @@ class Rotations:
             return q, k
 
         return rotate
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The forward of a module's class, without what renames arguments of older releases.
+
+    Since 5.24 transformers wraps that of each attention so; its layers use the new names.
+    """
+    forward: Any = type(module).forward
+    while _is_renaming(forward):
+        forward = forward.__wrapped__
+    return forward
+
+
+def _is_renaming(function: Any) -> bool:
+    names = getattr(function, "__globals__", {})
+    return hasattr(function, "__wrapped__") and names.get("__name__") == _RENAMING
 
 
 def _angles(cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

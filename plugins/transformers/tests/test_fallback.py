@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "linear attention": ("minimax", "MiniMaxForCausalLM", {}, "'linear_attention'"),
     "sinks": ("gpt_oss", "GptOssForCausalLM", {}, "'s_aux'"),
     "both directions": ("bert", "BertLMHeadModel", {"is_decoder": False}, "sees later tokens"),
-    "its own attention": ("gptj", "GPTJForCausalLM", {"rotary_dim": 8}, "not go through"),
+    "its own attention": ("falcon", "FalconForCausalLM", {}, "not go through"),
     "twice in a layer": ("diffllama", "DiffLlamaForCausalLM", {}, "attends twice"),
     "chunks": ("llama4_text", "Llama4ForCausalLM", {}, "'chunked_attention'"),
     "dynamic rope": (
@@ -315,20 +315,25 @@ def _turned_twice(
     return q, k
 
 
+def _take_cache(kwargs: dict[str, Any]) -> Any:
+    """The cache of an attention's arguments, by its name since transformers 5.24 or before."""
+    return kwargs.pop("cache", kwargs.pop("past_key_values", None))
+
+
 def _keys_are_values(
     self: Any,
     hidden_states: torch.Tensor,
     position_embeddings: Any,
     attention_mask: Any = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    cache = _take_cache(kwargs)
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
     key = value = self.k_proj(hidden_states).view(shape).transpose(1, 2)
     query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
     out, _ = attend(
         self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
@@ -341,9 +346,9 @@ def _keys_of_the_layer_before(
     hidden_states: torch.Tensor,
     position_embeddings: Any,
     attention_mask: Any = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    cache = _take_cache(kwargs)
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
     if self.layer_idx == 0:
@@ -354,8 +359,8 @@ def _keys_of_the_layer_before(
     else:
         key, value = self.config.kept
         query, _ = apply_rotary_pos_emb(query, query, *position_embeddings)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
     out, _ = attend(
         self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
