@@ -9,6 +9,8 @@ CACHE := .cache
 TORCH ?= torch==2.13.0
 # Kernels run through Triton's interpreter on a CPU. A CUDA build of torch brings its own Triton.
 TRITON ?= triton==3.9.0
+# Releases of everything else; empty for the newest: make CONSTRAINTS= test
+CONSTRAINTS ?= -c tests/constraints.txt
 
 BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
@@ -123,15 +125,15 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.runtime: $(VENV)/.created $(PROJECTS)
+$(VENV)/.runtime: $(VENV)/.created $(PROJECTS) tests/constraints.txt
 	@echo "installing torch, engine-core and its plugins into $(VENV); this takes a minute"
-	$(BIN)/pip install --quiet --no-compile $(TORCH) $(EDITABLE)
+	$(BIN)/pip install --quiet --no-compile $(CONSTRAINTS) $(TORCH) $(EDITABLE)
 	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.runtime $(EXAMPLES:%=%/pyproject.toml)
 	triton=$$($(BIN)/python -c 'from importlib.util import find_spec; print("" if find_spec("triton") else "$(TRITON)")'); \
-	$(BIN)/pip install --quiet --no-compile $(TORCH) $$triton -e '.[test]' $(BESIDE:%=-e %) $(EXAMPLES:%=-e %)
+	$(BIN)/pip install --quiet --no-compile $(CONSTRAINTS) $(TORCH) $$triton -e '.[test]' $(BESIDE:%=-e %) $(EXAMPLES:%=-e %)
 	@$(COMPILE)
 	@touch $@
 
