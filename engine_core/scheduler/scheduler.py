@@ -84,6 +84,8 @@ class _Draft:
         media: items that are touched: the sequence, which of its items, the slot of its embeddings.
         media_work: embeddings that are computed, by slot: the sequence, the item, from where on and
             up to which one.
+        passed: the sequence that leaves the step's time to those behind it, for what its last part
+            took beyond its share.
         swap_in: pairs of a block and the slot that is copied to it.
         short_of_blocks: whether a sequence waits for blocks that will be released; none of a
             higher rank number may take any.
@@ -106,6 +108,7 @@ class _Draft:
     ahead: list[Sequence] = field(default_factory=list)
     media: list[tuple[Sequence, int, int]] = field(default_factory=list)
     media_work: dict[int, tuple[Sequence, int, int, int]] = field(default_factory=dict)
+    passed: Sequence | None = None
     short_of_blocks: bool = False
 
     def add(self, sequence: Sequence, count: int) -> None:
@@ -432,6 +435,11 @@ class Scheduler:
             if planned < len(running) and running[planned] is first:
                 planned += 1  # preempted a moment ago, and back already
         self._continue_running(running[planned:], draft)
+        passed, draft.passed = draft.passed, None
+        if passed is not None and passed.row is not None and draft.budget == draft.whole_budget:
+            # Nobody behind it had a use for the time.
+            self._media_owed = 0.0
+            self._compute_ahead(passed, passed.num_scheduled, draft)
         return draft
 
     def update(self, result: StepResult) -> TokenUpdates:
@@ -1230,7 +1238,7 @@ class Scheduler:
             done, size = self._computed(sequence, item, draft), item.num_embeddings
             if done == size:
                 continue
-            end = self._part_end(item, done, draft)
+            end = self._part_end(sequence, item, done, draft)
             if end == done:
                 return
             first, last = item.span
@@ -1247,12 +1255,13 @@ class Scheduler:
             self._add_work(sequence, index, end, draft)
             return
 
-    def _part_end(self, item: MediaItem, done: int, draft: _Draft) -> int:
+    def _part_end(self, sequence: Sequence, item: MediaItem, done: int, draft: _Draft) -> int:
         """Up to which embedding an item is computed in this step; ``done`` if none of it is.
 
         The model computes it in parts that nobody can halve: one more than a step has time for
         would be a step too long. Whoever is the first to take some of the time gets one part at
-        least. If that takes longer than its share, those behind have the steps after it.
+        least. If that takes longer than its share, those behind have the steps after it, but for
+        no such part of theirs: else one that begins later would be done sooner.
         """
         size, parts = item.num_embeddings, 1
         if self.media_in_parts:
@@ -1269,11 +1278,12 @@ class Scheduler:
         cost = self._media_cost(size, done, ends[0])
         if cost <= left:
             return ends[0]
-        if draft.budget < draft.whole_budget:
+        if draft.budget < draft.whole_budget or draft.passed is not None:
             return done
         goes_on = draft.singles or draft.chunks or self._running[0].in_lockstep
         if draft.prompts > 1 and self._media_owed > 0 and goes_on:
             self._media_owed -= share
+            draft.passed = sequence
             return done
         self._media_owed = 0.0 if cost == math.inf else cost - share
         return ends[0]

@@ -286,6 +286,26 @@ def test_behind_parts_that_take_longer_than_steps_should_others_go_on() -> None:
     assert steps[:10] == [(1, 0), *[(0, 10)] * 4, (1, 0), (0, 10), (0, 10), (1, 0), (1, 0)]
 
 
+@pytest.mark.parametrize("cost", [11, 22])
+def test_pictures_with_long_parts_are_done_in_the_order_in_which_they_came(cost: int) -> None:
+    """Two new ones come every eighth step, and a picture has four parts."""
+    sched = scheduler(encoder_cache_tokens=400, max_num_batched_tokens=32, max_num_seqs=16)
+    decoding, _ = two(sched, 60, ())
+    sched.media_cost = lambda size, begin, end: cost * 4 * (end - begin) / size
+    sched.add(decoding)
+    answer(sched, planned(sched), media_parts={"image": 4})
+    done = []
+    for step in range(48):
+        for number in (step // 4, step // 4 + 1) if step % 8 == 0 else ():
+            shows = ProcessedPrompt((1,) * 22, media=(picture(1, 21, bytes([number])),))
+            sampling = SamplingParams(max_tokens=1)
+            sched.add(Sequence(str(number), shows, sampling, arrival_time=0.0, max_model_len=64))
+        plan = planned(sched)
+        assert "a" in [row.sequence_id for row in plan.rows]
+        done += [int(each.sequence_id) for each in answer(sched, plan) if each.finish_reason]
+    assert done[:4] == [0, 1, 2, 3]
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 40), st.floats(0.3, 30), st.integers(1, 25), st.integers(1, 3))
 def test_a_step_keeps_within_its_time_unless_it_has_one_part_alone(
