@@ -21,8 +21,8 @@ _ROUNDS = 3
 _MOST = 2048
 # Rows that decode at most, to learn how much time a row adds.
 _ROWS = 8
-# Of a row that decodes: tokens of its prompt, and positions in all, one more per step.
-_PROMPT, _POSITIONS = 2, 64
+# Tokens of the prompt of a row that decodes, and steps that are not timed, at most.
+_PROMPT, _UNTIMED = 2, 7
 
 
 def run_trials(executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds: float) -> None:
@@ -50,9 +50,12 @@ def run_trials(executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds
     ]
     sizes += [size for size in held if size <= min(longest, _MOST) and size not in sizes]
     many = min(_ROWS, config.max_num_seqs - 1)
-    lengths = [_POSITIONS] * many + [max(_POSITIONS, *sizes, 0)]
-    counts = [[-(-length // group.block_size) for group in scheduler.groups] for length in lengths]
-    if many < 1 or config.max_model_len < _POSITIONS or pool.num_free < sum(map(sum, counts)):
+    kinds = (1, 0), (many, 0), *((1, size) for size in sizes)
+    # The first row is in every step.
+    length = _PROMPT + _UNTIMED + len(kinds) * (1 + _ROUNDS)
+    lengths = [length] * many + [max(sizes, default=0)]
+    counts = [[-(-each // group.block_size) for group in scheduler.groups] for each in lengths]
+    if many < 1 or config.max_model_len < length or pool.num_free < sum(map(sum, counts)):
         return
     positions = [_PROMPT - 1] * many
     blocks = [[tuple(pool.allocate(count)) for count in each] for each in counts]
@@ -96,7 +99,7 @@ def run_trials(executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds
         run(many, sizes[0] if sizes else 0, told=False)
         end = time.monotonic() + seconds
         taken, before = 0.0, 1
-        for decoding, size in ((1, 0), (many, 0), *((1, size) for size in sizes)):
+        for decoding, size in kinds:
             for turn in range(1 + _ROUNDS):
                 if time.monotonic() + taken * max(1, size) / before > end:
                     return

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from itertools import pairwise
+from typing import Any
 
 from golden_fixtures import golden_llm, golden_prompts
 
 from engine_core import SamplingParams
+from engine_core.configs import CacheConfig, CacheGroup, KVCacheSpec, SchedulerConfig
 from engine_core.engine.pacing import Pacing
 from engine_core.engine.trials import run_trials
 from engine_core.scheduler import Scheduler
-from engine_core.steps import StepPlan
+from engine_core.steps import StepPlan, StepResult
 
 
 class Notes(Pacing):
@@ -57,6 +61,32 @@ def test_trials_of_captured_steps_have_the_sizes_that_these_hold() -> None:
         sizes = [plan.rows[-1].num_tokens for plan in notes.told[6:]]
         # With room for 32 decoding rows they hold 32, 96 and 160 tokens.
         assert sizes == [size for size in (16, 32, 96) for _ in range(3)]
+
+
+def test_rows_of_trials_have_blocks_for_all_their_positions() -> None:
+    spec = KVCacheSpec(num_kv_heads=1, head_dim=8, v_head_dim=8, dtype="float16")
+    cache = CacheConfig(groups=(CacheGroup(spec=spec, block_size=16),), num_blocks=512)
+    config = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=4096, max_model_len=8192)
+    scheduler = Scheduler(config, cache)
+    plans = []
+
+    class Executor:
+        def submit(self, plan: StepPlan) -> Future[StepResult]:
+            plans.append(plan)
+            done: Future[StepResult] = Future()
+            done.set_result(StepResult(plan.step_id, ()))
+            return done
+
+    executor: Any = Executor()
+    run_trials(executor, scheduler, Notes(scheduler, rooms=(32, 64)), 60.0)
+    assert max(row.num_tokens for plan in plans for row in plan.rows) == 2016
+    blocks = Counter[str]()
+    for plan in plans:
+        for row in plan.rows:
+            if row.start == 0:
+                blocks[row.sequence_id] = len(row.new_blocks[0])
+            assert row.start + row.num_tokens <= 16 * blocks[row.sequence_id]
+    scheduler.check()
 
 
 def test_trials_end_when_their_time_is_over() -> None:
