@@ -436,8 +436,9 @@ class AsyncEngine(HasFrontend):
                 on a GPU, but minutes for a long prompt of a large model on a CPU.
             max_step_time: seconds that a step should take at most while texts are being generated,
                 which bounds the gap between two of their tokens: prompts that come meanwhile are
-                computed in pieces. While prompts for more than 2.5 steps wait it may take 1.4
-                times as long on a GPU, 4 times on a CPU. None for 0.03 on a GPU, 0.25 on a CPU.
+                computed in pieces. While prompts for more than 2 steps wait, on a CPU 2.5, it may
+                take 1.4 times as long on a GPU, 4 times on a CPU. None for 0.03 on a GPU, 0.25 on a
+                CPU.
             warm_up: whether to capture all likely steps as CUDA graphs first, so that no request
                 waits for a capture, and to time some steps; otherwise the engine captures while it
                 is idle.

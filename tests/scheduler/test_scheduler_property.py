@@ -132,6 +132,7 @@ def workloads(draw: st.DrawFn, scarce: bool, pictures: bool = False) -> Workload
             None if cost is None else (end - begin) * cost * (1 + size / 8)
         )
         scheduler.media_in_parts = draw(st.booleans())
+        scheduler.prompt_sizes = draw(st.sampled_from([(), (2, 5, 16, 64), (3, 8)]))
         runner.media_parts = draw(st.sampled_from([{}, {"image": 1}, {"image": 3}]))
     # As few rows are planned one by one unless they are told not to be.
     scheduler.lockstep_from = draw(st.sampled_from([1, 2, 3, 96]))
