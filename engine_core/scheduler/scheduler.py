@@ -84,8 +84,10 @@ class _Draft:
         media: items that are touched: the sequence, which of its items, the slot of its embeddings.
         media_work: embeddings that are computed, by slot: the sequence, the item, from where on and
             up to which one.
-        passed: the sequence that leaves the step's time to those behind it, for what its last part
-            took beyond its share.
+        share: tokens of which a part of an item takes the time, half of them if others wait.
+        passed: the sequence that leaves the step's time to those behind it, for what a part took
+            beyond its share.
+        owes: whether there is such a part in this step.
         swap_in: pairs of a block and the slot that is copied to it.
         short_of_blocks: whether a sequence waits for blocks that will be released; none of a
             higher rank number may take any.
@@ -108,7 +110,9 @@ class _Draft:
     ahead: list[Sequence] = field(default_factory=list)
     media: list[tuple[Sequence, int, int]] = field(default_factory=list)
     media_work: dict[int, tuple[Sequence, int, int, int]] = field(default_factory=dict)
+    share: float = 0.0
     passed: Sequence | None = None
+    owes: bool = False
     short_of_blocks: bool = False
 
     def add(self, sequence: Sequence, count: int) -> None:
@@ -421,6 +425,7 @@ class Scheduler:
         else:
             draft.budget, draft.prompts, draft.beside = self._prompt_budget(running)
         draft.whole_budget = draft.budget
+        draft.share = draft.budget / 2 if draft.prompts > 1 else draft.budget
         planned = 0
         # By rank: the running sequences before the first waiting one, that one, and so on.
         while self._waiting:
@@ -440,6 +445,8 @@ class Scheduler:
             # Nobody behind it had a use for the time.
             self._media_owed = 0.0
             self._compute_ahead(passed, passed.num_scheduled, draft)
+        if not draft.owes:
+            self._media_owed = max(0.0, self._media_owed - draft.share)
         return draft
 
     def update(self, result: StepResult) -> TokenUpdates:
@@ -1282,9 +1289,9 @@ class Scheduler:
             return done
         goes_on = draft.singles or draft.chunks or self._running[0].in_lockstep
         if draft.prompts > 1 and self._media_owed > 0 and goes_on:
-            self._media_owed -= share
             draft.passed = sequence
             return done
+        draft.owes = True
         self._media_owed = 0.0 if cost == math.inf else cost - share
         return ends[0]
 

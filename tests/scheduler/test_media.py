@@ -286,6 +286,76 @@ def test_behind_parts_that_take_longer_than_steps_should_others_go_on() -> None:
     assert steps[:10] == [(1, 0), *[(0, 10)] * 4, (1, 0), (0, 10), (0, 10), (1, 0), (1, 0)]
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_what_a_part_took_too_long_is_made_good_by_steps_without_pictures(busy: bool) -> None:
+    """Be they of others' prompts, or of none at all."""
+    sched = scheduler(encoder_cache_tokens=99, max_num_batched_tokens=32, num_blocks=199)
+    decoding, shows = two(sched, 60, (picture(1, 13),))
+    sched.media_cost = lambda size, begin, end: 60 * 4 * (end - begin) / size
+    sched.add(decoding)
+    answer(sched, planned(sched), media_parts={"image": 4})
+    sched.add(shows)
+    answer(sched, planned(sched))
+    plan = planned(sched)
+    answer(sched, plan)
+    assert len(plan.media_work) == 1
+    sched.abort("b")
+
+    def add(name: str, media: tuple[MediaItem, ...] = ()) -> None:
+        prompt = ProcessedPrompt((ord(name),) * 60, media=media)
+        sampling = SamplingParams(max_tokens=1)
+        sched.add(Sequence(name, prompt, sampling, arrival_time=0.0, max_model_len=64))
+
+    if busy:
+        add("c")
+    for _ in range(6):  # 50 are owed, of 10 a step
+        answer(sched, planned(sched))
+    add("d", (picture(1, 13, b"q"),))
+    add("e")
+    work = []
+    for _ in range(3):
+        plan = planned(sched)
+        answer(sched, plan)
+        work.append(len(plan.media_work))
+    assert 1 in work[:2]
+
+
+def test_who_leaves_a_step_to_others_and_is_preempted_in_it_has_no_part_there() -> None:
+    """It has tokens before its picture, for which an urgent prompt left no blocks."""
+    sched = scheduler(encoder_cache_tokens=99, max_num_batched_tokens=32, num_blocks=19)
+    budget = 10
+    sched.prompt_budget = lambda rows, tokens, cached: budget
+    sched.media_cost = lambda size, begin, end: 60.0
+    sched.media_in_parts = True
+
+    def add(name: str, length: int, *media: MediaItem, priority: int = 0) -> None:
+        prompt = ProcessedPrompt((ord(name[0]),) * length, media=media)
+        sampling = SamplingParams(max_tokens=1 if media else 9, ignore_eos=True)
+        sched.add(
+            Sequence(name, prompt, sampling, arrival_time=0.0, max_model_len=64, priority=priority)
+        )
+
+    add("a", 13)
+    answer(sched, planned(sched))
+    add("owes", 14, picture(1, 13))
+    add("b", 40, picture(24, 36, b"q"))
+    answer(sched, planned(sched))
+    plan = planned(sched)
+    answer(sched, plan)
+    assert len(plan.media_work) == 1
+    sched.abort("owes")
+    budget = 32
+    add("urgent", 32, priority=-1)
+    answer(sched, planned(sched))
+    add("c", 20)
+    plan = planned(sched)
+    assert sched.num_preemptions == 1
+    assert [row.sequence_id for row in plan.rows] == ["urgent", "a"]
+    assert not plan.media_work
+    assert sched.encoder_cache.fits([("another", 99)])
+    answer(sched, plan)
+
+
 @pytest.mark.parametrize("cost", [11, 22])
 def test_pictures_with_long_parts_are_done_in_the_order_in_which_they_came(cost: int) -> None:
     """Two new ones come every eighth step, and a picture has four parts."""
