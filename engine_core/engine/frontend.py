@@ -703,6 +703,7 @@ class Frontend:
             prompt_name: of the prompt that goes before each text, of a pair the first; the model's
                 default one if None.
             most: tokens that are kept of each; -1 for as many as the model takes, None for all.
+                Token ids lose those at the side at which the tokenizer cuts texts.
 
         Raises:
             RequestError: one is of another kind, or there is no tokenizer or no such prompt.
@@ -736,6 +737,9 @@ class Frontend:
                 for each in texts
             ]
         encoded = iter(self._tokenizer.encode_all(texts, most) if self._tokenizer else ())
+        kept = slice(most)
+        if most is not None and self._tokenizer and self._tokenizer.truncation_side == "left":
+            kept = slice(-most, None)
         done = []
         for index, each in enumerate(inputs):
             if isinstance(each, str | tuple):
@@ -748,8 +752,8 @@ class Frontend:
                 tokenized = self._tokenize(each)
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}", param=error.param) from error
-            ids = tokenized.token_ids[:most]
-            done.append(tokenized._replace(token_ids=ids, packed=tokenized.packed[:most]))
+            ids = tokenized.token_ids[kept]
+            done.append(tokenized._replace(token_ids=ids, packed=tokenized.packed[kept]))
         return done
 
     def prepare_pooled(

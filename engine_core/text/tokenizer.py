@@ -294,6 +294,7 @@ class TransformersTokenizer(Tokenizer):
         self._hf_tokenizer = hf_tokenizer
         self.vocab_size = len(hf_tokenizer)
         self.special_ids = frozenset(hf_tokenizer.all_special_ids)
+        self.truncation_side = hf_tokenizer.truncation_side
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See :meth:`Tokenizer.encode`."""

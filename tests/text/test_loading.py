@@ -227,9 +227,11 @@ def test_wordpiece_that_cleans_up_spaces(hf_tokenizer: Callable[..., Any], tmp_p
     backend.decoder = decoders.WordPiece(cleanup=False)
     backend.save(str(tmp_path / "tokenizer.json"))
     config = {"tokenizer_class": "BertTokenizer", "clean_up_tokenization_spaces": True}
+    config |= {"truncation_side": "left"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     tokenizer = load_tokenizer(tmp_path)
     assert isinstance(tokenizer, TransformersTokenizer)
+    assert tokenizer.truncation_side == "left"
     texts = ["Hello, worlds.", "world", "", "what?"]
     check_same(tokenizer, hf_tokenizer(tmp_path), texts)
     assert tokenizer.decode(tokenizer.encode("Hello, worlds.")) == "hello, worlds."

@@ -406,8 +406,10 @@ def test_texts_are_cut_at_the_side_that_the_tokenizer_says(side: str, tmp_path: 
     with LLM(tmp_path) as llm:
         (output,) = llm.score(one, other, truncate_prompt_tokens=9)
         (alone,) = llm.engine.frontend.tokenize_all([one], most=4)
+        (ids,) = llm.engine.frontend.tokenize_all([[9, 8, 7, 6]], most=3)
     assert output.prompt_token_ids == theirs(one, other, **cut)["input_ids"]
     assert alone.token_ids == theirs(one, truncation=True, max_length=4)["input_ids"]
+    assert list(ids.token_ids) == list(ids.packed) == ([8, 7, 6] if side == "left" else [9, 8, 7])
     change(tmp_path / "tokenizer_config.json", truncation_side="middle")
     with pytest.raises(TokenizerError, match="truncation_side must be 'left' or 'right', got 'mid"):
         LLM(tmp_path)
