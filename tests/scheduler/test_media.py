@@ -219,7 +219,9 @@ def beside_pictures(
             break
         answer(sched, plan)
         work.append([(each.begin, each.end) for each in plan.media_work])
-        tokens.append(sum(row.num_tokens for row in plan.rows if row.sequence_id != "0"))
+        # A last token of a prompt by itself takes no more than one that a row decodes.
+        chunks = [row for row in plan.rows if row.num_tokens > 1 or not row.sample]
+        tokens.append(sum(row.num_tokens for row in chunks))
     return work, tokens
 
 
