@@ -43,6 +43,9 @@ def _hide_home(text: str) -> str:
 def _describe(options: dict[str, Any]) -> dict[str, Any]:
     import torch
 
+    from engine_core.engine.startup import hopper_kernels
+
+    count = torch.cuda.device_count()
     return {
         "versions": {
             "python": platform.python_version(),
@@ -61,10 +64,9 @@ def _describe(options: dict[str, Any]) -> dict[str, Any]:
                     "memory_gib": round(properties.total_memory / 2**30, 1),
                     "capability": f"{properties.major}.{properties.minor}",
                 }
-                for properties in map(
-                    torch.cuda.get_device_properties, range(torch.cuda.device_count())
-                )
+                for properties in map(torch.cuda.get_device_properties, range(count))
             ],
+            "hopper_kernels": hopper_kernels([torch.device("cuda", i) for i in range(count)]),
         },
         "plugins": [
             {
@@ -87,6 +89,7 @@ def _lines(about: dict[str, Any]) -> list[str]:
         rows[f"cuda:{index}"] = (
             f"{device['name']}, {device['memory_gib']} GiB, capability {device['capability']}"
         )
+    rows["hopper kernels"] = about["cuda"]["hopper_kernels"]
     for plugin in about["plugins"]:
         package = f"{plugin['distribution'] or 'a file'} {plugin['version'] or ''}".rstrip()
         rows[f"plugin {plugin['name']}"] = package + (

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from engine_core import own_process
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
@@ -19,6 +22,7 @@ from engine_core.engine.frontend import find_max_length
 from engine_core.engine.grammar_source import find_grammar_compiler
 from engine_core.errors import OptionError, shown
 from engine_core.kernels import compiled
+from engine_core.kernels.launch import gluon
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
 from engine_core.runtime.executor import Executor, build_executor
@@ -132,6 +136,13 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
         config = config.replace(enable_prefix_caching=False)
     if source.device.type == "cpu" and not compiled.available():
         logger.info("decode steps would be faster with numba: pip install 'engine-core-llm[cpu]'")
+    if gluon.is_hopper(source.device):
+        on = gluon.runs_gluon(source.device)
+        logger.log(
+            logging.INFO if on else logging.WARNING,
+            "Hopper's kernels are %s",
+            hopper_kernels([source.device]),
+        )
     executor = build_executor(source, config)
     try:
         report = executor.load()
@@ -171,6 +182,11 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
         depth=max(_DEPTH[source.device.type], int(stages > 1)),
         eos_token_ids=opened.eos_token_ids,
     )
+
+
+def hopper_kernels(devices: Iterable[torch.device]) -> str:
+    """Whether a Hopper GPU among these devices runs the kernels for Hopper, and why, in a line."""
+    return gluon.support(devices)
 
 
 def find_eos_token_ids(

@@ -36,13 +36,13 @@ from engine_core.kernels.attention.tiles.triton import (
 )
 from engine_core.kernels.attention.unpack import triton as unpack
 from engine_core.kernels.codes.triton import log2_of
+from engine_core.kernels.launch.gluon import runs_gluon
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
     launch_dependents,
     num_multiprocessors,
     pdl_options,
-    runs_gluon,
     wait,
 )
 
@@ -522,11 +522,14 @@ def paged_attention(call: Call) -> None:
         if plain and call.scale > 0 and runs_gluon(q.device):
             from engine_core.kernels.attention.hopper import triton as hopper
 
+            trusted = (q, num_kv_heads, block_size, pdl["PDL"])
             unpacks = code and unpack.unpacked_bytes(call) <= _MOST_UNPACKED
             whole = block_size == triton.next_power_of_2(block_size)
             if unpacks and whole and hopper.takes(q, block_size, v_head_dim):
-                call = unpack.unpacked(call)
-            if call.k_scales is None and hopper.fits(q, call.k_cache, call.v_cache):
+                # What is tried is the kernel alone: nothing is unpacked for one that is off.
+                call = unpack.unpacked(call) if hopper.is_trusted(*trusted) else call
+            fits = call.k_scales is None and hopper.fits(q, call.k_cache, call.v_cache)
+            if fits and hopper.is_trusted(*trusted):
                 hopper.prefill(call, scales[0], num_multiprocessors(q.device), pdl["PDL"])
                 return
         pairs = call.max_query_len * group_size

@@ -72,21 +72,6 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def runs_gluon(device: torch.device) -> bool:
-    """Whether the kernels for Hopper run, which are written in Gluon.
-
-    Gluon changes between releases of Triton: with any other release than the one that was tested
-    the portable kernels run.
-    """
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and triton.__version__.startswith("3.6.")
-    )
-
-
-@functools.cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """The launch options of a kernel that has a ``PDL`` argument: Hopper and later can."""
     able = (

@@ -92,7 +92,7 @@ def linear(
         and gated
         and silu
         and squares is None
-        and _hopper_wins(values, weight)
+        and _hopper_wins(values, weight, bias)
     ):
         from engine_core.kernels.linear.hopper import triton as hopper
 
@@ -470,20 +470,21 @@ def _rotates_and_stores(
     )
 
 
-def _hopper_wins(x: Tensor, weight: Tensor) -> bool:
+def _hopper_wins(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel for Hopper takes this gated linear, and was seen to be faster."""
     n, k = weight.shape
     if not x.is_cuda or not x.is_contiguous():
         return False
     if not has_gated_kernel(x.numel() // k, n, k, gpu_of(x.device)):
         return False
-    from engine_core.kernels.launch.triton import runs_gluon
+    from engine_core.kernels.launch.gluon import runs_gluon
 
     if not runs_gluon(x.device):
         return False
     from engine_core.kernels.linear.hopper import triton as hopper
 
-    return hopper.fits(x.view(-1, k), weight)
+    x = x.view(-1, k)
+    return hopper.fits(x, weight) and hopper.is_trusted(x, bias is not None)
 
 
 def _cublas_activates(x: Tensor, weight: Tensor) -> bool:

@@ -125,12 +125,13 @@ def attend_segments(
     if segments.starts is not None and flash:
         starts, longest = segments.starts, segments.longest
         if longest >= _LONG and (scale is None or scale > 0):
-            from engine_core.kernels.launch.triton import num_multiprocessors, runs_gluon
+            from engine_core.kernels.launch.gluon import runs_gluon
 
             if runs_gluon(q.device):
+                from engine_core.kernels.launch.triton import num_multiprocessors
                 from engine_core.kernels.segments.hopper import triton as hopper
 
-                if hopper.fits(q, k, v):
+                if hopper.fits(q, k, v) and hopper.is_trusted(q, longest):
                     scale = width**-0.5 if scale is None else scale
                     programs = num_multiprocessors(q.device)
                     return hopper.attend(q, k, v, starts, longest, scale, programs)

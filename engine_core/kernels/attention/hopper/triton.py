@@ -20,14 +20,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from engine_core.kernels.attention import reference
 from engine_core.kernels.attention.call import Call
-from engine_core.kernels.launch.hopper.triton import launch_dependents, wait
+from engine_core.kernels.launch.gluon import Family, Trial
+from engine_core.kernels.launch.hopper.triton import (
+    launch_dependents,
+    reinterpret,
+    tma_load,
+    wait,
+)
+
+_LOG2E = 1.4426950408889634
+_FAMILY = Family("prompts' attention", "That of long prompts takes about twice as long")
+# Programs of a trial: few, so that each takes many tiles.
+_TRIAL_PROGRAMS = 8
 
 # Rows of a warp group, keys of a tile, and columns of a panel: the 128 bytes of the widest swizzle.
 # A tile of more columns lies in shared memory as one panel after another.
@@ -135,7 +146,7 @@ def _load_tile(desc, boxes, stage, barrier, rows, column, BOX: gl.constexpr, PAN
         for panel in gl.static_range(PANELS):
             place = (stage * PANELS + panel) * BOXES + box
             coordinates = [rows[box], column + panel * _PANEL]
-            tma.async_copy_global_to_shared(desc, coordinates, barrier, boxes.index(place))
+            tma_load(desc, coordinates, barrier, boxes.index(place))
 
 
 @gluon.jit
@@ -164,15 +175,15 @@ def _load(
     BOXES: gl.constexpr = _KEYS // BOX
     TILE_BYTES: gl.constexpr = _KEYS * D * 2
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    k_boxes = buffers.k._reinterpret(k_desc.dtype, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
-    v_boxes = buffers.v._reinterpret(v_desc.dtype, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
+    k_boxes = reinterpret(buffers.k, k_desc.dtype, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
+    v_boxes = reinterpret(buffers.v, v_desc.dtype, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
     # Shared memory of a swizzled panel repeats every 8 rows.
     CHUNKS: gl.constexpr = _KEYS // 8
-    v_chunks = buffers.v._reinterpret(v_desc.dtype, [STAGES * PANELS * CHUNKS, 8, _PANEL], panels)
+    v_chunks = reinterpret(buffers.v, v_desc.dtype, [STAGES * PANELS * CHUNKS, 8, _PANEL], panels)
     chunk_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     in_chunk = gl.arange(0, 8, gl.SliceLayout(1, chunk_layout))
     q_panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
-    q_boxes = buffers.q._reinterpret(q_desc.dtype, [4 * PANELS, TOKENS, PACKED, _PANEL], q_panels)
+    q_boxes = reinterpret(buffers.q, q_desc.dtype, [4 * PANELS, TOKENS, PACKED, _PANEL], q_panels)
     wait(PDL)
     items = 0
     loaded = 0
@@ -192,9 +203,7 @@ def _load(
                 for panel in gl.static_range(PANELS):
                     coordinates = [token, head_tile * PACKED, panel * _PANEL]
                     place = q_boxes.index((slot * 2 + group) * PANELS + panel)
-                    tma.async_copy_global_to_shared(
-                        q_desc, coordinates, buffers.q_full.index(slot), place
-                    )
+                    tma_load(q_desc, coordinates, buffers.q_full.index(slot), place)
             items += 1
             kv_head = head_tile // TILES_OF_GROUP
             table_ptr = block_tables_ptr + row.to(gl.int64) * table_stride
@@ -526,6 +535,57 @@ def fits(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
             for cache in (k_cache, v_cache)
         )
     )
+
+
+def is_trusted(q: Tensor, num_kv_heads: int, block_size: int, pdl: bool) -> bool:
+    """Whether :func:`prefill` may be used for such queries and blocks; it may be tried for that."""
+    kind = (q.dtype, *q.shape[1:], num_kv_heads, block_size, pdl)
+    return _FAMILY.allows(q.device, kind, lambda: _trial(q, num_kv_heads, block_size, pdl))
+
+
+def _trial(like: Tensor, num_kv_heads: int, block_size: int, pdl: bool) -> Trial:
+    """Rows that end within tiles, one of padding, and NaN in slots that no row sees."""
+    heads, head_dim = like.shape[1:]
+    device, dtype = like.device, like.dtype
+    rows = ((300, 700), (129, 129), (2, 0))
+    draw = torch.Generator(device).manual_seed(0)
+    counts = [triton.cdiv(kv_len, block_size) for _, kv_len in rows]
+    tables = torch.zeros((len(rows), max(counts)), dtype=torch.int32, device=device)
+    free = list(range(sum(counts)))  # taken from the end: a row's blocks are not in their order
+    shape = (len(free), block_size, num_kv_heads, head_dim)
+    caches = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]
+    for row, (count, (_, kv_len)) in enumerate(zip(counts, rows, strict=True)):
+        blocks = [free.pop() for _ in range(count)]
+        tables[row, :count] = torch.tensor(blocks, dtype=torch.int32)
+        for cache in caches:
+            numbers = torch.randn((kv_len, *shape[2:]), generator=draw, device=device)
+            for begin, block in zip(range(0, kv_len, block_size), blocks, strict=True):
+                part = numbers[begin : begin + block_size]
+                cache[block, : len(part)] = part
+    queries = [0, 300, 429, 431]
+    q = torch.randn((queries[-1], heads, head_dim), generator=draw, device=device).to(dtype)
+    query_start = torch.tensor(queries, dtype=torch.int32, device=device)
+    kv_lens = torch.tensor([kv_len for _, kv_len in rows], dtype=torch.int32, device=device)
+    call = Call(
+        q, *caches, torch.full_like(q, torch.nan), tables, query_start, kv_lens, 300, 700, 0,
+        head_dim**-0.5,
+    )  # fmt: skip
+    expected = torch.empty(q.shape, dtype=torch.float32, device=device)
+    reference.paged_attention(
+        q,
+        *caches,
+        expected,
+        block_tables=tables,
+        query_start=query_start,
+        kv_lens=kv_lens,
+        scale=call.scale,
+    )
+
+    def run() -> Tensor:
+        prefill(call, call.scale * _LOG2E, _TRIAL_PROGRAMS, pdl)
+        return call.out
+
+    return Trial(run, expected)
 
 
 def prefill(call: Call, scale: float, num_programs: int, pdl: bool) -> None:

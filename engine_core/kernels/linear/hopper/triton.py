@@ -9,6 +9,7 @@ results are stored.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,8 +23,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from engine_core.kernels.launch.hopper.triton import launch_dependents, wait
+from engine_core.kernels.launch.gluon import Family, Trial
+from engine_core.kernels.launch.hopper.triton import (
+    launch_dependents,
+    reinterpret,
+    sync_threads,
+    tma_load,
+    tma_store,
+    wait,
+)
 from engine_core.kernels.launch.triton import num_multiprocessors, pdl_options
+
+_FAMILY = Family("gate and up", "These and their activation take up to a fifth longer")
 
 # Rows of a warp group, columns of the gate in a tile and as many of up, and a step of K, which is
 # the 128 bytes of the widest swizzle. 4 steps in flight take 192 KiB of shared memory.
@@ -49,7 +60,7 @@ def _load_weight(desc, boxes, barrier, stage, col, k, N):
     """Begin to load a tile of the weight: rows of the gate, then those of up."""
     for part in gl.static_range(2):
         place = boxes.index(stage * 2 + part)
-        tma.async_copy_global_to_shared(desc, [part * N + col, k], barrier, place)
+        tma_load(desc, [part * N + col, k], barrier, place)
 
 
 @gluon.jit
@@ -69,7 +80,7 @@ def _load(
     """The warp that loads."""
     BYTES: gl.constexpr = (2 * _ROWS + 2 * _COLS) * _STEP * 2
     swizzle: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    boxes = weight_smem._reinterpret(weight_desc.dtype, [_STAGES * 2, _COLS, _STEP], swizzle)
+    boxes = reinterpret(weight_smem, weight_desc.dtype, [_STAGES * 2, _COLS, _STEP], swizzle)
     # The weight is older than all kernels: its first tiles do not wait for x.
     _, col = _place(gl.program_id(0), row_tiles, col_tiles)
     preloaded = gl.minimum(steps, _STAGES)
@@ -90,7 +101,7 @@ def _load(
             for group in gl.static_range(2):
                 place = x_smem.index(stage * 2 + group)
                 coordinates = [row + group * _ROWS, step * _STEP]
-                tma.async_copy_global_to_shared(x_desc, coordinates, barrier, place)
+                tma_load(x_desc, coordinates, barrier, place)
             loaded += 1
 
 
@@ -184,9 +195,9 @@ def _multiply(
             tma.store_wait(1)
             buffer.store(panels[panel])
             fence_async_shared()
-            gl.thread_barrier()
+            sync_threads()
             coordinates = [row + GROUP * _ROWS, col + panel * _STEP]
-            tma.async_copy_shared_to_global(out_desc, coordinates, buffer)
+            tma_store(out_desc, coordinates, buffer)
     tma.store_wait(0)
 
 
@@ -250,6 +261,31 @@ def fits(x: Tensor, weight: Tensor) -> bool:
             for tensor in (x, weight)
         )
     )
+
+
+def is_trusted(x: Tensor, has_bias: bool) -> bool:
+    """Whether :func:`gated_linear` may be used for such rows; it may be tried for that."""
+    return _FAMILY.allows(x.device, (x.dtype, has_bias), lambda: _trial(x, has_bias))
+
+
+def _trial(like: Tensor, has_bias: bool) -> Trial:
+    """More tiles than programs, the last of which end early."""
+    draw = torch.Generator(like.device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, device=like.device)
+
+    k = 4 * _STEP.value
+    x, weight, bias = (
+        numbers.to(like.dtype)
+        for numbers in (normal(2000, k), normal(2 * 2504, k) / 16, normal(2 * 2504))
+    )
+    product = x.float() @ weight.float().T
+    if has_bias:
+        product += bias.float()
+    gate, up = product.chunk(2, -1)
+    expected = F.silu(gate) * up
+    return Trial(lambda: gated_linear(x, weight, bias if has_bias else None), expected)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

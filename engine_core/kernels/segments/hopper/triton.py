@@ -19,13 +19,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from engine_core.kernels.launch.gluon import Family, Trial
+from engine_core.kernels.launch.hopper.triton import reinterpret, tma_load
+from engine_core.kernels.segments import reference
+
 _LOG2E = 1.4426950408889634
+_FAMILY = Family("encoders' attention", "That of large pictures takes 1.3 to 2.2 times as long")
+# Programs of a trial: few, so that each takes many tiles.
+_TRIAL_PROGRAMS = 8
 # Rows of a warp group, keys of a tile, and columns of the first part of a head.
 _ROWS = gl.constexpr(64)
 _KEYS = gl.constexpr(128)
@@ -111,10 +117,10 @@ def _zero_end(chunks, first, valid, WIDTH: gl.constexpr):
 @gluon.jit
 def _copy(desc, rest_desc, tiles, rests, place, barrier, token, head, REST: gl.constexpr):
     """Begin to load tokens of one head: as many as one of the ``tiles`` holds."""
-    tma.async_copy_global_to_shared(desc, [token, head, 0], barrier, tiles.index(place))
+    tma_load(desc, [token, head, 0], barrier, tiles.index(place))
     if REST:
         coordinates = [token, head, _MAIN]
-        tma.async_copy_global_to_shared(rest_desc, coordinates, barrier, rests.index(place))
+        tma_load(rest_desc, coordinates, barrier, rests.index(place))
 
 
 @gluon.jit
@@ -127,20 +133,20 @@ def _load(
     CHUNKS: gl.constexpr = _KEYS // 8
     element: gl.constexpr = descs.q.dtype
     main: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
-    q = buffers.q._reinterpret(element, [2 * GROUPS, _ROWS, 1, _MAIN], main)
-    k = buffers.k._reinterpret(element, [STAGES, _KEYS, 1, _MAIN], main)
-    v = buffers.v._reinterpret(element, [STAGES, _KEYS, 1, _MAIN], main)
+    q = reinterpret(buffers.q, element, [2 * GROUPS, _ROWS, 1, _MAIN], main)
+    k = reinterpret(buffers.k, element, [STAGES, _KEYS, 1, _MAIN], main)
+    v = reinterpret(buffers.v, element, [STAGES, _KEYS, 1, _MAIN], main)
     # Shared memory of a swizzled tile repeats every 8 rows.
     flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    v_chunks = buffers.v._reinterpret(element, [STAGES * CHUNKS, 8, _MAIN], flat)
+    v_chunks = reinterpret(buffers.v, element, [STAGES * CHUNKS, 8, _MAIN], flat)
     q_rest, k_rest, v_rest, rest_chunks = q, k, v, v_chunks
     if REST:
         rest: gl.constexpr = gl.NVMMASharedLayout(2 * REST, 16, rank=3)
-        q_rest = buffers.q_rest._reinterpret(element, [2 * GROUPS, _ROWS, 1, REST], rest)
-        k_rest = buffers.k_rest._reinterpret(element, [STAGES, _KEYS, 1, REST], rest)
-        v_rest = buffers.v_rest._reinterpret(element, [STAGES, _KEYS, 1, REST], rest)
+        q_rest = reinterpret(buffers.q_rest, element, [2 * GROUPS, _ROWS, 1, REST], rest)
+        k_rest = reinterpret(buffers.k_rest, element, [STAGES, _KEYS, 1, REST], rest)
+        v_rest = reinterpret(buffers.v_rest, element, [STAGES, _KEYS, 1, REST], rest)
         flat_rest: gl.constexpr = gl.NVMMASharedLayout(2 * REST, 16, rank=2)
-        rest_chunks = buffers.v_rest._reinterpret(element, [STAGES * CHUNKS, 8, REST], flat_rest)
+        rest_chunks = reinterpret(buffers.v_rest, element, [STAGES * CHUNKS, 8, REST], flat_rest)
     items = 0
     loaded = 0
     ends = 0
@@ -492,6 +498,40 @@ def fits(*parts: Tensor) -> bool:
     )
 
 
+def _groups(width: int, longest: int) -> int:
+    """Warp groups that multiply."""
+    # TFLOP/s with 2 and 3, heads 64 wide: 299 and 334 for 13 segments of 1025 tokens, 431 and 445
+    # for one of 4096. With wider heads the registers of a third are too few.
+    return 3 if width == _MAIN.value and longest >= _THREE_GROUPS else 2
+
+
+def is_trusted(q: Tensor, longest: int) -> bool:
+    """Whether :func:`attend` may be used for such queries; it may be tried for that."""
+    kind = (q.dtype, *q.shape[1:], _groups(q.shape[2], longest))
+    return _FAMILY.allows(q.device, kind, lambda: _trial(q, longest))
+
+
+def _trial(like: Tensor, longest: int) -> Trial:
+    """Segments that end within tiles, between tokens that are NaN."""
+    sizes, begin, end = (640, 63, 300, 7, 128), 50, 50 + 1138
+    shape = (3, end + 100, *like.shape[1:])
+    draw = torch.Generator(like.device).manual_seed(0)
+    qkv = torch.randn(shape, generator=draw, device=like.device).to(like.dtype)
+    qkv[:, :begin] = torch.nan
+    qkv[:, end:] = torch.nan
+    scale = like.shape[2] ** -0.5
+    starts, parts = [begin], []
+    for size in sizes:
+        part = qkv[:, starts[-1] : starts[-1] + size].float()
+        parts.append(reference.attend_segments(*part, [(1, size)], scale))
+        starts.append(starts[-1] + size)
+    places = torch.tensor(starts, dtype=torch.int32, device=like.device)
+    return Trial(
+        lambda: attend(*qkv, places, max(longest, sizes[0]), scale, _TRIAL_PROGRAMS)[begin:end],
+        torch.cat(parts),
+    )
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float, programs: int,
 ) -> Tensor:  # fmt: skip
@@ -511,9 +551,7 @@ def attend(
     heads, width = q.shape[1:]
     main = _MAIN.value
     rest = 0 if width == main else max(16, triton.next_power_of_2(width - main))
-    # TFLOP/s with 2 and 3, heads 64 wide: 299 and 334 for 13 segments of 1025 tokens, 431 and 445
-    # for one of 4096. With wider heads the registers of a third are too few.
-    groups = 3 if rest == 0 and longest >= _THREE_GROUPS else 2
+    groups = _groups(width, longest)
     descs = []
     for part, rows in ((q, _ROWS.value), (k, _KEYS.value), (v, _KEYS.value)):
         for columns in (main, rest or 16):

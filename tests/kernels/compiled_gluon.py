@@ -1,0 +1,98 @@
+"""Hopper's kernels compiled for a GPU that is not there, with the constants of real launches.
+
+Run by itself, as ``compiled_ahead.py``. It prints a line for each kernel: its name, bytes of shared
+memory, registers of a thread at its launch, and bytes of its stack, where what does not fit into
+registers is kept. With names as arguments it compiles these alone. Another release of Triton
+may be put first on the path.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from compiled_ahead import compile_launches
+
+from engine_core.kernels.attention.call import Call
+from engine_core.kernels.attention.hopper import triton as attention
+from engine_core.kernels.linear.hopper import triton as linear
+from engine_core.kernels.segments.hopper import triton as segments
+
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+
+
+def prefill(heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    """Causal attention of two prompts."""
+    q = torch.zeros(300, heads, head_dim, dtype=dtype)
+    k_cache, v_cache = torch.zeros(2, 8, block_size, kv_heads, head_dim, dtype=dtype)
+    tables = torch.zeros(2, 8, dtype=torch.int32)
+    starts = torch.tensor([0, 100, 300], dtype=torch.int32)
+    lens = torch.tensor([100, 200], dtype=torch.int32)
+    call = Call(q, k_cache, v_cache, q.clone(), tables, starts, lens, 200, 200, 0, 0.1)
+    assert attention.fits(q, k_cache, v_cache)
+    attention.prefill(call, 0.1, 132, True)
+
+
+def gated_linear(dtype: torch.dtype, has_bias: bool) -> None:
+    """Gate and up."""
+    x, weight = torch.zeros(300, 256, dtype=dtype), torch.zeros(512, 256, dtype=dtype)
+    assert linear.fits(x, weight)
+    linear.gated_linear(x, weight, weight[:, 0].contiguous() if has_bias else None)
+
+
+def attend(width: int, longest: int, dtype: torch.dtype) -> None:
+    """Attention within one segment."""
+    q, k, v = torch.zeros(3, longest, 4, width, dtype=dtype)
+    assert segments.fits(q, k, v)
+    segments.attend(q, k, v, torch.tensor([0, longest], dtype=torch.int32), longest, 0.1, 132)
+
+
+LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
+    "8B": (prefill, (32, 8, 128, 64, BFLOAT16)),
+    "0.5B": (prefill, (14, 2, 64, 64, FLOAT16)),
+    "small-blocks": (prefill, (28, 4, 128, 16, BFLOAT16)),
+    "large-blocks": (prefill, (8, 8, 128, 256, BFLOAT16)),
+    "gated": (gated_linear, (BFLOAT16, False)),
+    "gated-bias": (gated_linear, (FLOAT16, True)),
+    "segments-64": (attend, (64, 300, BFLOAT16)),
+    "segments-64-long": (attend, (64, 2000, BFLOAT16)),
+    "segments-80": (attend, (80, 2000, FLOAT16)),
+    "segments-128": (attend, (128, 2000, BFLOAT16)),
+}
+
+
+def resources(cubin: bytes) -> str:
+    """Registers and bytes of stack of the kernel in a cubin."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return " ".join(found.groups())
+
+
+def main(names: list[str]) -> None:
+    """Compile the launches of these names, or all."""
+    compiled = compile_launches()
+    linear.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
+    for name in names or LAUNCHES:
+        launch, arguments = LAUNCHES[name]
+        launch(*arguments)
+        kernel = compiled[-1]
+        shared = kernel.metadata.shared
+        sys.stdout.write(f"{name} {shared} {resources(kernel.asm['cubin'])}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,288 @@
+"""Hopper's kernels are used with a release of Triton that ran them, or after a trial."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_cases import TOLERANCE
+from torch import Tensor
+
+from engine_core.kernels.activation import silu_and_mul
+from engine_core.kernels.launch import gluon
+from engine_core.kernels.launch.gluon import Family, Trial, runs_gluon, support
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 7)
+UNTRIED = "3.9.0"
+
+
+class Fake:
+    """A kernel that gives what it is told to, and counts its trials."""
+
+    def __init__(self, family: Family, give: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        self.family, self.give = family, give
+        self.trials = 0
+
+    def made(self) -> Trial:
+        self.trials += 1
+        expected = torch.linspace(-3, 3, 1000)
+        return Trial(lambda: self.give(expected.to(torch.bfloat16)), expected)
+
+    def allowed(self, kind: str = "a", device: torch.device = CPU) -> bool:
+        return self.family.allows(device, kind, self.made)
+
+
+def fake(
+    tmp_path: Path, give: Callable[[Tensor], Tensor] = lambda x: x, release: str = UNTRIED
+) -> Fake:
+    return Fake(Family("sums", "Sums take longer", release=release, notes=tmp_path), give)
+
+
+@pytest.fixture(autouse=True)
+def _all_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+
+
+def test_a_right_kernel_is_tried_once_of_each_kind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel = fake(tmp_path)
+    assert [kernel.allowed(kind) for kind in "aabab"] == [True] * 5
+    assert kernel.trials == 2
+    assert not warnings_of(caplog)
+    assert "kernel of sums is right with Triton 3.9.0" in caplog.text
+
+
+@pytest.mark.parametrize("given", [0.05, torch.nan, torch.inf])
+def test_a_wrong_kernel_turns_its_family_off_with_one_warning(
+    given: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def one_wrong(x: Tensor) -> Tensor:
+        x[500] += given
+        return x
+
+    kernel = fake(tmp_path, one_wrong)
+    assert [kernel.allowed(kind) for kind in "aab"] == [False] * 3
+    assert kernel.trials == 1
+    (warning,) = warnings_of(caplog)
+    seen = "0.05" if given == 0.05 else "inf"
+    assert warning.startswith("Hopper's kernels of sums are off with Triton 3.9.0: a small case is")
+    assert f"off by {seen}, where 0.016 is allowed. Sums take longer." in warning
+
+
+def test_a_kind_that_is_wrong_later_turns_off_those_that_were_right(tmp_path: Path) -> None:
+    kernel = fake(tmp_path)
+    assert kernel.allowed("a")
+    kernel.give = torch.neg
+    assert not kernel.allowed("b")
+    assert not kernel.allowed("a")
+
+
+def test_a_kernel_that_does_not_compile_turns_its_family_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise AttributeError("module 'gl' has no attribute 'thread_barrier'")
+
+    kernel = fake(tmp_path, fail)
+    assert [kernel.allowed() for _ in range(3)] == [False] * 3
+    assert kernel.trials == 1
+    (warning,) = warnings_of(caplog)
+    assert "off with Triton 3.9.0: AttributeError: module 'gl' has no attribute" in warning
+
+
+def test_with_a_release_that_ran_them_nothing_is_tried(tmp_path: Path) -> None:
+    kernel = fake(tmp_path, torch.neg, release="3.6.1")
+    assert kernel.allowed()
+    assert kernel.trials == 0
+
+
+def test_without_memory_a_trial_is_made_again_later(tmp_path: Path) -> None:
+    def full(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    kernel = fake(tmp_path, full)
+    with pytest.raises(torch.OutOfMemoryError):
+        kernel.allowed()
+    kernel.give = torch.clone
+    assert kernel.allowed()
+
+
+def test_nothing_is_tried_within_a_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    kernel = fake(tmp_path)
+    assert not kernel.allowed(device=GPU)
+    assert kernel.trials == 0
+
+
+def test_a_kernel_that_hangs_ends_the_process_and_is_off_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = tmp_path / "not" / "there"
+    with monkeypatch.context() as patch:
+        patch.setattr(gluon, "_ends", lambda device, patience: False)
+        with pytest.raises(RuntimeError, match=r"kernel of sums .* did not end in 30 s") as caught:
+            fake(notes).allowed()
+    assert "start it again, without them" in str(caught.value)
+    # The next process.
+    kernel = fake(notes)
+    assert [kernel.allowed() for _ in range(2)] == [False] * 2
+    assert kernel.trials == 0
+    (warning,) = warnings_of(caplog)
+    assert "a small case did not end in 30 s (delete '" in warning
+    # With another release it is tried again, as is another operation.
+    assert fake(notes, release="3.8.0").allowed()
+    assert Fake(Family("products", "", release=UNTRIED, notes=notes)).allowed()
+
+
+def test_a_kernel_that_breaks_the_context_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gluon, "_is_broken", lambda device: True)
+        with pytest.raises(RuntimeError, match=r"broke the GPU's context .*illegal memory access"):
+            fake(tmp_path, fail).allowed()
+    assert not fake(tmp_path).allowed()
+
+
+@pytest.mark.parametrize(
+    ("release", "begin"),
+    [
+        ("3.6.0", "on: Triton 3.6.0 ran them"),
+        ("3.7.1", "on, if they prove right: Triton 3.7.1"),
+        ("3.9.0+git1234", "on, if they prove right: Triton 3.9.0+git1234"),
+        ("3.5.1", "off: Triton 3.5.1 was not tried, they are for 3.6, 3.7, 3.8, 3.9;"),
+        ("3.10.0", "off: Triton 3.10.0 was not tried"),
+        ("3.60.0", "off: Triton 3.60.0 was not tried"),
+    ],
+)
+def test_a_line_says_whether_they_are_on(
+    release: str, begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert support([CPU], release) == "off: there is no GPU of compute capability 9.0"
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert support([CPU, GPU], release).startswith(begin)
+    assert runs_gluon(GPU, release) == begin.startswith("on")
+    capability = (10, 0)
+    assert support([CPU, GPU], release) == "off: there is no GPU of compute capability 9.0"
+
+
+def hopper(operation: str) -> ModuleType:
+    """The module of Hopper's kernel for an operation; it can be imported anywhere."""
+    return importlib.import_module(f"engine_core.kernels.{operation}.hopper.triton")
+
+
+class Tried:
+    """The own trials of Hopper's kernels, with another kernel in the place of each."""
+
+    def __init__(self, operation: str, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+        self.module = hopper(operation)
+        self._patch = patch
+        self._notes = tmp_path
+
+    def trusts(self, name: str, instead: Callable[..., Any], *arguments: Any) -> bool:
+        family = Family(name, "", release=UNTRIED, notes=self._notes)
+        self._patch.setattr(self.module, "_FAMILY", family)
+        self._patch.setattr(self.module, name, instead)
+        trusted: bool = self.module.is_trusted(*arguments)
+        return trusted
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "dtype"),
+    [(2, 1, 64, 64, torch.bfloat16), (1, 1, 128, 256, torch.float16)],
+)
+def test_attention_is_tried_on_a_case_that_the_portable_kernel_solves(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    launch_device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    portable = importlib.import_module("engine_core.kernels.attention.triton")
+    monkeypatch.setattr(portable, "runs_gluon", lambda device: False)
+    tried = Tried("attention", tmp_path, monkeypatch)
+    like = torch.empty((1, heads, head_dim), dtype=dtype, device=launch_device)
+
+    def right(call: Any, *rest: Any) -> None:
+        portable.paged_attention(call)
+
+    def forgets_the_last_key(call: Any, *rest: Any) -> None:
+        call.kv_lens[call.kv_lens > 0] -= 1
+        portable.paged_attention(call)
+
+    for instead in (right, forgets_the_last_key):
+        trusted = tried.trusts("prefill", instead, like, kv_heads, block_size, False)
+        assert trusted == (instead is right)
+
+
+@pytest.mark.parametrize(("dtype", "has_bias"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_gate_and_up_are_tried_on_a_case_that_torch_solves(
+    dtype: torch.dtype, has_bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = Tried("linear", tmp_path, monkeypatch)
+
+    def right(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert (bias is not None) == has_bias
+        return silu_and_mul(F.linear(x, weight, bias))
+
+    def leaves_the_last_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = right(x, weight, bias)
+        out[-1] = 0
+        return out
+
+    like = torch.empty((1, 64), dtype=dtype)
+    assert tried.trusts("gated_linear", right, like, has_bias)
+    assert not tried.trusts("gated_linear", leaves_the_last_row, like, has_bias)
+
+
+@pytest.mark.parametrize(
+    ("width", "longest", "dtype"),
+    [(64, 300, torch.bfloat16), (64, 2000, torch.float16), (80, 2000, torch.bfloat16)],
+)
+def test_segments_are_tried_on_a_case_that_torch_solves(
+    width: int, longest: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = Tried("segments", tmp_path, monkeypatch)
+
+    def right(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, most: int, scale: float, programs: int
+    ) -> Tensor:
+        assert (most >= 1024) == (longest >= 1024)
+        out, bounds = torch.full_like(q, torch.nan), starts.tolist()
+        for begin, end in pairwise(bounds):
+            assert end - begin <= most
+            parts = [part[begin:end].transpose(0, 1) for part in (q, k, v)]
+            attended = F.scaled_dot_product_attention(*parts, scale=scale)
+            out[begin:end] = attended.transpose(0, 1)
+        return out
+
+    def sees_a_neighbour(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *rest: Any) -> Tensor:
+        return right(q, k, v, torch.cat([starts[:2], starts[3:]]), *rest)
+
+    like = torch.empty((1, 2, width), dtype=dtype)
+    assert tried.trusts("attend", right, like, longest)
+    assert not tried.trusts("attend", sees_a_neighbour, like, longest)
+
+
+def test_what_a_trial_allows_is_what_tests_allow() -> None:
+    assert all(TOLERANCE[dtype] == allowed for dtype, allowed in gluon._TOLERANCE.items())
