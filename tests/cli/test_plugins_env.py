@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -139,6 +140,8 @@ def test_env_as_json() -> None:
     assert about["versions"]["engine-core-llm"] == metadata.version("engine-core-llm")
     assert about["cpu"]["threads"] == torch.get_num_threads()
     assert len(about["cuda"]["devices"]) == torch.cuda.device_count()
+    capabilities = [device["capability"] for device in about["cuda"]["devices"]]
+    assert about["cuda"]["hopper_kernels"].startswith("on" if "9.0" in capabilities else "off: ")
     assert "llama" in [plugin["name"] for plugin in about["plugins"]]
 
 
@@ -152,4 +155,5 @@ def test_env_as_text_hides_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
     assert rows["torch"] == metadata.version("torch")
     assert "plugin ~/secret/mine.py" in result.stdout
+    assert re.search(r"^hopper kernels +(on|off)", result.stdout, re.MULTILINE)
     assert str(tmp_path) not in result.stdout

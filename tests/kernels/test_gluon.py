@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -286,3 +289,25 @@ def test_segments_are_tried_on_a_case_that_torch_solves(
 
 def test_what_a_trial_allows_is_what_tests_allow() -> None:
     assert all(TOLERANCE[dtype] == allowed for dtype, allowed in gluon._TOLERANCE.items())
+
+
+@pytest.mark.slow
+def test_they_compile_for_a_hopper_gpu_that_is_not_there(tmp_path: Path) -> None:
+    """By a child, for here kernels are interpreted, and with registers enough for their loops."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    script = Path(__file__).with_name("compiled_gluon.py")
+    names = ["8B", "0.5B", "gated-bias", "segments-64-long", "segments-80"]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(script), *names],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, *_ in lines] == names, done.stderr
+    for name, shared, _, stack in lines:
+        assert int(shared) <= 227 * 1024, name
+        # A tile of results in it, and not in registers, would take 256 or 512 bytes.
+        assert int(stack) < 192, name

@@ -552,28 +552,29 @@ def _trial(like: Tensor, num_kv_heads: int, block_size: int, pdl: bool) -> Trial
     counts = [triton.cdiv(kv_len, block_size) for _, kv_len in rows]
     tables = torch.zeros((len(rows), max(counts)), dtype=torch.int32, device=device)
     free = list(range(sum(counts)))  # taken from the end: a row's blocks are not in their order
-    shape = (len(free), block_size, num_kv_heads, head_dim)
-    caches = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]
+    shape = (2, len(free), block_size, num_kv_heads, head_dim)
+    caches = torch.full(shape, torch.nan, dtype=dtype, device=device)
     for row, (count, (_, kv_len)) in enumerate(zip(counts, rows, strict=True)):
         blocks = [free.pop() for _ in range(count)]
         tables[row, :count] = torch.tensor(blocks, dtype=torch.int32)
-        for cache in caches:
-            numbers = torch.randn((kv_len, *shape[2:]), generator=draw, device=device)
-            for begin, block in zip(range(0, kv_len, block_size), blocks, strict=True):
-                part = numbers[begin : begin + block_size]
-                cache[block, : len(part)] = part
+        numbers = torch.randn((2, kv_len, *shape[3:]), generator=draw, device=device)
+        for begin, block in zip(range(0, kv_len, block_size), blocks, strict=True):
+            part = numbers[:, begin : begin + block_size]
+            caches[:, block, : part.shape[1]] = part
+    k_cache, v_cache = caches
     queries = [0, 300, 429, 431]
     q = torch.randn((queries[-1], heads, head_dim), generator=draw, device=device).to(dtype)
     query_start = torch.tensor(queries, dtype=torch.int32, device=device)
     kv_lens = torch.tensor([kv_len for _, kv_len in rows], dtype=torch.int32, device=device)
     call = Call(
-        q, *caches, torch.full_like(q, torch.nan), tables, query_start, kv_lens, 300, 700, 0,
-        head_dim**-0.5,
+        q, k_cache, v_cache, torch.full_like(q, torch.nan), tables, query_start, kv_lens, 300, 700,
+        0, head_dim**-0.5,
     )  # fmt: skip
     expected = torch.empty(q.shape, dtype=torch.float32, device=device)
     reference.paged_attention(
         q,
-        *caches,
+        k_cache,
+        v_cache,
         expected,
         block_tables=tables,
         query_start=query_start,

@@ -522,14 +522,17 @@ def _trial(like: Tensor, longest: int) -> Trial:
     scale = like.shape[2] ** -0.5
     starts, parts = [begin], []
     for size in sizes:
-        part = qkv[:, starts[-1] : starts[-1] + size].float()
-        parts.append(reference.attend_segments(*part, [(1, size)], scale))
+        q, k, v = qkv[:, starts[-1] : starts[-1] + size].float()
+        parts.append(reference.attend_segments(q, k, v, [(1, size)], scale))
         starts.append(starts[-1] + size)
     places = torch.tensor(starts, dtype=torch.int32, device=like.device)
-    return Trial(
-        lambda: attend(*qkv, places, max(longest, sizes[0]), scale, _TRIAL_PROGRAMS)[begin:end],
-        torch.cat(parts),
-    )
+
+    def run() -> Tensor:
+        q, k, v = qkv
+        longer = max(longest, *sizes)
+        return attend(q, k, v, places, longer, scale, _TRIAL_PROGRAMS)[begin:end]
+
+    return Trial(run, torch.cat(parts))
 
 
 def attend(
