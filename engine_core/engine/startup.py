@@ -137,12 +137,9 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
     if source.device.type == "cpu" and not compiled.available():
         logger.info("decode steps would be faster with numba: pip install 'engine-core-llm[cpu]'")
     if gluon.is_hopper(source.device):
-        on = gluon.runs_gluon(source.device)
-        logger.log(
-            logging.INFO if on else logging.WARNING,
-            "Hopper's kernels are %s",
-            hopper_kernels([source.device]),
-        )
+        line = hopper_kernels([source.device])
+        level = logging.INFO if line.startswith("on") else logging.WARNING
+        logger.log(level, "Hopper's kernels are %s", line)
     executor = build_executor(source, config)
     try:
         report = executor.load()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import sys
 import threading
 import weakref
@@ -30,6 +31,7 @@ from engine_core.errors import (
     RequestError,
     UnknownArchitectureError,
 )
+from engine_core.kernels.launch import gluon
 
 MODEL = str(GOLDEN / "llama-gqa")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -48,6 +50,31 @@ def llm() -> Iterator[LLM]:
 
 def tokens(outputs: list) -> list[list[int]]:
     return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+@pytest.mark.parametrize(
+    ("release", "level", "line"),
+    [
+        ("3.6.0", logging.INFO, "Hopper's kernels are on: Triton 3.6.0 ran them in tests on GPUs"),
+        ("3.10.0", logging.WARNING, "Hopper's kernels are off: Triton 3.10.0 was not tried"),
+        (None, logging.WARNING, "Hopper's kernels are off: Triton is not installed"),
+    ],
+)
+def test_the_start_says_whether_hoppers_kernels_are_on(
+    release: str | None,
+    level: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(gluon, "is_hopper", lambda device: True)
+    monkeypatch.setattr(gluon, "triton_release", lambda: release)
+    caplog.set_level(logging.INFO, "engine_core")
+    with LLM(MODEL, EngineConfig(skip_tokenizer_init=True, max_model_len=200)):
+        pass
+    (record,) = [each for each in caplog.records if "Hopper" in each.getMessage()]
+    assert record.levelno == level
+    assert record.getMessage().startswith(line)
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,32 @@ def test_segments_are_tried_on_a_case_that_torch_solves(
     assert not tried.trusts("attend", sees_a_neighbour, like, longest)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hoppers_own_kernels_pass_their_trials(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the release of Triton that is here; the log says how long each took."""
+
+    def like(heads: int, width: int) -> Tensor:
+        return torch.empty((1, heads, width), dtype=dtype, device="cuda")
+
+    attention, linear, segments = map(hopper, ("attention", "linear", "segments"))
+    cases: list[tuple[ModuleType, tuple[Any, ...]]] = [
+        *((attention, (like(32, 128), 8, size, pdl)) for size in (16, 64) for pdl in (True, False)),
+        (attention, (like(14, 64), 2, 64, True)),
+        (attention, (like(8, 128), 8, 256, True)),
+        *((linear, (like(1, 64)[0], has_bias)) for has_bias in (False, True)),
+        *((segments, (like(16, width), 640)) for width in (64, 72, 80, 128)),
+        (segments, (like(16, 64), 5000)),
+    ]
+    for module, arguments in cases:
+        family = Family(module.__name__, "", release=UNTRIED, notes=tmp_path)
+        monkeypatch.setattr(module, "_FAMILY", family)
+        assert module.is_trusted(*arguments), arguments
+
+
 def test_what_a_trial_allows_is_what_tests_allow() -> None:
     assert all(TOLERANCE[dtype] == allowed for dtype, allowed in gluon._TOLERANCE.items())
 

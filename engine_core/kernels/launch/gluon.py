@@ -171,7 +171,7 @@ class Family:
     def _try(
         self, device: torch.device, make: Callable[[], Trial], release: str | None
     ) -> str | None:
-        """What is wrong with a kernel; None if nothing."""
+        """The reason why a kernel is not used; None if it is right."""
         try:
             trial = make()
             if device.type == "cuda":
@@ -203,7 +203,7 @@ class Family:
         return folder / f"engine-core off {self._name}, Triton {release}.txt"
 
     def _noted(self, release: str | None) -> str | None:
-        """What an earlier process saw that could not go on."""
+        """The note of an earlier process that could not go on; None if there is none."""
         file = self._file(release)
         try:
             return f"{file.read_text().strip()} (delete {str(file)!r} to try it again)"
